@@ -3,7 +3,7 @@
 Method: for each way of a pairwise cover (every pair of settings occurs in some run), start `prefetcher run` and
 `trainer run` as separate processes, export what they trained, run `examples/plain_loop.py` over the same batches from
 the export of `--max-steps 0`, and compare every bit: the loss of each step, every row and its optimizer state, every
-dense weight.
+dense weight. Rows of `redis` lie on a server that is started here.
 
     make exact ROWCAST_RETAIL=folder        the folder holds train.tsv, day_0_*.npy, bags.parquet and columns.json
 """
@@ -28,12 +28,14 @@ from torch import Tensor
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
+from rowcast.job.stores import STORES
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import measure
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.report.report_json import Report, read_report
+from tests.support.redis_server import COMMAND, REASON, shared_server
 
 Way = Mapping[str, str]
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -45,9 +47,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "ring": ("1MiB", "auto"),
     "shuffle": ("none", "window:4096"),
     "batch_size": ("2048", "4096"),
-    "store": ("memory", "mapped", "tiered"),
+    "store": ("memory", "mapped", "tiered", "redis"),
 }
 SYNTHETIC = ("synthetic",)  # replaces the values of "data" without a log
+WITHOUT_SERVER = tuple(kind for kind in FACTORS["store"] if kind != "redis")  # replaces those of "store"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +147,10 @@ def capacity_of(way: Way, job: Job, batches: Sequence[ScheduledBatch]) -> int:
 
 def store_settings(way: Way, capacity: int) -> list[str]:
     """A memory tier has hardly more rows than the device, so that rows come and go."""
-    tier = [f'store.memory="{capacity + 100} rows"'] if way["store"] == "tiered" else []
-    return [f'store.kind="{way["store"]}"', *tier]
+    kind = STORES[way["store"]]
+    tier = [f'store.memory="{capacity + 100} rows"'] if kind.has_tier else []
+    server = [f'store.url="{shared_server().url_text}"'] if "url" in kind.keys else []
+    return [f'store.kind="{way["store"]}"', *tier, *server]
 
 
 def command(module: str, *arguments: str) -> None:
@@ -209,7 +214,10 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def cover(log: Path | None, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
-    return pairwise_cover(FACTORS | ({"data": SYNTHETIC} if log is None else {}) | narrowed)
+    """Of what can be run here."""
+    data = {"data": SYNTHETIC} if log is None else {}
+    stores = {"store": WITHOUT_SERVER} if COMMAND is None else {}
+    return pairwise_cover(FACTORS | data | stores | narrowed)
 
 
 def table_row(outcome: Outcome) -> str:
@@ -231,6 +239,8 @@ def main() -> int:
     log = None if options.log is None else Path(options.log).absolute()
     torch.ones(1).sqrt()
     print(f"data: {log or 'synthetic, without a log'}; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    if COMMAND is None:
+        print(f"redis is left out: {REASON}")
     print(f"| {' | '.join(FACTORS)} | steps | fetched | evicted | run s | plain s | bits |")
     print("|" + "---|" * (len(FACTORS) + 6))
     failed = 0

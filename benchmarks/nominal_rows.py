@@ -107,10 +107,10 @@ def train(way: str, num_batches: int) -> Trained:
         if codes != [0, 0]:
             raise RuntimeError(f"trainer and prefetcher ended with {codes}: {(folder / 'log').read_text()[-2000:]}")
         [manifest] = folder.glob("run/checkpoints/step-*/manifest.json")
-        layers = json.loads(manifest.read_text())["layers"]
+        [shard] = json.loads(manifest.read_text())["shards"]
         return Trained(
             report=read_report(folder / "run" / "report.json"),
-            rows=sum(layer["num_rows"] for layer in layers),
+            rows=sum(layer["num_rows"] for layer in shard["layers"]),
             prefetcher_cpu_s=usage.ru_utime + usage.ru_stime,
         )
 

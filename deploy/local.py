@@ -1,103 +1,48 @@
-"""Starts both processes on this host and waits for them: `python -m rowcast.deploy.local --config job.toml [prefetcher
-options]`.
+"""Starts all processes of a job on this host and waits for them: `python -m rowcast.deploy.local --config job.toml
+[prefetcher options]`.
 
-The trainer has the terminal; the prefetcher's log goes to `<run_dir>/prefetcher.log`. When one fails, the other ends by
-itself, and this program repeats which one failed first and why. If this program is killed, both processes stop in
-order.
+Trainers have the terminal; prefetchers log to `<run_dir>/prefetcher.log`. Where ranks share the job, torchrun starts
+the trainers, and starts them again if one ends. When one process fails for good, the others end by themselves, and this
+program repeats which one failed first and why. If this program is killed, all processes stop in order.
 """
 
-import ctypes
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rowcast.job.file import load_job
+from rowcast.job.schema import Job
 from rowcast.runtime.child import Child
+from rowcast.runtime.children import STOPS, ended_badly, ended_together, forward, start_child
 from rowcast.runtime.command import run_command
-from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.runtime.errors import ConfigError
 
-POLL_S = 0.1
-NOTICE_S = 3.0  # for the other process to notice that one has failed, before it is asked to stop
-STOPS = (signal.SIGINT, signal.SIGTERM)
-END_S = 40.0  # until it is killed: a stop in order takes up to 30 s
-PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+RESTARTS = 3  # of the trainers of several ranks, if one of them ends
 
 
-def start_both(shared: list[str], steps: list[str], log: Path) -> list[Child]:
-    """Signals are blocked meanwhile, also in the two processes, until handlers are in place."""
+def start_both(job: Job, shared: list[str], steps: list[str], log: Path) -> list[Child]:
+    """Signals are blocked meanwhile, also in the processes, until handlers are in place."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        children = [start("prefetcher", [*shared, *steps], log), start("trainer", shared, None)]
+        children = [
+            start_child("prefetcher", "rowcast.prefetcher", ["run", *shared, *steps], log),
+            start_trainers(job.ranks.count, shared),
+        ]
         for number in STOPS:
-            signal.signal(number, forward(children))
+            signal.signal(number, forward(lambda: children))
         return children
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start(name: str, arguments: list[str], log: Path | None) -> Child:
-    command = [sys.executable, "-m", f"rowcast.{name}", "run", *arguments]
-    if log is None:
-        return Child(name, subprocess.Popen(command, preexec_fn=stop_with_parent), log)
-    with log.open("ab") as file:  # appends: keeps the log of an earlier run, and of one that is still running
-        return Child(
-            name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, preexec_fn=stop_with_parent), log
-        )
-
-
-def stop_with_parent() -> None:
-    """Runs in the child: requests SIGTERM if this process is killed."""
-    PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def forward(children: list[Child]) -> Callable[[int, object], None]:
-    def handle(number: int, frame: object) -> None:
-        if number == signal.SIGINT and has_terminal():
-            return  # the terminal has sent it to all three processes; a second one would end the two at once
-        for child in children:
-            child.signal(number)
-
-    return handle
-
-
-def has_terminal() -> bool:
-    try:
-        with open("/dev/tty", "rb") as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
-
-
-def terminate(children: list[Child]) -> Child | None:
-    """The child that failed first, or None. After a failure the other child may notice by itself, is then asked to
-    stop, then killed.
-    """
-    first: Child | None = None
-    deadlines: deque[tuple[float, signal.Signals]] = deque()
-    while any(child.code is None for child in children):
-        if first is None:
-            first = failed(children)
-            if first is not None:
-                now = time.monotonic()
-                deadlines.extend([(now + NOTICE_S, signal.SIGTERM), (now + END_S, signal.SIGKILL)])
-        if deadlines and time.monotonic() > deadlines[0][0]:
-            _, number = deadlines.popleft()
-            for child in children:
-                child.signal(number)
-        time.sleep(POLL_S)
-    return first or failed(children)
-
-
-def failed(children: list[Child]) -> Child | None:
-    return next((child for child in children if child.code), None)
+def start_trainers(count: int, shared: list[str]) -> Child:
+    command = ["rowcast.trainer", "run", *shared]
+    if count == 1:
+        return start_child("trainer", command[0], command[1:])
+    options = [f"--nproc-per-node={count}", f"--max-restarts={RESTARTS}", "-m"]
+    return start_child("torchrun of the trainers", "rowcast.deploy.torchrun", [*options, *command])
 
 
 def main(
@@ -116,7 +61,14 @@ def main(
     """Run the prefetcher and the trainer of one job on this host."""
 
     def run() -> None:
-        run_dir = load_job(config, tuple(overrides or ())).run_dir
+        job = load_job(config, tuple(overrides or ()))
+        if job.ranks.on_host != job.ranks.count:
+            raise ConfigError(
+                f"this command starts all ranks on one host, but ranks.per_host = {job.ranks.on_host} and "
+                f"ranks.count = {job.ranks.count}; start `prefetcher run --host` and torchrun on each host "
+                "(docs/ranks.md), or remove ranks.per_host"
+            )
+        run_dir = job.run_dir
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -126,17 +78,11 @@ def main(
         flags = [*(["--fresh"] if fresh else []), *(["--timeline"] if timeline else [])]
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags]
         steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
-        first = terminate(start_both(shared, steps, run_dir / "prefetcher.log"))
+        first = ended_together(start_both(job, shared, steps, run_dir / "prefetcher.log"))
         if first is not None:
             raise ended_badly(first)
 
     raise typer.Exit(run_command("local", run))
-
-
-def ended_badly(child: Child) -> RowcastError:
-    error = RowcastError(child.describe_exit())
-    error.exit_code = child.code or 1
-    return error
 
 
 if __name__ == "__main__":

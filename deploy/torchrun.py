@@ -1,11 +1,12 @@
 """torchrun for trainers: `python -m rowcast.deploy.torchrun --nproc-per-node 2 -m rowcast.trainer run --config JOB`
 
-Takes torchrun's options and starts, restarts and ends trainers as torchrun does. Four things differ:
+Takes torchrun's options and starts, restarts and ends trainers as torchrun does. Five things differ:
 
 | | torchrun | here |
 |---|---|---|
 | the store where trainers meet | on every interface | on `--master-addr` alone, 127.0.0.1 if not given |
 | rendezvous of one host, or `c10d` | unpickles what peers have stored | unpickles nothing |
+| a host is lost (`static`) | trainers of the others are started at once, in vain | the others wait for it |
 | SIGTERM, SIGINT | code 1, trainers have at most 30 s | passed on once; ends when trainers have stopped in order |
 | trainers fail for good | code 1 | the code of the trainer that failed first |
 
@@ -17,52 +18,117 @@ import os
 import signal
 import socket
 import sys
+import time
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from typing import TypeVar
 
-from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-MEETING_S = 600  # for the hosts to find host 0's store
+MEETING_S = 600  # until all hosts are there
+POLL_S = 0.05
 BACKEND = "one-address"
 LOOPBACK = "lo"
+T = TypeVar("T")
 
 
 class OneAddress(StaticTCPRendezvous):
-    """Host 0 serves the store, on one address; with port 0, on a port that is free."""
+    """Host 0 serves the store, on one address; with port 0, on a port that is free. Hosts keep their numbers."""
 
     stop: signal.Signals | None = None  # once one was received
+    _met: tuple[str, ...] = ()  # host 0 only: who was at the last meeting
+    _meetings = 0
 
     def get_backend(self) -> str:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called before trainers start and before they start again."""
-        if OneAddress.stop is not None:
-            raise SignalException("stopped while trainers were about to start", OneAddress.stop)
-        if self._store is None and self.rank == 0:
-            listener = socket.create_server((self.master_addr, self.master_port), family=family_of(self.master_addr))
-            self.master_port = listener.getsockname()[1]
-            self._store = TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                is_master=True,
-                timeout=self.timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener.detach(),
-            )
-        return super().next_rendezvous()
+        """Called before trainers start and before they start again. Returns when all hosts are there."""
+        if self._store is None:
+            self._store = self._serve() if self.rank == 0 else self._connect(None)
+        hosts = PrefixStore(self.run_id, self._store)
+        meeting = self._meet(hosts)
+        return RendezvousInfo(
+            PrefixStore(f"meeting-{meeting}", hosts),
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self.master_addr, self.master_port),
+        )
+
+    def _serve(self) -> TCPStore:
+        address = self._until(lambda: address_of(self.master_addr), f"address of {self.master_addr}")
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, self.master_port), family=family)
+        self.master_port = listener.getsockname()[1]
+        return self._connect(listener.detach())
+
+    def _connect(self, listener: int | None) -> TCPStore:
+        return TCPStore(
+            self.master_addr,
+            self.master_port,
+            is_master=listener is not None,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+
+    def _meet(self, store: Store) -> int:
+        """The number of a meeting of all hosts. A host has a new name each time that it asks for one, so one that has
+        ended is not taken for its successor for longer than a meeting.
+        """
+        name = uuid.uuid4().hex
+        store.set(f"host-{self.rank}", name)
+        if self.rank == 0:
+            hosts = range(self.world_size)
+            self._met = tuple(self._until(partial(self._newcomer, store, host), f"host {host}") for host in hosts)
+            self._meetings += 1
+            store.set("meeting", " ".join([str(self._meetings), *self._met]))
+            return self._meetings
+        return self._until(lambda: invited(store, self.rank, name), "host 0")
+
+    def _newcomer(self, store: Store, host: int) -> str | None:
+        name = value_of(store, f"host-{host}")
+        return None if name is None or name in self._met else name
+
+    def _until(self, found: Callable[[], T | None], what: str) -> T:
+        deadline_s = time.monotonic() + self.timeout.total_seconds()
+        while (value := found()) is None:
+            if OneAddress.stop is not None:
+                raise SignalException("stopped while trainers were about to start", OneAddress.stop)
+            if time.monotonic() > deadline_s:
+                raise RendezvousTimeoutError(f"no {what} within {self.timeout.total_seconds():g} s")
+            time.sleep(POLL_S)
+        return value
 
 
-def family_of(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+def value_of(store: Store, key: str) -> str | None:
+    return bytes(store.get(key)).decode() if store.check([key]) else None
+
+
+def invited(store: Store, host: int, name: str) -> int | None:
+    """The number of the last meeting, if it has this host under this name."""
+    number, *names = (value_of(store, "meeting") or "0").split()
+    return int(number) if names and names[host] == name else None
+
+
+def address_of(host: str) -> str | None:
+    """None where the name has no address (yet): that of a pod may come after the pod."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror:
+        return None
 
 
 def one_address(parameters: RendezvousParameters) -> OneAddress:
@@ -89,7 +155,7 @@ def main(arguments: list[str]) -> int:
     args.rdzv_conf = f"rank={args.node_rank}"
     args.signals_to_handle = "SIGHUP,SIGQUIT"
     args.log_dir = args.log_dir or os.devnull  # torchrun would leave an empty folder in /tmp
-    if socket.gethostbyname(args.master_addr).startswith("127."):
+    if ip_address(address_of(args.master_addr) or "0.0.0.0").is_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning; `trainer.threads` decides

@@ -1,5 +1,6 @@
 """The `prefetcher` command."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -76,6 +77,10 @@ def run(
             "--unfinished-code", min=0, max=125, help="Exit with this code if the run was stopped before its end."
         ),
     ] = 0,
+    host: Annotated[
+        int, typer.Option("--host", min=0, help="Several ranks on several hosts: which host this is, from 0.")
+    ] = 0,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, hidden=True)] = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
@@ -83,10 +88,11 @@ def run(
     killed continues from its newest checkpoint."""
 
     def main() -> int:
-        setup_logging("prefetcher", log_level, log_json or None)
+        setup_logging("prefetcher", log_level, log_json or None, rank=rank)
         job = load_own_job("prefetcher", config, tuple(overrides or ()))
         with Signals() as signals:
-            from rowcast.prefetcher.run.prefetcher_run import RunOptions, run_prefetcher
+            from rowcast.prefetcher.run.options import RunOptions
+            from rowcast.prefetcher.run.prefetcher_run import run_prefetcher
 
             options = RunOptions(
                 max_steps=max_steps,
@@ -97,8 +103,10 @@ def run(
                 mode="eval" if evaluate else "train",
                 checkpoint=checkpoint,
                 verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
+                host=host,
+                rank=rank,
             )
-            finished = run_prefetcher(job, options, signals)
+            finished = run_prefetcher(job, options, signals, sys.argv[1:])
         return 0 if evaluate or finished else unfinished_code
 
     raise typer.Exit(run_command("prefetcher", main))
@@ -156,6 +164,18 @@ def simulate(
     shuffles: Annotated[
         list[str] | None, typer.Option("--shuffle", help="none, window:ROWS or full. Repeatable.")
     ] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--ranks", min=1, help="Trainers that share each batch; other tables are printed. Repeatable."),
+    ] = None,
+    samples_per_rank: Annotated[
+        list[int] | None,
+        typer.Option("--samples-per-rank", min=1, help="With --ranks: instead of --batch-size. Repeatable."),
+    ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option("--rates", help="With --ranks: rates to model a step with (docs/simulate.md).", metavar="FILE"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     per_step: Annotated[bool, typer.Option("--per-step", help="With --json: what moved at each step too.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None,
@@ -167,6 +187,7 @@ def simulate(
     """Tell what a run would move, at other settings too, by planning alone: no tables, no trainer. Lists multiply."""
 
     def main() -> None:
+        from rowcast.analysis.simulate.ranks.command import run_simulate_ranks
         from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 
         options = SimulateOptions(
@@ -178,13 +199,17 @@ def simulate(
             horizons=horizons or (),
             batch_sizes=batch_sizes or (),
             shuffles=shuffles or (),
+            ranks=ranks or (),
+            samples_per_rank=samples_per_rank or (),
+            rates=rates,
             json=as_json,
             per_step=per_step,
             plot=plot,
             trace=trace,
             save_trace=save_trace,
         )
-        run_simulate(load_job(config, tuple(overrides or ())), options)
+        command = run_simulate_ranks if options.ranks else run_simulate
+        command(load_job(config, tuple(overrides or ())), options)
 
     raise typer.Exit(run_command("prefetcher", main))
 
@@ -314,6 +339,29 @@ def timeline(
         from rowcast.analysis.timeline.timeline import TimelineOptions, run_timeline
 
         run_timeline(run_dir, TimelineOptions(out=out, steps=steps, plot=plot))
+
+    raise typer.Exit(run_command("prefetcher", main))
+
+
+@app.command()
+def predict(
+    config: Config,
+    run_dir: RunFolder,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--change", help="A task and how long it would take, such as step=0.1. Repeatable."),
+    ] = None,
+    overrides: Overrides = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=0, help="As the run had it.", show_default=False)
+    ] = None,
+) -> None:
+    """Walk a run that was recorded with --timeline again: what bounds its pace, and what a change would give."""
+
+    def main() -> None:
+        from rowcast.analysis.predict.predict import run_predict
+
+        run_predict(load_job(config, tuple(overrides or ())), run_dir, changes or (), max_steps=max_steps)
 
     raise typer.Exit(run_command("prefetcher", main))
 

@@ -7,7 +7,7 @@ import msgspec
 
 from rowcast.job.schema import Transport, parse_seconds
 from rowcast.protocol.session import Role
-from rowcast.runtime.errors import PeerLost, PeerNeverCame
+from rowcast.runtime.errors import PeerLost, PeerNeverCame, RanksDiffer
 from rowcast.runtime.process import Crew, Signals
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
@@ -18,31 +18,39 @@ class Attempt(Protocol):
         """Returns when the run has finished or was stopped. Raises PeerLost if another attempt may continue."""
 
 
+LEAST_REJOIN_S = 120.0  # of several ranks
+MOST_LOOKS = 5
 AttemptT = TypeVar("AttemptT", bound=Attempt)
 
 
 class Attempts(Generic[AttemptT]):
     """The attempts of one process's run. Each has its own crew; all share `health`."""
 
-    def __init__(self, role: Role, peer: Role, transport: Transport, signals: Signals) -> None:
+    def __init__(
+        self, role: Role, peer: Role, transport: Transport, signals: Signals, patience: "Patience | None" = None
+    ) -> None:
         self.current: AttemptT | None = None  # the last one once the run is over
         self.health = Health(dead_stage=lambda: self._crew.dead_stage())
         self._role = role
         self._signals = signals
         self._crew = Crew(role, signals.bell)
-        self._patience = Patience(peer, transport)
+        self._patience = patience or Patience(peer, transport)
 
-    def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT]) -> AttemptT | None:
-        """`begin` makes an attempt from the previous one and the transport with the time-out to use.
+    def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT | None]) -> AttemptT | None:
+        """`begin` makes an attempt from the previous one and the transport with the time-out to use; None: a stop was
+        requested meanwhile.
 
         Returns the attempt that ended the run, or None if a stop was requested after a peer was lost. Raises the
         first error of an attempt, and PeerLost if no other peer is expected.
         """
         while True:
-            self.current = begin(self.current, self._patience.transport, self._crew)
+            attempt = begin(self.current, self._patience.transport, self._crew)
+            if attempt is None:
+                return None
+            self.current = attempt
             try:
-                self.current.live()
-                return self.current
+                attempt.live()
+                return attempt
             except PeerLost as error:
                 self._patience.again(error)
             self.health.state = "connecting"
@@ -76,3 +84,25 @@ class Patience:
             lost=str(error),
             seconds=self._rejoin_s,
         )
+
+
+class RankPatience(Patience):
+    """Of a trainer of several ranks. It ends when it has lost another process, and torchrun starts all trainers again;
+    only where prefetchers have to look again at the newest checkpoint, all trainers make another attempt."""
+
+    def __init__(self, peer: str, transport: Transport) -> None:
+        super().__init__(peer, transport)
+        self._looks = 0
+
+    def again(self, error: PeerLost) -> None:
+        self._looks += 1
+        if not isinstance(error, RanksDiffer) or self._looks >= MOST_LOOKS:
+            raise error
+        get_logger().warning("the prefetchers look again at the newest checkpoint", because=str(error))
+
+
+def transport_of_ranks(transport: Transport) -> Transport:
+    """For the prefetcher of one of several ranks, whose trainer comes again after all of them have ended."""
+    if parse_seconds(transport.rejoin_timeout) >= LEAST_REJOIN_S:
+        return transport
+    return msgspec.structs.replace(transport, rejoin_timeout=LEAST_REJOIN_S)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
@@ -20,7 +20,7 @@ from rowcast.protocol.batch import Kind
 from rowcast.protocol.messages import Flush, RowsBack, StepReady
 from rowcast.runtime.telemetry.health import Health, State
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.metrics import Process, Sample, families
+from rowcast.runtime.telemetry.metrics import RANK, Process, Sample, families
 from rowcast.runtime.telemetry.server import ServerSettings, TelemetryServer
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
 
@@ -45,11 +45,26 @@ class QueueCounters:
             self.consumer_s += seconds
 
 
+class Share(Protocol):
+    """What ranks exchange of a group in a step: a `GroupShare` (prefetcher) or a `ShareHeader` (trainer)."""
+
+    @property
+    def num_own(self) -> int: ...
+
+    @property
+    def send_counts(self) -> tuple[int, ...]: ...
+
+    @property
+    def receive_counts(self) -> tuple[int, ...]: ...
+
+
 @dataclass(slots=True)
 class GroupCounters:
     """One group's rows, and the bytes of their records."""
 
     record_bytes: int
+    weight_bytes: int  # of a row, as ranks send it to each other
+    gradient_bytes: int
     lookups: int = 0
     unique_rows: int = 0
     hits: int = 0  # counted, not derived, so that it cannot fall when a scrape comes between two additions
@@ -59,13 +74,28 @@ class GroupCounters:
     rows_flushed: int = 0  # rows written back by barriers
     row_bytes_to_device: int = 0
     row_bytes_from_device: int = 0
+    rows_sent: int = 0  # to other ranks
+    rows_received: int = 0
+    bytes_sent: int = 0  # of these rows, and of the gradients of those received
+    bytes_received: int = 0
 
     def step(self, *, num_lookups: int, num_unique: int, num_fetch: int, num_evict: int) -> None:
+        """`num_unique`: where ranks share the batch, the rows of it that this rank owns."""
         self.lookups += num_lookups
         self.unique_rows += num_unique
         self.hits += num_unique - num_fetch
         self.rows_fetched += num_fetch
         self.rows_evicted += num_evict
+
+    def exchange(self, share: Share, rank: int, *, trains: bool) -> None:
+        """Counts what leaves this rank: what it gives itself does not."""
+        sent = sum(share.send_counts) - share.send_counts[rank]
+        received = sum(share.receive_counts) - share.receive_counts[rank]
+        gradient_bytes = self.gradient_bytes if trains else 0
+        self.rows_sent += sent
+        self.rows_received += received
+        self.bytes_sent += sent * self.weight_bytes + received * gradient_bytes
+        self.bytes_received += received * self.weight_bytes + sent * gradient_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,9 +106,10 @@ class Counters(Generic[StallReason, Phase, Queue]):
     stalls: dict[StallReason, float]  # reason -> seconds
     phases: dict[Phase, float]  # phase -> seconds
     queues: dict[Queue, QueueCounters]
+    rank: int = 0  # whose counters they are
     train_steps: int = 0
     eval_steps: int = 0
-    samples: int = 0  # samples of train steps
+    samples: int = 0  # of train steps; where ranks share the batch, of the own parts
     eval_samples: int = 0
     plan_bytes_to_device: int = 0
     last_progress: float = field(default_factory=time.time)  # Unix time of the last completed step, or of the start
@@ -97,9 +128,17 @@ class Counters(Generic[StallReason, Phase, Queue]):
             self.eval_steps += 1
             self.eval_samples += batch_size
 
-    def stalled(self, reason: StallReason, seconds: float) -> None:
+    def exchanged(self, kind: Kind, shares: Iterable[Share]) -> None:
+        """A step whose batch ranks share; one share a group."""
+        for group, share in zip(self._by_index, shares, strict=True):
+            group.exchange(share, self.rank, trains=kind == "train")
+
+    def stalled(
+        self, reason: StallReason, seconds: float, step: int | None = None, ended_s: float | None = None
+    ) -> None:
+        """`step` and `ended_s` (by the performance counter) are for the timeline."""
         self.stalls[reason] += seconds
-        self.show("wait", reason, seconds)
+        self.show("wait", reason, seconds, step, ended_s)
 
     def spent(self, phase: Phase, seconds: float, step: int | None = None, ended_s: float | None = None) -> None:
         """`step` and `ended_s` (by the performance counter) are for the timeline."""
@@ -150,7 +189,10 @@ class Counters(Generic[StallReason, Phase, Queue]):
 
 
 def new_groups(groups: Iterable[GroupSpec]) -> dict[str, GroupCounters]:
-    return {group.name: GroupCounters(group.record_bytes) for group in groups}
+    return {
+        group.name: GroupCounters(group.record_bytes, group.parts[0].nbytes, 4 * group.embedding_dim)
+        for group in groups
+    }
 
 
 def counter_samples(counters: Counters[Any, Any, Any]) -> Iterator[Sample]:
@@ -182,14 +224,19 @@ def group_samples(name: str, group: GroupCounters) -> Iterator[Sample]:
     yield "rowcast_rows_flushed_total", (name,), group.rows_flushed
     yield "rowcast_row_bytes_total", (name, "to_device"), group.row_bytes_to_device
     yield "rowcast_row_bytes_total", (name, "from_device"), group.row_bytes_from_device
+    yield "rowcast_exchange_rows_total", (name, "sent"), group.rows_sent
+    yield "rowcast_exchange_rows_total", (name, "received"), group.rows_received
+    yield "rowcast_exchange_bytes_total", (name, "sent"), group.bytes_sent
+    yield "rowcast_exchange_bytes_total", (name, "received"), group.bytes_received
 
 
 class CountersCollector(Collector):
     """Base of both processes' collectors: reads counters and gauges at scrape time, on the scrape's thread."""
 
-    def __init__(self, process: Process, build: Mapping[str, str], health: Health) -> None:
+    def __init__(self, process: Process, build: Mapping[str, str], health: Health, rank: int = 0) -> None:
         self.process: Process = process
         self.health = health
+        self.rank = rank
         self._build = ("rowcast_build_info", tuple(build.values()), 1.0)
 
     def samples(self) -> Iterable[Sample]:
@@ -197,10 +244,10 @@ class CountersCollector(Collector):
 
     def describe(self) -> Iterator[Family]:
         """The families without samples, so that registering reads no counter."""
-        return families(self.process, ())
+        return families(self.process, (), self.rank)
 
     def collect(self) -> Iterator[Family]:
-        return families(self.process, (self._build, *self._state(), *self.samples()))
+        return families(self.process, (self._build, *self._state(), *self.samples()), self.rank)
 
     def _state(self) -> Iterator[Sample]:
         now = self.health.state
@@ -208,10 +255,23 @@ class CountersCollector(Collector):
             yield "rowcast_state", (state,), state == now
 
 
+class OfRank(Collector):
+    """Gives the `process_` metrics (memory, processor time, open files) the label that all others have."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = str(rank)
+        self._process = ProcessCollector(registry=None)
+
+    def collect(self) -> Iterator[Family]:
+        for family in self._process.collect():
+            family.samples = [sample._replace(labels={RANK: self._rank, **sample.labels}) for sample in family.samples]
+            yield family
+
+
 def new_registry(collector: CountersCollector) -> CollectorRegistry:
-    """The process's only registry: our metrics and the `process_` ones (memory, processor time, open files)."""
+    """The process's only registry."""
     registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
+    registry.register(OfRank(collector.rank))
     registry.register(collector)
     return registry
 

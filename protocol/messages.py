@@ -1,7 +1,7 @@
 """Defines every message between the two processes as a typed header. Arrays are never in a header: they are in a ring.
 
     prefetcher -> trainer   Welcome  Restore  StepReady  Flush  EndOfData
-    trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  StopRequest
+    trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  Replica  StopRequest
     both                    Released  Heartbeat  Failure  Bye
 
 `session.py` holds which of them may follow which.
@@ -224,6 +224,13 @@ class Saved(DensePiece, frozen=True, kw_only=True):
     barrier: int
 
 
+class Replica(Message, frozen=True, kw_only=True):
+    """In place of `Saved`, from the trainer of a rank above 0: all hold the same model state, and rank 0's is saved."""
+
+    barrier: int
+    checksum: int  # xxh3_64 of the whole model state
+
+
 class Restore(DensePiece, frozen=True, kw_only=True):
     """The model state that an incarnation starts from, sent before its first plan."""
 
@@ -292,6 +299,7 @@ AnyMessage = (
     | Welcome
     | Flush
     | Saved
+    | Replica
     | Restore
     | EndOfData
     | StopRequest

@@ -15,6 +15,7 @@ from rowcast.protocol.messages import (
     EndOfData,
     Flush,
     PlanHeader,
+    Replica,
     Restore,
     RowChecksums,
     RowsBack,
@@ -205,6 +206,8 @@ class Order:
                 self._step_done(message)
             case Flush():
                 self._flush(message)
+            case Replica():
+                self._replica(message)
             case Saved():
                 self._saved(message)
             case EndOfData():
@@ -334,13 +337,24 @@ class Order:
             newest.checksums.check_complete(f"barrier {newest.barrier}")
         newest.rows.advance(message)
 
-    def _saved(self, message: Saved) -> None:
+    def _saving(self, barrier: int) -> OpenBarrier:
         newest = self.open_barrier
         require(
-            newest is not None and message.barrier == newest.barrier,
-            f"the model state of barrier {message.barrier} came while barrier {newest and newest.barrier} is open",
+            newest is not None and barrier == newest.barrier,
+            f"the model state of barrier {barrier} came while barrier {newest and newest.barrier} is open",
         )
         assert newest is not None, "checked above"
+        return newest
+
+    def _replica(self, message: Replica) -> None:
+        newest = self._saving(message.barrier)
+        require(
+            newest.model_state is None,
+            f"only a checksum of the model state of barrier {message.barrier} came after pieces of it",
+        )
+
+    def _saved(self, message: Saved) -> None:
+        newest = self._saving(message.barrier)
         model_state = newest.model_state or ModelStateOrder(message)
         model_state.advance(message)
         newest.model_state = model_state

@@ -62,6 +62,7 @@ class MessageKind(StrEnum):
     LAST_BARRIER_ROWS = "RowsBack (barrier, last)"
     SAVED = "Saved"
     LAST_SAVED = "Saved (last)"
+    REPLICA = "Replica"
     RESTORE = "Restore"
     END_OF_DATA = "EndOfData"
     STOP_REQUEST = "StopRequest"
@@ -96,7 +97,7 @@ ROWS: tuple[tuple[State, Role, tuple[MessageKind, ...], State], ...] = (
     (S.CHECKPOINT, TRAINER, (E.LAST_BARRIER_ROWS,), S.SAVING),
     (S.SAVING, PREFETCHER, (E.RELEASED, E.HEARTBEAT), S.SAVING),
     (S.SAVING, TRAINER, (E.SAVED, E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.SAVING),
-    (S.SAVING, TRAINER, (E.LAST_SAVED,), S.RUNNING),
+    (S.SAVING, TRAINER, (E.LAST_SAVED, E.REPLICA), S.RUNNING),
     (S.ENDED, PREFETCHER, (E.RELEASED, E.HEARTBEAT), S.ENDED),
     (S.ENDED, PREFETCHER, (E.BYE,), S.PREFETCHER_LEFT),
     (S.ENDED, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.ENDED),

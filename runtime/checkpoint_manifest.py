@@ -1,9 +1,12 @@
 """Writes and reads the manifest of a checkpoint, which lists its files and is written after all of them.
 
     <run_dir>/checkpoints/step-000000000200/manifest.json
-                                            dense.safetensors
+                                            dense-00000.safetensors
                                             fp32_d16_sgd-00000.safetensors      rows that changed since step 100
     <run_dir>/checkpoints/step-000000000100/fp32_d16_sgd-00000.safetensors      the base, which this manifest names too
+
+Where several ranks hold the tables, each writes the rows of its shard to files of its own (`...-r003-00000`), and the
+manifest lists each shard's.
 
 A manifest is not trusted: reading it checks that all names stay inside `checkpoints/` and all counts are possible.
 """
@@ -20,8 +23,9 @@ import xxhash
 from rowcast.runtime.disk import Disk, RealDisk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
+from rowcast.runtime.sealed import Sealed, read_sealed, render, seal
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
@@ -98,31 +102,39 @@ class RowLayer(FilePart, frozen=True, kw_only=True):
         return tuple(file for file in self.files if file.group == group)
 
 
-class Manifest(FilePart, frozen=True, kw_only=True):
-    version: int
+class ShardLayers(FilePart, frozen=True, kw_only=True):
+    """The rows of one shard of the tables: those that `protocol/shards.py` gives it."""
+
+    # oldest first: one base, then deltas; the newest layer that has a row decides its value
+    layers: tuple[RowLayer, ...]
+
+    def __post_init__(self) -> None:
+        if [layer.kind for layer in self.layers] != ["base", *["delta"] * (len(self.layers) - 1)]:
+            raise ValueError(f"layers {[layer.kind for layer in self.layers]} are not one base and deltas")
+
+
+class Manifest(Sealed, frozen=True, kw_only=True):
     run_id: str
     position: Position  # where training continues
     finished: bool  # True if the data has ended; otherwise the run continued or was stopped
     reason: str
-    world_size: int
     job: dict[str, Any]  # the complete, checked job, so that an export needs no other file
     training_digest: str
-    # oldest first: one base, then deltas; the newest layer that has a row decides its value
-    layers: tuple[RowLayer, ...]
+    shards: tuple[ShardLayers, ...]  # of each rank that wrote the checkpoint
     dense: DenseFile | None  # None after an import without dense weights
-    checksum: str = ""  # xxh3_64 of the manifest's file with "" here, 16 hex digits; `seal` fills it in
 
     def __post_init__(self) -> None:
-        counts = msgspec.structs.asdict(self.position).values()
-        if (
-            not all(0 <= count <= MAX_STEP for count in counts if count is not None)
-            or self.position.train_step > self.position.step
-        ):
-            raise ValueError(f"position {self.position} is impossible")
-        if self.world_size < 1:
-            raise ValueError(f"world_size = {self.world_size} must be at least 1")
-        if [layer.kind for layer in self.layers] != ["base", *["delta"] * (len(self.layers) - 1)]:
-            raise ValueError(f"layers {[layer.kind for layer in self.layers]} are not one base and deltas")
+        check_position(self.position)
+        if not self.shards:
+            raise ValueError("a checkpoint has at least one shard")
+        names = [file.file for file in self.files]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{max(names, key=names.count)} is named twice")
+
+    @property
+    def layers(self) -> tuple[RowLayer, ...]:
+        """Those of all shards, each shard's oldest first. A row is in layers of one shard only."""
+        return tuple(layer for shard in self.shards for layer in shard.layers)
 
     @property
     def step(self) -> int | None:
@@ -154,8 +166,10 @@ class Manifest(FilePart, frozen=True, kw_only=True):
         return sum(file.nbytes for file in self.files)
 
 
-class Versioned(msgspec.Struct):
-    version: int
+def check_position(position: Position) -> None:
+    counts = msgspec.structs.asdict(position).values()
+    if not all(0 <= count <= MAX_STEP for count in counts if count is not None) or position.train_step > position.step:
+        raise ValueError(f"position {position} is impossible")
 
 
 def folder_name(position: Position) -> str:
@@ -200,15 +214,6 @@ def sync_folder(folder: Path) -> None:
     RealDisk().sync_folder(folder)
 
 
-def render(manifest: Manifest) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-
-
-def seal(manifest: Manifest) -> Manifest:
-    checksum = xxhash.xxh3_64_hexdigest(render(msgspec.structs.replace(manifest, checksum="")))
-    return msgspec.structs.replace(manifest, checksum=checksum)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durably(folder / MANIFEST_NAME, render(seal(manifest)))
 
@@ -217,21 +222,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises DataError if there is no manifest, if this version cannot read it, or if it was changed since."""
     path = folder / MANIFEST_NAME
     try:
-        content = path.read_bytes()
-        version = msgspec.json.decode(content, type=Versioned).version
-        if version != MANIFEST_VERSION:
-            raise DataError(f"{path}: manifest version {version}, but this version reads {MANIFEST_VERSION}")
-        manifest = msgspec.json.decode(content, type=Manifest)
+        manifest = read_sealed(path, Manifest, MANIFEST_VERSION, "manifest")
     except OSError as error:
         raise DataError(f"{path}: no checkpoint here ({error.strerror})") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: not a manifest that this version can read ({error})") from None
-    found = xxhash.xxh3_64_hexdigest(content.replace(manifest.checksum.encode(), b"", 1))
-    if found != manifest.checksum:
-        raise DataError(
-            f"{path}: the manifest has checksum {found}, but says {manifest.checksum!r}: "
-            "it was changed after it was written"
-        )
     if manifest.name != folder.name:
         raise DataError(f"{path}: the manifest of {manifest.name} is in the folder of another checkpoint")
     return manifest

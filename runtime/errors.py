@@ -24,6 +24,10 @@ class PeerNeverCame(PeerLost):
     """No other process came within the time-out."""
 
 
+class RanksDiffer(PeerLost):
+    """The ranks' prefetchers began at different checkpoints. They look again, and the same trainers meet them."""
+
+
 class StoreLost(RowcastError):
     """A server that holds rows is lost, or has lost rows. The next start continues from the newest checkpoint.
 

@@ -1,4 +1,5 @@
-"""Nothing that was read can execute anything: no pickle on any socket and in any file. Read from the source."""
+"""Nothing that was read can execute anything: no pickle on any socket, in any file and in any collective. Read from the
+source."""
 
 import ast
 from collections.abc import Iterator
@@ -10,6 +11,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("runtime", "job", "protocol", "prefetcher", "trainer", "analysis", "deploy", "examples", "benchmarks")
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
 BETWEEN_A_PROCESS_AND_ITS_OWN_CHILDREN = "prefetcher/readers/"
+UNPICKLING_COLLECTIVES = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "send_object_list", "recv_object_list",
+}  # fmt: skip
+UNPICKLING_MODULES = ("torch.multiprocessing", "torch.distributed.rpc", "torch.distributed.elastic.rendezvous.dynamic")
 EXECUTING_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "read_pickle", "to_pickle"}
 
 
@@ -21,14 +27,21 @@ def is_true(call: ast.Call, keyword: str) -> bool:
     return any(k.arg == keyword and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
 
 
+def unpickles(module: str) -> bool:
+    return module.partition(".")[0] in UNPICKLERS or module.startswith(UNPICKLING_MODULES)
+
+
 def dangers(source: str) -> Iterator[str]:
     """What in a file could execute what it reads."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (f"imports {alias.name}" for alias in node.names if alias.name.partition(".")[0] in UNPICKLERS)
+            yield from (f"imports {alias.name}" for alias in node.names if unpickles(alias.name))
         elif isinstance(node, ast.ImportFrom):
-            if (node.module or "").partition(".")[0] in UNPICKLERS:
-                yield f"imports {node.module}"
+            module = node.module or ""
+            if unpickles(module) or any(unpickles(f"{module}.{alias.name}") for alias in node.names):
+                yield f"imports {module}"
+            collectives = UNPICKLING_COLLECTIVES.intersection(alias.name for alias in node.names)
+            yield from (f"imports {name}" for name in sorted(collectives))
             if node.module in ("torch", "yaml") and any(alias.name == "load" for alias in node.names):
                 yield f"imports load from {node.module}"
         elif isinstance(node, ast.Call):
@@ -44,7 +57,7 @@ def call_dangers(call: ast.Call) -> Iterator[str]:
         name == "torch.load" and is_true(call, "weights_only")
     ):
         yield f"calls {name} without weights_only=True"
-    elif name in ("yaml.load", "yaml.load_all"):
+    elif name in ("yaml.load", "yaml.load_all") or method in UNPICKLING_COLLECTIVES:
         yield f"calls {name}"
     if is_true(call, "allow_pickle"):
         yield f"calls {name} with allow_pickle=True"
@@ -91,6 +104,13 @@ def test_readers_unpickle_in_one_place_what_came_through_a_pipe_of_their_own() -
         "exec(text)",
         "socket.recv_pyobj()",
         "pandas.read_pickle(path)",
+        "dist.all_gather_object(found, mine)",
+        "torch.distributed.broadcast_object_list(objects)",
+        "from torch.distributed import gather_object",
+        "import torch.multiprocessing as mp",
+        "from torch import multiprocessing",
+        "from torch.distributed import rpc",
+        "from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler",
     ],
 )
 def test_each_of_them_would_be_noticed(source: str) -> None:
@@ -99,7 +119,24 @@ def test_each_of_them_would_be_noticed(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["torch.load(path, weights_only=True)", "np.load(path)", "yaml.safe_load(text)", "model.eval()", "import json"],
+    [
+        "torch.load(path, weights_only=True)",
+        "np.load(path)",
+        "yaml.safe_load(text)",
+        "model.eval()",
+        "import json",
+        "dist.all_gather_into_tensor(out, mine)",
+        "from torch.distributed import TCPStore, run",
+    ],
 )
 def test_what_cannot_execute_is_let_be(source: str) -> None:
     assert not list(dangers(source))
+
+
+@pytest.mark.parametrize("folder", ["deploy", "docs", "examples", "README.md", "Makefile", "SECURITY.md"])
+def test_no_deployment_and_no_page_starts_a_rendezvous_that_unpickles(folder: str) -> None:
+    path = ROOT / folder
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.suffix in {".md", ".yaml", ".py", ".toml", ".sh", ""} and file.is_file():
+            commands = [line for line in file.read_text().splitlines() if "nproc-per-node" in line]
+            assert not any("--standalone" in line or "c10d" in line for line in commands), file

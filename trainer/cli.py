@@ -1,5 +1,7 @@
 """The `trainer` command."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -7,8 +9,9 @@ import typer
 
 from rowcast.job.file import load_own_job
 from rowcast.runtime.command import run_command
-from rowcast.runtime.process import Signals
+from rowcast.runtime.process import Signals, leave_at_once
 from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.run.launch import rank_in_log
 
 app = typer.Typer(
     help="The device side of rowcast: trains the model on the steps that the prefetcher sends.",
@@ -23,6 +26,16 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a k
 Timeline = Annotated[bool, typer.Option("--timeline", help="Record a timeline for `prefetcher timeline`.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
+
+
+def ended(code: int) -> int:
+    """Returns `code`. Ends the process at once where it has not left the group of ranks in order: gloo's threads may
+    still wait for a rank that is gone, and an orderly exit would wait for them."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        sys.stderr.flush()
+        leave_at_once(code)
+    return code
 
 
 @app.command()
@@ -45,14 +58,14 @@ def run(
     """Train. Start `prefetcher run` with the same job file, before or after; it decides how long the run is."""
 
     def start() -> None:
-        setup_logging("trainer", log_level, log_json or None)
+        setup_logging("trainer", log_level, log_json or None, rank_in_log(os.environ))
         job = load_own_job("trainer", config, tuple(overrides or ()))
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer
 
             run_trainer(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard)
 
-    raise typer.Exit(run_command("trainer", start))
+    raise typer.Exit(ended(run_command("trainer", start)))
 
 
 @app.command(name="eval")
@@ -69,11 +82,11 @@ def evaluate(
     """
 
     def start() -> None:
-        setup_logging("trainer", log_level, log_json or None)
+        setup_logging("trainer", log_level, log_json or None, rank_in_log(os.environ))
         job = load_own_job("trainer", config, tuple(overrides or ()))
         with Signals() as signals:
             from rowcast.trainer.run.trainer_run import run_trainer
 
             run_trainer(job, signals, timeline=timeline, mode="eval")
 
-    raise typer.Exit(run_command("trainer", start))
+    raise typer.Exit(ended(run_command("trainer", start)))

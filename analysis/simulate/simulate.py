@@ -202,6 +202,9 @@ class SimulateOptions:
     horizons: Sequence[str] = ()
     batch_sizes: Sequence[int] = ()
     shuffles: Sequence[str] = ()
+    ranks: Sequence[int] = ()
+    samples_per_rank: Sequence[int] = ()
+    rates: Path | None = None
     json: bool = False
     per_step: bool = False
     plot: Path | None = None
@@ -209,6 +212,9 @@ class SimulateOptions:
 
 def run_simulate(job: Job, options: SimulateOptions) -> None:
     """Raises ConfigError if no setting could run, after printing why."""
+    for name, value in (("--rates", options.rates), ("--samples-per-rank", options.samples_per_rank)):
+        if value:
+            raise ConfigError(f"{name} needs --ranks; give the numbers of ranks to simulate")
     if options.plot is not None:
         check_plot(options.plot)
     grid = Grid(

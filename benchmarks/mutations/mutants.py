@@ -185,8 +185,8 @@ PROTOCOL = (
     ),
     Mutant(
         "the checksum of a manifest is not compared",
-        "if found != manifest.checksum:",
-        "if not found:",
+        "if checksum != sealed.checksum:",
+        "if not checksum:",
         f"{DAMAGE}::test_a_flipped_bit_anywhere_in_the_manifest_is_refused",
     ),
     Mutant(

@@ -201,7 +201,7 @@ class Replay:
         self.num_steps = len(recording.messages)
         self.results, self.counters = Losses(), new_counters(recording.groups)
         self.records = make_records(recording.slots, recording.groups, device)
-        clock = phase_clock(streams.compute, self.counters.spent)
+        clock = phase_clock(streams.compute, self.counters.lapped)
         if make_runner is None:
             make_runner = partial(StepRunner, job, clock=clock)
         self.runner = make_runner(recording.groups, self.records, recording.num_dense)

@@ -55,7 +55,7 @@ def dashboard() -> Json:
     return {
         "uid": "rowcast",
         "title": "rowcast",
-        "description": "One run: both processes, by the label `job`.",
+        "description": "One run: its processes, by the label `job`.",
         "tags": ["rowcast"],
         "schemaVersion": 39,
         "editable": False,
@@ -63,7 +63,7 @@ def dashboard() -> Json:
         "refresh": "5s",
         "time": {"from": "now-30m", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [source_variable(), job_variable()]},
+        "templating": {"list": [source_variable(), job_variable(), rank_variable()]},
         "panels": list(panels(read_rows())),
     }
 
@@ -81,6 +81,22 @@ def job_variable() -> Json:
         "query": {"query": "label_values(rowcast_build_info, job)", "refId": "job"},
         "refresh": 2,  # refresh when the time range changes
         "sort": 1,
+    }
+
+
+def rank_variable() -> Json:
+    return {
+        "name": "rank",
+        "label": "ranks",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": 'label_values(rowcast_build_info{job="$job"}, rank)', "refId": "rank"},
+        "refresh": 2,
+        "sort": 3,  # by number
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
     }
 
 

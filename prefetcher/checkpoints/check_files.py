@@ -22,13 +22,14 @@ class Verdict:
     def cells(self) -> list[str]:
         manifest = self.manifest
         if manifest is None:
-            facts = ["?"] * 5
+            facts = ["?"] * 6
         else:
             step = "none" if manifest.step is None else f"{manifest.step:,}"
             facts = [
                 step,
                 f"{manifest.train_steps:,}",
-                str(len(manifest.layers)),
+                str(len(manifest.shards)),
+                str(max(len(shard.layers) for shard in manifest.shards)),
                 f"{manifest.num_rows:,}",
                 human_bytes(manifest.nbytes),
             ]
@@ -70,7 +71,7 @@ def verdicts_of(checkpoints: Checkpoints, names: list[str]) -> Iterator[Verdict]
 
 def table_of(verdicts: list[Verdict]) -> Table:
     table = Table("checkpoint", box=None, padding=(0, 2, 0, 0))
-    for heading in ("step", "train steps", "layers", "rows", "bytes"):
+    for heading in ("step", "train steps", "shards", "layers", "rows", "bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for verdict in verdicts:

@@ -1,7 +1,8 @@
 """Manages the checkpoints of a run directory: finds the newest valid one and removes files that are no longer needed.
 
 A file is removed only when no kept manifest names it: files of a base outlive the checkpoint in whose folder they are.
-A checkpoint's manifest is removed first, so that there is never a manifest whose files are gone.
+A checkpoint's manifest is removed first, so that there is never a manifest whose files are gone. Several ranks write to
+one folder; only rank 0 removes what others wrote (`commit.py`).
 
 A fresh run replaces an earlier one only once it has a checkpoint:
 
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import Steps
 from rowcast.runtime.checkpoint_manifest import (
     FOLDER_NAME,
@@ -29,6 +31,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.runtime.run_directory import COMPLETE
+from rowcast.runtime.shard_file import shard_name, writer_of
 
 CheckpointFile = RowFile | DenseFile
 FOLDER = "checkpoints"
@@ -85,12 +88,12 @@ class Checkpoints:
     def replaced_run_id(self) -> str:
         """The run id of the earlier run that these will replace; "" if there is none or none is readable."""
         earlier = Checkpoints(self._run_dir, self.disk)
-        manifests = (earlier._readable(name) for name in earlier.candidates()) if self.are_fresh else iter(())
+        manifests = (earlier.readable(name) for name in earlier.candidates()) if self.are_fresh else iter(())
         return next((manifest.run_id for manifest in manifests if manifest is not None), "")
 
-    def begin_fresh(self) -> Steps:
-        """Makes these the checkpoints of a fresh run, which has none yet. The earlier run's stay as they are. Raises
-        ConfigError if they could not be replaced."""
+    def begin_fresh(self, shard: OwnShard = ALONE) -> Steps:
+        """Makes these the checkpoints of a fresh run, which has none yet. The earlier run's stay as they are. Only rank
+        0 calls it; the others see the folder. Raises ConfigError if they could not be replaced."""
         if self._current.is_mount():
             raise ConfigError(
                 f"{self._current} is a mount point, which a fresh run cannot replace; mount {self._run_dir} instead"
@@ -98,6 +101,9 @@ class Checkpoints:
         self.root = self._new
         if self._new.exists():
             self.disk.remove_tree(self._new)
+            yield True
+        if shard.count > 1:
+            self.disk.mkdir(self._new)
             yield True
 
     def take_over(self) -> Steps:
@@ -192,9 +198,44 @@ class Checkpoints:
             )
         return self.load(name)
 
-    def keep(self, n: int, newest: Manifest) -> Steps:
-        """Drops all but `newest`, the n - 1 before it and damaged ones; then removes files that no manifest names."""
-        older = (self._readable(name) for name in self.candidates() if name < newest.name)
+    def newest_for_ranks(self, known: Manifest | None, log: FolderLog) -> Manifest | None:
+        """Like `newest_valid`, for one of several ranks: looks whether a fresh run is under way, and for checkpoints
+        that others have made. Does not read the files of `known`, the newest that this process knows, again."""
+        self.root = self._new if self._new.exists() else self._current
+        names = self.candidates()
+        newest = self.readable(names[0]) if names else None
+        if known is not None and newest is not None and newest.checksum == known.checksum:
+            return known
+        return self.newest_valid(log)
+
+    def committed(self, name: str, replaced: Manifest | None) -> Manifest | None:
+        """Returns the manifest of that name that rank 0 has written, where a fresh run has then replaced the earlier
+        one. None while there is none but `replaced`, which was there before."""
+        try:
+            manifest = read_manifest(self._current / name)
+        except DataError:
+            return None
+        is_new = replaced is None or manifest.checksum != replaced.checksum
+        return manifest if is_new else None
+
+    def taken_over(self) -> None:
+        """Rank 0 has done what `take_over` does."""
+        self.root = self._current
+
+    def withdraw(self, shard: OwnShard) -> Steps:
+        """Removes what this rank has said about checkpoints that never were. Must be called before an attempt begins,
+        while the writer of the attempt before is not busy."""
+        for folder in self._folders(self.root):
+            path = folder / shard_name(shard.number)
+            if path.exists():
+                self.disk.unlink(path)
+                yield True
+
+    def keep(self, n: int, newest: Manifest, shard: OwnShard = ALONE) -> Steps:
+        """Drops all but `newest`, the n - 1 before it and damaged ones; then removes files that no manifest names.
+        Where there are several ranks, only rank 0 calls it, and others may write to the folder of `newest` and later
+        ones."""
+        older = (self.readable(name) for name in self.candidates() if name < newest.name)
         kept = {newest.name, *[manifest.name for manifest in older if manifest is not None][: n - 1]}
         for name in self.candidates():
             if name not in kept:
@@ -203,26 +244,38 @@ class Checkpoints:
                 yield True
                 self.disk.sync_folder(self.root / name)
                 yield True
-        yield from self.collect_garbage()
-
-    def collect_garbage(self) -> Steps:
-        """Removes files that no manifest names, and empty folders. Must not run while a checkpoint is being written."""
-        if not self.root.is_dir():
-            return
-        names = self.candidates()
-        manifests = [self._readable(name) for name in names]
-        named = {file.file for manifest in manifests if manifest is not None for file in manifest.files}
-        unclear = {name for name, manifest in zip(names, manifests, strict=True) if manifest is None}
+        named, unclear = self._named()
         for folder in self._folders(self.root):
-            if folder.name not in unclear:  # a damaged manifest may name any file of its folder
-                yield from self._clean(folder, named)
+            if folder.name not in unclear and (shard.count == 1 or folder.name < newest.name):
+                yield from self._clean(folder, named, ALONE)
 
-    def _clean(self, folder: Path, named: set[str]) -> Steps:
+    def collect_garbage(self, shard: OwnShard = ALONE, current: str = "") -> Steps:
+        """Removes files that no manifest names, and empty folders, before the first checkpoint of an attempt. Where
+        there are several ranks, that is in the folder `current`: there each removes its own files, and rank 0 all
+        else."""
+        named, unclear = self._named()
+        for folder in self._folders(self.root):
+            is_shared = shard.count > 1 and folder.name == current
+            if folder.name not in unclear and (is_shared or shard.number == 0):
+                yield from self._clean(folder, named, shard if is_shared else ALONE)
+
+    def _named(self) -> tuple[set[str], set[str]]:
+        """Returns the files that manifests name, and the folders of damaged ones, which may name any of their files."""
+        names = self.candidates()
+        manifests = [self.readable(name) for name in names]
+        named = {file.file for manifest in manifests if manifest is not None for file in manifest.files}
+        return named, {name for name, manifest in zip(names, manifests, strict=True) if manifest is None}
+
+    def _clean(self, folder: Path, named: set[str], shard: OwnShard) -> Steps:
         entries = sorted(folder.iterdir())
         left_over = [
-            entry for entry in entries if entry.name != MANIFEST_NAME and f"{folder.name}/{entry.name}" not in named
+            entry
+            for entry in entries
+            if entry.name != MANIFEST_NAME
+            and f"{folder.name}/{entry.name}" not in named
+            and writer_of(entry.name, shard.count) == shard.number
         ]
-        if len(left_over) == len(entries):
+        if len(left_over) == len(entries) and shard.count == 1:
             self.disk.remove_tree(folder)
             yield True
             return
@@ -234,7 +287,8 @@ class Checkpoints:
             crash_point("garbage removed")
             yield True
 
-    def _readable(self, name: str) -> Manifest | None:
+    def readable(self, name: str) -> Manifest | None:
+        """The manifest of that name; None if there is none or it is damaged."""
         try:
             return self.load(name)
         except DataError:

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.checkpoints.row_files import read_rows
+from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard, ShardPart
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
 from rowcast.prefetcher.stores.store import Keys, Records, Ticket, finish
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
@@ -26,37 +26,58 @@ class Restorable(Protocol):
     def settle(self) -> None: ...
 
 
-def restore_rows(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
-    """Fills empty stores, oldest layer first, with one file in memory. Raises DataError with the damaged file."""
-    for layer in manifest.layers:
-        for group, store in zip(groups, stores, strict=True):
-            for file in layer.of_group(group.name):
-                finish(store.write(*read_rows(root, group, file)))
-                crash_point("file restored")
-        crash_point("layer restored")
+def restore_rows(
+    root: Path,
+    manifest: Manifest,
+    groups: Sequence[GroupSpec],
+    stores: Sequence[Restorable],
+    shard: OwnShard = ALONE,
+) -> None:
+    """Fills empty stores with the rows of a shard, oldest layer first, with one file in memory. Raises DataError with
+    the damaged file."""
+    for part in shard.parts_of(manifest):
+        for layer in part.layers:
+            for group, store in zip(groups, stores, strict=True):
+                for file in layer.of_group(group.name):
+                    keys, records = part.read(root, group, file)
+                    if len(keys):
+                        finish(store.write(keys, records))
+                    crash_point("file restored")
+            crash_point("layer restored")
     for store in stores:
         store.settle()
 
 
-def restore_changed(root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]) -> None:
+def restore_changed(
+    root: Path,
+    manifest: Manifest,
+    groups: Sequence[GroupSpec],
+    stores: Sequence[Restorable],
+    shard: OwnShard = ALONE,
+) -> None:
     """Rolls stores back to the checkpoint that they continued from; writes only changed rows. Raises DataError."""
     for group, store in zip(groups, stores, strict=True):
         keys = np.sort(np.concatenate([store.changed_keys(table.index) for table in group.tables]))
-        for layer in reversed(manifest.layers):
-            keys = restore_chosen(root, layer, group, store, keys)
+        for part in shard.parts_of(manifest):
+            for layer in reversed(part.layers):
+                keys = restore_chosen(root, part, layer, group, store, keys)
         if len(keys):
             store.forget(keys)  # in no layer: they had their first value
         store.settle()
         crash_point("changed rows restored")
 
 
-def restore_chosen(root: Path, layer: RowLayer, group: GroupSpec, store: Restorable, keys: Keys) -> Keys:
+def restore_chosen(
+    root: Path, part: ShardPart, layer: RowLayer, group: GroupSpec, store: Restorable, keys: Keys
+) -> Keys:
     for file in layer.of_group(group.name):
         first, end = np.searchsorted(keys, file.first_key), np.searchsorted(keys, file.last_key, side="right")
         if first == end:
             continue
-        held, records = read_rows(root, group, file)
-        positions = np.searchsorted(held, keys[first:end])  # below len(held): no key is beyond its last one
+        held, records = part.read(root, group, file)
+        if not len(held):
+            continue
+        positions = np.minimum(np.searchsorted(held, keys[first:end]), len(held) - 1)
         here = held[positions] == keys[first:end]
         if here.any():
             finish(store.write(keys[first:end][here], records[positions[here]]))

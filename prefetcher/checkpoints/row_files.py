@@ -61,8 +61,10 @@ def blocks_of(array: npt.NDArray[np.generic]) -> Iterator[memoryview]:
 class RowFiles:
     """Gathers one layer's rows and writes them to a checkpoint's folder, a file at a time."""
 
-    def __init__(self, disk: Disk, folder: Path) -> None:
+    def __init__(self, disk: Disk, folder: Path, tag: str = "") -> None:
+        """`tag`: what names have behind the group's, so that several ranks can write to one folder."""
         self.files: list[RowFile] = []
+        self._tag = tag
         self._disk = disk
         self._folder = folder
         self._group: GroupSpec | None = None
@@ -89,7 +91,7 @@ class RowFiles:
             return
         assert self._group is not None, "rows must belong to a group"
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        path = new_path(self._folder, self._group.name, self._numbers)
+        path = new_path(self._folder, f"{self._group.name}{self._tag}", self._numbers)
         num_rows = sum(len(keys) for keys, _ in rows)
         with closing(HashedFile(self._disk, path)) as file:
             yield True
@@ -122,7 +124,7 @@ class RowFiles:
 
 
 def new_path(folder: Path, name: str, numbers: Iterator[int]) -> Path:
-    """Returns an unused path for a row file of group `name` or a dense file: a manifest may name an existing one."""
+    """Returns an unused path for a row file or a dense file: a manifest may name an existing one."""
     return next(path for number in numbers if not (path := folder / f"{name}-{number:05d}.safetensors").exists())
 
 

@@ -13,7 +13,7 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import Saved
+from rowcast.protocol.messages import Replica, Saved
 from rowcast.runtime.crash_points import crash_point
 
 BLOCK_BYTES = 8 * 2**20
@@ -49,11 +49,12 @@ class BarrierCheckpointer:
         self._writer.begin(barrier.position, finished=barrier.plan.finished, reason=barrier.plan.reason)
         return True
 
-    def take_dense(self, message: Saved, content: bytes) -> bool:
-        if not self._writer.offer_dense(content):
+    def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
+        is_last = isinstance(message, Replica) or message.piece == message.num_pieces - 1
+        if isinstance(message, Saved) and not self._writer.offer_dense(content):
             return False
         crash_point("dense piece taken")
-        if message.piece == message.num_pieces - 1:
+        if is_last:
             self._writer.finish(f"{message.checksum:016x}", self._collected(self._freeze()))
         return True
 
@@ -81,5 +82,5 @@ class NoCheckpoints:
     def begin(self, barrier: PlannedBarrier) -> bool:
         return False
 
-    def take_dense(self, message: Saved, content: bytes) -> bool:
+    def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
         raise AssertionError("no barrier has started a checkpoint")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -18,24 +19,26 @@ import msgspec
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.commit import Abandoned, await_manifest, gather_shards, publish, write_shard_file
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
+from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
 from rowcast.prefetcher.checkpoints.write_queue import Complete, QueuedDensePiece, RowBlock, WriteQueue
 from rowcast.runtime.checkpoint_manifest import (
-    MANIFEST_NAME,
     MANIFEST_VERSION,
     DenseFile,
     Manifest,
     RowFile,
     RowLayer,
+    ShardLayers,
     folder_name,
-    render,
-    seal,
 )
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.position import Position
+from rowcast.runtime.sealed import seal
+from rowcast.runtime.shard_file import SHARD_VERSION, ShardFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +47,6 @@ class CheckpointStart:
     finished: bool
     reason: str
     began_s: float
-
-
-class Abandoned(Exception):
-    """The checkpoint in progress was given up."""
 
 
 class CheckpointWriter:
@@ -63,10 +62,11 @@ class CheckpointWriter:
         newest: Manifest | None,
         keep: int,
         on_durable: Callable[[float, int], None] = lambda seconds, nbytes: None,
+        shard: OwnShard = ALONE,
     ) -> None:
         """`newest`: the checkpoint that the run continues from, to whose layers the next one adds. `keep`: how many
         checkpoints to keep. `on_durable` gets each checkpoint's seconds from `begin` until it was durable, and the
-        bytes written for it."""
+        bytes written for it. `shard`: the one whose rows come; where there are several, all write one checkpoint."""
         assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
         self.newest = newest
         self.on_offer: Callable[[], None] = lambda: None  # called when `advance` has something to do
@@ -74,6 +74,7 @@ class CheckpointWriter:
         self.num_files = 0  # written for the last checkpoint, including a merge's
         self.bytes_written = 0  # of the last checkpoint, to those files
         self.seconds = 0.0  # of the last checkpoint, from `begin` until it was durable
+        self.gave_up = False  # a checkpoint whose rows were handed over did not come to be
         self._job = job
         self._groups = groups
         self._run_id = run_id
@@ -82,9 +83,10 @@ class CheckpointWriter:
         self._disk = checkpoints.disk
         self._keep = keep
         self._on_durable = on_durable
+        self._shard = shard
         self._queue = WriteQueue()
         self._work: Steps | None = None
-        self._cleared = self._complete = self._abandoned = False
+        self._cleared = self._complete = self._abandoned = self._attempt_is_over = False
 
     @property
     def busy(self) -> bool:
@@ -93,7 +95,7 @@ class CheckpointWriter:
 
     def begin(self, position: Position, finished: bool, reason: str) -> None:
         assert not self.busy, f"a checkpoint at step {position.step} begins while another is being written"
-        self._complete = self._abandoned = False
+        self._complete = self._abandoned = self._attempt_is_over = False
         self._queue = WriteQueue()
         self._work = self._make(
             CheckpointStart(position=position, finished=finished, reason=reason, began_s=time.perf_counter())
@@ -108,15 +110,18 @@ class CheckpointWriter:
     def finish(self, dense_checksum: str | None, rows: Iterable[RowBlock]) -> None:
         """Ends the checkpoint. The dense file must have this xxh3_64 (16 hex digits); None: it has no dense file.
 
-        `rows`: those changed since the newest checkpoint, groups in order, keys ascending within a group. They are read
-        as they are written, by `advance`; the writer owns their arrays.
+        `rows`: those of the shard that changed since the newest checkpoint, groups in order, keys ascending within a
+        group. They are read as they are written, by `advance`; the writer owns their arrays. Where there are several
+        shards, the checksum is that of the model state which the shard's own trainer has.
         """
         self._put(Complete(dense_checksum=dense_checksum, rows=rows))
         self._complete = True
 
     def abandon(self) -> None:
-        """Gives up the checkpoint in progress unless `finish` was called. Either way, wait until not `busy`."""
+        """Gives up the checkpoint in progress unless `finish` was called, and one that waits for other ranks once these
+        write nothing for GIVE_UP_S. Either way, wait until not `busy`."""
         self._abandoned = self.busy and not self._complete
+        self._attempt_is_over = self.busy
 
     def advance(self) -> bool:
         """Writes a little. Raises RowcastError if the disk fails; the run must end then."""
@@ -126,7 +131,10 @@ class CheckpointWriter:
             progress = next(self._work)
             self.work += progress
             return progress
-        except (StopIteration, Abandoned):
+        except Abandoned:
+            self._work, self.gave_up = None, self._complete
+            return True
+        except StopIteration:
             self._work = None
             return True
 
@@ -140,9 +148,9 @@ class CheckpointWriter:
     def _make(self, start: CheckpointStart) -> Steps:
         folder = self._checkpoints.root / folder_name(start.position)
         try:
-            yield from self._clear_once()
+            yield from self._clear_once(folder.name)
             manifest = yield from self._write(start, folder)
-            if start.reason != IMPORT:
+            if start.reason != IMPORT and self._shard.number == 0:
                 yield from self._checkpoints.take_over()
         except OSError as error:
             raise RowcastError(
@@ -152,54 +160,84 @@ class CheckpointWriter:
         self._on_durable(self.seconds, self.bytes_written)
         try:
             crash_point("manifest durable")
-            yield from self._checkpoints.keep(self._keep, manifest)
+            if self._shard.number == 0:
+                yield from self._checkpoints.keep(self._keep, manifest, self._shard)
         except OSError as error:
             raise RowcastError(
                 f"{folder.parent}: an old checkpoint could not be removed ({error.strerror}); "
                 "repair this by hand and run again"
             ) from None
 
-    def _clear_once(self) -> Steps:
+    def _clear_once(self, name: str) -> Steps:
         # before the first checkpoint, as what a crash has left takes room
         if not self._cleared:
-            yield from self._checkpoints.collect_garbage()
+            yield from self._checkpoints.collect_garbage(self._shard, name)
             self._cleared = True
 
     def _write(self, start: CheckpointStart, folder: Path) -> Generator[bool, None, Manifest]:
+        replaced = self._checkpoints.readable(folder.name)
         yield from self._make_folder(folder)
-        dense, blocks = yield from self._receive(folder)
-        rows = RowFiles(self._disk, folder)
+        dense, model_state, blocks = yield from self._receive(folder)
+        rows = RowFiles(self._disk, folder, self._shard.tag)
         for block in blocks:
             yield from rows.add(self._groups[block.group_index], block.keys, block.records)
             yield True
         yield from rows.flush()
-        layers = yield from self._layers(rows.files, folder)
+        shard = ShardLayers(layers=(yield from self._layers(rows.files, folder)))
         yield from self._sync_folders(folder)
-        manifest = seal(
+        self._count([*rows.files, *(file for layer in shard.layers for file in layer.files), dense], folder)
+        if self._shard.count == 1:
+            manifest = self._manifest(start, (shard,), dense)
+            yield from publish(self._disk, folder, manifest)
+            return manifest
+        assert model_state is not None, "the trainer of each rank says what model state it has"
+        own = self._shard_file(start, shard, model_state)
+        if self._shard.number:
+            yield from write_shard_file(self._disk, folder, own)
+            look = partial(self._checkpoints.committed, folder.name, replaced)
+            manifest = yield from await_manifest(look, folder, own, lambda: self._attempt_is_over)
+            self._checkpoints.taken_over()
+            return manifest
+        found = yield from gather_shards(self._disk, folder, own, lambda: self._attempt_is_over)
+        manifest = self._manifest(start, tuple(file.shard for file in found), dense)
+        yield from publish(self._disk, folder, manifest)
+        return manifest
+
+    def _manifest(self, start: CheckpointStart, shards: tuple[ShardLayers, ...], dense: DenseFile | None) -> Manifest:
+        return seal(
             Manifest(
                 version=MANIFEST_VERSION,
                 run_id=self._run_id,
                 position=start.position,
                 finished=start.finished,
                 reason=start.reason,
-                world_size=1,
                 job=msgspec.to_builtins(self._job),
                 training_digest=self._training_digest,
-                layers=layers,
+                shards=shards,
                 dense=dense,
             )
         )
-        yield from self._publish(folder, manifest)
-        self._count(
-            [*rows.files, *(file for layer in layers for file in layer.files), *([dense] if dense else [])], folder
+
+    def _shard_file(self, start: CheckpointStart, shard: ShardLayers, model_state: str) -> ShardFile:
+        return seal(
+            ShardFile(
+                version=SHARD_VERSION,
+                number=self._shard.number,
+                count=self._shard.count,
+                run_id=self._run_id,
+                position=start.position,
+                after="" if self.newest is None else self.newest.checksum,
+                model_state=model_state,
+                shard=shard,
+            )
         )
-        return manifest
 
     def _make_folder(self, folder: Path) -> Steps:
         """The folder may exist: from the newest checkpoint at the same step, or left by a crash."""
         for path in (folder.parent, folder):
             if not path.exists():
-                self._disk.mkdir(path)
+                with suppress(FileExistsError):  # another rank was faster
+                    self._disk.mkdir(path)
                 yield True
 
     def _sync_folders(self, folder: Path) -> Steps:
@@ -207,8 +245,9 @@ class CheckpointWriter:
             self._disk.sync_folder(path)
             yield True
 
-    def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, Iterable[RowBlock]]]:
-        """Writes the dense file. Returns it, and the rows that come after it."""
+    def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, str | None, Iterable[RowBlock]]]:
+        """Writes the dense file. Returns it, the checksum that its trainer has sent, and the rows that come after it.
+        Only rank 0 gets pieces of a dense file."""
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
             dense: HashedFile | None = None
@@ -222,8 +261,10 @@ class CheckpointWriter:
                     dense.write(item.content)
                     yield True
             if dense is None:
-                assert item.dense_checksum is None, f"no dense piece came, but its checksum {item.dense_checksum}"
-                return None, item.rows
+                assert item.dense_checksum is None or self._shard.number, (
+                    f"no dense piece came, but its checksum {item.dense_checksum}"
+                )
+                return None, item.dense_checksum, item.rows
             dense.sync()
             crash_point("dense file synced")
             yield True
@@ -233,43 +274,32 @@ class CheckpointWriter:
                 f"but the trainer sent {item.dense_checksum}"
             )
         file = DenseFile(file=f"{folder.name}/{path.name}", nbytes=dense.nbytes, checksum=dense.checksum)
-        return file, item.rows
+        return file, item.dense_checksum, item.rows
 
     def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:
-        """Returns the layers of the new checkpoint: a single one if the deltas had to be merged."""
-        layers = layers_of(self.newest.layers if self.newest else (), written)
-        if not must_merge(layers):
+        """Returns the layers of the shard: a single one if the deltas had to be merged, or if the newest checkpoint has
+        other shards."""
+        shards = () if self.newest is None else self.newest.shards
+        is_divided_anew = len(shards) not in (0, self._shard.count)
+        if is_divided_anew and self.newest is not None:
+            older = tuple(layer for part in self._shard.parts_of(self.newest) for layer in part.layers)
+            layers = (*older, *layers_of((), written))
+        else:
+            layers = layers_of(shards[self._shard.number].layers if shards else (), written)
+        if not is_divided_anew and not must_merge(layers):
             return layers
-        base = RowFiles(self._disk, folder)
+        base = RowFiles(self._disk, folder, self._shard.tag)
         for group in self._groups:
-            for keys, records in merged(self._checkpoints.root, group, layers):
-                yield from base.add(group, keys, records)
+            for rows in merged(self._checkpoints.root, group, layers):
+                yield from base.add(group, *self._shard.owned(group, rows))
                 crash_point("merging")
                 yield True
         yield from base.flush()
+        for file in written:  # which the base has: nobody will name them
+            self._disk.unlink(self._checkpoints.root / file.file)
+            yield True
         return layers_of((), base.files)
 
-    def _publish(self, folder: Path, manifest: Manifest) -> Steps:
-        path, partial = folder / MANIFEST_NAME, folder / f"{MANIFEST_NAME}.partial"
-        replaced = path.exists()
-        with closing(self._disk.create(partial)) as file:
-            yield True
-            file.write(render(manifest))
-            yield True
-            file.sync()
-        yield True
-        try:
-            crash_point("manifest not renamed")
-            self._disk.rename(partial, path)
-            crash_point("manifest renamed")
-            yield True
-            self._disk.sync_folder(folder)
-        except OSError:
-            if not replaced:  # it may not be on the disk, so it must not pass for a checkpoint
-                with suppress(OSError):
-                    self._disk.unlink(path)
-            raise
-
-    def _count(self, files: list[RowFile | DenseFile], folder: Path) -> None:
-        new = {file.file: file.nbytes for file in files if file.file.startswith(f"{folder.name}/")}
+    def _count(self, files: list[RowFile | DenseFile | None], folder: Path) -> None:
+        new = {file.file: file.nbytes for file in files if file is not None and file.file.startswith(f"{folder.name}/")}
         self.num_files, self.bytes_written = len(new), sum(new.values())

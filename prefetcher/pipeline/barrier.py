@@ -22,7 +22,7 @@ from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlanStream
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import EndOfData, Flush, Released, Restore, Saved, TierTotals, Wait
+from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, TierTotals, Wait
 from rowcast.protocol.packing import (
     ArrayBlock,
     Piece,
@@ -36,6 +36,7 @@ from rowcast.protocol.packing import (
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.position import Position
 from rowcast.runtime.state_table import StateTable
 
@@ -105,9 +106,9 @@ class Checkpointer(Protocol):
     def begin(self, barrier: PlannedBarrier) -> bool:
         """Returns whether this barrier needs a checkpoint: False if nothing was planned since the last one."""
 
-    def take_dense(self, message: Saved, content: bytes) -> bool:
-        """Takes a piece of the model state; with the last one it freezes the rows, all of which are home. Returns False
-        while there is no room for it."""
+    def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
+        """Takes a piece of the model state, or its checksum alone, without content. With the last one it freezes the
+        rows, all of which are home. Returns False while there is no room for it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,10 +135,12 @@ class PrefetcherBarrier:
         counters: PrefetcherCounters,
         send: Callable[[Restore | Flush | EndOfData | Released], None],
         restore: bytes,
+        takes_model_state: bool,
         verifier: Verifier | None,
         tier: Callable[[], TierTotals | None],
     ) -> None:
-        """`restore`: the model state that the trainer starts from; empty: the job's initial state. `tier`: what the
+        """`restore`: the model state that the trainer starts from; empty: the job's initial state. `takes_model_state`:
+        whether its trainer sends it at a checkpoint, and not only a checksum. `tier`: what the
         stores have counted."""
         self.state = PrefetcherState.RESTORING
         self.finished = False  # the data had ended at the last barrier
@@ -150,12 +153,15 @@ class PrefetcherBarrier:
         self._counters = counters
         self._send = send
         self._verifier = verifier
+        self._takes_model_state = takes_model_state
         self._tier = tier
         self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
         self._flush: OutgoingFlush | None = None
         self._cut: tuple[Position, str] | None = None  # where training continues, whatever barriers say; and why
-        self._dense: deque[Saved] = deque()  # in the ring
-        self._copied: tuple[Saved, bytes] | None = None  # a piece copied from the ring that the checkpointer lacks
+        self._dense: deque[Saved | Replica] = deque()  # pieces are in the ring
+        self._copied: tuple[Saved | Replica, bytes] | None = (
+            None  # a piece copied from the ring that the checkpointer lacks
+        )
         self._saved_barriers = 0  # every barrier before this one has passed on its model state
         if self._restore is None:
             self._follow(PrefetcherEvent.RESTORED)
@@ -175,7 +181,14 @@ class PrefetcherBarrier:
         Must be called before the fetcher learns that one of these steps is done."""
         self._cut = position, reason
 
-    def accept_dense(self, message: Saved) -> None:
+    def accept_dense(self, message: Saved | Replica) -> None:
+        """Raises RemoteProtocolError if only the trainer of another rank may send this."""
+        if isinstance(message, Saved) != self._takes_model_state:
+            wanted = "the model state" if self._takes_model_state else "a checksum of it"
+            raise RemoteProtocolError(
+                f"a {type(message).__name__} came at barrier {message.barrier}, but the trainer of this rank sends "
+                f"{wanted}"
+            )
         self._dense.append(message)
 
     # the write-back's thread
@@ -190,11 +203,14 @@ class PrefetcherBarrier:
         if self.state is not PrefetcherState.SAVING or not self._checkpointer.take_dense(message, content):
             return False
         self._copied = None
-        if message.piece == message.num_pieces - 1:
+        if isinstance(message, Replica) or message.piece == message.num_pieces - 1:
             self._saved_barriers = message.barrier + 1
         return True
 
-    def _copy_dense(self, message: Saved) -> bool:
+    def _copy_dense(self, message: Saved | Replica) -> bool:
+        if isinstance(message, Replica):
+            self._copied = message, b""
+            return True
         with self._counters.timed("write_back"):
             stamp = saved_stamp(message.barrier, message.piece)
             self._copied = message, self._back_ring.view(message.payload, stamp).tobytes()

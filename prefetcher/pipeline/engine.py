@@ -42,6 +42,7 @@ from rowcast.protocol.messages import (
     Hello,
     Mode,
     Released,
+    Replica,
     RowChecksums,
     RowsBack,
     Saved,
@@ -64,6 +65,7 @@ WAKES: Wakes = {
     Released: ("fetcher",),  # room in the fetch ring
     RowsBack: ("write-back",),
     Saved: ("write-back",),
+    Replica: ("write-back",),
     StopRequest: ("planning",),
     Bye: ("main",),
     "planning": ("fetcher", "staging"),  # a plan
@@ -136,6 +138,7 @@ class PrefetcherEngine:
             counters=self.counters,
             send=parts.conversation.send,
             restore=parts.restore,
+            takes_model_state=parts.rank is None or parts.rank.number == 0,
             verifier=verifier,
             tier=lambda: totals(self._store_counts()),
         )
@@ -166,6 +169,7 @@ class PrefetcherEngine:
                 Released: lambda message: parts.fetch_ring.release(message.position),
                 RowsBack: self.writeback.accept,
                 Saved: self.barrier.accept_dense,
+                Replica: self.barrier.accept_dense,
                 **({} if verifier is None else {RowChecksums: verifier.reported}),
                 StepDone: self._step_done,
                 StopRequest: lambda message: self.planning.stop(message.reason, message.next_step),

@@ -65,10 +65,13 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
         for counters, group in zip(self.groups.values(), plan.groups, strict=True):
             counters.step(
                 num_lookups=len(group.slots),
-                num_unique=len(group.unique_slots),
+                num_unique=len(group.unique_slots) if group.share is None else group.share.num_own,
                 num_fetch=len(group.fetch),
                 num_evict=len(group.evict),
             )
+        shares = [group.share for group in plan.groups if group.share is not None]
+        if shares:
+            self.exchanged(plan.kind, shares)
 
 
 class SlotStates(NamedTuple):
@@ -97,9 +100,10 @@ class PrefetcherGauges:
     stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
 
 
-def new_counters(groups: Sequence[GroupSpec]) -> PrefetcherCounters:
+def new_counters(groups: Sequence[GroupSpec], rank: int = 0) -> PrefetcherCounters:
     """`groups` comes from `group_specs`."""
     return PrefetcherCounters(
+        rank=rank,
         groups=new_groups(groups),
         stalls=dict.fromkeys(get_args(StallReason), 0.0),
         phases=dict.fromkeys(get_args(Phase), 0.0),
@@ -117,7 +121,7 @@ class PrefetcherCollector(CountersCollector):
     ) -> None:
         """The scrape's thread calls `gauges`, which must answer at once and take no lock that a stage holds while it
         works. `build` comes from `build_info`."""
-        super().__init__("prefetcher", build, health)
+        super().__init__("prefetcher", build, health, counters.rank)
         self._counters = counters
         self._gauges = gauges
 

@@ -6,7 +6,7 @@ happens, it closes its parts in the reverse of the order in which it opened them
 
 import os
 import secrets
-import uuid
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
+from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
@@ -39,6 +40,7 @@ from rowcast.prefetcher.run.sizing import (
     sizes,
     tier_rows,
 )
+from rowcast.prefetcher.run.starting_point import StartingPoint
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.store_counts import described
@@ -50,7 +52,6 @@ from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
-from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, Mismatch, RowcastError
 from rowcast.runtime.position import Position
@@ -69,9 +70,9 @@ class PrefetcherRunParts:
     job: Job
     groups: tuple[GroupSpec, ...]
     rank: Rank | None  # None: the trainer is alone and computes whole batches
+    shard: OwnShard
     folder: Path  # of this pair of processes
     mode: Mode
-    run_id: str
     max_steps: int | None
     save_trace: Path | None
     verify: float  # share of the rows whose checksums are followed
@@ -84,9 +85,11 @@ class PrefetcherRunParts:
 
 
 class PrefetcherAttempt:
-    def __init__(self, run: PrefetcherRunParts, newest: Manifest | None, transport: Transport, crew: Crew) -> None:
-        """`newest`: the checkpoint to continue from. `transport`: the job's, with this attempt's connect time-out."""
+    def __init__(self, run: PrefetcherRunParts, point: StartingPoint, transport: Transport, crew: Crew) -> None:
+        """`point`: where it begins. `transport`: the job's, with this attempt's connect time-out."""
+        newest = point.newest
         self.newest = newest  # the newest checkpoint on disk
+        self._run_id = point.run_id
         self.finished = False  # the data has ended, everything is durable and the trainer has said goodbye
         self._run = run
         self._job = run.job
@@ -133,6 +136,11 @@ class PrefetcherAttempt:
                 raise
 
     @property
+    def point(self) -> StartingPoint:
+        """Where the next attempt begins."""
+        return StartingPoint(newest=self.newest, run_id=self._run_id)
+
+    @property
     def connected(self) -> bool:
         return self._engine is not None and self._engine.hello is not None
 
@@ -152,8 +160,10 @@ class PrefetcherAttempt:
             return
         self._writer.abandon()
         while self._writer.busy:
-            self._writer.advance()
+            if not self._writer.advance():
+                time.sleep(IDLE_WAIT_S)  # other ranks write
         self.newest = self._writer.newest
+        self._run.tables.attempt_ended(self.newest, gave_up=self._writer.gave_up)
 
     def _converse(self, stack: ExitStack, conversation: Conversation, link: ZmqLink) -> None:
         """Runs from the first batches to the last goodbye. The watch answers a trainer that connects meanwhile."""
@@ -281,12 +291,13 @@ class PrefetcherAttempt:
         self._writer = CheckpointWriter(
             self._job,
             run.groups,
-            run.run_id,
+            self._run_id,
             self._training_digest(),
             run.checkpoints,
             self.newest,
             self._job.checkpoint.keep,
             run.counters.checkpointed,
+            run.shard,
         )
         self._writer.on_offer = partial(self._crew.wake, "checkpoint")
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
@@ -363,7 +374,7 @@ class PrefetcherAttempt:
             self._log.info("ids come by position", pairing=info.pairing)
         return Welcome(
             protocol_version=PROTOCOL_VERSION,
-            run_id=self._run.run_id,
+            run_id=self._run_id,
             incarnation=incarnation,
             pid=os.getpid(),
             slots=slots,
@@ -481,7 +492,3 @@ class PrefetcherAttempt:
                 self._crew.wake("planning")
             # the trainer's Bye may come just before the fetcher has ended the barrier, which rings no bell here
             self._bell.wait(IDLE_WAIT_S if engine.peer_left else 1.0)
-
-
-def new_run_id() -> str:
-    return uuid.uuid4().hex[:12]

@@ -1,71 +1,56 @@
-"""Implements `prefetcher run`: locks the run directory, restores the newest checkpoint and makes attempts."""
+"""Implements `prefetcher run`: locks the pair's folder, finds where the run begins, and makes attempts."""
 
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
-from rowcast.job.schema import Job
+from rowcast.job.pair import with_ports_of_pair, with_tables_of_pair
+from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
-from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherGauges, new_counters
-from rowcast.prefetcher.run.attempt import PrefetcherAttempt, PrefetcherRunParts, new_run_id
+from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
+from rowcast.prefetcher.run.attempt import PrefetcherAttempt, PrefetcherRunParts
 from rowcast.prefetcher.run.background import move_to_background
 from rowcast.prefetcher.run.gauges import idle_gauges
+from rowcast.prefetcher.run.options import RunOptions
+from rowcast.prefetcher.run.starting_point import StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables
-from rowcast.protocol.attempts import Attempts
+from rowcast.protocol.attempts import Attempts, transport_of_ranks
 from rowcast.protocol.counters import serve_metrics
-from rowcast.protocol.messages import Mode
 from rowcast.protocol.parts import rank_of
 from rowcast.protocol.transport.ring_file import remove_leftovers
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import RealDisk
-from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.process import Signals
+from rowcast.runtime.pair_folder import pair_folder
+from rowcast.runtime.process import Crew, Signals
 from rowcast.runtime.run_directory import Completion, RunDirectory
 from rowcast.runtime.telemetry.build import build_info
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """The options of the command line."""
-
-    max_steps: int | None = None
-    fresh: bool = False
-    source: Path | None = None  # a run directory or an exported file to start from
-    save_trace: Path | None = None
-    timeline: bool = False  # record one
-    mode: Mode = "train"
-    verify: float = 0.0  # share of the rows whose checksums are followed
-    checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest
 
 
 class PrefetcherRun:
     """One run, which holds the lock on its directory."""
 
     def __init__(self, job: Job, options: RunOptions, signals: Signals) -> None:
-        self._job = job
+        number, count = options.rank or 0, job.ranks.count
+        self._job = with_ports_of_pair(job, number)
         self._options = options
         self._signals = signals
-        self._rank = rank_of(job.ranks, 0)
-        self._directory = RunDirectory(job.run_dir, "prefetcher")
+        self._rank = rank_of(job.ranks, number)
+        self._shard = OwnShard(number=number, count=count)
+        self._directory = RunDirectory(pair_folder(job.run_dir, number, count), "prefetcher")
         self._checkpoints = Checkpoints(job.run_dir, RealDisk())
         self._groups = group_specs(job)
-        self._attempts: Attempts[PrefetcherAttempt] = Attempts("prefetcher", "trainer", job.transport, signals)
+        transport = self._job.transport if count == 1 else transport_of_ranks(self._job.transport)
+        self._attempts: Attempts[PrefetcherAttempt] = Attempts("prefetcher", "trainer", transport, signals)
         self._health = self._attempts.health
-        self._counters = new_counters(self._groups)
+        self._counters = new_counters(self._groups, number)
 
     def run(self) -> bool:
         """Returns whether the run finished; False: it was stopped in order. Raises the first error of any stage."""
-        if self._job.ranks.count > 1:
-            raise ConfigError(
-                f"ranks.count = {self._job.ranks.count}, but the prefetchers of several ranks are not started yet; set "
-                f"ranks.count = 1 and ranks.parts = {self._job.ranks.num_parts}, which gives the same bits"
-            )
         if self._job.prefetcher.background:
             move_to_background()
         with ExitStack() as stack:
@@ -86,19 +71,22 @@ class PrefetcherRun:
         return idle if attempt is None else attempt.gauges(idle)
 
     def _run(self, stack: ExitStack) -> bool:
-        newest = self._newest()
+        point = None
+        if self._shard.count == 1:
+            point = settle_run(self._job, self._options, self._checkpoints, self._directory, self._shard)
         if self._options.timeline:
-            self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "prefetcher"))
+            self._counters.timeline = stack.enter_context(Timeline(self._directory.path, "prefetcher"))
         remove_leftovers()
-        tables = Tables(self._job, self._groups, self._checkpoints, 1 + secrets.randbelow(2**31))
+        own = with_tables_of_pair(self._job, self._shard.number)
+        tables = Tables(own, self._groups, self._checkpoints, 1 + secrets.randbelow(2**31), self._shard)
         stack.callback(tables.close)
         parts = PrefetcherRunParts(
             job=self._job,
             groups=self._groups,
             rank=self._rank,
-            folder=self._job.run_dir,
+            shard=self._shard,
+            folder=self._directory.path,
             mode=self._options.mode,
-            run_id=new_run_id() if newest is None else newest.run_id,
             max_steps=self._options.max_steps,
             save_trace=self._options.save_trace,
             verify=self._options.verify,
@@ -109,21 +97,34 @@ class PrefetcherRun:
             tables=tables,
             on_training=self._on_training,
         )
-        return self._live(parts, newest)
+        return self._live(parts, point)
 
-    def _live(self, parts: PrefetcherRunParts, newest: Manifest | None) -> bool:
-        last = self._attempts.run(
-            lambda before, transport, crew: PrefetcherAttempt(
-                parts, newest if before is None else before.newest, transport, crew
-            )
-        )
+    def _live(self, parts: PrefetcherRunParts, first: StartingPoint | None) -> bool:
+        def begin(before: PrefetcherAttempt | None, transport: Transport, crew: Crew) -> PrefetcherAttempt | None:
+            point = first if before is None else before.point
+            if first is None:
+                point = self._look(None if before is None else before.newest)
+            return None if point is None else PrefetcherAttempt(parts, point, transport, crew)
+
+        last = self._attempts.run(begin)
         if last is None or parts.mode == "eval" or not last.connected:
             return False
         parts.tables.close(at=last.newest)
         if last.finished and not self._checkpoints.are_fresh:  # otherwise the run in the directory is the earlier one
             crash_point("run not marked complete")
-            self._directory.mark_complete(self._completion(last.train_steps))
+            if self._shard.number == 0:
+                RunDirectory(self._job.run_dir, "prefetcher").mark_complete(self._completion(last.train_steps))
         return last.finished
+
+    def _look(self, known: Manifest | None) -> StartingPoint | None:
+        return look(
+            self._job,
+            self._options,
+            self._checkpoints,
+            known,
+            self._shard,
+            lambda: self._signals.stop_reason is not None,
+        )
 
     def _completion(self, train_steps: int) -> Completion:
         max_steps = self._options.max_steps
@@ -133,35 +134,17 @@ class PrefetcherRun:
             max_steps=max_steps if max_steps == train_steps else None,
         )
 
-    def _newest(self) -> Manifest | None:
-        """Returns the checkpoint to continue from. Raises ConfigError if the run is complete, DataError if every
-        checkpoint is damaged."""
-        log = get_logger()
-        carry_out(self._checkpoints.settle(log))
-        if self._options.mode == "eval":
-            return self._checkpoints.choose(self._options.checkpoint, log)
-        if self._options.checkpoint is not None:
-            raise ConfigError("--checkpoint chooses what --eval evaluates; a run continues from its newest checkpoint")
-        if self._options.fresh:
-            carry_out(self._checkpoints.begin_fresh())
-            return self._first()
-        self._directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
-        return self._checkpoints.newest_valid(log) or self._first()
-
-    def _first(self) -> Manifest | None:
-        if self._options.source is None:
-            return None
-        source = open_source(self._job, self._options.source)
-        manifest = import_into(self._checkpoints, self._job, source)
-        get_logger().info("begins with", source=str(self._options.source), after_train_steps=manifest.train_steps)
-        return manifest
-
     def _on_training(self) -> None:
         """Marks a complete run as not complete once it trains again. A fresh run leaves the earlier one as it is."""
-        if self._options.mode == "train" and not self._options.fresh:
-            self._directory.go_on()
+        if self._options.mode == "train" and not self._checkpoints.are_fresh and self._shard.number == 0:
+            RunDirectory(self._job.run_dir, "prefetcher").go_on()
 
 
-def run_prefetcher(job: Job, options: RunOptions, signals: Signals) -> bool:
-    """Returns whether the run finished; False: it was stopped in order."""
+def run_prefetcher(job: Job, options: RunOptions, signals: Signals, arguments: Sequence[str] = ()) -> bool:
+    """Returns whether the run finished; False: it was stopped in order. `arguments`: of the command line, which the
+    prefetchers of several ranks are started with."""
+    if job.ranks.count > 1:
+        check_options(job, options)
+    if job.ranks.count > 1 and options.rank is None:
+        return AllRanks(job, options, signals, arguments).run()
     return PrefetcherRun(job, options, signals).run()

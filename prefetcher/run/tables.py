@@ -6,6 +6,7 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
 from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_store
@@ -15,15 +16,25 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 
 class Tables:
-    """The stores of a process. They are opened once, so the rows outlive a lost trainer."""
+    """The stores of a process, for a shard of the rows. They outlive a lost trainer: their rows are rolled back."""
 
-    def __init__(self, job: Job, groups: tuple[GroupSpec, ...], checkpoints: Checkpoints, incarnation: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        groups: tuple[GroupSpec, ...],
+        checkpoints: Checkpoints,
+        incarnation: int,
+        shard: OwnShard = ALONE,
+    ) -> None:
         self.stores: tuple[TrackedStore, ...] = ()
         self._job = job
         self._groups = groups
         self._checkpoints = checkpoints
         self._incarnation = incarnation
-        self._restored = False
+        self._shard = shard
+        # the checksum of the checkpoint since which the record of changed rows is complete; None: the start of the run
+        self._since: str | None = None
+        self._is_known = False  # whether that is known
         no_counts = StoreCounts() if STORES[job.store.kind].has_tier else None
         self._counts: tuple[StoreCounts | None, ...] = (no_counts,) * len(groups)  # before and after the stores
 
@@ -39,7 +50,9 @@ class Tables:
         return tuple(store.store.counts() for store in stores) if len(stores) == len(self._groups) else self._counts
 
     def restore(self, newest: Manifest | None) -> None:
-        if not self._restored:
+        """Gives all rows what they have at this checkpoint; None: at the start of the run. Raises DataError."""
+        if not self._is_known or self._since != checksum_of(newest):
+            self.close()
             self._open(newest)
         elif newest is None:
             for group, store in zip(self._groups, self.stores, strict=True):
@@ -47,9 +60,14 @@ class Tables:
                     store.forget(store.changed_keys(table.index))
                 store.settle()
         else:
-            restore_changed(self._checkpoints.root, newest, self._groups, self.stores)
+            restore_changed(self._checkpoints.root, newest, self._groups, self.stores, self._shard)
         crash_point("tables restored")
-        self._restored = True
+        self._since, self._is_known = checksum_of(newest), True
+
+    def attempt_ended(self, newest: Manifest | None, *, gave_up: bool) -> None:
+        """`newest`: the newest checkpoint to which these stores have given their rows. `gave_up`: they gave rows to
+        another one after it, which does not exist, so that nobody knows any more which rows have changed since."""
+        self._since, self._is_known = checksum_of(newest), self._is_known and not gave_up
 
     def begin(self, memory_rows: tuple[int, ...]) -> None:
         """See `RowStore.begin`. `memory_rows`: of each group."""
@@ -60,11 +78,11 @@ class Tables:
         """`at`: the checkpoint that the rows are at, for a store that outlives the process and may reuse them."""
         self._counts = self.counts
         for store in self.stores:
-            store.close(None if at is None else at.checksum)
+            store.close(None if at is None else self._shard.identity(at))
         self.stores = ()
 
     def _open(self, newest: Manifest | None) -> None:
-        identity = None if newest is None else newest.checksum
+        identity = None if newest is None else self._shard.identity(newest)
         stores = []
         try:
             for group in self._groups:
@@ -76,5 +94,9 @@ class Tables:
         missing = [(group, store) for group, store in zip(self._groups, self.stores, strict=True) if not store.restored]
         if missing:
             groups, empty = zip(*missing, strict=True)
-            restore_rows(self._checkpoints.root, newest, groups, empty)
+            restore_rows(self._checkpoints.root, newest, groups, empty, self._shard)
         get_logger().info("restored", train_steps=newest.train_steps, rows_on_disk=len(self.stores) - len(missing))
+
+
+def checksum_of(checkpoint: Manifest | None) -> str | None:
+    return None if checkpoint is None else checkpoint.checksum

@@ -26,9 +26,10 @@ class StderrLogger:
     debug = info = warning = error = critical = exception = msg
 
 
-def setup_logging(process: str, level: str = "info", json: bool | None = None) -> None:
+def setup_logging(process: str, level: str = "info", json: bool | None = None, rank: int | None = None) -> None:
     """Sends this process's events to stderr, each with the process's name and the time in UTC.
 
+    `rank`: its number among several of one name, which its events then have; None: it is the only one.
     `json`: True for JSON lines, False for key=value lines, None for coloured columns on a terminal and key=value lines
     elsewhere. May be called again. Raises ConfigError for an unknown level.
     """
@@ -36,7 +37,7 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None) -
         raise ConfigError(f"log level {level!r} is not one of {', '.join(LEVELS)}")
     structlog.configure(
         processors=[
-            named(process),
+            named(process, rank),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
             *renderers(json, terminal=sys.stderr.isatty()),
@@ -64,9 +65,11 @@ def said_if_slow(after_s: float, event: str) -> Iterator[None]:
         timer.cancel()
 
 
-def named(process: str) -> Processor:
+def named(process: str, rank: int | None) -> Processor:
     def add_process(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         event["process"] = process
+        if rank is not None:
+            event["rank"] = rank
         return event
 
     return add_process
@@ -83,8 +86,8 @@ def renderers(json: bool | None, *, terminal: bool) -> list[Processor]:
 
 
 def key_value_line(logger: WrappedLogger, method: str, event: EventDict) -> str:
-    """time=... level=... process=... event="..." key=value; a traceback follows on its own lines, to stay readable."""
+    """time=... level=... process=... rank=... event="..." key=value; a traceback follows, to stay readable."""
     trace = event.pop("exception", None)
-    order = ["time", "level", "process", "event"]
+    order = ["time", "level", "process", "rank", "event"]
     line = str(structlog.processors.LogfmtRenderer(key_order=order, drop_missing=True)(logger, method, event))
     return line if trace is None else f"{line}\n{trace}"

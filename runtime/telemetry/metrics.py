@@ -1,7 +1,8 @@
 """Defines every metric of both processes in one table, and makes the families of a scrape from it.
 
 Both processes count the same events (the prefetcher when it plans, sends or applies; the trainer when it executes), so
-their totals agree at the end of a run: compare them, never add them.
+their totals agree at the end of a run: compare them, never add them. Each pair of processes counts what its rank does:
+what ranks share out (samples, look-ups, rows, bytes) may be added over ranks, steps and states may not.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,20 +17,22 @@ BOTH: tuple[Process, ...] = ("prefetcher", "trainer")
 PREFETCHER: tuple[Process, ...] = ("prefetcher",)
 TRAINER: tuple[Process, ...] = ("trainer",)
 
-Sample = tuple[str, tuple[str, ...], float]  # metric name, the values of its labels, value
+RANK = "rank"  # the first label of every metric, "0" where a trainer is alone
+
+Sample = tuple[str, tuple[str, ...], float]  # metric name, the values of its labels but for the rank, value
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
     type: Literal["counter", "gauge"]
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # besides the rank
     help: str
     processes: tuple[Process, ...]
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
         kind = CounterMetricFamily if self.type == "counter" else GaugeMetricFamily
-        return kind(self.name, self.help, labels=self.labels)
+        return kind(self.name, self.help, labels=(RANK, *self.labels))
 
 
 METRICS = (
@@ -59,6 +62,20 @@ METRICS = (
         "rowcast_rows_flushed_total", "counter", ("group",), "Rows written back by barriers, which stay resident.", BOTH
     ),
     Metric("rowcast_row_bytes_total", "counter", ("group", "direction"), "Bytes of row records that crossed.", BOTH),
+    Metric(
+        "rowcast_exchange_rows_total",
+        "counter",
+        ("group", "direction"),
+        "Distinct rows of each step that went to other ranks or came from them, added up.",
+        BOTH,
+    ),
+    Metric(
+        "rowcast_exchange_bytes_total",
+        "counter",
+        ("group", "direction"),
+        "Bytes of these rows, and of their gradients, which go the other way.",
+        BOTH,
+    ),
     Metric(
         "rowcast_plan_bytes_total",
         "counter",
@@ -213,6 +230,13 @@ METRICS = (
     Metric("rowcast_eval_logloss", "gauge", (), "Log loss of the last evaluation.", TRAINER),
     Metric("rowcast_eval_accuracy", "gauge", (), "Accuracy of the last evaluation.", TRAINER),
     Metric("rowcast_loss", "gauge", (), "Loss of the last training step.", TRAINER),
+    Metric(
+        "rowcast_rank_imbalance",
+        "gauge",
+        (),
+        "Rows of the last training step that each rank owns, the most over the mean; every rank knows it.",
+        TRAINER,
+    ),
     Metric("rowcast_learning_rate", "gauge", ("optimizer",), "Learning rate of the next training step.", TRAINER),
     Metric(
         "rowcast_build_info",
@@ -224,14 +248,14 @@ METRICS = (
 )
 
 
-def families(process: Process, samples: Iterable[Sample]) -> Iterator[Family]:
+def families(process: Process, samples: Iterable[Sample], rank: int = 0) -> Iterator[Family]:
     """A family for each metric of the process, in the table's order, even without samples.
 
     Raises KeyError for a name that is not in the table.
     """
     by_name = {metric.name: metric.family() for metric in METRICS if process in metric.processes}
     for name, labels, value in samples:
-        by_name[name].add_metric(labels, value)
+        by_name[name].add_metric((str(rank), *labels), value)
     yield from by_name.values()
 
 

@@ -13,6 +13,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
@@ -102,6 +103,8 @@ class FakeRun:
     newest: Manifest | None = None
     block: int = 7
     states: dict[int, Rows] = field(default_factory=dict)
+    shard: OwnShard = ALONE
+    run_id: str = "0123456789ab"
 
     def __post_init__(self) -> None:
         self.job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -109,18 +112,26 @@ class FakeRun:
         self.stores = [DictStore(group) for group in self.groups]
         self.checkpoints = Checkpoints(self.job.run_dir, self.disk)
         self.writer = CheckpointWriter(
-            self.job, self.groups, "0123456789ab", "digest", self.checkpoints, self.newest, self.keep
+            self.job,
+            self.groups,
+            self.run_id,
+            "digest",
+            self.checkpoints,
+            self.newest,
+            self.keep,
+            shard=self.shard,
         )
         self.step = self.newest.position.step if self.newest else 0
 
     def train(self, rows: Mapping[int, list[int]], steps: int = 10) -> None:
-        """Rows of tables get values that say in which step and which row they are."""
+        """Rows of tables that are of the shard get values that say in which step and which row they are."""
         self.step += steps
         for group, store in zip(self.groups, self.stores, strict=True):
             for table in group.tables:
                 keys = make_keys(table.index, np.array(sorted(set(rows.get(table.index, []))), np.int64))
+                keys, records = self.shard.owned(group, (keys, values(group, keys, self.step)))
                 if len(keys):
-                    store.write(keys, values(group, keys, self.step))
+                    store.write(keys, records)
 
     def train_at_random(self, rng: np.random.Generator, share: float) -> None:
         self.train({i: np.flatnonzero(rng.random(rows) < share).tolist() for i, (_, rows, _) in enumerate(TABLES)})
@@ -132,8 +143,9 @@ class FakeRun:
     def hand_over(self) -> None:
         """The dense side, which here says nothing but the step, and the rows."""
         content = dense_of(self.step)
-        self.writer.offer_dense(content[:10])
-        self.writer.offer_dense(content[10:])
+        if self.shard.number == 0:
+            self.writer.offer_dense(content[:10])
+            self.writer.offer_dense(content[10:])
         self.writer.finish(xxhash.xxh3_64_hexdigest(content), self.blocks())
 
     def blocks(self) -> list[RowBlock]:
@@ -164,6 +176,9 @@ class FakeRun:
             if not self.writer.busy:
                 break
         assert not self.writer.busy
+        self.settle()
+
+    def settle(self) -> None:
         for store in self.stores:
             store.settle()
 
@@ -181,15 +196,25 @@ def dense_of(step: int) -> bytes:
     return f"the dense side at step {step}: not looked into".encode() * 3
 
 
-def restored(run_dir: Path, job: Job, manifest: Manifest) -> Rows:
+def restored(run_dir: Path, job: Job, manifest: Manifest, shard: OwnShard = ALONE) -> Rows:
     stores = [DictStore(group) for group in group_specs(job)]
-    restore_rows(run_dir / "checkpoints", manifest, group_specs(job), stores)
+    restore_rows(run_dir / "checkpoints", manifest, group_specs(job), stores, shard)
     assert not any(store.changed for store in stores)
     return {key: record for store in stores for key, record in store.rows.items()}
 
 
-def assert_holds(run_dir: Path, job: Job, manifest: Manifest, rows: Rows) -> None:
-    assert restored(run_dir, job, manifest) == rows
+def assert_holds(run_dir: Path, job: Job, manifest: Manifest, rows: Rows, count: int = 1) -> None:
+    """Where `count` shards restore it, each of them has its own rows."""
+    found: Rows = {}
+    for number in range(count):
+        shard = OwnShard(number=number, count=count)
+        own = restored(run_dir, job, manifest, shard)
+        for group in group_specs(job):
+            keys = [key for key in own if key >> 48 in {table.index for table in group.tables}]
+            assert shard.owns(group, np.array(keys, np.int64)).all()
+        assert found.keys().isdisjoint(own)
+        found |= own
+    assert found == rows
     assert b"".join(dense_content(run_dir / "checkpoints", manifest)) == dense_of(manifest.position.step)
 
 

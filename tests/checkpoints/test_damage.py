@@ -16,12 +16,11 @@ from rowcast.runtime.checkpoint_manifest import (
     RowLayer,
     file_checksum,
     read_manifest,
-    render,
-    seal,
     write_manifest,
 )
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
+from rowcast.runtime.sealed import render, seal
 from tests.checkpoints.fake_run import FakeRun, Warnings, restored, small_job
 from tests.support.repeats import count
 
@@ -129,7 +128,7 @@ def test_a_damaged_dense_file_gives_not_one_byte(run: FakeRun) -> None:
 def test_a_manifest_of_another_version_is_refused_with_both_numbers(run: FakeRun) -> None:
     folder = run.checkpoints.root / newest(run).name
     (folder / MANIFEST_NAME).write_bytes(b'{"version": 1, "shards": []}')
-    with pytest.raises(DataError, match="manifest version 1, but this version reads 2"):
+    with pytest.raises(DataError, match="manifest version 1, but this version reads 3"):
         read_manifest(folder)
 
 
@@ -163,7 +162,7 @@ HOSTILE = {
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_row_file_is_refused_when_the_manifest_is_read(run: FakeRun, change: dict[str, object]) -> None:
     content = msgspec.json.decode(render(newest(run)))
-    content["layers"][0]["files"][0] |= change
+    content["shards"][0]["layers"][0]["files"][0] |= change
     refuse(run, content)
 
 
@@ -174,10 +173,10 @@ def test_a_hostile_row_file_is_refused_when_the_manifest_is_read(run: FakeRun, c
         {"position": {"step": 5, "train_step": 6}},
         {"position": {"step": 30, "eval_batch": -1}},
         {"position": {"step": 10**12}},
-        {"layers": []},
-        {"layers": [{"kind": "delta", "num_rows": 0, "files": []}]},
-        {"layers": [{"kind": "base", "num_rows": 3, "files": []}]},
-        {"world_size": 0},
+        {"shards": []},
+        {"shards": [{"layers": []}]},
+        {"shards": [{"layers": [{"kind": "delta", "num_rows": 0, "files": []}]}]},
+        {"shards": [{"layers": [{"kind": "base", "num_rows": 3, "files": []}]}]},
         {"unknown": 1},
         {"dense": {"file": "../x", "nbytes": 0, "checksum": "0" * 16}},
     ],

@@ -34,7 +34,7 @@ def test_whole_checkpoints_are_a_line_each_newest_first(run: FakeRun) -> None:
         "step-000000000050",
     ]
     assert [line.split()[-1] for line in lines[1:]] == ["whole"] * 3
-    assert lines[1].split()[1:5] == ["149", "150", "3", "45"]
+    assert lines[1].split()[1:5] == ["149", "150", "1", "3"]
 
 
 def test_a_damaged_file_damages_every_checkpoint_that_names_it_and_is_named(run: FakeRun) -> None:
@@ -48,7 +48,7 @@ def test_a_damaged_file_damages_every_checkpoint_that_names_it_and_is_named(run:
 
 def test_a_damaged_manifest_is_a_line_too(run: FakeRun) -> None:
     path = run.checkpoints.root / "step-000000000150" / MANIFEST_NAME
-    path.write_bytes(path.read_bytes().replace(b'"world_size": 1', b'"world_size": 2'))
+    path.write_bytes(path.read_bytes().replace(b'"epoch": 0', b'"epoch": 1'))
     code, lines = verify(run.job.run_dir)
     assert code == 4
     assert [line.split()[-1] for line in lines[1:4]] == ["damaged", "whole", "whole"]

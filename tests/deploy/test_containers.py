@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-import rowcast.deploy.local
+import rowcast.runtime.children
 from rowcast.job.schema import parse_seconds
 from rowcast.job.server_url import PASSWORD
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
@@ -152,7 +152,7 @@ def test_neither_container_can_do_more_than_it_must(both: Both) -> None:
     for container in both.values():
         assert container.read_only_root
         assert container.dropped == ["ALL"]
-        assert container.grace_s > rowcast.deploy.local.END_S, "a stop in order would be cut short"
+        assert container.grace_s > rowcast.runtime.children.END_S, "a stop in order would be cut short"
     context = pod()["securityContext"]
     assert context["runAsNonRoot"]
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}

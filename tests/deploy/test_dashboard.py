@@ -17,6 +17,7 @@ from tests.deploy.prometheus import ROOT, read_yaml, rules
 
 PANELS = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 NAMES = r"[a-z_]+:[a-z0-9_:]+|rowcast_\w+|process_\w+"  # of rules and metrics
+WHOLE_RUN = {"Where the trainer's time goes"}  # beside a rule that is about all ranks
 PROCESS_METRICS = {f"process_{name}" for name in ("resident_memory_bytes", "cpu_seconds_total")}
 
 
@@ -92,6 +93,9 @@ def test_a_query_is_about_one_run_and_names_that_exist(panel: dict[str, Any]) ->
         assert set(found) <= known
         assert found or "ALERTS" in target["expr"]
         assert target["expr"].count('job="$job"') >= len(found), f"not only of one run: {target['expr']}"
+        of_ranks = [name for name in found if ":" not in name or name.startswith("job_rank")]
+        if panel["title"] not in WHOLE_RUN:
+            assert target["expr"].count('rank=~"$rank"') >= len(of_ranks), f"of all ranks: {target['expr']}"
 
 
 def test_grafana_is_told_where_prometheus_and_the_dashboards_are() -> None:

@@ -109,7 +109,7 @@ def panel_queries() -> dict[str, str]:
     """Panel and query -> expression for the run `rowcast`."""
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     return {
-        f"{panel['title']} {target['refId']}": target["expr"].replace("$job", "rowcast")
+        f"{panel['title']} {target['refId']}": target["expr"].replace("$job", "rowcast").replace("$rank", ".*")
         for panel in panels
         for target in panel.get("targets", [])
     }

@@ -1,5 +1,6 @@
 """What a scheduler learns from the prefetcher's exit code: whether a run that ended in order is to be started again."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 import rowcast.prefetcher.run.prefetcher_run
 from rowcast.job.schema import Job
 from rowcast.prefetcher.cli import app
-from rowcast.prefetcher.run.prefetcher_run import RunOptions
+from rowcast.prefetcher.run.options import RunOptions
 from rowcast.runtime.process import Signals
 from tests.support.jobs import job_content, write_job
 
@@ -23,7 +24,7 @@ def config(tmp_path: Path) -> Path:
 def code_of(config: Path, monkeypatch: pytest.MonkeyPatch, *options: str, finishes: bool) -> int:
     """The exit code of `prefetcher run`, whose run ends in order: complete, or stopped before."""
 
-    def run(job: Job, options: RunOptions, signals: Signals) -> bool:
+    def run(job: Job, options: RunOptions, signals: Signals, arguments: Sequence[str]) -> bool:
         return finishes
 
     monkeypatch.setattr(rowcast.prefetcher.run.prefetcher_run, "run_prefetcher", run)

@@ -15,6 +15,7 @@ from rowcast.protocol.messages import (
     GroupHeader,
     PlanHeader,
     Released,
+    Replica,
     Restore,
     RowChecksums,
     RowsBack,
@@ -182,7 +183,9 @@ class Talk:
             *(self.checksums(num_checksums, after, self.next_barrier) if any(dirty) else ()),
             rows[-1],
         )
-        if checkpoint:
+        if checkpoint and self.draw(st.booleans()):
+            self.say(TRAINER, Replica(barrier=self.next_barrier, checksum=self.number(0, 9)))
+        elif checkpoint:
             barrier = self.next_barrier
             self.say(TRAINER, *self.dense_pieces(lambda **fields: Saved(barrier=barrier, **fields), 1000))
         self.next_barrier += 1
@@ -266,7 +269,7 @@ BREACHES: tuple[Breach, ...] = (
     field_breach((Flush,), "barrier", lambda n: n + 2**40, "barrier .* is beyond 2.40"),
     field_breach((RowsBack, StepDone), "step", lambda n: n + 1, "step"),
     field_breach((RowChecksums,), "step", lambda n: n + 1, "checksums of .* came while"),
-    field_breach((RowsBack, RowChecksums, Saved), "barrier", lambda n: n + 1, "barrier"),
+    field_breach((RowsBack, RowChecksums, Saved, Replica), "barrier", lambda n: n + 1, "barrier"),
     field_breach(PIECES, "piece", lambda n: n + 1, "piece"),
     field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
     field_breach(PIECES, "num_pieces", lambda n: 0, "does not exist"),

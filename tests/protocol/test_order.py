@@ -12,6 +12,7 @@ from tests.support.sample_messages import (
     end_of_data,
     flush,
     flush_pieces,
+    replica,
     restore_pieces,
     row_checksums,
     rows,
@@ -107,6 +108,8 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     (r"the last rows came home after \(2, 0\) of \(2, 1\)", [flush(0, None)], barrier_rows(0, None, whole=False)),
     ("model state of barrier 1 came while barrier 0 is open", [flush(0, None)], saved(1)),
     ("piece 1 of 2 came instead of piece 0 of 2", [flush(0, None)], saved_pieces(0)[1]),
+    ("model state of barrier 1 came while barrier 0 is open", [flush(0, None)], replica(1)),
+    ("only a checksum of the model state of barrier 0", [flush(0, None), saved_pieces(0)[0]], replica(0)),
     (
         "bytes and checksum .* came after one of",
         [flush(0, None), saved_pieces(0)[0]],

@@ -46,6 +46,7 @@ BEFORE: dict[str, Armed] = {  # passed only at a restart, which this one brings 
 BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:10"}}
 NEEDS_REJOIN = set(BESIDE)
 NEEDS_TIER = {"rows loaded", "rows spilled"}
+OF_RANKS = {"shard not renamed", "shard file written", "shards agree", "manifest seen"}  # passed only by several ranks
 
 
 def called(package: str) -> list[str]:

@@ -91,6 +91,8 @@ class Life:
             self._in_order(both)
         elif outcome == "waits for a trainer" and self.scenario.peers_wait:
             self.newest = both.writer.newest
+            assert self.tables is not None, "a prefetcher that lives on has tables"
+            self.tables.attempt_ended(self.newest, gave_up=both.writer.gave_up)
         else:
             if outcome == "dead without power":
                 self.storage.disk.lose_power(self.chance)

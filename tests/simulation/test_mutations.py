@@ -9,6 +9,7 @@ import pytest
 import rowcast.prefetcher.run.tables
 import rowcast.trainer.models.runner
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
@@ -29,12 +30,13 @@ def roll_back_without_forgetting(patch: pytest.MonkeyPatch) -> None:
     """Rows that no layer has keep what was trained after the checkpoint."""
 
     def restore_changed(
-        root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable]
+        root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable], shard: OwnShard
     ) -> None:
+        [part] = shard.parts_of(manifest)
         for group, store in zip(groups, stores, strict=True):
             keys = np.sort(np.concatenate([store.changed_keys(table.index) for table in group.tables]))
-            for layer in reversed(manifest.layers):
-                keys = restore_chosen(root, layer, group, store, keys)
+            for layer in reversed(part.layers):
+                keys = restore_chosen(root, part, layer, group, store, keys)
             store.settle()
 
     patch.setattr(rowcast.prefetcher.run.tables, "restore_changed", restore_changed)

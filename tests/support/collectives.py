@@ -77,6 +77,7 @@ class InProcessCollectives:
     network: Network
     rank: int
     count: int = field(init=False)
+    doing: str = ""
 
     def __post_init__(self) -> None:
         self.count = len(self.network.calls)

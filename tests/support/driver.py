@@ -21,6 +21,7 @@ import rowcast.trainer.execute.engine
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
@@ -36,7 +37,7 @@ from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, Saved, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
@@ -50,6 +51,7 @@ from rowcast.runtime.stages import Stage
 from rowcast.trainer.execute.engine import ring_ends
 from rowcast.trainer.execute.host_memory import Bounced
 from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
@@ -109,7 +111,7 @@ class MemoryCheckpointer:
         self.begun.append(barrier)
         return True
 
-    def take_dense(self, message: Saved, content: bytes) -> bool:
+    def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
         return True
 
 
@@ -208,6 +210,7 @@ class InProcessRun:
     ) -> None:
         """`batches` are of the whole run; with a `past` it goes on where that ends, writing checkpoints there."""
         rank = None if sharing is None else sharing.rank
+        shard = ALONE if rank is None else OwnShard(number=rank.number, count=rank.count)
         start = Position() if past is None or past.newest is None else past.newest.position
         num_dense = batches[0].batch.dense.shape[1] if batches else 13
         batches = batches[start.step :]
@@ -224,7 +227,7 @@ class InProcessRun:
         if past is not None and past.stores:
             stores = past.stores
         elif past is not None and past.newest is not None:
-            restore_rows(past.checkpoints.root, past.newest, self.groups, stores)
+            restore_rows(past.checkpoints.root, past.newest, self.groups, stores, shard)
         self.plain_stores = tuple(map(plain_store, stores))
         self.streams: Streams = (
             SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
@@ -249,7 +252,7 @@ class InProcessRun:
         self.writer = None
         if past is not None:
             self.writer = CheckpointWriter(
-                job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep
+                job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep, shard=shard
             )
         self.rings = rings = Rings(settings)
         links = settings.links()
@@ -285,7 +288,9 @@ class InProcessRun:
                 welcome=welcome,
                 mode="train",
                 start=start,
-                counters=rowcast.prefetcher.pipeline.metrics.new_counters(self.groups),
+                counters=rowcast.prefetcher.pipeline.metrics.new_counters(
+                    self.groups, 0 if rank is None else rank.number
+                ),
                 restore=restore,
                 rank=rank,
             )
@@ -296,8 +301,10 @@ class InProcessRun:
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
+        counters = new_counters(self.groups, 0 if rank is None else rank.number)
+        clock = phase_clock(self.streams.compute, counters.lapped)
         self.runner: Any = (  # a StepRunner, or a SharedRunner where ranks share batches
-            StepRunner(job, self.groups, self.records, num_dense, kernels=kernels)
+            StepRunner(job, self.groups, self.records, num_dense, clock, kernels)
             if sharing is None
             else SharedRunner(
                 job,
@@ -307,6 +314,7 @@ class InProcessRun:
                 sharing.rank,
                 sharing.collectives,
                 kernels,
+                clock,
             )
         )
         self.trainer = rowcast.trainer.execute.engine.TrainerEngine(
@@ -320,7 +328,8 @@ class InProcessRun:
                 model=self.runner,
                 steps=self.runner,
                 results=self.results,
-                counters=new_counters(self.groups),
+                counters=counters,
+                clock=clock,
                 rank=rank,
             )
         )

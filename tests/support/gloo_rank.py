@@ -18,6 +18,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
+from rowcast.trainer.models.torch_collectives import TorchCollectives
 from tests.support import driver
 from tests.support.batches import Bags, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, Sharing
@@ -42,7 +43,9 @@ def main(folder: Path) -> None:
             seed=rank.number,
             seeded_streams=rank.number > 0,  # rank 0 waits for each collective as a trainer on a CPU does
         )
-        run = InProcessRun(job, batches, settings, sharing=Sharing(rank=rank, collectives=dist)).run()
+        run = InProcessRun(
+            job, batches, settings, sharing=Sharing(rank=rank, collectives=TorchCollectives(rank, timeout_s=60))
+        ).run()
         state = run.state() | {"losses": torch.tensor(np.array(run.results.losses, np.float32))}
         save_file(
             {name: tensor.clone().contiguous() for name, tensor in state.items()},

@@ -16,6 +16,7 @@ from rowcast.protocol.messages import (
     Hello,
     PlanHeader,
     Released,
+    Replica,
     Restore,
     RingRef,
     RingSpec,
@@ -225,6 +226,10 @@ def saved(barrier: int) -> Saved:
     )
 
 
+def replica(barrier: int) -> Replica:
+    return Replica(barrier=barrier, checksum=7)
+
+
 def saved_pieces(barrier: int) -> tuple[Saved, Saved]:
     """The same in two."""
     return (
@@ -306,6 +311,7 @@ def every_message() -> list[AnyMessage]:
         RowsBack(step=None, barrier=1, piece=0, last=True, payload=None, rows=()),
         saved(0),
         *saved_pieces(2),
+        replica(3),
         *restore_pieces(),
         end_of_data(8),
         end_of_data(None),

@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import numpy as np
 
-from rowcast.job.tables import GroupSpec
+from rowcast.job.schema import SparseOptimizer
+from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.prefetcher.stores.store_counts import StoreCounts
@@ -37,7 +38,7 @@ def groups() -> tuple[GroupSpec, ...]:
             name=f"fp32_d{nbytes // 4}_sgd",
             tables=(),
             embedding_dim=nbytes // 4,
-            parts=(),
+            parts=record_parts(SparseOptimizer(kind="sgd", lr=0.1), "fp32", nbytes // 4)[0],
             record_bytes=nbytes,
             feature_positions=(index,),
         )

@@ -47,3 +47,15 @@ def test_one_trainer_of_six_parts_has_the_bits_of_the_plain_loop_in_six_parts(se
     session.export(out).quiet()
     assert differing(load_file(out), end) == []
     assert differing(load_file(out), plain(session.config, 1)[1]) != []
+
+
+@pytest.mark.parametrize(("count", "parts"), [(2, 4), (3, 3), (4, 4)])
+def test_several_ranks_have_the_bits_of_the_plain_loop(count: int, parts: int, session: Session) -> None:
+    session.write_job(**SMALL, ranks={"count": count, "parts": parts})
+    session.start("local", "--max-steps", str(STEPS)).ended(300).quiet()
+    losses, end = plain(session.config, parts)
+    assert (session.run_dir / "losses.f32").read_bytes() == losses
+    out = session.folder / "model.safetensors"
+    session.export(out).quiet()
+    assert differing(load_file(out), end) == []
+    assert session.remains() == []

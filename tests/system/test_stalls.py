@@ -4,11 +4,12 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
 
 import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.execute.metrics
@@ -19,13 +20,16 @@ from rowcast.prefetcher.run.gauges import stall_clocks
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.counters import CountersCollector, new_registry
+from rowcast.protocol.parts import Rank
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.trainer.execute.metrics import TrainerCounters
+from rowcast.trainer.execute.streams import Work
+from rowcast.trainer.models.collectives import LocalCollectives
 from rowcast.trainer.run import gauges as observe
 from tests.support import driver, three_steps
 from tests.support.batches import slots_for, small_batches, small_job
-from tests.support.driver import InProcessRun, ListSource, MemoryCheckpointer, Past, Settings
+from tests.support.driver import InProcessRun, ListSource, MemoryCheckpointer, Past, Settings, Sharing
 
 DEADLINE_S = 20.0
 REASONS = {
@@ -63,11 +67,13 @@ def in_process_run(
     depth: int = 4,
     num_steps: int = 12,
     seeded_streams: bool = False,
+    sharing: Sharing | None = None,
 ) -> InProcessRun:
     job = small_job("adagrad", "single", depth=depth, horizon=3)
     batches = small_batches(job, "single", num_steps=num_steps, eval_at=())
     slots = slots_for(group_specs(job), batches, capacity)
-    return InProcessRun(job, batches, Settings(slots=slots, ring_bytes=ring_bytes, seeded_streams=seeded_streams))
+    settings = Settings(slots=slots, ring_bytes=ring_bytes, seeded_streams=seeded_streams)
+    return InProcessRun(job, batches, settings, sharing=sharing)
 
 
 def stages_of(run: InProcessRun) -> dict[str, Stage]:
@@ -232,10 +238,42 @@ def test_victims_that_find_no_space_are_counted_under_ring() -> None:
     assert_trainer_stalls(run, "sender", observe.stall_clocks(run.trainer)["sender"], run.trainer.counters, "ring")
 
 
+class Late:
+    """The work of a collective that another rank begins 10 ms later."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        time.sleep(0.01)
+
+
+class LateCollectives(LocalCollectives):
+    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Work:
+        super().all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op)
+        return Late()
+
+
+def assert_step_stalls(run: InProcessRun, reason: Literal["ranks"]) -> None:
+    counters = run.trainer.counters
+    before = dict(counters.stalls)
+    done = run.trainer.loop.step_done
+    settle(run, until=lambda: run.trainer.loop.step_done != done)
+    assert {name for name, seconds in counters.stalls.items() if seconds > before[name]} == {reason}
+    assert served(three_steps.trainer_collector(counters)) == counters.stalls
+    assert counters.phases["exchange"] >= counters.stalls[reason] >= 0.01
+
+
+def test_ranks_that_are_too_slow_are_counted_under_ranks() -> None:
+    sharing = Sharing(rank=Rank(number=0, count=1, parts=2), collectives=LateCollectives())
+    run = in_process_run(sharing=sharing)
+    assert_step_stalls(run, "ranks")
+
+
 def test_every_reason_of_both_processes_is_provoked_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     for process, check in (
         ("prefetcher", r'assert_prefetcher_stalls\(run, "[\w-]+", "(\w+)"\)'),
-        ("trainer", r'(?:assert_loop_stalls|assert_trainer_stalls)\(run, .*"(\w+)"\)'),
+        ("trainer", r'(?:assert_loop_stalls|assert_trainer_stalls|assert_step_stalls)\(run, .*"(\w+)"\)'),
     ):
         assert set(re.findall(check, source)) == set(REASONS[process])

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rowcast.analysis.predict.pipeline import Planned
+from rowcast.analysis.predict.planned import plan_job
 from rowcast.analysis.timeline.recording import Recordings, StepLife, lives, overlap, read_run
+from rowcast.job.file import load_job
 from rowcast.prefetcher.cli import app
 from rowcast.runtime.telemetry.timeline import TimelineSpan
 from rowcast.trainer.report.report_json import Report, read_report
@@ -59,6 +62,8 @@ class RecordedRun:
     steps: list[StepLife]
     events: list[Event]
     said: str  # by `prefetcher timeline`
+    planned: list[Planned]  # by `prefetcher predict`
+    predicted: str  # it said
     report: Report
 
     def spans(self, step: int) -> dict[str, list[TimelineSpan]]:
@@ -89,6 +94,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
         session.start("local", "--timeline", f"--max-steps={NUM_STEPS}").ended(timeout_s=150).quiet()
         found = CliRunner().invoke(app, ["timeline", f"--run={session.run_dir}"])
         assert found.exit_code == 0, found.output
+        predicted = CliRunner().invoke(
+            app,
+            [
+                *("predict", f"--config={session.config}", f"--run={session.run_dir}"),
+                *(f"--max-steps={NUM_STEPS}", "--change=step=0.1"),
+            ],
+        )
+        assert predicted.exit_code == 0, predicted.output
         recordings = read_run(session.run_dir)
         merged = json.loads((session.run_dir / "timeline.json").read_text())
         return RecordedRun(
@@ -96,6 +109,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
             steps=lives(recordings),
             events=check_events(merged),
             said=found.output,
+            planned=plan_job(load_job(session.config), NUM_STEPS)[0],
+            predicted=predicted.output,
             report=read_report(session.run_dir / "report.json"),
         )
 
@@ -108,6 +123,20 @@ def test_every_step_has_its_spans_in_both_processes(run: RecordedRun) -> None:
         assert AHEAD | COMPUTE[life.step.name] | {"copy in", "fill"} <= found.keys(), f"step {life.number}"
         for name in {"plan", "read", *COMPUTE[life.step.name]} - IN_PARTS:
             assert len(found[name]) == 1, f"{name} of step {life.number}"
+
+
+def test_a_prediction_plans_the_pieces_and_barriers_that_the_run_had(run: RecordedRun) -> None:
+    assert [len(planned.pieces) for planned in run.planned] == [
+        len(run.spans(life.number)["copy in"]) for life in run.steps
+    ]
+    packed = [span for span in run.recordings.trainer.spans if span.name == "pack"]  # once a barrier
+    assert sum(planned.barrier for planned in run.planned) == len(packed)
+    for planned in run.planned:
+        if not planned.barrier:  # its rows are copied out too
+            pieces = [piece for piece in planned.pieces if piece.back_bytes]
+            assert len(run.spans(planned.step)["copy out"]) == len(pieces), f"step {planned.step}"
+    assert f"{len(run.steps)} steps" in run.predicted
+    assert "with step=0.1:" in run.predicted
 
 
 def test_rows_are_announced_before_the_step_that_needs_them_begins(run: RecordedRun) -> None:

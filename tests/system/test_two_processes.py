@@ -24,7 +24,7 @@ def test_two_processes_give_the_bits_of_the_plain_loop(way: Way, tmp_path: Path)
 
 def test_every_pair_of_settings_meets_in_some_way_of_the_cover() -> None:
     ways = pairwise_cover(FACTORS)
-    assert len(ways) < 20
+    assert len(ways) <= 20
     for a, b in [(a, b) for a in FACTORS for b in FACTORS if a < b]:
         met = {(way[a], way[b]) for way in ways}
         assert met == {(x, y) for x in FACTORS[a] for y in FACTORS[b]}

@@ -9,6 +9,7 @@ import pytest
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow, setup_logging
+from rowcast.trainer.run.launch import rank_in_log
 
 
 class Terminal(io.StringIO):
@@ -86,6 +87,15 @@ def test_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stderr", later := io.StringIO())
     logger.info("above the live line")
     assert "above the live line" in later.getvalue()
+
+
+def test_one_of_several_processes_says_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer", rank=3)
+    get_logger().info("connected")
+    assert "level=info process=trainer rank=3 event=connected\n" in capsys.readouterr().err
+    assert rank_in_log({"RANK": "3", "WORLD_SIZE": "4"}) == 3
+    assert rank_in_log({}) is rank_in_log({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert rank_in_log({"RANK": "first", "WORLD_SIZE": "4"}) is None, "which is refused later, with a sentence"
 
 
 def test_an_unknown_level_is_a_sentence() -> None:

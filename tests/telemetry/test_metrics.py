@@ -46,11 +46,10 @@ def scrape(collector: CountersCollector) -> dict[str, Family]:
 
 
 def values(collector: CountersCollector) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in scrape(collector).values()
-        for sample in family.samples
-    }
+    """By name and the labels besides the rank, which is that of the collector."""
+    samples = [sample for family in scrape(collector).values() for sample in family.samples]
+    assert {sample.labels.pop("rank") for sample in samples} == {str(collector.rank)}
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
 
 
 @pytest.mark.parametrize("process", BOTH)
@@ -64,7 +63,7 @@ def test_a_scrape_has_every_metric_of_the_table_with_its_type_labels_and_help(pr
         assert found[name].samples, f"{metric.name} has no sample"
         for sample in found[name].samples:
             assert sample.name == metric.name
-            assert set(sample.labels) == set(metric.labels)
+            assert set(sample.labels) == {"rank", *metric.labels}
 
 
 def test_names_and_labels_keep_the_conventions() -> None:

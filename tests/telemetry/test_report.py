@@ -2,14 +2,16 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
 from rowcast.trainer.execute.metrics import new_counters
+from rowcast.trainer.report.all_ranks import ADDED, report_of_all
 from rowcast.trainer.report.report_json import Evaluation, Report, RunFacts, make_report, read_report, write_report
-from rowcast.trainer.report.terminal import print_summary
+from rowcast.trainer.report.summary import print_summary
 from tests.support import three_steps
 from tests.support.sample_messages import tier_totals
 from tests.support.three_steps import facts
@@ -31,7 +33,7 @@ def test_a_report_says_what_the_counters_say() -> None:
     assert made.bytes_to_device == 4 * 64 + 4 * 128 + 1000 + 24
     assert made.bytes_from_device == 3 * 64 + 3 * 128
     assert made.waits_s["prefetcher"] == {"credit": 1.5, "store": 0.25}
-    assert made.waits_s["trainer"] == {"rows": 0.5, "ring": 0.0, "results": 0.0, "barrier": 0.0}
+    assert made.waits_s["trainer"] == {"rows": 0.5, "ring": 0.0, "results": 0.0, "barrier": 0.0, "ranks": 0.0}
     assert set(made.versions) == {"rowcast", "torch", "numpy", "python"}
 
 
@@ -114,6 +116,64 @@ def test_the_summary_says_where_the_page_is_in_one_piece(capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert f"\nreport           {page}\n" in text
     assert re.search(r"\nwaited for rows  ", text), "in line with the other rows"
+
+
+def of_rank(rank: int) -> Report:
+    """Every rank has the same steps and a share of the rest."""
+    _, counters = three_steps.run_of_three_steps()
+    counters.rank = rank
+    counters.stalled("rows", 0.5 + rank)
+    counters.stalled("ranks", 2.0 - rank)
+    counters.spent("forward", 1.0 + rank)
+    group = next(iter(counters.groups.values()))
+    group.rows_sent, group.bytes_sent, group.rows_received, group.bytes_received = 10 + rank, 100 + rank, 11, 102
+    for _ in range(2):
+        counters.balanced(1.5)
+    return make_report(counters, facts(tier=tier_totals()))
+
+
+def encoded(*reports: Report) -> list[bytes]:
+    return [msgspec.json.encode(own) for own in reports]
+
+
+def test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_did() -> None:
+    ranks = [of_rank(rank) for rank in range(3)]
+    made = report_of_all(encoded(*ranks))
+    for name in ADDED:
+        assert getattr(made, name) == 3 * getattr(ranks[0], name), name
+    assert (made.steps, made.train_steps, made.wall_s, made.loss) == (2, 2, 4.0, 0.6)
+    assert made.samples_per_s == 3 * ranks[0].samples_per_s
+    assert made.hit_ratio == ranks[0].hit_ratio == 36 / 60
+    assert (made.trainer_wait_s, made.stall_share) == (2.5, 2.5 / 4), "of the rank that waited longest"
+    assert (made.waits_s["trainer"]["rows"], made.waits_s["trainer"]["ranks"]) == (2.5, 2.0)
+    assert made.phase_ms["forward"] == 1000.0, "the mean over ranks of 1, 2 and 3 s, in 2 steps"
+    assert made.tier is not None
+    assert made.tier.late_rows == 3 * tier_totals().late_rows
+    assert made.rank_imbalance == 1.5
+    assert [own.rank for own in made.ranks] == [0, 1, 2]
+    assert [own.waited_for_ranks_s for own in made.ranks] == [2.0, 1.0, 0.0]
+    assert sum(own.samples for own in made.ranks) == made.samples
+
+
+def test_the_report_of_a_trainer_that_is_alone_is_its_own() -> None:
+    made = of_rank(0)
+    assert report_of_all(encoded(made)) == made
+    assert [own.rank for own in made.ranks] == [0]
+
+
+def test_the_summary_of_several_ranks_has_a_table_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report_of_all(encoded(of_rank(0), of_rank(1))), Console(width=60))
+    text = capsys.readouterr().out
+    assert re.search(r"exchanged +21 rows and their gradients, 201 B\n", text)
+    assert re.search(r"rows of a rank +1\.500, the most over the mean\n", text)
+    assert re.search(r"processes +2 prefetchers, 2 trainers\n", text)
+    assert [line.split() for line in text.splitlines() if line.endswith("11, 12")] == [
+        ["0", "64", "60", "0.5", "s", "2.0", "s", "100", "B", "102", "B", "11,", "12"],
+        ["1", "64", "60", "1.5", "s", "1.0", "s", "101", "B", "102", "B", "11,", "12"],
+    ]
+    assert "rank  samples  rows owned  waited for rows  waited for ranks   sent  received  processes\n" in text
+    print_summary(of_rank(0), Console(width=60))
+    assert "rank" not in capsys.readouterr().out
 
 
 def test_units_are_human() -> None:

@@ -42,7 +42,7 @@ def mark(number: int) -> HistoryMark:
         steps=10 * number,
         samples=640 * number,
         eval_samples=64 * number,
-        stalls=(0.1 * number, 0.02 * number, 0.3 * number, 0.05 * number),
+        stalls=(0.1 * number, 0.02 * number, 0.3 * number, 0.05 * number, 0.04 * number),
         unique_rows=1000 * number,
         hits=750 * number,
         bytes_to_device=2**20 * number,
@@ -276,6 +276,21 @@ def test_the_loops_waits_lie_on_top_of_each_other() -> None:
     shares = [chart.y.high * (1 - np.array(coordinates(layer.path)[1::2]) / SPAN) for layer in chart.layers[:3]]
     ends = [end for share in shares for end in (share[-1], share[0])]  # of each area: its floor, its top
     assert ends == pytest.approx([0.0, 0.1, 0.1, 0.4, 0.4, 0.45], abs=1e-3)
+
+
+def test_of_several_ranks_the_page_has_a_table_and_the_waits_for_each_other() -> None:
+    run = record()
+    (own,) = run.report.ranks
+    other = msgspec.structs.replace(own, rank=1, samples=4321)
+    run = replace(run, report=msgspec.structs.replace(run.report, ranks=(own, other)))
+    chart = stalls_chart(run)
+    assert isinstance(chart, Chart)
+    assert [layer.name for layer in chart.legend][-2:] == ["ring (the sender)", "ranks (within steps)"]
+    assert chart.table.rows[-1] == ["5.0 s", "10.0 %", "30.0 %", "5.0 %", "2.0 %", "4.0 %"]
+    page = render(run)
+    assert "<h2>Ranks</h2>" in page
+    assert "4,321" in page
+    assert "<h2>Ranks</h2>" not in render(record())
 
 
 def test_time_in_which_no_step_ended_makes_no_division_by_zero() -> None:

@@ -7,7 +7,7 @@ script's stream                      wait for the rows, look up *  update *
 """
 
 from rowcast.trainer.execute.cache import ArrivedStep
-from rowcast.trainer.execute.metrics import Phase
+from rowcast.trainer.execute.metrics import Lap
 from rowcast.trainer.execute.streams import Event, Stream
 
 
@@ -26,9 +26,9 @@ class StreamOrder:
         """Call after the current stream was given work on the step's rows or arrays."""
         self._issued.append(self._compute.record())
 
-    def lap(self, phase: Phase) -> None:
+    def lap(self, lap: Lap) -> None:
         """Records the update of the rows, which runs in the backward pass, on the stream of its forward."""
-        if phase == "update":
+        if lap == "update":
             self.record()
 
     def gather(self) -> None:

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import EndOfData, Flush, Restore, Saved
+from rowcast.protocol.messages import EndOfData, Flush, Replica, Restore, Saved
 from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp, saved_stamp
 from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import RingWriter
@@ -112,10 +113,12 @@ class TrainerBarrier:
         dense: DenseState,
         check: PlanCheck,
         counters: TrainerCounters,
-        send: Callable[[Saved], None],
+        send: Callable[[Saved | Replica], None],
         resumes: bool,
+        sends_model_state: bool,
     ) -> None:
-        """`resumes`: the run continues from a checkpoint, whose model state arrives first."""
+        """`resumes`: the run continues from a checkpoint, whose model state arrives first. `sends_model_state`: at a
+        checkpoint; False: the trainer of another rank does, and this one sends a checksum of its own."""
         self.state = TrainerState.RESTORING
         self.end: EndOfData | None = None
         self.checkpoints = 0  # checkpoints that were begun
@@ -136,7 +139,8 @@ class TrainerBarrier:
         self._restored = ModelStatePieces()
         self._flush: ArrivingFlush | None = None
         self._dirty: DirtySlots | None = None
-        self._dense: deque[tuple[int, DensePieces]] = deque()  # barrier, and its model state to send
+        self._sends_model_state = sends_model_state
+        self._dense: deque[tuple[int, DensePieces | Replica]] = deque()  # barrier, and its model state to send
         if not resumes:
             self._follow(TrainerEvent.RESTORED)
 
@@ -172,6 +176,10 @@ class TrainerBarrier:
         if not self._dense or self._sender.queued:
             return False
         barrier, pieces = self._dense[0]
+        if isinstance(pieces, Replica):
+            self._send(pieces)
+            self._dense.popleft()
+            return True
         room = pieces.room()
         self._sender.waiting_for_ring = room is None
         if room is None:
@@ -293,5 +301,9 @@ class TrainerBarrier:
         crash_point("dense side not packed")
         with self._counters.shown("pack"):
             content = self._dense_state.pack()
-        self._dense.append((barrier, DensePieces(content, self._back_ring, partial(saved_stamp, barrier))))
+        if self._sends_model_state:
+            pieces = DensePieces(content, self._back_ring, partial(saved_stamp, barrier))
+            self._dense.append((barrier, pieces))
+        else:
+            self._dense.append((barrier, Replica(barrier=barrier, checksum=xxhash.xxh3_64_intdigest(content))))
         return self._follow(TrainerEvent.PACKED)

@@ -119,6 +119,7 @@ class TrainerEngine:
             counters=self.counters,
             send=send,
             resumes=welcome.restore_bytes > 0,
+            sends_model_state=parts.rank is None or parts.rank.number == 0,
         )
         self.loop = TrainingLoop(
             cache=self.cache,

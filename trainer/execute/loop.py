@@ -314,5 +314,6 @@ class TrainingLoop:
         step_s = time.perf_counter() - issued.began_s
         self._counters.show("step", step.header.kind, step_s, step.step)
         self._sender.finish(
-            StepDone(step=step.step, rank=0, waited_s=issued.waited_s, step_s=step_s), step.requested.checksums
+            StepDone(step=step.step, rank=self._counters.rank, waited_s=issued.waited_s, step_s=step_s),
+            step.requested.checksums,
         )

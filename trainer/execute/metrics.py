@@ -11,12 +11,16 @@ from rowcast.protocol.messages import PlanHeader
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.metrics import Sample
 
-StallReason = Literal["rows", "ring", "results", "barrier"]
-Phase = Literal["gather", "fill", "lookup", "forward", "backward", "update"]
+StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
+Phase = Literal["gather", "fill", "exchange", "lookup", "forward", "backward", "update"]
+Lap = Phase | Literal["ranks"]  # ranks: a part of the phase `exchange` in which collectives are under way
 Queue = Literal["steps", "rows_back"]
 Side = Literal["sparse", "dense"]
 # rows: the loop waits for StepReady      ring: the sender waits for space in the back ring
 # results: the loop waits for the device  barrier: the loop waits for the flush
+# ranks: the compute stream waits for what other ranks send: until they have come as far, and while it is under way
+#
+# exchange: rows, sums of gradients and slices are packed, sent, waited for and added; the others are named in loop.py
 #
 # link -steps-> cache -rows_back-> sender
 
@@ -25,8 +29,8 @@ Shown = Callable[[], AbstractContextManager[object]]  # records a span of the ti
 
 
 class Spent(Protocol):
-    def __call__(self, phase: Phase, seconds: float, step: int, ended_s: float) -> None:
-        """A phase of `step` took `seconds` and ended at `ended_s` (time.perf_counter())."""
+    def __call__(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
+        """A lap of `step` took `seconds` and ended at `ended_s` (time.perf_counter())."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,19 +38,44 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
     """Made by `new_counters`. Each counter has one writer: the thread that does the work."""
 
     loss: float | None = None  # of the last train step
+    shared_samples: int = 0  # of train steps, over all ranks
+    shared_eval_samples: int = 0
+    imbalance: float = 1.0  # of the last train step: rows that ranks own, the most over the mean
+    imbalances: float = 0.0  # what it was above 1, added over train steps
+
+    def lapped(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
+        """Implements `Spent`: a wait for other ranks is a part of a phase, and a stall too."""
+        if lap == "ranks":
+            self.stalled("ranks", seconds, step, ended_s)
+        self.spent("exchange" if lap == "ranks" else lap, seconds, step, ended_s)
 
     def step_done(self, plan: PlanHeader, loss: float | None) -> None:
         """The step is complete on the device. `loss` is None for an evaluation step."""
         self.step(plan.kind, plan.batch_size)
-        for counters, group in zip(self.groups.values(), plan.groups, strict=True):
+        shares = (None,) * len(plan.groups) if plan.share is None else plan.share.groups
+        for counters, group, share in zip(self.groups.values(), plan.groups, shares, strict=True):
             counters.step(
                 num_lookups=group.num_lookups,
-                num_unique=group.num_unique,
+                num_unique=group.num_unique if share is None else share.num_own,
                 num_fetch=group.num_fetch,
                 num_evict=group.num_evict,
             )
+        if plan.share is not None:
+            self.exchanged(plan.kind, plan.share.groups)
+        of_all = plan.batch_size if plan.share is None else plan.share.batch_size
+        self.shared_samples += of_all if plan.kind == "train" else 0
+        self.shared_eval_samples += of_all if plan.kind == "eval" else 0
         self.loss = self.loss if loss is None else loss
         self.progressed()
+
+    def balanced(self, imbalance: float) -> None:
+        """A train step of several ranks tells how evenly they own its rows."""
+        self.imbalance = imbalance
+        self.imbalances += imbalance - 1
+
+    @property
+    def mean_imbalance(self) -> float:
+        return 1 + self.imbalances / max(1, self.train_steps)
 
     @property
     def waited_s(self) -> float:
@@ -69,8 +98,9 @@ class TrainerGauges:
     frames_refused: int = 0
 
 
-def new_counters(groups: Sequence[GroupSpec]) -> TrainerCounters:
+def new_counters(groups: Sequence[GroupSpec], rank: int = 0) -> TrainerCounters:
     return TrainerCounters(
+        rank=rank,
         groups=new_groups(groups),
         stalls=dict.fromkeys(get_args(StallReason), 0.0),
         phases=dict.fromkeys(get_args(Phase), 0.0),
@@ -86,7 +116,7 @@ class TrainerCollector(CountersCollector):
 
         `build` comes from `build_info`.
         """
-        super().__init__("trainer", build, health)
+        super().__init__("trainer", build, health, counters.rank)
         self._counters = counters
         self._gauges = gauges
 
@@ -101,6 +131,7 @@ class TrainerCollector(CountersCollector):
         yield "rowcast_train_step", (), gauges.train_step
         for side, rate in gauges.learning_rates.items():
             yield "rowcast_learning_rate", (side,), rate
+        yield "rowcast_rank_imbalance", (), counters.imbalance
         results = {
             "rowcast_expected_train_steps": gauges.expected_train_steps,
             "rowcast_loss": counters.loss,

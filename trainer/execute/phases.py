@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from rowcast.trainer.execute.metrics import Phase, Spent
+from rowcast.trainer.execute.metrics import Lap, Spent
 from rowcast.trainer.execute.streams import Stream, StreamMark
 
 
@@ -17,14 +17,14 @@ class PhaseClock(Protocol):
 
     def begin(self, step: int) -> None: ...
 
-    def lap(self, phase: Phase) -> None:
-        """The work issued since `begin` or the last lap belongs to `phase`."""
+    def lap(self, lap: Lap) -> None:
+        """The work issued since `begin` or the last lap belongs to this one."""
 
     def complete(self, step: int) -> None:
         """All work up to the end of `step` is done."""
 
 
-def discard(phase: Phase, seconds: float, step: int, ended_s: float) -> None:
+def discard(lap: Lap, seconds: float, step: int, ended_s: float) -> None:
     """Implements `Spent` for a clock whose readings are not used."""
 
 
@@ -37,9 +37,9 @@ class HostClock:
     def begin(self, step: int) -> None:
         self._step, self._since_s = step, time.perf_counter()
 
-    def lap(self, phase: Phase) -> None:
+    def lap(self, lap: Lap) -> None:
         now_s = time.perf_counter()
-        self._spent(phase, now_s - self._since_s, self._step, now_s)
+        self._spent(lap, now_s - self._since_s, self._step, now_s)
         self._since_s = time.perf_counter()  # the time that `spent` took belongs to no phase
 
     def complete(self, step: int) -> None:
@@ -52,25 +52,25 @@ class DeviceClock:
     def __init__(self, stream: Stream, spent: Spent) -> None:
         self._stream = stream
         self._spent = spent
-        self._marks: deque[tuple[int, Phase | None, StreamMark]] = deque()  # step, the phase that ends here, mark
+        self._marks: deque[tuple[int, Lap | None, StreamMark]] = deque()  # step, the lap that ends here, mark
 
     def begin(self, step: int) -> None:
         self._marks.append((step, None, self._stream.mark()))
 
-    def lap(self, phase: Phase) -> None:
-        self._marks.append((self._marks[-1][0], phase, self._stream.mark()))
+    def lap(self, lap: Lap) -> None:
+        self._marks.append((self._marks[-1][0], lap, self._stream.mark()))
 
     def complete(self, step: int) -> None:
-        laps: list[tuple[Phase, float]] = []
+        laps: list[tuple[Lap, float]] = []
         before: StreamMark | None = None
         while self._marks and self._marks[0][0] <= step:
-            _, phase, mark = self._marks.popleft()
-            if phase is not None and before is not None:
-                laps.append((phase, mark.seconds_since(before)))
+            _, lap, mark = self._marks.popleft()
+            if lap is not None and before is not None:
+                laps.append((lap, mark.seconds_since(before)))
             before = mark
         ended_s = time.perf_counter()
-        for phase, seconds in reversed(laps):
-            self._spent(phase, seconds, step, ended_s)
+        for lap, seconds in reversed(laps):
+            self._spent(lap, seconds, step, ended_s)
             ended_s -= seconds
 
 

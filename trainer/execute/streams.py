@@ -336,10 +336,18 @@ class CudaStreams(Streams):
         torch.cuda.synchronize(self.device)
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA if there is a device. Raises ValueError for a device that torch does not know or have."""
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is CUDA if there is a device, for each rank of a host another one. Raises ValueError for a device that
+    torch does not know or have."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"{local_rank + 1} trainers run on this host, where torch sees {torch.cuda.device_count()} CUDA "
+                'devices; start fewer trainers on a host, or set trainer.device = "cpu"'
+            )
+        return torch.device("cuda", local_rank) if local_rank else torch.device("cuda")
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -11,6 +11,8 @@ from rowcast.trainer.execute.streams import Work
 class Collectives(Protocol):
     """What ranks need of `torch.distributed`, under its names and with its arguments. Both calls only copy."""
 
+    doing: str  # what the next calls carry, for the sentence about one that fails: "the rows of step 12"
+
     def all_to_all_single(
         self,
         output: Tensor,
@@ -38,6 +40,9 @@ class Complete:
 
 class LocalCollectives:
     """Implements `Collectives` for a trainer that computes all parts: what it sends is what it receives."""
+
+    def __init__(self) -> None:
+        self.doing = ""
 
     def all_to_all_single(
         self,

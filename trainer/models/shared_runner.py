@@ -17,7 +17,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.parts import Rank, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.execute.metrics import Shown
+from rowcast.trainer.execute.metrics import Lap, Shown
+from rowcast.trainer.execute.phases import HostClock, PhaseClock
 from rowcast.trainer.execute.streams import Closure, RankWait, Streams, Work, copy
 from rowcast.trainer.kernels import GroupLookup, Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
@@ -77,9 +78,15 @@ class SharedRunner:
         rank: Rank,
         collectives: Collectives,
         kernels: Kernels | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device."""
+        """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
+
+        `clock` times the stream that steps run on.
+        """
         self.device = records[0].device
+        self._clock: PhaseClock = clock or HostClock()
+        self._step = 0  # the newest that was issued
         self._job, self._rank, self._collectives = job, rank, collectives
         self._side = JobModel(job, num_dense, self.device, parts=rank.parts)
         self.model = self._side.model
@@ -93,6 +100,7 @@ class SharedRunner:
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
         shared, train_step = SharedStep(step, self._layer, self._rank), step.header.train_step
+        self._begin(streams, step.step)
         self._issue_rows(streams, shared)
         vector = self._sum_memory(self._vector.length, torch.float32)
         streams.compute.run(lambda: copy(self._train_parts(shared), vector.own))
@@ -100,11 +108,13 @@ class SharedRunner:
             self._all_to_all(own.returned, own.back, share.header.send_counts, share.header.receive_counts)
             for own, share in zip(shared.memory, shared.shares, strict=True)
         ]
+        self._collectives.doing = f"the gradients of step {step.step}"
         self._issue_sum(streams, vector, gradients, lambda: self._train_rows(shared, train_step))
         streams.compute.run(lambda: self._finish(vector.total, train_step, loss))
 
     def issue_evaluate(self, streams: Streams, step: StepInputs, shown: Shown) -> None:
         shared = SharedStep(step, self._layer, self._rank)
+        self._begin(streams, step.step)
         self._issue_rows(streams, shared)
 
         def evaluate() -> None:
@@ -114,6 +124,7 @@ class SharedRunner:
         streams.compute.run(evaluate)
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
+        self._begin(streams, self._step)
         num_counts = 2 * NUM_BINS + 2
         counts = self._sum_memory(padded(num_counts, self._rank.count), torch.int64)
         losses = self._sum_memory(self._rank.count, torch.float64)
@@ -135,6 +146,7 @@ class SharedRunner:
             closed.append(EvalCounts(histogram.view(2, NUM_BINS), correct, losses.total[0].clone(), samples))
 
         streams.compute.run(pack)
+        self._collectives.doing = "the counts of an evaluation"
         self._issue_sum(streams, counts)
         self._issue_sum(streams, losses)
         streams.compute.run(unpack)
@@ -152,6 +164,7 @@ class SharedRunner:
     # exchanges
 
     def _issue_rows(self, streams: Streams, shared: SharedStep) -> None:
+        self._collectives.doing = f"the rows of step {shared.step.step}"
         for rows, share, memory in zip(self._layer, shared.shares, shared.memory, strict=True):
             streams.compute.gather(rows.rows.weight, share.send_slots, memory.sent)
         exchanges = [
@@ -179,12 +192,22 @@ class SharedRunner:
         meanwhile: Closure | None = None,
     ) -> None:
         """What compute has issued goes to other ranks; what it issues from here on waits for what they sent."""
+        self._lap(streams, "exchange")
         streams.exchange.wait(streams.compute.record(), packed)
         for start in exchanges:
             streams.exchange.communicate(start)
         if meanwhile is not None:
+            self._lap(streams, "ranks")  # where collectives run on the compute stream, they are complete here
             streams.compute.run(meanwhile)
         streams.compute.wait(streams.exchange.record(), received)
+        self._lap(streams, "ranks")
+
+    def _begin(self, streams: Streams, step: int) -> None:
+        self._step = step
+        streams.compute.run(lambda: self._clock.begin(step))
+
+    def _lap(self, streams: Streams, lap: Lap) -> None:
+        streams.compute.run(lambda: self._clock.lap(lap))
 
     def _all_to_all(
         self, output: Tensor, given: Tensor, receive: Sequence[int] | None = None, send: Sequence[int] | None = None
@@ -203,6 +226,7 @@ class SharedRunner:
     def _train_parts(self, shared: SharedStep) -> Tensor:
         """What all own parts give besides row gradients, which go to `back`."""
         lookups, pooled = self._pool(shared)
+        self._clock.lap("lookup")
         leaves = [[own.requires_grad_() for own in of_parts] for of_parts in pooled]
         vectors = []
         for part, number in enumerate(self._rank.own_parts):
@@ -213,6 +237,7 @@ class SharedRunner:
         ):
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in own]
             rows.reduce(gradients, lookup, share, memory.back)
+        self._clock.lap("backward")
         return sum_in_order(vectors)
 
     def _train_part(self, shared: SharedStep, part: int, number: int, embeddings: list[Embedded]) -> Tensor:
@@ -224,19 +249,24 @@ class SharedRunner:
         before = versions(self.model)
         outputs = self._side.forward(shared.samples(part, "dense"), embeddings, training=True)
         loss = self._side.loss(outputs, shared.samples(part, "labels"))
+        self._clock.lap("forward")
         share = torch.tensor(size / shared.batch_size, device=self.device)
         torch.autograd.backward(loss, share)
         refuse_changed_buffers(before, self.model)
-        return self._vector.take(loss.detach() * share)
+        vector = self._vector.take(loss.detach() * share)
+        self._clock.lap("backward")
+        return vector
 
     def _train_rows(self, shared: SharedStep, train_step: int) -> None:
         rule = rule_at(self._job.optimizer.sparse, train_step)
         for rows, share, memory in zip(self._layer, shared.shares, shared.memory, strict=True):
             rows.train(memory.returned, share, rule)
+        self._clock.lap("update")
 
     def _finish(self, total: Tensor, train_step: int, loss: Tensor) -> None:
         loss.copy_(self._vector.give(total), non_blocking=True)
         self._side.step(train_step)
+        self._clock.lap("update")
 
     def _evaluate_parts(self, shared: SharedStep) -> None:
         lookups, pooled = self._pool(shared)

@@ -26,7 +26,7 @@ class HistoryMark:
     train_step: int  # train steps of the run so far
     train_steps: int
     steps: int  # train and evaluation steps
-    samples: int  # of train steps
+    samples: int  # of train steps, over all ranks
     eval_samples: int
     stalls: tuple[float, ...]  # seconds, in the order of metrics.StallReason
     unique_rows: int
@@ -113,8 +113,8 @@ class History:
             train_step=self._train_steps_before + counters.train_steps,
             train_steps=counters.train_steps,
             steps=counters.train_steps + counters.eval_steps,
-            samples=counters.samples,
-            eval_samples=counters.eval_samples,
+            samples=counters.shared_samples,
+            eval_samples=counters.shared_eval_samples,
             stalls=tuple(counters.stalls.values()),
             unique_rows=counters.total("unique_rows"),
             hits=counters.total("hits"),

@@ -19,7 +19,25 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None  # None if the model's outputs are not logits
 
 
+class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank did: its share of what the report adds up. A trainer that is alone is rank 0."""
+
+    rank: int
+    samples: int  # of train steps
+    rows_owned: int  # distinct rows of each step that are of this rank's shard, added up
+    waited_for_rows_s: float
+    waited_for_ranks_s: float  # until the others had come as far, and while what they sent was under way
+    rows_sent: int  # to other ranks
+    rows_received: int
+    bytes_sent: int  # of these rows, and of the gradients of those received
+    bytes_received: int
+    device: str
+    pids: dict[str, int]  # prefetcher, trainer
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows, bytes and look-ups of all ranks together, unless it says otherwise."""
+
     train_steps: int  # of the whole run
     # train steps of this process: fewer if it continued from a checkpoint, more if it trained some again
     steps: int
@@ -39,13 +57,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows_written_back: int  # dirty victims and flushed rows
     rows_flushed: int  # at barriers
     hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
-    trainer_wait_s: float  # waiting for rows
-    waits_s: dict[str, dict[str, float]]  # process -> reason -> seconds; threads of a process wait side by side
-    phase_ms: dict[str, float]  # per step, by the device's clock; gather and fill run in parallel with the others
+    trainer_wait_s: float  # waiting for rows; of the rank that waited longest
+    # process -> reason -> seconds, of the rank that waited longest for it; threads of a process wait side by side
+    waits_s: dict[str, dict[str, float]]
+    # per step, by the device's clock, the mean over ranks; gather and fill run in parallel with the others
+    phase_ms: dict[str, float]
     stall_share: float  # trainer_wait_s / wall_s
     tier: TierTotals | None  # rows between memory and cold tier; None if the store has none
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
+    rank_imbalance: float  # rows of a train step that each rank owns, the most over the mean; the mean over steps
+    ranks: tuple[RankFigures, ...]  # by rank
     cache_bytes: int  # row records of all slots
     staging_bytes: int  # rows on their way, in both directions
     plans_bytes: int  # arrays of `depth` + 2 plans
@@ -55,7 +77,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pinned: bool
     device: str
     versions: dict[str, str]  # rowcast, torch, numpy, python
-    pids: dict[str, int]  # prefetcher, trainer
+    pids: dict[str, int]  # prefetcher, trainer; of rank 0
     finished: bool
     stopped_by: str | None  # what ended the run early; None if the data ended
 
@@ -85,6 +107,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
+    """Of one rank."""
     unique_rows = counters.total("unique_rows")
     evaluation = run.evaluation
     return Report(
@@ -116,6 +139,8 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         tier=run.tier,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
+        rank_imbalance=counters.mean_imbalance,
+        ranks=(rank_figures(counters, run),),
         cache_bytes=run.cache_bytes,
         staging_bytes=run.staging_bytes,
         plans_bytes=run.plans_bytes,
@@ -128,6 +153,22 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         pids=run.pids,
         finished=run.finished,
         stopped_by=run.stopped_by,
+    )
+
+
+def rank_figures(counters: TrainerCounters, run: RunFacts) -> RankFigures:
+    return RankFigures(
+        rank=counters.rank,
+        samples=counters.samples,
+        rows_owned=counters.total("unique_rows"),
+        waited_for_rows_s=counters.waited_s,
+        waited_for_ranks_s=counters.stalls["ranks"],
+        rows_sent=counters.total("rows_sent"),
+        rows_received=counters.total("rows_received"),
+        bytes_sent=counters.total("bytes_sent"),
+        bytes_received=counters.total("bytes_received"),
+        device=run.device,
+        pids=run.pids,
     )
 
 

@@ -1,10 +1,9 @@
-"""Shows a run on stdout: a progress bar and live figures on a terminal, lines elsewhere, and a summary."""
+"""Shows a run on stdout: a progress bar and live figures on a terminal, lines elsewhere."""
 
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -15,9 +14,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rowcast.protocol.messages import Mode, TierTotals
+from rowcast.protocol.messages import Mode
 from rowcast.runtime.telemetry.format_numbers import (
-    human_bytes,
     human_count,
     human_seconds,
     percent,
@@ -26,7 +24,7 @@ from rowcast.runtime.telemetry.format_numbers import (
 )
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.report.report_json import Evaluation, Report
+from rowcast.trainer.report.report_json import Evaluation
 
 LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
@@ -145,7 +143,7 @@ class TerminalProgress:
         return TerminalMark(
             self._clock(),
             self._before + counters.train_steps,
-            counters.samples + counters.eval_samples,
+            counters.shared_samples + counters.shared_eval_samples,
             counters.waited_s,
         )
 
@@ -215,88 +213,8 @@ def progress_line(counters: TrainerCounters, total_steps: int | None, first: Ter
     return "  ".join(parts)
 
 
-BESIDE = ("gather", "fill")
-
-
-def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
-    """Prints the report, and where the page is, on stdout or `console`.
-
-    A closed pipe is not an error, because the report is on disk.
-    """
-    table = Table.grid(padding=(0, 2))
-    for name, value in summary_rows(report):
-        table.add_row(name, value)
-    target = console or stdout_console()
-    with target.capture() as text:
-        target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
-        target.print(table, highlight=False, soft_wrap=True)
-    lines = [line.rstrip() for line in text.get().splitlines()]
-    if page is not None:  # not wrapped, however long it is
-        lines.append(f"{'report':{max(len(name) for name, _ in summary_rows(report)) + 2}}{page}")
-    write(target, "\n".join(["", *lines, ""]))
-
-
-def summary_title(report: Report) -> str:
-    if report.eval_steps and not report.steps and report.finished:
-        return f"rowcast: evaluated after {report.train_steps:,} train steps in {human_seconds(report.wall_s)}"
-    how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
-    here = "" if report.steps == report.train_steps else f" ({report.steps:,} of this process)"
-    return f"rowcast: {how} after {report.train_steps:,} steps{here} in {human_seconds(report.wall_s)}"
-
-
-def summary_rows(report: Report) -> list[tuple[str, str]]:
-    rows = []
-    if report.steps or not report.eval_steps:
-        rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
-        rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
-    if report.logloss is not None:
-        rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy)))
-    hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
-    return [
-        *rows,
-        ("look-ups", f"{report.lookups:,}, distinct within a step {report.unique_rows:,}{hits}"),
-        (
-            "rows",
-            f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, "
-            f"{report.rows_written_back:,} written back",
-        ),
-        *([] if report.tier is None else tier_rows(report.tier)),
-        ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
-        ("each step", phases(report.phase_ms, beside=False)),
-        ("moving rows", phases(report.phase_ms, beside=True)),
-        (
-            "traffic",
-            f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back",
-        ),
-        ("device memory", device_memory(report)),
-        ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
-        ("processes", f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"),
-        ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
-    ]
-
-
-def tier_rows(tier: TierTotals) -> list[tuple[str, str]]:
-    disk = f"; {human_bytes(tier.disk_bytes)} of disk" if tier.disk_bytes else ""
-    return [
-        ("cold tier", f"{tier.rows_from_cold:,} rows from it, {tier.late_rows:,} late, {tier.rows_to_cold:,} to it"),
-        ("its traffic", f"{human_bytes(tier.bytes_read)} read, {human_bytes(tier.bytes_written)} written{disk}"),
-    ]
-
-
-def device_memory(report: Report) -> str:
-    parts = {"rows": report.cache_bytes, "staging": report.staging_bytes, "plans": report.plans_bytes}
-    listed = ", ".join(f"{human_bytes(nbytes)} {name}" for name, nbytes in parts.items())
-    return f"{listed}; all {human_bytes(report.device_bytes)}"
-
-
 def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -> str:
     """Without AUC and accuracy if a model with a loss of its own has no logits."""
     if accuracy is None:
         return f"loss {logloss:.6f}"
     return f"AUC {'undefined' if auc is None else f'{auc:.6f}'}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
-
-
-def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
-    """`beside`: the phases that move rows, which run in parallel with a step on a device; otherwise the others."""
-    listed = [f"{name} {milliseconds:.1f}" for name, milliseconds in phase_ms.items() if (name in BESIDE) == beside]
-    return f"{', '.join(listed)} ms"

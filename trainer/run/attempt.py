@@ -4,17 +4,21 @@ An attempt has its own conversation, rings, model and cold cache. It opens them 
 the reverse order.
 """
 
+import io
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
+from rich.console import Console
 
-from rowcast.job.schema import Job, Transport
+from rowcast.job.schema import Job, Transport, parse_seconds
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import Mode, StopRequest, Welcome
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
@@ -25,18 +29,27 @@ from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
 from rowcast.trainer.models.shared_runner import SharedRunner
+from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report, write_report
-from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, EvaluationOnly, ResultFiles
+from rowcast.trainer.report.results import (
+    PAGE,
+    REPORT,
+    EarlierResults,
+    EvaluationOnly,
+    ResultFiles,
+    ResultsInMemory,
+)
+from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
-from rowcast.trainer.report.terminal import print_summary
+from rowcast.trainer.run.agreement import all_start, failed_start, start_of
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
-from rowcast.trainer.run.rank_group import Group
+from rowcast.trainer.run.rank_group import Group, Party
 
 Runner = StepRunner | SharedRunner
 RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
@@ -57,7 +70,7 @@ class TrainerRunParts:
 
     job: Job
     groups: tuple[GroupSpec, ...]
-    group: Group  # the ranks, of which this trainer is one
+    party: Party  # all trainers of the run
     folder: Path  # of this pair of processes
     mode: Mode
     fresh: bool
@@ -92,24 +105,55 @@ class TrainerAttempt:
                 bell=run.signals.bell,
                 crew=crew,
                 began_s=run.signals.began_s,
-                rank=run.group.rank,
+                rank=run.party.rank,
             )
         )
         self._earlier = EarlierResults(run.job.run_dir)
-        self._results = EvaluationOnly(run.job.run_dir) if run.mode == "eval" else ResultFiles(run.job.run_dir)
+        # the first rank writes what belongs to all
+        self._leads = run.party.rank is None or run.party.rank.number == 0
+        kind = EvaluationOnly if run.mode == "eval" else ResultFiles if self._leads else ResultsInMemory
+        self._results = kind(run.job.run_dir)
+        self._crew = crew
 
     def live(self) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage, PeerLost included."""
+        group = self._run.party.join(self._given_up)
+        if group is None:
+            return
         with self._connection as connection:
-            welcome = connection.meet(lambda: self._run.signals.stop_reason is not None)
-            if welcome is not None:
-                self._accept(welcome)
-                try:
-                    self._train(connection, welcome)
-                finally:
-                    self._leave_earlier(welcome)
-            elif connection.has_left:
-                self._log.info("the prefetcher was stopped before the run had begun")
+            welcome = self._meet(connection, group)
+            if welcome is None:
+                self._log.info("stopped before the run had begun")
+                return
+            self._begin_results(welcome)
+            try:
+                self._train(connection, group, welcome)
+            finally:
+                self._leave_earlier(welcome)
+        group.close()
+
+    def _given_up(self) -> bool:
+        return self._run.signals.stop_reason is not None
+
+    def _meet(self, connection: Connection, group: Group) -> Welcome | None:
+        """Meets the prefetcher; returns once all ranks have met theirs. None if one of them leaves."""
+
+        def given_up() -> bool:
+            if connection.welcome is not None:
+                connection.attend()
+            return self._given_up()
+
+        timeout_s = sum(map(parse_seconds, (self._job.transport.connect_timeout, self._job.ranks.timeout)))
+        try:
+            welcome = connection.meet(self._given_up)
+            if welcome is not None and self._leads:
+                self._check_earlier(welcome)
+        except RowcastError as error:
+            if not self._given_up():
+                with suppress(RowcastError):
+                    all_start(group, failed_start(error), 0.0, lambda: False)
+            raise
+        return welcome if all_start(group, start_of(welcome), timeout_s, given_up) else None
 
     def gauges(self) -> TrainerGauges:
         evaluation, welcome, engine = self._results.evaluation_result, self._connection.welcome, self._connection.engine
@@ -125,26 +169,30 @@ class TrainerAttempt:
 
     # results of an earlier run
 
-    def _accept(self, welcome: Welcome) -> None:
+    def _check_earlier(self, welcome: Welcome) -> None:
         """Raises ConfigError if the results of an earlier run would be lost."""
         if self._run.mode == "eval":
             return
-        run_dir, resumes = self._job.run_dir, welcome.restore_bytes > 0 and not welcome.fresh
+        run_dir, resumes = self._job.run_dir, welcome.checkpoint != "" and not welcome.fresh
         if (run_dir / REPORT).exists() and not self._run.fresh and not resumes:
             raise ConfigError(
                 f"a new run begins, but {run_dir} holds the report of an earlier one; add --fresh to this command too, "
                 "or set another job.run_dir in both"
             )
+
+    def _begin_results(self, welcome: Welcome) -> None:
+        if self._run.mode == "eval" or not self._leads:
+            return
         if welcome.fresh:
             self._earlier.set_aside(welcome.replaces)
             return
         self._earlier.give_up()
         for name in (REPORT, PAGE):
-            (run_dir / name).unlink(missing_ok=True)  # written by this run before it was stopped
+            (self._job.run_dir / name).unlink(missing_ok=True)  # written by this run before it was stopped
 
     def _leave_earlier(self, welcome: Welcome) -> None:
         """Discards the results of the run that this one replaces, or restores them if this run has no checkpoint."""
-        if not welcome.fresh:
+        if not welcome.fresh or not self._leads:
             return
         engine = self._connection.engine
         if engine is not None and engine.barrier.has_checkpoint:
@@ -154,12 +202,12 @@ class TrainerAttempt:
 
     # training
 
-    def _train(self, connection: Connection, welcome: Welcome) -> None:
+    def _train(self, connection: Connection, group: Group, welcome: Welcome) -> None:
         run, stack = self._run, connection.stack
         stack.enter_context(self._results)
 
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
-            runner = self._runner(records, welcome.num_dense, clock)
+            runner = self._runner(group, records, welcome.num_dense, clock)
             return runner, runner
 
         engine = connection.start(make_streams, make_model, self._results)
@@ -172,9 +220,11 @@ class TrainerAttempt:
                 first_step=welcome.first_train_step,
                 mode=run.mode,
                 eval_steps=welcome.epoch_batches[1],
+                console=None if self._leads else Console(quiet=True, file=io.StringIO()),
             )
         )
-        board = stack.enter_context(TensorBoardWriter(run.tensorboard, self._results, welcome.first_train_step))
+        folder = run.tensorboard if self._leads else None
+        board = stack.enter_context(TensorBoardWriter(folder, self._results, welcome.first_train_step))
         run.history.begin(welcome.first_train_step, board.marked)
         self._results.listeners = [progress.evaluation, board.evaluation]
         self._log.info(
@@ -184,21 +234,28 @@ class TrainerAttempt:
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
-        report = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
+        own = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
+        report = report_of_all(group.gather(msgspec.json.encode(own)))
         self._results.close()  # before the good-bye, after which the run counts as complete
-        crash_point("report not written")
-        write_report(self._job.run_dir / REPORTS[run.mode], report)
-        if run.mode == "train":
-            write_page(self._job.run_dir / PAGE, self._record(report))
+        if self._leads:
+            self._write_report(report)
         connection.say_bye()
-        page = self._job.run_dir / PAGE
-        print_summary(report, page=page if run.mode == "train" and page.exists() else None)
+        if self._leads:
+            page = self._job.run_dir / PAGE
+            print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
-    def _runner(self, records: list[torch.Tensor], num_dense: int, clock: PhaseClock) -> Runner:
+    def _write_report(self, report: Report) -> None:
+        crash_point("report not written")
+        write_report(self._job.run_dir / REPORTS[self._run.mode], report)
+        if self._run.mode == "train":
+            write_page(self._job.run_dir / PAGE, self._record(report))
+
+    def _runner(self, group: Group, records: list[torch.Tensor], num_dense: int, clock: PhaseClock) -> Runner:
         run = self._run
-        if run.group.rank is None:
+        if group.rank is None:
             return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
-        return SharedRunner(run.job, run.groups, records, num_dense, run.group.rank, run.group.collectives, run.kernels)
+        collectives = group.connect(run.device, self._crew.check)
+        return SharedRunner(run.job, run.groups, records, num_dense, group.rank, collectives, run.kernels, clock)
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
         run, stopping = self._run, False

@@ -122,6 +122,11 @@ class Connection:
             self.welcome = welcome
         return welcome
 
+    def attend(self) -> None:
+        """Between `meet` and `start`: sends heartbeats. Messages wait for the engine. Raises PeerLost."""
+        assert self._watch is not None, "attend comes after meet"
+        self._watch.advance()
+
     def _prefetcher_failure(self) -> RowcastError | None:
         began_s = self._parts.began_s
         return None if began_s is None else failure_since(self._parts.folder, "prefetcher", began_s)
@@ -146,7 +151,7 @@ class Connection:
         release_memory(parts.device)  # an earlier attempt's cache, of which the device may not hold two
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
-        clock = phase_clock(streams.compute, parts.counters.spent)
+        clock = phase_clock(streams.compute, parts.counters.lapped)
         try:
             model, steps = make_model(records, clock)
         except torch.OutOfMemoryError as error:

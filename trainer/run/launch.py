@@ -42,6 +42,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     )
 
 
+def rank_in_log(environment: Mapping[str, str]) -> int | None:
+    """None for a trainer that was started alone, and where `read_launch` will refuse what torchrun has set."""
+    rank = environment.get("RANK", "").strip()
+    return int(rank) if environment.get("WORLD_SIZE", "1").strip() != "1" and rank.isdigit() else None
+
+
 def whole_number(name: str, text: str) -> int:
     if not text.strip().isdigit():
         raise ConfigError(

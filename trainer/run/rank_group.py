@@ -1,36 +1,190 @@
-"""Joins the ranks of a run."""
+"""The ranks of a run in one attempt, as one of them sees them: it gathers what each says, then exchanges tensors.
 
+    join      all ranks are here and belong together             `meeting.py`
+    gather    a few bytes of each rank, over the store of that meeting
+    connect   torch.distributed's process group, under that meeting's name
+    close
+
+One trainer alone has a group too, of itself.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Protocol
 
-from rowcast.protocol.parts import Rank
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from rowcast.job.schema import Job, parse_seconds
+from rowcast.protocol.messages import Mode
+from rowcast.protocol.parts import Rank, rank_of
+from rowcast.runtime.errors import PeerLost
 from rowcast.trainer.models.collectives import Collectives, LocalCollectives
+from rowcast.trainer.models.torch_collectives import TorchCollectives
+from rowcast.trainer.run.launch import Launch, check_launch
+from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, first_line, new_greeting, open_store
+
+Idle = Callable[[], object]
+GO, LEAVE = b"go", b"leave"
+
+
+def never() -> bool:
+    return False
 
 
 class Group(Protocol):
-    """The ranks of a run, as one of them sees them."""
-
     @property
     def rank(self) -> Rank | None:
         """None if a trainer is alone and computes whole batches."""
 
-    @property
-    def collectives(self) -> Collectives: ...
-
     def gather(self, content: bytes) -> list[bytes]:
-        """What each rank gave to the same call, by rank. All ranks make the same calls in the same order."""
+        """What each rank gave to the same call, by rank. `content` is UTF-8. All ranks make the same calls in the same
+        order. Raises PeerLost if one does not within `ranks.timeout`."""
 
-    def close(self) -> None: ...
+    def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
+        """As `gather`, within `timeout_s`; or None on every rank, if one of them was `given_up` before all were here.
+
+        `given_up` is called while it waits; its errors end the wait.
+        """
+
+    def connect(self, device: torch.device, check: Idle) -> Collectives:
+        """Call at most once. `check` is called while a collective waits; its errors end the wait. Raises PeerLost."""
+
+    def close(self) -> None:
+        """Call it after the last exchange went well. A process that lost another must leave at once instead."""
+
+
+class Party(Protocol):
+    """The trainers of a run; each attempt has a group of them."""
+
+    @property
+    def rank(self) -> Rank | None: ...
+
+    def join(self, given_up: GivenUp) -> Group | None:
+        """Waits until all are here. None if `given_up`. Raises PeerLost, Mismatch or ConfigError."""
 
 
 class Alone:
-    """A trainer that computes all parts of every batch. Implements `Group`."""
+    """A trainer that computes all parts of every batch. Implements `Party` and `Group`."""
 
     def __init__(self, rank: Rank | None) -> None:
         self.rank = rank
-        self.collectives = LocalCollectives()
+
+    def join(self, given_up: GivenUp) -> Group | None:
+        return self
 
     def gather(self, content: bytes) -> list[bytes]:
         return [content]
 
+    def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
+        return [content]
+
+    def connect(self, device: torch.device, check: Idle) -> Collectives:
+        return LocalCollectives()
+
     def close(self) -> None:
         pass
+
+
+def party_of(job: Job, launch: Launch, mode: Mode) -> Party:
+    """Raises ConfigError if torchrun has started one trainer and the job file has more."""
+    if launch.world_size == 1:
+        check_launch(launch, job.ranks)
+        return Alone(rank_of(job.ranks, 0))
+    return RankParty(job, launch, mode)
+
+
+class RankParty:
+    """Several trainers, started by torchrun. Implements `Party`."""
+
+    def __init__(self, job: Job, launch: Launch, mode: Mode) -> None:
+        size = launch.world_size
+        # ranks of another number than the job file's meet to hear whether their job files are the same, and end
+        self.rank = Rank(number=launch.rank, count=size, parts=job.ranks.num_parts if size == job.ranks.count else size)
+        self._ranks, self._launch = job.ranks, launch
+        self._greeting = new_greeting(launch, job.session_digest(), mode)
+        self._timeout_s = parse_seconds(job.ranks.timeout)
+        self._store: Store | None = None  # one over all attempts
+
+    def join(self, given_up: GivenUp) -> Group | None:
+        self._store = self._store or open_store(self._launch, self._timeout_s, given_up)
+        if self._store is None:
+            return None
+        name = Meeting(self._store, self._greeting, self._timeout_s, given_up).hold()
+        check_launch(self._launch, self._ranks)  # not before, so that ranks of different job files hear of those
+        return None if name is None else RankGroup(PrefixStore(name, self._store), self.rank, self._timeout_s)
+
+
+class RankGroup:
+    """Implements `Group` for one of several ranks."""
+
+    def __init__(self, store: Store, rank: Rank, timeout_s: float) -> None:
+        """`store`: of this attempt alone. `timeout_s`: how long ranks wait for each other."""
+        self.rank = rank
+        self._store, self._timeout_s = store, timeout_s
+        self._num_gathered = 0
+        self._connected = False
+
+    def gather(self, content: bytes) -> list[bytes]:
+        gathered = self.agree(content, self._timeout_s, never)
+        assert gathered is not None, "nobody gives up"
+        return gathered
+
+    def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
+        call, number = self._num_gathered, self.rank.number
+        self._num_gathered += 1
+        keys = [f"{call}/{rank}" for rank in range(self.rank.count)]
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._store.set(keys[number], content.decode())
+            while not self._store.check(keys):
+                # whichever a rank says first holds for all: that one leaves, or that all are here
+                if given_up() and self._decided(call, LEAVE) == LEAVE:
+                    return None
+                if self._store.check([f"{call}/decided"]) and self._decided(call, LEAVE) == LEAVE:
+                    return None
+                if time.monotonic() > deadline_s:
+                    missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
+                    raise PeerLost(
+                        f"rank {number} of {self.rank.count} waited {timeout_s:g} s for ranks {missing}; their logs "
+                        "say what they do, or why they ended"
+                    )
+                time.sleep(POLL_S)
+            return None if self._decided(call, GO) == LEAVE else [self._store.get(key) for key in keys]
+        except RuntimeError as error:  # of the store
+            raise PeerLost(
+                f"rank {number} lost the meeting point of the ranks ({first_line(error)}); it ended with torchrun or "
+                "rank 0, whose log says why"
+            ) from None
+
+    def _decided(self, call: int, proposal: bytes) -> bytes:
+        decided: bytes = self._store.compare_set(f"{call}/decided", "", proposal.decode())
+        return decided
+
+    def connect(self, device: torch.device, check: Idle) -> Collectives:
+        try:
+            self._connected = True
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=PrefixStore("group", self._store),
+                rank=self.rank.number,
+                world_size=self.rank.count,
+                # later than our own time-out, which says more
+                timeout=timedelta(seconds=2 * self._timeout_s),
+            )
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self.rank.number} of {self.rank.count} found no way to the other ranks ({first_line(error)}); "
+                "look for one that has ended, or name the network in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+            ) from None
+        return TorchCollectives(self.rank, self._timeout_s, lambda: ignore(check()))
+
+    def close(self) -> None:
+        if self._connected:
+            dist.destroy_process_group()
+
+
+def ignore(result: object) -> None:
+    pass

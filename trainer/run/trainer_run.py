@@ -6,15 +6,16 @@ from pathlib import Path
 
 import torch
 
+from rowcast.job.pair import with_ports_of_pair
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.protocol.attempts import Attempts
+from rowcast.protocol.attempts import Attempts, RankPatience
 from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Mode
-from rowcast.protocol.parts import rank_of
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import RunDirectory, note_refusal
 from rowcast.runtime.telemetry.build import build_info
@@ -28,8 +29,8 @@ from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.report.tensorboard import check_board
 from rowcast.trainer.run.attempt import StartTimes, TrainerAttempt, TrainerRunParts
 from rowcast.trainer.run.gauges import learning_rates
-from rowcast.trainer.run.launch import check_launch, read_launch
-from rowcast.trainer.run.rank_group import Alone
+from rowcast.trainer.run.launch import read_launch
+from rowcast.trainer.run.rank_group import party_of
 
 
 class TrainerRun:
@@ -37,34 +38,32 @@ class TrainerRun:
 
     def __init__(self, job: Job, signals: Signals, mode: Mode, tensorboard: Path | None = None) -> None:
         """`tensorboard`: the folder for event files; None writes none."""
-        self._job = job
+        """Raises ConfigError."""
+        self._launch = launch = read_launch(os.environ)
+        self._job = with_ports_of_pair(job, launch.rank)
+        self._party = party_of(job, launch, mode)
+        self._folder = pair_folder(job.run_dir, launch.rank, launch.world_size)
+        self._leads = launch.rank == 0
         self._signals = signals
         self._mode: Mode = mode
         self._tensorboard = tensorboard
-        self._launch = read_launch(os.environ)
-        self._rank = rank_of(job.ranks, self._launch.rank)
         self._groups = group_specs(job)
-        self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals)
+        patience = RankPatience("prefetcher", job.transport) if launch.world_size > 1 else None
+        self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals, patience)
         self._health = self._attempts.health
-        self._counters = new_counters(self._groups)
+        self._counters = new_counters(self._groups, self._launch.rank)
 
     def run(self, *, fresh: bool, timeline: bool) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage."""
         try:
-            check_launch(self._launch, self._job.ranks)
-            if self._job.ranks.count > 1:
-                raise ConfigError(
-                    f"ranks.count = {self._job.ranks.count}, but several trainers are not connected yet; set "
-                    f"ranks.count = 1 and ranks.parts = {self._job.ranks.num_parts}, which gives the same bits"
-                )
             if self._tensorboard is not None:
                 check_board(self._tensorboard)
             device = self._choose_device()
         except ConfigError as error:
-            note_refusal(self._job.run_dir, "trainer", error)
+            note_refusal(self._folder, "trainer", error)
             raise
         with ExitStack() as stack:
-            directory = stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+            directory = stack.enter_context(RunDirectory(self._folder, "trainer"))
             directory.clear_failure()
             stack.enter_context(on_device(device))
             try:
@@ -77,12 +76,12 @@ class TrainerRun:
     def _run(
         self, stack: ExitStack, directory: RunDirectory, device: torch.device, *, fresh: bool, timeline: bool
     ) -> None:
-        if self._mode == "train":
+        if self._mode == "train" and self._leads:
             self._bring_back_results()
         if self._mode == "train" and not fresh:
-            directory.refuse_complete(self._job.data.epochs)
+            RunDirectory(self._job.run_dir, "trainer").refuse_complete(self._job.data.epochs)
         if timeline:
-            self._counters.timeline = stack.enter_context(Timeline(self._job.run_dir, "trainer"))
+            self._counters.timeline = stack.enter_context(Timeline(self._folder, "trainer"))
         build = build_info("trainer", self._job.job.name)
         collector = TrainerCollector(self._counters, self._gauges, build, self._health)
         # before the kernels, which may take a while, so that a port in use is reported at once
@@ -92,12 +91,12 @@ class TrainerRun:
             self._attempts.run(lambda _, transport, crew: TrainerAttempt(parts, transport, crew))
 
     def _parts(self, device: torch.device, *, fresh: bool) -> TrainerRunParts:
-        threads = set_threads(self._job.trainer.threads)
+        threads = set_threads(self._job.trainer.threads, self._launch.local_world_size)
         return TrainerRunParts(
             job=self._job,
             groups=self._groups,
-            group=Alone(self._rank),
-            folder=self._job.run_dir,
+            party=self._party,
+            folder=self._folder,
             mode=self._mode,
             fresh=fresh,
             device=device,
@@ -113,7 +112,7 @@ class TrainerRun:
 
     def _choose_device(self) -> torch.device:
         try:
-            return choose_device(self._job.trainer.device)
+            return choose_device(self._job.trainer.device, self._launch.local_rank)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -130,9 +129,10 @@ class TrainerRun:
         return TrainerGauges(train_step=0, learning_rates=learning_rates(self._job.optimizer, 0))
 
 
-def set_threads(threads: int | str) -> int:
-    """Sets the number of threads of torch's operations and returns it; `auto` is one per usable core."""
-    number = usable_cores() if isinstance(threads, str) else threads
+def set_threads(threads: int | str, trainers: int = 1) -> int:
+    """Sets the number of threads of torch's operations and returns it; `auto` is one per usable core, which the
+    `trainers` of this host share."""
+    number = max(1, usable_cores() // trainers) if isinstance(threads, str) else threads
     torch.set_num_threads(1)
     warm_up_sqrt()
     torch.set_num_threads(number)

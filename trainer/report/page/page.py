@@ -14,7 +14,7 @@ from rowcast.trainer.report.page.facts import continuation, job_sections, machin
 from rowcast.trainer.report.page.learning import auc_chart, logloss_chart, loss_chart
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
-from rowcast.trainer.report.terminal import summary_rows, summary_title
+from rowcast.trainer.report.summary import RANKS, rank_rows, summary_rows, summary_title
 
 TEMPLATE = "page.html"
 SECTIONS = {
@@ -51,6 +51,8 @@ def render(run: RunRecord) -> str:
         key_figures=key_figures(run),
         sections={name: charts(run, name) for name in SECTIONS},
         summary=summary_rows(run.report),
+        rank_names=RANKS,
+        ranks=rank_rows(run.report) if len(run.report.ranks) > 1 else [],
         tables=table_rows(run.job),
         job=job_sections(run.job),
         machine=machine_rows(run.report),

@@ -14,9 +14,11 @@ from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Seri
 from rowcast.trainer.report.page.record import RunRecord
 
 STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # of the loop, which has one wait at a time
-BESIDE: StallReason = "ring"  # of the sender, which has a thread of its own
+BESIDE: dict[StallReason, str] = {"ring": "ring (the sender)"}  # it has a thread of its own
+AMONG_RANKS: dict[StallReason, str] = {"ranks": "ranks (within steps)"}
 LEAST_TOP = 0.05  # top of an axis of shares, so that smaller shares look small
 NOTHING = "No step was done."
+RANK_WAITS = " Within its steps, rank 0 waited for the other ranks: until they had come as far, and for what they sent."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +85,12 @@ def stalls_chart(run: RunRecord) -> Chart | NoChart:
     title, found = "Waits, as a share of time", intervals(run.marks, "time_s")
     if found is None:
         return NoChart(title=title, caption=NOTHING)
-    series = [Series(name=reason, y=found.stalled(reason)) for reason in (*STACKED, BESIDE)]
+    beside = BESIDE | (AMONG_RANKS if len(run.report.ranks) > 1 else {})
+    series = [Series(name=reason, y=found.stalled(reason)) for reason in (*STACKED, *beside)]
+    others = series[len(STACKED) :]
     tops = np.cumsum([one.y for one in series[: len(STACKED)]], axis=0)
-    frame = Frame(
-        x=time_axis(found),
-        y=outwards(0.0, max(LEAST_TOP, float(tops.max()), float(series[-1].y.max())), "share", "share"),
-    )
+    highest = max(float(one.y.max()) for one in others)
+    frame = Frame(x=time_axis(found), y=outwards(0.0, max(LEAST_TOP, float(tops.max()), highest), "share", "share"))
     floors = [np.zeros_like(found.ends), *tops[:-1]]
     areas = [
         Layer(look=f"area area-{number}", path=stairs_area(frame, found, low, high), name=name)
@@ -98,12 +100,15 @@ def stalls_chart(run: RunRecord) -> Chart | NoChart:
         title=title,
         caption="The main loop waited for rows, for results of the device, or at the barrier of a checkpoint; these "
         "waits add up. In parallel, the sender waited for space in the ring. Waits for rows: enlarge the cache, or "
-        "give the prefetcher more cores.",
+        "give the prefetcher more cores." + (RANK_WAITS if len(run.report.ranks) > 1 else ""),
         x=frame.x,
         y=frame.y,
         layers=[
             *areas,
-            Layer(look="line-2", path=frame.line(*stairs(found.edges, series[-1].y)), name=f"{BESIDE} (the sender)"),
+            *(
+                Layer(look=look, path=frame.line(*stairs(found.edges, one.y)), name=name)
+                for look, one, name in zip(("line-2", "line-1"), others, beside.values(), strict=False)
+            ),
         ],
         text=describe(found.ends, frame.x, frame.y, *series),
         table=some_points(found.ends, frame.x, frame.y, *series),

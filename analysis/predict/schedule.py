@@ -1,0 +1,133 @@
+"""Finds when each task of a pipeline runs, and what it waited for.
+
+    thread     one task at a time; of several lanes, the first whose next task may begin
+    lane       tasks in order
+    task       may begin once the tasks before it (`after`) have ended
+
+    planning   | plan 0 | plan 1 | plan 2 |
+    fetcher             | fetch 0 | fetch 1 | fetch 2 |
+    main                          | step 0          | step 1          | ...
+
+A task that begins late has one cause: the task that ended at that moment, on its own thread or before it. The causes,
+followed back from the last task, are the critical path: no task on it can take longer without the end moving.
+
+Where more threads work than there are cores, each gets an equal share of them.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+BUSY = "busy"  # the cause is the task before on the same thread
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    name: str
+    step: int | None
+    seconds: float  # on a core of its own
+    thread: "Thread"
+    missing: int = 0  # tasks that must end before
+    followers: list[tuple["Task", str]] = field(default_factory=list)
+    ready_s: float = 0.0  # when the last of the tasks before it had ended
+    awaited: tuple["Task", str] | None = None  # the last of the tasks before it to end, and why it is waited for
+    began_s: float = math.nan
+    ended_s: float = math.nan
+    cause: tuple["Task", str] | None = None  # None: it began at 0
+
+
+Wait = tuple[Task | None, str]  # a task that must end before, or None; why, in the words of the stall metrics
+
+
+class Lane:
+    """Tasks of a thread that run in the order in which they were added."""
+
+    def __init__(self, thread: "Thread") -> None:
+        self._thread = thread
+        self.waiting: deque[Task] = deque()
+
+    def add(self, name: str, step: int | None, seconds: float, after: Iterable[Wait] = ()) -> Task:
+        task = Task(name, step, seconds, self._thread)
+        for before, reason in after:
+            if before is not None:
+                task.missing += 1
+                before.followers.append((task, reason))
+        self.waiting.append(task)
+        return task
+
+
+class Thread:
+    def __init__(self, name: str, *, uses_core: bool = True) -> None:
+        """`uses_core`: False for what takes time elsewhere, such as a device or a sleep."""
+        self.name = name
+        self.uses_core = uses_core
+        self.lanes: list[Lane] = []
+        self.task: Task | None = None  # under way
+        self.left_s = 0.0  # of that task, on a core of its own
+        self.last: Task | None = None  # ended last
+
+    def lane(self) -> Lane:
+        """Lanes made earlier come first."""
+        self.lanes.append(Lane(self))
+        return self.lanes[-1]
+
+    def begin_next(self, now_s: float) -> bool:
+        """Begins the next task of the first lane that has one ready."""
+        lane = next((lane for lane in self.lanes if lane.waiting and not lane.waiting[0].missing), None)
+        if lane is None:
+            return False
+        task = self.task = lane.waiting.popleft()
+        self.left_s, task.began_s = task.seconds, now_s
+        task.cause = task.awaited
+        if self.last is not None and self.last.ended_s >= task.ready_s:
+            task.cause = self.last, BUSY
+        return True
+
+    def end(self, now_s: float) -> list[Task]:
+        """Ends the task under way; returns those that it was the last to be waited for by."""
+        task, self.task = self.task, None
+        assert task is not None, f"thread {self.name} has nothing to end"
+        self.last, task.ended_s = task, now_s
+        freed = []
+        for follower, reason in task.followers:
+            follower.missing -= 1
+            if not follower.missing:
+                follower.ready_s, follower.awaited = now_s, (task, reason)
+                freed.append(follower)
+        return freed
+
+
+def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
+    """Runs all tasks. Returns the seconds from the beginning to the end of the last one."""
+    now_s = 0.0
+    for thread in threads:
+        thread.begin_next(now_s)
+    while working := [thread for thread in threads if thread.task is not None]:
+        share = min(1.0, cores / max(1, sum(thread.uses_core for thread in working)))
+        rates = [share if thread.uses_core else 1.0 for thread in working]
+        elapsed_s = min(thread.left_s / rate for thread, rate in zip(working, rates, strict=True))
+        now_s += elapsed_s
+        ended = []
+        for thread, rate in zip(working, rates, strict=True):
+            if thread.left_s <= elapsed_s * rate:
+                ended.append(thread)
+            else:
+                thread.left_s -= elapsed_s * rate
+        # first all that end now, then what they let begin, so that the order of threads does not matter
+        affected = dict.fromkeys(ended)
+        affected |= dict.fromkeys(task.thread for thread in ended for task in thread.end(now_s))
+        for thread in affected:
+            if thread.task is None:
+                thread.begin_next(now_s)
+    stuck = [lane.waiting[0] for thread in threads for lane in thread.lanes if lane.waiting]
+    assert not stuck, f"tasks wait for each other: {', '.join(f'{task.name} {task.step}' for task in stuck)}"
+    return now_s
+
+
+def critical_path(last: Task) -> list[tuple[Task, str]]:
+    """From the first task to `last`, each with why the next one waited for it."""
+    path = [(last, "end")]
+    while (cause := path[-1][0].cause) is not None:
+        path.append(cause)
+    return path[::-1]

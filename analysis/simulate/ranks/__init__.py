@@ -1,0 +1,1 @@
+"""`prefetcher simulate --ranks`: what each of N ranks would plan, exchange and move."""

@@ -1,0 +1,164 @@
+"""Makes one checkpoint of what all ranks have written: it exists once rank 0 has written the manifest.
+
+    rank 3    row files | shard-003.json |                                              | sees the manifest, is done
+    rank 0    row files | ...            | sees all shard files, which agree | manifest | removes what is old, is done
+
+Every rank stays busy until the manifest is there. So whoever begins a checkpoint knows that all have ended the one
+before, and rank 0, which alone removes files of others, knows what nobody writes to any more. What a rank says in its
+shard file counts for one attempt: `Checkpoints.withdraw` removes it before another attempt begins.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+from pathlib import Path
+
+from rowcast.prefetcher.checkpoints.row_files import Steps
+from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import DataError
+from rowcast.runtime.sealed import render
+from rowcast.runtime.shard_file import ShardFile, read_shard_file, shard_name
+
+LOOK_EVERY_S = 1.0  # at what others write
+GIVE_UP_S = 10.0  # without any change, once the attempt is over
+
+
+class Abandoned(Exception):
+    """The checkpoint in progress was given up."""
+
+
+class OthersProgress:
+    """Whether other ranks still write their shards, as the sizes of files in the checkpoint's folder show."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._sizes: dict[str, int] = {}
+        self._looked_s = self._changed_s = clock()
+
+    def changed(self) -> bool:
+        """Whether a look has found that something was written since the look before."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_EVERY_S:
+            return False
+        self._looked_s, before = now_s, self._sizes
+        with suppress(OSError):  # the folder is renamed, or a file is gone
+            self._sizes = {path.name: path.stat().st_size for path in self._folder.iterdir()}
+        if self._sizes == before:
+            return False
+        self._changed_s = now_s
+        return True
+
+    @property
+    def ended(self) -> bool:
+        return self._clock() - self._changed_s > GIVE_UP_S
+
+
+def write_shard_file(disk: Disk, folder: Path, own: ShardFile) -> Steps:
+    """Says that the shard is on the disk; its files and the folder must be."""
+    path = folder / shard_name(own.number)
+    partial = path.with_name(f"{path.name}.partial")
+    with closing(disk.create(partial)) as file:
+        yield True
+        file.write(render(own))
+        yield True
+        file.sync()
+    yield True
+    crash_point("shard not renamed")
+    disk.rename(partial, path)
+    yield True
+    disk.sync_folder(folder)
+    crash_point("shard file written")
+    yield True
+
+
+def gather_shards(
+    disk: Disk, folder: Path, own: ShardFile, is_over: Callable[[], bool]
+) -> Generator[bool, None, list[ShardFile]]:
+    """Waits for the shard files of all other ranks, and removes them. `is_over`: nobody needs the checkpoint any more.
+
+    Raises DataError if one cannot be read or does not agree with `own`, and Abandoned if they do not come.
+    """
+    shards, progress = [own], OthersProgress(folder)
+    for number in range(1, own.count):
+        path = folder / shard_name(number)
+        while (found := read_shard_file(path)) is None:
+            yield look_again(progress, is_over)
+        check_agrees(path, number, found, own)
+        shards.append(found)
+        yield True
+    crash_point("shards agree")
+    for number in range(1, own.count):
+        disk.unlink(folder / shard_name(number))
+        yield True
+    return shards
+
+
+def look_again(progress: OthersProgress, is_over: Callable[[], bool]) -> bool:
+    changed = progress.changed()
+    if is_over() and progress.ended:
+        raise Abandoned
+    return changed
+
+
+def check_agrees(path: Path, number: int, found: ShardFile, own: ShardFile) -> None:
+    """Raises DataError if two ranks do not write the same checkpoint, or do not hold the same model state."""
+    mine, theirs = (
+        (shard.run_id, shard.count, shard.position.step, shard.position, shard.after) for shard in (own, found)
+    )
+    if mine != theirs or found.number != number:
+        raise DataError(
+            f"{path}: rank {found.number} of {found.count} has written step {found.position.step} of run "
+            f"{found.run_id} after checkpoint {found.after or 'none'}, but this is rank {number} of {own.count}, step "
+            f"{own.position.step} of run {own.run_id} after {own.after or 'none'}; stop all processes of the run and "
+            "start them again"
+        )
+    if found.model_state != own.model_state:
+        raise DataError(
+            f"{path}: the trainer of rank {number} has another model state after step {own.position.step - 1} than "
+            f"that of rank 0 (checksum {found.model_state}, not {own.model_state}), so one of them computes wrongly; "
+            "the checkpoint before stays. Check the hardware of both, then start all again"
+        )
+
+
+def await_manifest(
+    look: Callable[[], Manifest | None], folder: Path, own: ShardFile, is_over: Callable[[], bool]
+) -> Generator[bool, None, Manifest]:
+    """Waits for the manifest that names `own`. `look` returns a new manifest of the step, if there is one. Raises
+    Abandoned if it does not come."""
+    progress = OthersProgress(folder)
+    while True:
+        manifest = look()
+        if manifest is not None and (manifest.run_id, manifest.position) == (own.run_id, own.position):
+            break
+        yield look_again(progress, is_over)
+    if len(manifest.shards) != own.count or manifest.shards[own.number] != own.shard:
+        raise DataError(
+            f"{folder}: its manifest does not name what rank {own.number} of {own.count} has written; stop all "
+            "processes of the run and start them again"
+        )
+    crash_point("manifest seen")
+    return manifest
+
+
+def publish(disk: Disk, folder: Path, manifest: Manifest) -> Steps:
+    path, partial = folder / MANIFEST_NAME, folder / f"{MANIFEST_NAME}.partial"
+    replaced = path.exists()
+    with closing(disk.create(partial)) as file:
+        yield True
+        file.write(render(manifest))
+        yield True
+        file.sync()
+    yield True
+    try:
+        crash_point("manifest not renamed")
+        disk.rename(partial, path)
+        crash_point("manifest renamed")
+        yield True
+        disk.sync_folder(folder)
+    except OSError:
+        if not replaced:  # it may not be on the disk, so it must not pass for a checkpoint
+            with suppress(OSError):
+                disk.unlink(path)
+        raise

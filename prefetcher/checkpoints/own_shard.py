@@ -1,0 +1,87 @@
+"""The shard of the tables that a prefetcher holds, and which part of a checkpoint it reads.
+
+    a checkpoint of 4 shards      |     0      |      1       |     2      |      3       |
+    read by 2                     |      0: all of 0 and 1    |      1: all of 2 and 3    |
+    read by 8                     |   0  |  1  |  2   |   3   |  4  |  5   |   6   |  7   |      half of the rows of one
+
+A shard reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps the rows it owns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
+from rowcast.prefetcher.stores.store import Keys
+from rowcast.protocol.shards import Shards
+from rowcast.runtime.checkpoint_manifest import Manifest, RowFile, RowLayer
+from rowcast.runtime.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnShard:
+    number: int  # 0 to count - 1
+    count: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.number < self.count, f"shard {self.number} of {self.count}"
+
+    @property
+    def tag(self) -> str:
+        """What the names of its row files have behind the group's; empty where there is one shard."""
+        return "" if self.count == 1 else f"-r{self.number:03d}"
+
+    def overlaps(self, other: "OwnShard") -> bool:
+        """Whether a row may belong to both: to one where there are `count` shards, to the other where there are its."""
+        first = self.number * other.count < (other.number + 1) * self.count
+        return first and other.number * self.count < (self.number + 1) * other.count
+
+    def parts_of(self, manifest: Manifest) -> Iterator["ShardPart"]:
+        """The shards of a checkpoint that may have rows of this one."""
+        for number, shard in enumerate(manifest.shards):
+            held = OwnShard(number=number, count=len(manifest.shards))
+            if self.overlaps(held):
+                yield ShardPart(layers=shard.layers, held=held, wanted=self)
+
+    def owned(self, group: GroupSpec, rows: Rows) -> Rows:
+        """Those of the rows that belong to this shard."""
+        if self.count == 1:
+            return rows
+        (keys, records), own = rows, self.owns(group, rows[0])
+        return rows if own.all() else (keys[own], records[own])
+
+    def owns(self, group: GroupSpec, keys: Keys) -> npt.NDArray[np.bool_]:
+        own: npt.NDArray[np.bool_] = Shards(group.tables, self.count).owners(keys) == self.number
+        return own
+
+    def identity(self, manifest: Manifest) -> str:
+        """Of the rows that this shard has at a checkpoint, for table files that outlive the process."""
+        return f"{manifest.checksum}{self.tag}" + ("" if self.count == 1 else f"-of-{self.count}")
+
+
+ALONE = OwnShard(number=0, count=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardPart:
+    """What one shard of a checkpoint, `held`, has for a shard that reads it, `wanted`."""
+
+    layers: tuple[RowLayer, ...]  # oldest first
+    held: OwnShard
+    wanted: OwnShard
+
+    def read(self, root: Path, group: GroupSpec, file: RowFile) -> Rows:
+        """The wanted rows of a file. Raises DataError if it has rows of another shard than it should."""
+        rows = read_rows(root, group, file)
+        if self.held.count > 1:
+            strange = np.flatnonzero(~self.held.owns(group, rows[0]))
+            if len(strange):
+                raise DataError(
+                    f"{root / file.file}: key {rows[0][strange[0]]} is not of shard {self.held.number} of "
+                    f"{self.held.count}, whose files the manifest names"
+                )
+        return rows if self.held == self.wanted else self.wanted.owned(group, rows)

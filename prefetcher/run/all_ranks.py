@@ -1,0 +1,105 @@
+"""Starts the prefetchers of all ranks of a host, and starts one again that was killed.
+
+    prefetcher run                        settles where the run begins, on the host of rank 0
+      prefetcher run --rank 0             serves trainer 0
+      prefetcher run --rank 1 ...
+
+A prefetcher that is started again reads its rows from the newest checkpoint. Its trainer has lost it and ends, so
+torchrun starts all trainers again; the other prefetchers keep their rows and go back to that checkpoint.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.own_shard import OwnShard
+from rowcast.prefetcher.run.options import RunOptions
+from rowcast.prefetcher.run.starting_point import settle_run
+from rowcast.runtime.child import Child
+from rowcast.runtime.children import ended_badly, ended_together, has_terminal, start_child
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.process import STOPS, Signals
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.telemetry.logs import get_logger
+
+MOST_RESTARTS = 10  # of one rank
+
+
+def check_options(job: Job, options: RunOptions) -> None:
+    """Raises ConfigError for what several ranks cannot do."""
+    hosts = job.ranks.count // job.ranks.on_host
+    if options.host >= hosts:
+        raise ConfigError(
+            f"--host {options.host}: the job's {job.ranks.count} ranks are on {hosts} hosts, 0 to {hosts - 1}; "
+            "give one of these, or change ranks.per_host"
+        )
+    if options.save_trace is not None:
+        raise ConfigError(
+            f"--save-trace: a trace has the plans of one trainer, and ranks.count = {job.ranks.count}; save it with "
+            "ranks.count = 1"
+        )
+
+
+class AllRanks:
+    """The parent of the prefetchers of a host."""
+
+    def __init__(self, job: Job, options: RunOptions, signals: Signals, arguments: Sequence[str]) -> None:
+        """`arguments`: of this command, which each prefetcher gets too."""
+        self._job, self._options, self._signals = job, options, signals
+        self._arguments = arguments
+        self._restarts: dict[str, int] = {}
+        self._names = {f"prefetcher of rank {rank}": rank for rank in self._ranks}
+        self._children: list[Child] = []
+        self._stopping = False
+
+    @property
+    def _ranks(self) -> range:
+        first, ranks = self._options.host * self._job.ranks.on_host, self._job.ranks
+        return range(first, first + ranks.on_host)
+
+    def run(self) -> bool:
+        """Returns whether the run finished; False: it was stopped in order. Raises an error with the exit code of the
+        prefetcher that failed first."""
+        with ExitStack() as stack:
+            directory = RunDirectory(self._job.run_dir, "prefetcher")
+            if self._options.host == 0:
+                stack.enter_context(directory)
+                shard = OwnShard(number=0, count=self._job.ranks.count)
+                settle_run(self._job, self._options, Checkpoints(self._job.run_dir, RealDisk()), directory, shard)
+            elif self._options.mode == "train" and not self._options.fresh:
+                directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
+            if self._signals.stop_reason is not None:
+                return False
+            self._children = [self._start(name) for name in self._names]
+            first = ended_together(self._children, self._another, self._pass_on)
+            if first is not None:
+                raise ended_badly(first)
+            return directory.completion() is not None
+
+    def _start(self, name: str) -> Child:
+        # the last value of an option counts; what was begun once is not begun again
+        own = ["--rank", str(self._names[name]), "--unfinished-code", "0"]
+        return start_child(name, "rowcast.prefetcher", [*self._arguments, *own])
+
+    def _another(self, child: Child) -> Child | None:
+        """In place of one that was killed."""
+        assert child.code is not None, "it has ended"
+        restarts = self._restarts.get(child.name, 0)
+        if self._stopping or child.process.returncode >= 0 or restarts >= MOST_RESTARTS:
+            return None
+        self._restarts[child.name] = restarts + 1
+        get_logger().warning("started again, from the newest checkpoint", because=child.describe_exit())
+        return self._start(child.name)
+
+    def _pass_on(self) -> None:
+        """Passes a signal on, once; a terminal has sent it to all processes itself."""
+        if self._signals.stop_reason is None or self._stopping:
+            return
+        self._stopping = True
+        number = STOPS[0] if self._signals.stop_reason == STOPS[0].name else STOPS[1]
+        get_logger().info("stopping all ranks of this host", reason=self._signals.stop_reason)
+        if number is not STOPS[0] or not has_terminal():
+            for child in self._children:
+                child.signal(number)

@@ -1,0 +1,119 @@
+"""Where a run begins: at its newest checkpoint, at that of another run, or at step 0.
+
+With several ranks, one process settles this for all of them (`settle_run`): the parent of rank 0's prefetcher. The
+prefetcher of a rank then looks before each attempt (`look`). It may look too early, on another host, or while a
+checkpoint is being made; the trainers compare what their prefetchers found, and all look again if it differs.
+"""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rowcast.job.schema import Job, parse_seconds
+from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
+from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
+from rowcast.prefetcher.checkpoints.own_shard import OwnShard
+from rowcast.prefetcher.run.options import RunOptions
+from rowcast.runtime.checkpoint_manifest import Manifest, write_durably
+from rowcast.runtime.errors import ConfigError, PeerLost
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.telemetry.logs import get_logger
+
+RUN_FILE = "run.json"  # in the run directory, only where there are several ranks
+POLL_S = 0.05
+
+
+class RunNote(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingPoint:
+    newest: Manifest | None  # the checkpoint; None: step 0
+    run_id: str
+
+
+def settle_run(
+    job: Job, options: RunOptions, checkpoints: Checkpoints, directory: RunDirectory, shard: OwnShard
+) -> StartingPoint:
+    """Finishes what a killed run has left, and begins a new one if the options ask for it.
+
+    `directory`: the run directory, held by this process. `shard`: the first one. Raises ConfigError if the run is
+    complete, DataError if every checkpoint is damaged.
+    """
+    newest = newest_of_run(job, options, checkpoints, directory, shard)
+    point = StartingPoint(newest=newest, run_id=new_run_id() if newest is None else newest.run_id)
+    if shard.count > 1:
+        write_durably(job.run_dir / RUN_FILE, msgspec.json.encode(RunNote(run_id=point.run_id)) + b"\n")
+    return point
+
+
+def newest_of_run(
+    job: Job, options: RunOptions, checkpoints: Checkpoints, directory: RunDirectory, shard: OwnShard
+) -> Manifest | None:
+    log = get_logger()
+    carry_out(checkpoints.settle(log))
+    if options.mode == "eval":
+        return checkpoints.choose(options.checkpoint, log)
+    if options.checkpoint is not None:
+        raise ConfigError("--checkpoint chooses what --eval evaluates; a run continues from its newest checkpoint")
+    if options.fresh:
+        carry_out(checkpoints.begin_fresh(shard))
+        return first_checkpoint(job, options, checkpoints)
+    directory.refuse_complete(job.data.epochs, options.max_steps)
+    return checkpoints.newest_valid(log) or first_checkpoint(job, options, checkpoints)
+
+
+def first_checkpoint(job: Job, options: RunOptions, checkpoints: Checkpoints) -> Manifest | None:
+    if options.source is None:
+        return None
+    source = open_source(job, options.source)
+    manifest = import_into(checkpoints, job, source)
+    get_logger().info("begins with", source=str(options.source), after_train_steps=manifest.train_steps)
+    return manifest
+
+
+def look(
+    job: Job,
+    options: RunOptions,
+    checkpoints: Checkpoints,
+    known: Manifest | None,
+    shard: OwnShard,
+    given_up: Callable[[], bool],
+) -> StartingPoint | None:
+    """What one of several ranks finds; `known`: the newest checkpoint that it has seen before. None if `given_up`.
+
+    Raises PeerLost if no run has begun within transport.connect_timeout.
+    """
+    log = get_logger()
+    carry_out(checkpoints.withdraw(shard))
+    deadline_s = time.monotonic() + parse_seconds(job.transport.connect_timeout)
+    while (note := read_note(job.run_dir)) is None:
+        if given_up():
+            return None
+        if time.monotonic() > deadline_s:
+            raise PeerLost(
+                f"{job.run_dir} holds no run: the prefetchers of rank 0's host did not begin one within "
+                f"{job.transport.connect_timeout}; start them with the same job file, on a folder that all hosts share"
+            )
+        time.sleep(POLL_S)
+    if options.mode == "eval":
+        newest: Manifest | None = checkpoints.choose(options.checkpoint, log)
+    else:
+        newest = checkpoints.newest_for_ranks(known, log)
+    return StartingPoint(newest=newest, run_id=note.run_id if newest is None else newest.run_id)
+
+
+def read_note(run_dir: Path) -> RunNote | None:
+    try:
+        return msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunNote)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def new_run_id() -> str:
+    return uuid.uuid4().hex[:12]

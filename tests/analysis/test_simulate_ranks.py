@@ -1,0 +1,288 @@
+"""Simulated ranks exchange and move, step by step, what ranks of a run do."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rowcast.analysis.simulate.grid import Grid, with_values
+from rowcast.analysis.simulate.ranks.command import ranks_jobs, run_simulate_ranks, simulate_ranks
+from rowcast.analysis.simulate.ranks.counts import divided, ranks_on_host
+from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_slots
+from rowcast.analysis.simulate.ranks.rates import Rates, load_rates
+from rowcast.analysis.simulate.ranks.results import RanksSimulation
+from rowcast.analysis.simulate.ranks.shares import Sharing, part_groupings
+from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate, simulate
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.prefetcher.planner.capacity import job_slots, measure
+from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.prefetcher.planner.rank_share import SharedRows, ShareOfBatch
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.shards import Shards
+from rowcast.runtime.errors import ConfigError
+from tests.support.batches import BAGS, Bags, distinct_rows, small_batches, small_job
+from tests.support.driver import Settings
+from tests.support.ranked_run import RankedRun
+
+RATES = Path(__file__).parents[2] / "examples" / "rates" / "assumed.toml"
+WAYS: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 2, {}),
+    (2, 8, {"lookahead": {"horizon": "auto", "id_bytes": "90KB"}}),
+    (3, 3, {"checkpoint": {"every": 3}, "cache": {"policy": "lru"}}),
+    (3, 12, {"lookahead": {"depth": 1, "horizon": 0}}),
+    (1, 4, {}),
+]
+
+
+def workload(bags: Bags, count: int, parts: int, **sections: Any) -> tuple[Job, list[ScheduledBatch]]:
+    """Every rank has the same slots: just enough for the largest batch of any."""
+    job = small_job("adagrad", bags)
+    batches = small_batches(job, bags, num_steps=16, eval_at=(3, 4, 11))
+    groups = group_specs(job)
+    largest = np.max(
+        [measure(groups, batches, Rank(number=n, count=count, parts=parts)).largest_batch_rows for n in range(count)],
+        axis=0,
+    )
+    rows = {group.name: f"{n + 3} rows" for group, n in zip(groups, largest, strict=True)}
+    cache = {"capacity": "1GiB", "groups": rows, **sections.pop("cache", {})}
+    ranks = {"count": count, "parts": parts}
+    return with_values(job, {"cache": cache, "ranks": ranks, **sections}), batches
+
+
+def simulated(job: Job, batches: Sequence[ScheduledBatch], **more: Any) -> RanksSimulation:
+    [result] = simulate_ranks([job], lambda _: batches, per_step=True, **more)
+    assert result.skipped is None, result.skipped
+    return result
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize("bags", ["single", "multi", "apart"])
+def test_each_step_exchanges_and_moves_what_a_run_of_as_many_ranks_does(bags: Bags, way: int) -> None:
+    count, parts, sections = WAYS[way]
+    job, batches = workload(bags, count, parts, **dict(sections))
+    slots = job_slots(job, group_specs(job), batches, Rank(number=0, count=count, parts=parts))
+    run = RankedRun(job, batches, Settings(slots=slots, seed=way), ranks=count, parts=parts).run()
+    found = simulated(job, batches).per_step
+    assert found is not None
+    assert len(found.step) == len(batches)
+    for number, pair in enumerate(run.pairs):
+        assert [plan.step for plan in pair.plans] == found.step
+        for position, plan in enumerate(pair.plans):
+            shares = [group.share for group in plan.groups if group.share is not None]
+            assert len(shares) == 2
+            assert found.owner_rows[position][number] == sum(own.num_own for own in shares)
+            for counts, name in ((found.rows_sent, "send_counts"), (found.rows_received, "receive_counts")):
+                others = [n for own in shares for r, n in enumerate(getattr(own, name)) if r != number]
+                assert counts[position][number] == sum(others)
+            assert found.rows_fetched[position][number] == sum(len(group.fetch) for group in plan.groups)
+            assert found.rows_written_back[position][number] == sum(group.num_dirty for group in plan.groups)
+    assert any(map(sum, found.rows_written_back))
+
+
+@pytest.mark.parametrize(("count", "parts"), [(1, 1), (1, 6), (2, 2), (2, 8), (3, 6), (8, 8), (70, 70)])
+@pytest.mark.parametrize("bags", BAGS)
+def test_the_shares_of_all_ranks_are_those_that_each_prefetcher_works_out_alone(
+    bags: Bags, count: int, parts: int
+) -> None:
+    """A bound of bytes decides how far an automatic horizon grows, so bytes must be the same too."""
+    job = small_job("adagrad", bags)
+    groups = group_specs(job)
+    groupers = groupers_of(groups)
+    for scheduled in small_batches(job, bags, num_steps=2, eval_at=()):
+        groupings = part_groupings(groupers, scheduled.batch, parts)
+        for group, grouper, own in zip(groups, groupers, groupings, strict=True):
+            shares = Sharing(group, count, parts).of(own, scheduled.batch.size)
+            if parts == 1:
+                assert shares.owned[0].nbytes == own[0].nbytes
+                continue
+            for number in range(count):
+                alone = ShareOfBatch(group, grouper, Rank(number=number, count=count, parts=parts))
+                expected, found = alone.group(scheduled.batch), shares.owned[number]
+                assert isinstance(expected, SharedRows)
+                assert np.array_equal(found.keys, expected.keys)
+                assert (found.num_lookups, found.nbytes) == (expected.num_lookups, expected.nbytes)
+                assert tuple(shares.exchanged[:, number]) == expected.exchange.send_counts
+                assert tuple(shares.exchanged[number]) == expected.exchange.receive_counts
+            assert shares.part_rows.tolist() == [len(part.keys) for part in own]
+
+
+def test_rows_are_late_if_a_rank_used_them_in_the_step_before() -> None:
+    job, batches = workload("multi", 3, 3)
+    found = simulated(job, batches).per_step
+    assert found is not None
+    groups = group_specs(job)
+    groupers = groupers_of(groups)
+    before: set[int] = set()
+    for position, scheduled in enumerate(batches):
+        groupings = part_groupings(groupers, scheduled.batch, 3)
+        for rank in range(3):
+            wanted = {
+                key
+                for group, own in zip(groups, groupings, strict=True)
+                for key, owner in zip(own[rank].keys, Shards(group.tables, 3).owners(own[rank].keys), strict=True)
+                if owner != rank
+            }
+            assert found.rows_received[position][rank] == len(wanted)
+            assert found.rows_late[position][rank] == len(wanted & before)
+        before = {key for own in groupings for part in own for key in part.keys}
+
+
+def test_one_rank_of_one_part_moves_what_the_simulation_without_ranks_moves() -> None:
+    job, batches = workload("multi", 1, 1)
+    result = simulated(job, batches)
+    [alone] = simulate(job, Grid(), lambda _: batches, per_step=True)
+    assert result.per_step is not None
+    assert alone.per_step is not None
+    assert [rows for [rows] in result.per_step.rows_fetched] == alone.per_step.rows_fetched
+    assert [rows for [rows] in result.per_step.rows_written_back] == alone.per_step.rows_written_back
+    names = ("bytes_fetched", "bytes_written_back", "rows_flushed", "lookups", "steps", "eval_steps", "capacity_rows")
+    assert [getattr(result, name) for name in names] == [getattr(alone, name) for name in names]
+    assert result.rows_received is not None
+    assert result.rows_received.most == 0
+
+
+def test_the_slots_of_each_rank_are_those_of_a_run() -> None:
+    job = small_job("adagrad", "multi", cache={"capacity": "20KB"}, ranks={"count": 4})
+    groups, batches = group_specs(job), small_batches(job, "multi")
+    keys = measured_keys(groupers_of(groups), batches)
+    expected = [job_slots(job, groups, batches, Rank(number=number, count=4, parts=4)) for number in range(4)]
+    assert owners_slots(job, groups, keys, batches) == expected
+    assert len(set(expected)) > 1
+
+
+def test_a_setting_that_does_not_fit_says_why_and_the_others_are_simulated() -> None:
+    job, batches = small_job("adagrad", "multi"), small_batches(small_job("adagrad", "multi"), "multi")
+    capacity = sum(
+        group.record_bytes * max(distinct_rows(group, own.batch) for own in batches) for group in group_specs(job)
+    )
+    options = SimulateOptions(ranks=[1, 4], capacities=[f"{capacity * 6 // 10}"])
+    one, four = simulate_ranks(ranks_jobs(job, options), lambda _: batches)
+    assert one.skipped is not None
+    assert "too small" in one.skipped
+    assert four.skipped is None
+
+
+def test_hosts_divide_what_is_exchanged() -> None:
+    exchanged = np.arange(16).reshape(4, 4)  # [who looks up, who owns]
+    sent, received = divided(exchanged, 2)
+    assert sent[0].tolist() == [4, 1, 14, 11]
+    assert sent[1].tolist() == [8 + 12, 9 + 13, 2 + 6, 3 + 7]
+    assert received[0].tolist() == [1, 4, 11, 14]
+    assert received[1].tolist() == [2 + 3, 6 + 7, 8 + 9, 12 + 13]
+    assert divided(exchanged, 4)[:, 1].sum() == 0
+    assert (ranks_on_host(8, None), ranks_on_host(8, 16), ranks_on_host(64, 8)) == (8, 8, 8)
+    with pytest.raises(ConfigError, match="hosts of 8 ranks cannot be full"):
+        ranks_on_host(12, 8)
+
+
+def test_other_ways_to_divide_the_tables_send_a_pooled_row_a_sample_and_feature() -> None:
+    job, batches = workload("multi", 4, 4)
+    train = [own for own in batches if own.kind == "train"]
+    found = simulated(job, batches)
+    assert found.parallelisms is not None
+    assert found.row_bytes is not None
+    widths = sum(table.embedding_dim * len(table.features) for table in job.tables)
+    samples = np.mean([own.batch.size for own in train])
+    expected = samples * widths * 4 * 2 * 3 / 4 / 4
+    assert found.parallelisms.by_table.mean == pytest.approx(expected)
+    assert found.parallelisms.by_column.mean == pytest.approx(expected)
+    # four tables, the widest of two features: one rank holds 10 of 31 columns, and cut up each holds about as many
+    assert found.parallelisms.by_table.most == pytest.approx(samples * (10 * 3 + 31 - 10 + 0) / 4 * 4, rel=0.2)
+    by_column = found.parallelisms.by_column.most
+    assert by_column is not None
+    assert by_column < found.parallelisms.by_table.most  # type: ignore[operator]
+    rows = found.parallelisms.rows
+    steps = found.per_step
+    assert steps is not None
+    assert rows.most is not None
+    assert rows.mean < rows.most < 2 * rows.mean
+    assert found.parallelisms.mixed.mean <= min(rows.mean, float(expected))
+
+
+def rates(**more: Any) -> Rates:
+    return msgspec.convert(
+        {"ms_per_sample": 0.01, "host_gbs": 10, "in_host_gbs": 100, "network_gbs": 1, "ranks_per_host": 2, **more},
+        Rates,
+    )
+
+
+def test_a_modelled_step_is_what_the_slowest_link_and_rank_take() -> None:
+    job, batches = workload("single", 4, 4)
+    found = simulated(job, batches, rates=rates(dense_weights=1_000_000)).model
+    assert found is not None
+    assert found.compute_ms == pytest.approx(0.01 * np.mean([16] * 15 + [-(-21 // 4)]), rel=1e-6)
+    assert found.dense_ms == pytest.approx(2 * 4e6 / 4 * 2 / 1e9 * 1e3)  # two slices to the other host
+    assert found.step_ms == pytest.approx(found.compute_ms + found.rows_ms + found.gradients_ms + found.dense_ms)
+    assert found.critical_path[0] == "dense sums"
+    slow = simulated(job, batches, rates=rates(host_gbs=0.001)).model
+    assert slow is not None
+    assert slow.critical_path[0] == "host link"
+    assert slow.step_ms == pytest.approx(slow.host_link_ms, rel=0.01)
+    with_fast_network = simulated(job, batches, rates=rates(network_gbs=1e6)).model
+    assert with_fast_network is not None
+    assert 0 < with_fast_network.rows_ms < found.rows_ms / 50
+
+
+def test_efficiency_compares_with_one_rank_of_as_many_samples_in_all_or_a_rank() -> None:
+    job, batches = small_job("adagrad", "single"), small_batches(small_job("adagrad", "single"), "single")
+    jobs = ranks_jobs(job, SimulateOptions(ranks=[1, 2]))
+    one, two = simulate_ranks(jobs, lambda _: batches, rates=rates())
+    assert one.model is not None
+    assert two.model is not None
+    assert one.model.efficiency == 1
+    assert two.model.efficiency == pytest.approx(one.model.step_ms / two.model.step_ms / 2)
+    [alone] = simulate_ranks(jobs[1:], lambda _: batches, rates=rates())
+    assert alone.model is not None
+    assert alone.model.efficiency is None
+
+
+def test_parts_are_the_jobs_where_the_ranks_can_share_them() -> None:
+    job = small_job("adagrad", ranks={"count": 2, "parts": 8})
+    jobs = ranks_jobs(job, SimulateOptions(ranks=[1, 3, 8, 16], samples_per_rank=[10]))
+    assert [(own.ranks.count, own.ranks.num_parts, own.data.batch_size) for own in jobs] == [
+        (1, 8, 10),
+        (3, 3, 30),
+        (8, 8, 80),
+        (16, 16, 160),
+    ]
+
+
+def test_what_cannot_be_simulated_is_a_sentence(tmp_path: Path) -> None:
+    job = small_job("adagrad")
+    with pytest.raises(ConfigError, match="simulates lookahead, lru, lfu, not belady"):
+        ranks_jobs(job, SimulateOptions(ranks=[2], policies=["belady"]))
+    with pytest.raises(ConfigError, match="--plot: `simulate --ranks` has none"):
+        run_simulate_ranks(job, SimulateOptions(ranks=[2], plot=Path("a.png")))
+    with pytest.raises(ConfigError, match="--rates needs --ranks"):
+        run_simulate(job, SimulateOptions(rates=RATES))
+    with pytest.raises(ConfigError, match="No such file"):
+        load_rates(tmp_path / "none.toml")
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text(RATES.read_text().replace("host_gbs = 25", "host_gbs = 0"))
+    with pytest.raises(ConfigError, match=r"host_gbs = 0.* must be more than 0"):
+        load_rates(wrong)
+
+
+def test_the_command_prints_json_and_tables(capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> None:
+    job = small_job(
+        "adagrad",
+        data={"format": "synthetic", "synthetic": {"samples": 512}},
+        job={"run_dir": str(tmp_path / "run")},
+    )
+    options = SimulateOptions(ranks=[1, 4], rates=RATES, max_steps=4, json=True, per_step=True)
+    run_simulate_ranks(job, options)
+    one, four = msgspec.json.decode(capfdbinary.readouterr().out)["results"]
+    assert (one["ranks"], four["ranks"], four["parts"], four["ranks_per_host"]) == (1, 4, 4, 4)
+    assert sum(four["per_step"]["owner_rows"][0]) == sum(one["per_step"]["owner_rows"][0])
+    assert four["model"]["efficiency"] < 1
+    run_simulate_ranks(job, SimulateOptions(ranks=[1, 4], rates=RATES, max_steps=4))
+    text = capfdbinary.readouterr().out.decode()
+    assert "max over" in text
+    assert "by column" in text
+    assert "efficiency" in text

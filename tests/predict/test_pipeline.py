@@ -1,0 +1,162 @@
+"""The pipeline's wiring: with made-up durations, each bottleneck gives the pace that follows from it, and its name."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rowcast.analysis.predict.pipeline import Planned, PlannedPiece, Wiring, room
+from rowcast.analysis.predict.predict import walk
+from rowcast.protocol.transport.ring import GUARD_BYTES, RingWriter
+
+STEPS, DEPTH, HORIZON = 200, 4, 8
+MIB = 2**20
+SECONDS = {
+    "decode": 2.0,
+    "read": 1.0,
+    "plan": 1.0,
+    "fetch": 1.0,
+    "send": 0.1,
+    "copy in": 0.1,
+    "fill": 0.1,
+    "step": 3.0,
+    "copy out": 0.1,
+    "write back": 0.5,
+    "barrier": 0.0,
+    "write": 0.0,
+    "deliver": 0.05,
+}
+MOVES = SECONDS["copy in"] + SECONDS["fill"]  # on the main thread, beside the step
+WIRING = Wiring(depth=DEPTH, num_decoders=1, decoded_ahead=8, measured=4, ring_bytes=64 * MIB, staging_bytes=16 * MIB)
+PIECE = PlannedPiece(ring_bytes=MIB, row_bytes=MIB // 2, back_bytes=MIB // 2)
+
+
+def near(seconds: float, rel: float = 1e-6) -> Any:
+    return pytest.approx(seconds, rel=rel)
+
+
+def plan(**changes: object) -> list[Planned]:
+    steps = [
+        Planned(
+            step=step,
+            known_through=min(step + HORIZON, STEPS - 1),
+            after_step=None,
+            fill_after=step - DEPTH if step >= DEPTH else None,
+            pieces=(PIECE,),
+            barrier=False,
+        )
+        for step in range(STEPS)
+    ]
+    return [replace(planned, **changes) for planned in steps]  # type: ignore[arg-type]
+
+
+def paced(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> tuple[float, str]:
+    """Seconds a step, and the task that most of the critical path is of."""
+
+    def seconds(name: str, step: int, pieces: int = 1) -> float:
+        return (SECONDS | dict(durations))[name] / pieces
+
+    found = walk(plan, wiring, seconds, {"planning": 5.0, "main": 20.0})
+    return found.step_s, found.bound_by[0][0]
+
+
+def test_a_large_model_is_bound_by_its_steps() -> None:
+    assert paced(plan()) == (near(3.0 + MOVES, rel=0.002), "step")
+
+
+def test_a_slow_decoder_sets_the_pace_once_its_lead_is_used_up() -> None:
+    step_s, bound_by = paced(plan(), {"decode": 6.0})
+    assert (step_s, bound_by) == (near(6.0, rel=0.1), "decode")
+    assert step_s < 6.0  # at the end of the data the whole horizon is planned at once
+
+
+def test_two_decoders_are_twice_as_fast_as_one() -> None:
+    step_s, bound_by = paced(plan(), {"decode": 12.0}, replace(WIRING, num_decoders=2))
+    assert (step_s, bound_by) == (near(6.0, rel=0.15), "decode")
+
+
+def test_a_slow_store_is_bound_by_fetching() -> None:
+    assert paced(plan(), {"fetch": 5.0}) == (near(5.1), "fetch")  # the fetcher announces too
+
+
+def test_a_slow_planner_is_bound_by_reading_and_planning() -> None:
+    assert paced(plan(), {"plan": 5.0}) == (near(6.0, rel=0.05), "plan")
+
+
+def test_a_narrow_link_is_bound_by_copies() -> None:
+    assert paced(plan(), {"copy in": 7.0}) == (near(10.1, rel=0.01), "copy in")
+
+
+def test_a_ring_for_one_piece_makes_fetching_wait_until_the_one_before_has_left() -> None:
+    small = replace(WIRING, ring_bytes=int(1.5 * MIB))
+    step_s, bound_by = paced(plan(), {"fetch": 5.0}, small)
+    # fetched, announced, delivered, copied in, and the news of it delivered
+    assert (step_s, bound_by) == (near(5.0 + 0.1 + 0.05 + 0.1 + 0.05, rel=0.002), "fetch")
+
+
+def test_a_cache_of_one_batch_waits_for_every_victim_to_come_home() -> None:
+    """Rows of step p are fetched once the victims of step p - 1 are home, and filled once step p - 1 is done."""
+    tight = [
+        replace(
+            planned,
+            after_step=planned.step - 1 if planned.step else None,
+            fill_after=planned.step - 1 if planned.step else None,
+        )
+        for planned in plan()
+    ]
+    loose_s, _ = paced(plan(), {"write back": 2.5})
+    step_s, _ = paced(tight, {"write back": 2.5})
+    assert loose_s == near(3.0 + MOVES, rel=0.002)
+    # fill, copy out, message, write back; fetch, send, message, copy in
+    assert step_s == near(0.1 + 0.1 + 0.05 + 2.5 + 1.0 + 0.1 + 0.05 + 0.1, rel=0.002)
+
+
+def test_a_depth_of_one_step_lets_rows_wait_for_the_step_before_the_last() -> None:
+    """Rows of step p may be sent once step p - 2 is done, and be read once its victims are home."""
+    shallow = replace(WIRING, depth=1)
+    slow = {"fetch": 2.9, "write back": 2.9, "copy out": 2.9}
+    deep_s, _ = paced(plan(fill_after=None), slow)
+    step_s, _ = paced(plan(fill_after=None), slow, shallow)
+    assert deep_s == near(3.0 + MOVES, rel=0.002)
+    # two steps for: fill, copy out, message, write back, fetch, send, message, copy in
+    assert step_s == near((0.1 + 2.9 + 0.05 + 2.9 + 2.9 + 0.1 + 0.05 + 0.1) / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("every", [5, 20])
+def test_barriers_add_their_time_and_what_they_let_run_dry(every: int) -> None:
+    often = [replace(planned, barrier=planned.step % every == every - 1) for planned in plan()]
+    step_s, _ = paced(often, {"barrier": 10.0})
+    refill_s = 0.05 + 1.0 + 0.1 + 0.05  # the news of the last step, the next fetch, its announcement
+    assert step_s == near(3.0 + MOVES + (10.0 + refill_s) / every, rel=0.02)
+
+
+def test_a_checkpoint_that_is_not_durable_holds_up_the_next_barrier() -> None:
+    often = [replace(planned, barrier=planned.step % 5 == 4) for planned in plan()]
+    step_s, bound_by = paced(often, {"write": 50.0})
+    assert (step_s, bound_by) == (near(10.0, rel=0.02), "write")
+
+
+def test_no_step_ends_before_the_plan_and_the_work_that_it_needs() -> None:
+    step_s, _ = paced(plan(), {name: 0.0 for name in SECONDS if name != "plan"})
+    assert step_s == near(SECONDS["plan"], rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_room_in_a_ring_is_what_the_ring_itself_gives(seed: int) -> None:
+    """Pieces leave in order, one each time that the ring is full; it never becomes empty, where it would start anew."""
+    random = np.random.default_rng(seed)
+    capacity = 64 * 128
+    writer = RingWriter(np.zeros(capacity, np.uint8))
+    payloads = [64 * int(count) for count in random.integers(1, 16, 200)]
+    expected, ends, left = [], list[int](), 0
+    for nbytes in payloads:
+        while (piece := writer.try_allocate(nbytes)) is None:
+            assert left < len(ends) - 1, "the ring would be empty"
+            writer.release(ends[left])
+            left += 1
+        writer.commit(piece, 0, checksum=False)
+        ends.append(piece.end)
+        expected.append(left - 1 if left else None)
+    assert room([nbytes + 2 * GUARD_BYTES for nbytes in payloads], capacity) == expected

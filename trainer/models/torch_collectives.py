@@ -1,0 +1,108 @@
+"""Carries what ranks exchange over torch.distributed's default group: gloo for a CPU, NCCL for a GPU.
+
+On a CPU the main thread asks again and again whether a collective is complete, instead of waiting in it: Python runs a
+signal's handler only between two of its own instructions, and an error of another thread must end the wait as well. On
+a GPU nothing waits on the host: the stream does.
+
+A process that gives up in an exchange must end with `runtime.process.leave_at_once`: gloo's threads go on waiting for
+it until the group's time-out, abort or not, and an orderly exit waits for them.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rowcast.protocol.parts import Rank
+from rowcast.runtime.errors import PeerLost
+from rowcast.trainer.execute.streams import Work
+
+SPIN_S = 0.001  # for so long another thread only gets its turn, since most exchanges take no longer
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 0.002
+
+# torch 2.13 has another name for it, and warns of this one
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TorchCollectives:
+    """Implements `Collectives`. The process has joined the group already."""
+
+    def __init__(self, rank: Rank, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """`timeout_s`: how long one collective may take. `check`: raises an error that ends the wait for one."""
+        self.doing = "a collective"
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._check = check
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        *,
+        async_op: bool,
+    ) -> Work:
+        return self._start(
+            output,
+            lambda: dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op=async_op),
+        )
+
+    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Work:
+        return self._start(output_tensor, lambda: all_gather(output_tensor, input_tensor, async_op=async_op))
+
+    def _start(self, output: Tensor, start: Callable[[], Work | None]) -> Work:
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+        assert work is not None, "a collective that is waited for in the call runs no signal handler"
+        return work if output.is_cuda else PolledWork(work, self._until)
+
+    def _until(self, work: Work) -> None:
+        began_s = time.monotonic()
+        pause_s = SHORTEST_PAUSE_S
+        while not work.is_completed():
+            self._check()
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._timeout_s:
+                raise PeerLost(
+                    f"{self._own} waited {waited_s:.0f} s for the other ranks to exchange {self.doing}; look for one "
+                    "that was stopped or is slow, or raise ranks.timeout"
+                )
+            if waited_s < SPIN_S:
+                time.sleep(0)
+                continue
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    @property
+    def _own(self) -> str:
+        return f"rank {self._rank.number} of {self._rank.count}"
+
+    def _broken(self, error: RuntimeError) -> PeerLost:
+        first_line = str(error).partition("\n")[0]
+        return PeerLost(
+            f"{self._own} lost another rank while they exchanged {self.doing} ({first_line}); that rank's log says why"
+        )
+
+
+class PolledWork:
+    """A collective on the host."""
+
+    def __init__(self, work: Work, until: Callable[[Work], None]) -> None:
+        """`until` returns once its argument is complete."""
+        self._work = work
+        self._until = until
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> bool:
+        self._until(self._work)
+        return True

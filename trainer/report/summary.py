@@ -1,0 +1,144 @@
+"""Prints what a run did, at its end; the run report has the same rows."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rowcast.protocol.messages import TierTotals
+from rowcast.runtime.telemetry.format_numbers import (
+    human_bytes,
+    human_count,
+    human_seconds,
+    percent,
+    stdout_console,
+)
+from rowcast.trainer.report.report_json import Report
+from rowcast.trainer.report.terminal import evaluation_text, write
+
+BESIDE = ("gather", "fill")
+
+
+def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
+    """Prints the report, and where the page is, on stdout or `console`.
+
+    A closed pipe is not an error, because the report is on disk.
+    """
+    table = Table.grid(padding=(0, 2))
+    for name, value in summary_rows(report):
+        table.add_row(name, value)
+    target = console or stdout_console()
+    with target.capture() as text:
+        target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
+        target.print(table, highlight=False, soft_wrap=True)
+    lines = [line.rstrip() for line in text.get().splitlines()]
+    if page is not None:  # not wrapped, however long it is
+        lines.append(f"{'report':{max(len(name) for name, _ in summary_rows(report)) + 2}}{page}")
+    if len(report.ranks) > 1:
+        lines += ["", *rank_lines(report)]
+    write(target, "\n".join(["", *lines, ""]))
+
+
+def rank_lines(report: Report) -> list[str]:
+    """A table in columns, numbers to the right, which no width of a terminal cuts."""
+    rows = [list(RANKS), *rank_rows(report)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def summary_title(report: Report) -> str:
+    if report.eval_steps and not report.steps and report.finished:
+        return f"rowcast: evaluated after {report.train_steps:,} train steps in {human_seconds(report.wall_s)}"
+    how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
+    here = "" if report.steps == report.train_steps else f" ({report.steps:,} of this process)"
+    return f"rowcast: {how} after {report.train_steps:,} steps{here} in {human_seconds(report.wall_s)}"
+
+
+def summary_rows(report: Report) -> list[tuple[str, str]]:
+    rows = []
+    if report.steps or not report.eval_steps:
+        rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
+        rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
+    if report.logloss is not None:
+        rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy)))
+    hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
+    return [
+        *rows,
+        ("look-ups", f"{report.lookups:,}, distinct within a step {report.unique_rows:,}{hits}"),
+        (
+            "rows",
+            f"{report.rows_fetched:,} fetched, {report.rows_evicted:,} evicted, "
+            f"{report.rows_written_back:,} written back",
+        ),
+        *([] if report.tier is None else tier_rows(report.tier)),
+        *(exchange_rows(report) if len(report.ranks) > 1 else []),
+        ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
+        ("each step", phases(report.phase_ms, beside=False)),
+        ("moving rows", phases(report.phase_ms, beside=True)),
+        (
+            "traffic",
+            f"{human_bytes(report.bytes_to_device)} to the device, {human_bytes(report.bytes_from_device)} back",
+        ),
+        ("device memory", device_memory(report)),
+        ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
+        ("processes", processes(report)),
+        ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
+    ]
+
+
+def exchange_rows(report: Report) -> list[tuple[str, str]]:
+    rows, nbytes = (sum(getattr(own, name) for own in report.ranks) for name in ("rows_sent", "bytes_sent"))
+    return [
+        ("exchanged", f"{rows:,} rows and their gradients, {human_bytes(nbytes)}"),
+        ("rows of a rank", f"{report.rank_imbalance:.3f}, the most over the mean"),
+    ]
+
+
+RANKS = ("rank", "samples", "rows owned", "waited for rows", "waited for ranks", "sent", "received", "processes")
+
+
+def rank_rows(report: Report) -> list[list[str]]:
+    """What each rank did, under `RANKS`."""
+    return [
+        [
+            str(own.rank),
+            f"{own.samples:,}",
+            f"{own.rows_owned:,}",
+            human_seconds(own.waited_for_rows_s),
+            human_seconds(own.waited_for_ranks_s),
+            human_bytes(own.bytes_sent),
+            human_bytes(own.bytes_received),
+            f"{own.pids['prefetcher']}, {own.pids['trainer']}",
+        ]
+        for own in report.ranks
+    ]
+
+
+def processes(report: Report) -> str:
+    if len(report.ranks) > 1:
+        return f"{len(report.ranks)} prefetchers, {len(report.ranks)} trainers"
+    return f"prefetcher {report.pids['prefetcher']}, trainer {report.pids['trainer']}"
+
+
+def tier_rows(tier: TierTotals) -> list[tuple[str, str]]:
+    disk = f"; {human_bytes(tier.disk_bytes)} of disk" if tier.disk_bytes else ""
+    return [
+        ("cold tier", f"{tier.rows_from_cold:,} rows from it, {tier.late_rows:,} late, {tier.rows_to_cold:,} to it"),
+        ("its traffic", f"{human_bytes(tier.bytes_read)} read, {human_bytes(tier.bytes_written)} written{disk}"),
+    ]
+
+
+def device_memory(report: Report) -> str:
+    parts = {"rows": report.cache_bytes, "staging": report.staging_bytes, "plans": report.plans_bytes}
+    listed = ", ".join(f"{human_bytes(nbytes)} {name}" for name, nbytes in parts.items())
+    return f"{listed}; all {human_bytes(report.device_bytes)}"
+
+
+def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
+    """`beside`: the phases that move rows, which run in parallel with a step on a device; otherwise the others."""
+    listed = [
+        f"{name} {milliseconds:.1f}"
+        for name, milliseconds in phase_ms.items()
+        if (name in BESIDE) == beside and (name != "exchange" or milliseconds)  # a trainer alone has none
+    ]
+    return f"{', '.join(listed)} ms"
