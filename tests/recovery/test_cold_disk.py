@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ DAMAGED, ERROR = 4, 1
 
 def cold_files(process: Process) -> list[int]:
     """Descriptors of the files of cold rows, which have no name, opened a second time."""
-    folder = Path(f"/proc/{process.pid}/fd")
-    unnamed = [entry for entry in folder.iterdir() if re.search(r"/run/tables/.* \(deleted\)$", os.readlink(entry))]
-    return [os.open(entry, os.O_RDWR) for entry in unnamed]
+    found = []
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if re.search(r"/run/tables/.* \(deleted\)$", os.readlink(entry)):
+                found.append(os.open(entry, os.O_RDWR))
+    assert found, "no file of cold rows is open"
+    return found
 
 
 def flip_a_bit_of_each_page(file: int) -> None:
