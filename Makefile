@@ -5,7 +5,7 @@ PYTHON_HIGH ?= python3.15
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo tutorial quick test check exact soak mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-issue bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial quick test check exact ranks soak mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-issue bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ check: $(VENV)/installed  ## style and types
 
 exact: $(VENV)/installed  ## two processes against the plain loop on the full retail log (ROWCAST_RETAIL=folder)
 	$(BIN)/python -m benchmarks.exact
+
+ranks: $(VENV)/installed  ## several trainers against the plain loop in parts, and what follows kills: real processes, about 30 minutes
+	$(BIN)/python -m benchmarks.ranks
 
 soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores
 	$(BIN)/python -m benchmarks.soak

@@ -6,12 +6,12 @@ Takes torchrun's options and starts, restarts and ends trainers as torchrun does
 |---|---|---|
 | the store where trainers meet | on every interface | on `--master-addr` alone, 127.0.0.1 if not given |
 | rendezvous of one host, or `c10d` | unpickles what peers have stored | unpickles nothing |
-| a host is started again (`static`) | meets the others only by chance | all begin a new *meeting*, which has a number |
+| a host is lost (`static`) | trainers of the others are started at once, in vain | the others wait for it |
 | SIGTERM, SIGINT | code 1, trainers have at most 30 s | passed on once; ends when trainers have stopped in order |
 | trainers fail for good | code 1 | the code of the trainer that failed first |
 
 With `--nnodes` above 1, each host gives its `--node-rank`; all give the same `--master-addr`, an address of host 0, and
-the same `--master-port`. Trainers find the number of their meeting in ROWCAST_MEETING; what they store should bear it.
+the same `--master-port`.
 """
 
 import os
@@ -40,7 +40,6 @@ MEETING_S = 600  # until all hosts are there
 POLL_S = 0.05
 BACKEND = "one-address"
 LOOPBACK = "lo"
-MEETING = "ROWCAST_MEETING"
 T = TypeVar("T")
 
 
@@ -60,7 +59,6 @@ class OneAddress(StaticTCPRendezvous):
             self._store = self._serve() if self.rank == 0 else self._connect(None)
         hosts = PrefixStore(self.run_id, self._store)
         meeting = self._meet(hosts)
-        os.environ[MEETING] = str(meeting)  # trainers inherit it
         return RendezvousInfo(
             PrefixStore(f"meeting-{meeting}", hosts),
             self.rank,

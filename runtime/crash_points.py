@@ -3,6 +3,7 @@
     ROWCAST_CRASH="plan made"               SIGKILL when the process first passes this point
     ROWCAST_CRASH="plan made:3"             the third time
     ROWCAST_CRASH="plan made:3:SIGSTOP"     another signal
+    ROWCAST_CRASH="plan made:3:SIGKILL:/tmp/x/once"     only if it can make this file: one process of many, and once
 
 Only tests set the variable. Without it, a point costs one comparison. Each name is used at one place in the tree.
 """
@@ -73,19 +74,29 @@ class Armed:
     """The point at which this process sends itself a signal. Raises ValueError for an unknown point or signal."""
 
     def __init__(self, value: str) -> None:
-        name, times, number, *_ = [*value.split(":"), "", ""]
+        name, times, number, once, *_ = [*value.split(":"), "", "", ""]
         if name and name not in CRASH_POINTS:
             raise ValueError(f"{VARIABLE} = {value!r} does not name a crash point")
         self.name = name
         self._left = int(times or 1)
         self._signal = signal.Signals[number or "SIGKILL"]
+        self._once = once
         self._lock = threading.Lock()  # several threads may pass the point
 
     def passed(self) -> None:
         with self._lock:
             self._left -= 1
-            if self._left == 0:
+            if self._left == 0 and (not self._once or made(self._once)):
                 os.kill(os.getpid(), self._signal)
+
+
+def made(path: str) -> bool:
+    """False if it is there already."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 ARMED = Armed(os.environ.get(VARIABLE, ""))

@@ -1,4 +1,4 @@
-"""Reads the recordings of a run's two processes, puts them on one clock, and follows each step through both.
+"""Reads the recordings of a pair of processes, puts them on one clock, and follows each step through both.
 
     prefetcher   plan p+4  fetch p+4  send p+4        plan p+5  fetch p+5  send p+5
     trainer      |---------- step p ----------|       |---------- step p+1 ---------|

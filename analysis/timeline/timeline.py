@@ -7,8 +7,9 @@ from pathlib import Path
 import typer
 
 from rowcast.analysis.simulate.plot import check_plot
+from rowcast.analysis.timeline.pairs import last_lives, read_pairs, waited_for_ranks
 from rowcast.analysis.timeline.plot import plot_steps
-from rowcast.analysis.timeline.recording import AHEAD, Recordings, StepLife, ended_ns, lives, overlap, read_run
+from rowcast.analysis.timeline.recording import AHEAD, Recordings, StepLife, ended_ns, overlap
 from rowcast.analysis.timeline.trace_events import Window, write_events
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural
@@ -29,22 +30,24 @@ def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
     if options.plot is not None:
         check_plot(options.plot)
     asked = None if options.steps is None else parse_steps(options.steps)
-    recordings = read_run(run_dir)
-    steps = last_incarnation(lives(recordings))
+    pairs = read_pairs(run_dir)
+    steps = [last_lives(pair) for pair in pairs]
     out = options.out or run_dir / "timeline.json"
-    window = (recordings.began_ns, float("inf")) if asked is None else window_of(chosen(steps, asked))
-    number = write_events(recordings, window, out)
-    if not recordings.one_clock:
+    began_ns = min(pair.began_ns for pair in pairs)
+    window = (began_ns, float("inf")) if asked is None else window_of([chosen(own, asked) for own in steps])
+    number = write_events(pairs, window, out)
+    if not all(pair.one_clock for pair in pairs):
         typer.echo(
             "The recordings are from two hosts or boots: they are aligned by the wall clock, which is as accurate as "
             "the hosts' clocks."
         )
     typer.echo(f"{out}: {plural(number, 'event')}; {OPEN}")
-    if steps:
-        typer.echo(describe(recordings, steps))
+    for rank, (pair, own) in enumerate(zip(pairs, steps, strict=True)):
+        if own:
+            typer.echo(describe(pair, own) if len(pairs) == 1 else f"rank {rank}: {describe_rank(pair, own)}")
     if options.plot is not None:
-        drawn = chosen(steps, asked or middle(steps))
-        plot_steps(recordings, window_of(drawn), options.plot)
+        drawn = chosen(steps[0], asked or middle(steps[0]))
+        plot_steps(pairs[0], window_of([drawn]), options.plot)
 
 
 def parse_steps(text: str) -> range:
@@ -52,12 +55,6 @@ def parse_steps(text: str) -> range:
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--steps {text}: give the first step and the one after the last, such as 100:110")
     return range(int(match[1]), int(match[2]))
-
-
-def last_incarnation(steps: list[StepLife]) -> list[StepLife]:
-    """The steps of the last incarnation, which restart at its checkpoint."""
-    begins = [index for index, life in enumerate(steps) if index and life.number <= steps[index - 1].number]
-    return steps[begins[-1] if begins else 0 :]
 
 
 def middle(steps: list[StepLife]) -> range:
@@ -77,8 +74,9 @@ def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
     return found
 
 
-def window_of(steps: list[StepLife]) -> Window:
-    return steps[0].step.began_ns, ended_ns(steps[-1].step)
+def window_of(steps: list[list[StepLife]]) -> Window:
+    """From the first step to the last, of whichever rank is first and last."""
+    return min(own[0].step.began_ns for own in steps), max(ended_ns(own[-1].step) for own in steps)
 
 
 def describe(recordings: Recordings, steps: list[StepLife]) -> str:
@@ -88,3 +86,7 @@ def describe(recordings: Recordings, steps: list[StepLife]) -> str:
         f"({', '.join(AHEAD)}) with their "
         f"compute; the trainer waited for rows during {found.exposed_share:.1%} of that work"
     )
+
+
+def describe_rank(pair: Recordings, steps: list[StepLife]) -> str:
+    return f"{describe(pair, steps)}, and for other ranks during {waited_for_ranks(pair, steps):.1%} of the time"

@@ -7,11 +7,11 @@
     C   a level: bytes in a ring, steps in flight
     i   the processes have met
 
-Times are in microseconds after the first of the two recordings began.
+Times are in microseconds after the first of the recordings began. Of several ranks the pairs stand one below the other.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rowcast.runtime.telemetry.timeline import TimelineSpan
 Event = dict[str, Any]
 Window = tuple[int, float]  # ns of the records' clock: from, to
 
+ARROWS_OF_A_PROCESS = 2**24  # more than a recording can hold
 FIRST_THREAD = 101  # a thread whose number equals its process's would be shown first
 TRACKS = (
     "planning",
@@ -52,19 +53,26 @@ def tracks(recording: TimelineRecording) -> list[str]:
 
 
 class Writer:
-    """Makes the events of one run. Processes are numbered, because in containers both may have the same id."""
+    """Makes the events of one pair. Processes are numbered, because in containers several may have the same id."""
 
-    def __init__(self, recordings: Recordings, window: Window) -> None:
+    def __init__(self, recordings: Recordings, rank: str, window: Window, began_ns: int, first_place: int) -> None:
+        """`rank`: how its processes are told from others, "" if there are none. `first_place`: its first process."""
         self._recordings = recordings
+        self._rank = rank
         self._window = window
-        self._num_arrows = 0
-        self._threads = [
-            {name: number for number, name in enumerate(tracks(recording), start=FIRST_THREAD)}
-            for recording in recordings.both
-        ]
+        self._began_ns = began_ns
+        self._first_place = first_place
+        self._num_arrows = first_place * ARROWS_OF_A_PROCESS  # each has a number that no other pair's has
+        self._threads = {
+            place: {name: number for number, name in enumerate(tracks(recording), start=FIRST_THREAD)}
+            for place, recording in self._places()
+        }
+
+    def _places(self) -> Iterator[tuple[int, TimelineRecording]]:
+        return enumerate(self._recordings.both, start=self._first_place)
 
     def events(self) -> Iterator[Event]:
-        for place, recording in enumerate(self._recordings.both):
+        for place, recording in self._places():
             yield from self._names(place, recording)
             yield from self._spans(place, recording)
             yield from self._levels(place, recording)
@@ -79,7 +87,7 @@ class Writer:
         yield {
             **process,
             "name": "process_name",
-            "args": {"name": f"{recording.header.process} (process {recording.header.pid})"},
+            "args": {"name": f"{recording.header.process}{self._rank} (process {recording.header.pid})"},
         }
         yield {**process, "name": "process_sort_index", "args": {"sort_index": place}}
         for name, number in self._threads[place].items():
@@ -135,7 +143,9 @@ class Writer:
 
     def _lives(self, steps: list[StepLife]) -> Iterator[Event]:
         for life in steps:
-            yield from self._long(0, "from plan to done", life.planned_ns, ended_ns(life.step), life.number)
+            yield from self._long(
+                self._first_place, "from plan to done", life.planned_ns, ended_ns(life.step), life.number
+            )
 
     def _in_flight(self, steps: list[StepLife]) -> Iterator[Event]:
         changes = Counter(life.announced_ns for life in steps)
@@ -143,7 +153,7 @@ class Writer:
         in_flight = 0
         for at_ns in sorted(changes):
             in_flight += changes[at_ns]
-            yield self._count(0, "steps", "in flight", at_ns, in_flight)
+            yield self._count(self._first_place, "steps", "in flight", at_ns, in_flight)
 
     def _arrows(self, name: str, source: str, targets: tuple[str, ...]) -> Iterator[Event]:
         newest: dict[int | None, tuple[int, TimelineSpan]] = {}
@@ -157,7 +167,7 @@ class Writer:
                 yield {**arrow, "ph": "f", "bp": "e", **self._at(place, span)}
 
     def _named(self, names: set[str]) -> Iterator[tuple[int, TimelineSpan]]:
-        for place, recording in enumerate(self._recordings.both):
+        for place, recording in self._places():
             for span in recording.spans:
                 if span.name in names and span.step is not None and overlaps(span, self._window):
                     yield place, span
@@ -166,7 +176,7 @@ class Writer:
         return {"pid": place + 1, "tid": self._threads[place][track_name(span)], "ts": self._us(span.began_ns)}
 
     def _us(self, at_ns: int) -> float:
-        return (at_ns - self._recordings.began_ns) / 1000
+        return (at_ns - self._began_ns) / 1000
 
 
 def overlaps(span: TimelineSpan, window: Window) -> bool:
@@ -177,16 +187,25 @@ def inside(at_ns: int, window: Window) -> bool:
     return window[0] <= at_ns < window[1]
 
 
-def write_events(recordings: Recordings, window: Window, path: Path) -> int:
+def events_of(pairs: Sequence[Recordings], window: Window) -> Iterator[Event]:
+    began_ns = min(pair.began_ns for pair in pairs)
+    for number, pair in enumerate(pairs):
+        rank = f" {number}" if len(pairs) > 1 else ""
+        yield from Writer(pair, rank, window, began_ns, number * len(pair.both)).events()
+
+
+def write_events(pairs: Sequence[Recordings], window: Window, path: Path) -> int:
     """Writes the events to `path` and returns their number. Raises ConfigError if it cannot be written."""
     about: dict[str, object] = {
-        "clock": "monotonic" if recordings.one_clock else "each process's own, aligned by the wall clock",
-        **{recording.header.process: msgspec.to_builtins(recording.header) for recording in recordings.both},
+        "clock": "monotonic"
+        if all(pair.one_clock for pair in pairs)
+        else "each process's own, aligned by the wall clock",
+        "processes": [msgspec.to_builtins(recording.header) for pair in pairs for recording in pair.both],
     }
     try:
         with path.open("wb") as file:
             file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about) + b',"traceEvents":[\n')
-            number = write_lines(file.write, Writer(recordings, window).events())
+            number = write_lines(file.write, events_of(pairs, window))
             file.write(b"\n]}\n")
     except OSError as error:
         raise ConfigError(

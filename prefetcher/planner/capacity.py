@@ -4,11 +4,10 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rowcast.job.schema import Job, Lookahead, parse_bytes
 from rowcast.job.tables import GroupSpec, rows_in
 from rowcast.prefetcher.planner.directory import MOST_ROWS
+from rowcast.prefetcher.planner.exchange import distinct
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.protocol.batch import ScheduledBatch
@@ -50,16 +49,12 @@ def touched_by(
     num_shards: int = 1,
 ) -> Touched:
     """`keys_of_groups`: of each group, the distinct rows of each batch that are in one of `num_shards` shards."""
-    largest, distinct = [], []
+    largest, counts = [], []
     for group, keys in zip(groups, keys_of_groups, strict=True):
         # not 0: later batches may touch a group that these do not
         largest.append(max((len(batch_keys) for batch_keys in keys), default=0) or 1)
-        distinct.append(
-            len(np.unique(np.concatenate(keys)))
-            if any(map(len, keys))
-            else -(-untouched_share(group, batches) // num_shards)
-        )
-    return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(distinct))
+        counts.append(len(distinct(keys)) if any(map(len, keys)) else -(-untouched_share(group, batches) // num_shards))
+    return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(counts))
 
 
 def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:

@@ -96,4 +96,12 @@ def exchange_of(keys_of_parts: Sequence[I64], shards: Shards, rank: Rank) -> Gro
 
 
 def distinct(keys: Sequence[I64]) -> I64:
-    return keys[0] if len(keys) == 1 else np.unique(np.concatenate(keys))
+    """The rows of several batches or parts, ascending; `keys`: those of each, ascending and distinct.
+
+    numpy's `unique` hashes, which is several times slower than merging what is sorted already."""
+    if len(keys) == 1:
+        return keys[0]
+    every = np.sort(np.concatenate([np.zeros(0, np.int64), *keys]), kind="stable")
+    is_first = np.ones(len(every), np.bool_)
+    np.not_equal(every[1:], every[:-1], out=is_first[1:])
+    return every[is_first]

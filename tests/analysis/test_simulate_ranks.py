@@ -222,7 +222,7 @@ def test_a_modelled_step_is_what_the_slowest_link_and_rank_take() -> None:
     assert found.critical_path[0] == "dense sums"
     slow = simulated(job, batches, rates=rates(host_gbs=0.001)).model
     assert slow is not None
-    assert slow.critical_path[0] == "waits for the host link"
+    assert slow.critical_path[0] == "host link"
     assert slow.step_ms == pytest.approx(slow.host_link_ms, rel=0.01)
     with_fast_network = simulated(job, batches, rates=rates(network_gbs=1e6)).model
     assert with_fast_network is not None

@@ -6,10 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.analysis.timeline.recording import lives, overlap, read_run
 from rowcast.analysis.timeline.timeline import TimelineOptions, parse_steps, run_timeline
 from rowcast.analysis.timeline.trace_events import write_events
 from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import (
     VERSION,
@@ -237,7 +239,7 @@ def test_another_version_is_refused(run_dir: Path) -> None:
 
 def test_a_timeline_that_cannot_be_written_is_refused(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"--out .*: cannot be written \(No such file"):
-        write_events(read_run(run_dir), ALWAYS, run_dir / "no" / "t.json")
+        write_events([read_run(run_dir)], ALWAYS, run_dir / "no" / "t.json")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -250,3 +252,65 @@ def test_the_picture_has_a_row_for_each_thread(run_dir: Path, suffix: str) -> No
         text = picture.read_text()
         for row in ("planning", "fetcher", "write-back", "main", "sender", "trainer", "credit"):
             assert f"<!-- {row} -->" in text, row
+
+
+# several ranks
+
+
+def leave_ranks(run_dir: Path, *later_ms: float, boots: str = "aaaa") -> None:
+    """A pair for each number: the recordings above, later by so many milliseconds, with waits for the others."""
+    for rank, (moved_ms, boot) in enumerate(zip(later_ms, boots, strict=False)):
+        folder = pair_folder(run_dir, rank, len(boots))
+        folder.mkdir()
+        waits = [
+            span("wait", "MainThread", "ranks", 10 * step + 6, 10 * step + 7 - rank / 2, step) for step in range(4)
+        ]
+        for process, spans in (("prefetcher", PREFETCHER), ("trainer", [*TRAINER, *waits])):
+            moved = [msgspec.structs.replace(each, began_ns=each.began_ns + round(moved_ms * MS)) for each in spans]
+            leave(folder, "prefetcher" if process == "prefetcher" else "trainer", moved, boot_id=boot)
+
+
+def test_all_pairs_are_on_one_page_with_their_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_ranks(tmp_path, 0, 1)
+    events = events_of(tmp_path)
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == [f"{process} {rank} (process 42)" for rank in range(2) for process in BOTH]
+    lookups = {(event["pid"], event["ts"]) for event in events if event["name"] == "lookup"}
+    assert {(2, 5000), (4, 6000)} <= lookups, "rank 1 begins 1 ms later"
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said[1:]] == ["rank 0", "rank 1"]
+    assert "and for other ranks during 10.8% of the time" in said[1], "4 of 37 ms"
+    assert "and for other ranks during 5.4% of the time" in said[2]
+
+
+def test_steps_of_ranks_are_the_time_in_which_any_of_them_computed(tmp_path: Path) -> None:
+    leave_ranks(tmp_path, 0, 1)
+    events = events_of(tmp_path, steps="1:2")
+    assert {event["ts"] for event in events if event["name"] == "lookup"} == {15_000, 16_000}
+
+
+def test_pairs_of_two_hosts_are_put_together_by_the_wall_clock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_ranks(tmp_path, 0, 1, boots="ab")
+    assert len(read_pairs(tmp_path)) == 2
+    events_of(tmp_path)
+    assert "aligned by the wall clock" in capsys.readouterr().out
+
+
+def test_recordings_of_an_earlier_run_with_more_ranks_or_one_are_left_out(tmp_path: Path) -> None:
+    leave_ranks(tmp_path, 0, 1, 2)
+    leave(tmp_path, "prefetcher", PREFETCHER)
+    leave(tmp_path, "trainer", TRAINER)
+    for folder in (tmp_path, tmp_path / "rank-002"):
+        for process in BOTH:
+            path = timeline_path(folder, process)
+            path.write_bytes(path.read_bytes().replace(b'"unix_ns":1000000000000', b'"unix_ns":900000000000'))
+    assert len(read_pairs(tmp_path)) == 2
+
+
+def test_a_rank_that_recorded_nothing_is_named(tmp_path: Path) -> None:
+    leave_ranks(tmp_path, 0, 1)
+    timeline_path(tmp_path / "rank-001", "trainer").unlink()
+    with pytest.raises(ConfigError, match=r"rank-001 has no timeline\.trainer\.jsonl"):
+        read_pairs(tmp_path)

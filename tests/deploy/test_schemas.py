@@ -8,12 +8,7 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, compose, kubernetes
-
-
-def compose_fault(path: Path) -> str:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
+from tests.deploy.schemas import compose_fault, kubernetes_verdicts
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
@@ -27,13 +22,6 @@ def test_a_misspelt_key_of_a_service_would_be_noticed(tmp_path: Path) -> None:
     path = tmp_path / "compose.yaml"
     path.write_text(yaml.safe_dump(content))
     assert "read_onyl" in compose_fault(path)
-
-
-def kubernetes_verdicts(path: Path, version: str) -> list[str]:
-    """A line for each object of a manifest."""
-    command = [sys.executable, "-m", "kubernetes_validate", "--strict", "--kubernetes-version", version, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("INFO", "ERROR"))]
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.35"])  # the first with all that is used, and a later one

@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from tests.support.processes import Process, Session, proc_text
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as in /proc/net/tcp and tcp6
 LISTENS = "0A"
+WAITS_S = 1.0  # without waiting for the other host, trainers would have been started long before
 WORKER = """
 import os, signal, socket, sys, time
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 stops = []
 signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-print("rank", rank, "of meeting", os.environ["ROWCAST_MEETING"], "attempt", attempt, "port", os.environ["MASTER_PORT"],
+print("rank", rank, "attempt", attempt, "port", os.environ["MASTER_PORT"],
       "on", os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
 if sys.argv[1] == "waits" and rank == "1" and attempt == 0:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -59,9 +61,9 @@ def test_a_killed_trainer_comes_back_at_the_same_port_and_a_stop_is_passed_on_on
     torchrun.until(lambda: len(re.findall("attempt 1 .*\n", torchrun.stdout)) == 2, "second attempt of both")
     assert [address for address in listening(torchrun.pid) if address not in LOOPBACK] == []
     assert len(listening(torchrun.pid)) == 1
-    met = re.findall(r"rank (\d) of meeting (\d) attempt (\d) port (\d+) on lo lo\n", torchrun.stdout)
-    assert {("0", "2", "1"), ("1", "2", "1")} <= {found[:3] for found in met}
-    assert len({found[3] for found in met}) == 1
+    met = re.findall(r"rank (\d) attempt (\d) port (\d+) on lo lo\n", torchrun.stdout)
+    assert {("0", "1"), ("1", "1")} <= {found[:2] for found in met}
+    assert len({found[2] for found in met}) == 1
     torchrun.signal(signal.SIGTERM)
     ended = torchrun.ended()
     assert ended.code == 0, ended.stderr
@@ -75,8 +77,8 @@ def test_it_ends_with_the_code_of_the_trainer_that_failed_first(session: Session
     assert session.remains() == []
 
 
-def test_hosts_meet_again_although_one_of_them_was_started_again(session: Session) -> None:
-    """Host 1 is lost. Trainers of host 0 end because of it, and host 0 waits for another host 1."""
+def test_a_host_waits_until_one_that_was_lost_is_started_again(session: Session) -> None:
+    """Trainers of host 0 end because host 1 was lost."""
     worker = session.folder / "worker.py"
     worker.write_text(WORKER)
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -89,14 +91,19 @@ def test_hosts_meet_again_although_one_of_them_was_started_again(session: Sessio
 
     loss = session.folder / "loss"
     first, lost = host(0, "loses", str(loss)), host(1, "ends")
-    lost.until(lambda: "of meeting 1" in lost.stdout, "first meeting")
-    [trainer] = set(session.children()) & children_of(lost.pid)
+    for torchrun in (first, lost):
+        torchrun.until(lambda torchrun=torchrun: "attempt 0" in torchrun.stdout, "first attempt")  # type: ignore[misc]
+    [trainer] = children_of(lost.pid)
+    [ends] = children_of(first.pid)
     lost.signal(signal.SIGKILL)
     session.kill(trainer)
     loss.touch()
+    first.until(lambda: ends not in children_of(first.pid), "end of its trainer")
+    time.sleep(WAITS_S)
+    assert "attempt 1" not in first.stdout
     again = host(1, "ends")
-    for torchrun in (first, again):
-        torchrun.until(lambda torchrun=torchrun: "of meeting 2" in torchrun.stdout, "second meeting")  # type: ignore[misc]
+    first.until(lambda: "attempt 1" in first.stdout, "second attempt")
+    again.until(lambda: "attempt 0" in again.stdout, "first attempt of another")
     for torchrun in (first, again):
         torchrun.signal(signal.SIGTERM)
     for torchrun in (first, again):

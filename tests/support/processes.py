@@ -227,17 +227,17 @@ class Session:
 
     def children(self) -> list[int]:
         """Process ids of what the started processes have started, and that still runs."""
-        return sorted(self._alive() - {process.pid for process in self._started})
+        return sorted(self.alive() - {process.pid for process in self._started})
 
     def kill(self, pid: int) -> None:
         """Ends one of `children` at once."""
-        assert pid in self._alive(), f"process {pid} is not ours"
+        assert pid in self.alive(), f"process {pid} is not ours"
         os.kill(pid, signal.SIGKILL)
 
     def until_alone(self, timeout_s: float) -> None:
         """Waits until no process of this session runs, also none that was started by another."""
         deadline_s = time.monotonic() + timeout_s
-        while alive := self._alive():
+        while alive := self.alive():
             assert time.monotonic() < deadline_s, f"processes {sorted(alive)} still run after {timeout_s:g} s"
             time.sleep(POLL_S)
 
@@ -247,10 +247,10 @@ class Session:
         """
         # a killed process's children end on their own, but not before they are scheduled
         deadline_s = time.monotonic() + 5
-        while self._alive() and time.monotonic() < deadline_s:
+        while self.alive() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
         sockets = [] if killed else [path for path in self._sockets() if path.exists()]
-        return [*(f"process {pid}" for pid in sorted(self._alive())), *map(str, [*self.rings(), *sockets])]
+        return [*(f"process {pid}" for pid in sorted(self.alive())), *map(str, [*self.rings(), *sockets])]
 
     def __enter__(self) -> Self:
         return self
@@ -258,7 +258,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pid in self._alive():
+        for pid in self.alive():
             os.kill(pid, signal.SIGKILL)
         for process in self._started:
             process.reap()
@@ -272,7 +272,7 @@ class Session:
         socket = socket_path(self.run_dir)
         return [socket, socket.with_suffix(".lock")]
 
-    def _alive(self) -> set[int]:
+    def alive(self) -> set[int]:
         """Processes with our mark that run (a zombie has none), and those started here, even forks without it."""
         marked = f"{MARK}={self._mark}".encode()
         found = {int(path.name) for path in Path("/proc").glob("[0-9]*") if marked in environment_of(path)}

@@ -16,7 +16,7 @@ from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
 from rowcast.trainer.models.collectives import LocalCollectives
 from tests.support.collectives import InProcessCollectives, Network
-from tests.support.driver import QUIET_LIMIT, InProcessRun, Settings, Sharing, StuckError
+from tests.support.driver import QUIET_LIMIT, InProcessRun, Past, Settings, Sharing, StuckError
 from tests.support.full_capacity import bits
 
 
@@ -24,9 +24,17 @@ class RankedRun:
     """One whole run of `ranks` pairs."""
 
     def __init__(
-        self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings, *, ranks: int, parts: int
+        self,
+        job: Job,
+        batches: Sequence[ScheduledBatch],
+        settings: Settings,
+        *,
+        ranks: int,
+        parts: int,
+        pasts: Sequence[Past] | None = None,
     ) -> None:
-        """`settings` of every pair; each has a seed of its own that follows from the one given."""
+        """`settings` of every pair; each has a seed of its own that follows from the one given. `pasts`: of each rank,
+        which continue a run of any number of ranks; all have one folder."""
         self.job = job
         self._chance = random.Random(settings.seed)
         self.network = Network(ranks, settings.seed)
@@ -35,6 +43,7 @@ class RankedRun:
                 job,
                 batches,
                 replace(settings, seed=settings.seed * ranks + number),
+                None if pasts is None else pasts[number],
                 sharing=Sharing(
                     rank=Rank(number=number, count=ranks, parts=parts),
                     collectives=LocalCollectives() if ranks == 1 else InProcessCollectives(self.network, number),
@@ -61,6 +70,13 @@ class RankedRun:
         for pair in self.pairs:
             pair.prefetcher.planner.check_integrity()
         return self
+
+    def advance(self, times: int) -> None:
+        """Lets so many stages work, and ends early if the run has ended."""
+        for _ in range(times):
+            if all(pair.trainer.finished for pair in self.pairs):
+                break
+            self._chance.choices(self._advances, cum_weights=self._weights)[0]()
 
     def _advance_until_all(self, side: str) -> None:
         quiet, begun = 0, [-1]

@@ -31,19 +31,19 @@ def print_summary(report: Report, console: Console | None = None, page: Path | N
     with target.capture() as text:
         target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
         target.print(table, highlight=False, soft_wrap=True)
-        if len(report.ranks) > 1:
-            target.print(rank_table(report), highlight=False, soft_wrap=True)
     lines = [line.rstrip() for line in text.get().splitlines()]
     if page is not None:  # not wrapped, however long it is
         lines.append(f"{'report':{max(len(name) for name, _ in summary_rows(report)) + 2}}{page}")
+    if len(report.ranks) > 1:
+        lines += ["", *rank_lines(report)]
     write(target, "\n".join(["", *lines, ""]))
 
 
-def rank_table(report: Report) -> Table:
-    table = Table(*RANKS, box=None, padding=(0, 2, 0, 0), header_style="")
-    for row in rank_rows(report):
-        table.add_row(*row)
-    return table
+def rank_lines(report: Report) -> list[str]:
+    """A table in columns, numbers to the right, which no width of a terminal cuts."""
+    rows = [list(RANKS), *rank_rows(report)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def summary_title(report: Report) -> str:

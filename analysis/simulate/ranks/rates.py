@@ -92,16 +92,16 @@ def modelled(groups: Sequence[GroupSpec], counts: RunCounts, rates: Rates, depth
     seconds = float(np.maximum(ranks, link).mean())
     parts = {
         "compute": float(times.compute.mean()),
-        "rows between ranks": float(times.rows.mean()),
-        "gradients between ranks": float(times.gradients.mean()),
+        "rows": float(times.rows.mean()),
+        "gradients": float(times.gradients.mean()),
         "dense sums": times.dense,
-        "waits for the host link": seconds - float(ranks.mean()),
+        "host link": seconds - float(ranks.mean()),
     }
     return Modelled(
         step_ms=1e3 * seconds,
         compute_ms=1e3 * parts["compute"],
-        rows_ms=1e3 * parts["rows between ranks"],
-        gradients_ms=1e3 * parts["gradients between ranks"],
+        rows_ms=1e3 * parts["rows"],
+        gradients_ms=1e3 * parts["gradients"],
         dense_ms=1e3 * times.dense,
         host_link_ms=1e3 * float(link.mean()),
         critical_path=[name for name, own in sorted(parts.items(), key=lambda item: -item[1]) if own >= 0.01 * seconds],

@@ -1,0 +1,81 @@
+"""A small run of two ranks that is killed here and there, and started again by one command until it is complete.
+
+The run is that of `restarted.py` in four parts. It must come to what one trainer of four parts comes to.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rowcast.runtime.crash_points import VARIABLE
+from tests.recovery.restarted import NUM_TRAIN, Outcome, outcome_of, sections
+from tests.support.processes import Ended, Process, Session
+from tests.support.rank_processes import RankProcesses
+
+RANKS, PARTS = 2, 4
+TIMEOUT_S = 20.0  # ranks.timeout: a busy machine may keep a rank waiting for some seconds
+MOST_STARTS = 8
+END_S = 240.0  # of one start: time-outs of what was stopped, restarts of all trainers, and the run itself
+POLL_S = 0.05
+
+
+class RecoveringRanks:
+    """As `Recovering`, with all processes of two ranks."""
+
+    def __init__(self, session: Session, count: int = RANKS, **more: dict[str, Any]) -> None:
+        self.session = session
+        self.processes = RankProcesses(session, count)
+        self.num_starts = 0
+        self.told = ""  # what the commands have said so far
+        ranks = {"count": count, "parts": PARTS, "timeout": f"{TIMEOUT_S:g}s"}
+        session.write_job(**sections(ranks=ranks, **more))
+
+    @property
+    def complete(self) -> bool:
+        return (self.session.run_dir / "complete").exists()
+
+    def start(self, armed: str | None = None) -> Process:
+        self.num_starts += 1
+        assert self.num_starts <= MOST_STARTS, f"not complete after {MOST_STARTS} starts\n{self.told[-4000:]}"
+        return self.processes.start(f"--max-steps={NUM_TRAIN}", **({VARIABLE: armed} if armed else {}))
+
+    def crash(self, name: str, times: int) -> None:
+        """Starts everything; of all processes, the first that passes this point so often is killed."""
+        once = self.session.folder / f"once-{self.num_starts}"
+        self.end(self.start(f"{name}:{times}:SIGKILL:{once}"))
+        assert once.exists(), f"{name!r} was not reached {times} times\n{self.told[-4000:]}"
+
+    def end(self, command: Process) -> Ended:
+        """Waits until the command and all that it started have ended."""
+        deadline_s = time.monotonic() + END_S
+        while command.running or self.processes.by_name():
+            assert time.monotonic() < deadline_s, (
+                f"{sorted(self.processes.by_name())} still run after {END_S:g} s\n{command.stderr[-4000:]}"
+            )
+            time.sleep(POLL_S)
+        ended = command.ended()
+        self.told += ended.stderr
+        return ended
+
+    def finish(self) -> Outcome:
+        """Starts it until the run is complete."""
+        while not self.complete:
+            ended = self.end(self.start())
+            assert ended.code == 0, f"exit code {ended.code}\n{ended.stderr[-4000:]}"
+        return outcome_of(self.session.run_dir)
+
+    def until(self, command: Process, condition: Callable[[], bool]) -> bool:
+        """False if the command ended before."""
+        deadline_s = time.monotonic() + END_S
+        while not condition():
+            if not command.running:
+                return False
+            assert time.monotonic() < deadline_s, f"waited {END_S:g} s\n{command.stderr[-4000:]}"
+            time.sleep(POLL_S)
+        return True
+
+    @property
+    def losses(self) -> int:
+        """That rank 0 has written."""
+        path = self.session.run_dir / "losses.f32"
+        return path.stat().st_size // 4 if path.exists() else 0

@@ -1,0 +1,122 @@
+"""What is seen of two ranks as real processes: metrics of each, one report, one summary, one timeline."""
+
+import json
+import re
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from rowcast.analysis.timeline.pairs import read_pairs
+from rowcast.prefetcher.cli import app
+from rowcast.runtime.telemetry.metrics import METRICS, Process
+from rowcast.trainer.report.report_json import Report, read_report
+from tests.support.processes import Session
+from tests.support.timeline_format import check_events
+
+RANKS, STEPS = 2, 600
+ADDRESS = re.compile(r'process=(\w+) rank=(\d) event="serving metrics" address=(\S+)')
+Who = tuple[Process, str]  # process, rank
+
+
+@dataclass
+class SeenRun:
+    families: dict[Who, dict[str, Family]]
+    report: Report
+    page: str
+    stdout: str
+    log: str  # of the prefetchers
+    stderr: str
+    folder: Path
+
+    def value(self, who: Who, name: str, **labels: str) -> float:
+        samples = [sample for family in self.families[who].values() for sample in family.samples]
+        return sum(own.value for own in samples if own.name == name and labels.items() <= own.labels.items())
+
+
+def scraped(address: str) -> dict[str, Family]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SeenRun:
+    with Session(tmp_path_factory.mktemp("seen")) as session:
+        session.write_job(
+            data={"batch_size": 50, "eval_fraction": 0.05, "synthetic": {"samples": 50 * STEPS * 2}},
+            eval={"every": 200},
+            ranks={"count": RANKS, "parts": RANKS},
+        )
+        started = session.start("local", "--timeline", f"--max-steps={STEPS}")
+        log = session.run_dir / "prefetcher.log"
+
+        def addresses() -> dict[tuple[str, str], str]:
+            text = started.stderr + (log.read_text() if log.exists() else "")
+            return {(process, rank): address for process, rank, address in ADDRESS.findall(text)}
+
+        started.until(lambda: len(addresses()) == 2 * RANKS, "four addresses of metrics", 120)
+        started.until(lambda: "event=training" in started.stderr, "training", 120)
+        families = {who: scraped(address) for who, address in addresses().items()}
+        stdout = started.ended(300).quiet().stdout
+        out = CliRunner().invoke(app, ["timeline", f"--run={session.run_dir}"])
+        assert out.exit_code == 0, out.output
+        return SeenRun(
+            families=families,  # type: ignore[arg-type]
+            report=read_report(session.run_dir / "report.json"),
+            page=(session.run_dir / "report.html").read_text(encoding="utf-8"),
+            stdout=stdout,
+            log=log.read_text(),
+            stderr=started.stderr,
+            folder=session.run_dir,
+        )
+
+
+def test_every_process_has_every_metric_under_its_rank(run: SeenRun) -> None:
+    assert run.families.keys() == {(process, str(rank)) for process in ("prefetcher", "trainer") for rank in range(2)}
+    for (process, rank), found in run.families.items():
+        expected = {metric.name.removesuffix("_total") for metric in METRICS if process in metric.processes}
+        assert {name for name in found if not name.startswith("process_")} == expected
+        labels = [sample.labels for family in found.values() for sample in family.samples]
+        assert {own["rank"] for own in labels} == {rank}
+
+
+def test_the_run_has_one_report_of_both_ranks(run: SeenRun) -> None:
+    report, (first, second) = run.report, run.report.ranks
+    assert (report.steps, report.samples, first.samples, second.samples) == (STEPS, 50 * STEPS, 25 * STEPS, 25 * STEPS)
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.rows_sent == second.rows_received > 0
+    assert second.rows_sent == first.rows_received > 0
+    assert (first.bytes_sent, first.bytes_received) == (second.bytes_received, second.bytes_sent)
+    assert report.unique_rows == first.rows_owned + second.rows_owned
+    assert min(first.waited_for_ranks_s, second.waited_for_ranks_s) > 0
+    assert len({pid for own in report.ranks for pid in own.pids.values()}) == 2 * RANKS
+    assert report.phase_ms["exchange"] > 0
+    assert "<h2>Ranks</h2>" in run.page
+    assert sorted(path.name for path in run.folder.rglob("report.*")) == ["report.html", "report.json"]
+
+
+def test_only_rank_0_talks_and_every_log_line_has_its_rank(run: SeenRun) -> None:
+    assert run.stdout.count("rowcast: finished after") == 1
+    assert run.stdout.count("eval after 200 train steps") == 1
+    assert run.stdout.count("rank  samples") == 1
+    assert re.search(rf"\n +1 +{25 * STEPS:,} ", run.stdout)
+    for process, text in (("trainer", run.stderr), ("prefetcher", run.log)):
+        lines = [line for line in text.splitlines() if f"process={process}" in line]
+        assert {int(rank) for line in lines for rank in re.findall(r" rank=(\d) ", line)} == set(range(RANKS))
+    assert all(" rank=" in line for line in run.stderr.splitlines() if "process=trainer" in line)
+
+
+def test_all_pairs_are_on_one_timeline_with_their_exchanges(run: SeenRun) -> None:
+    for own, pair in zip(run.report.ranks, read_pairs(run.folder), strict=True):
+        exchanges = [span for span in pair.trainer.spans if (span.kind, span.name) == ("work", "exchange")]
+        assert {span.step for span in exchanges} >= set(range(STEPS))
+        waits = sum(span.duration_ns for span in pair.trainer.spans if (span.kind, span.name) == ("wait", "ranks"))
+        assert waits / 1e9 == pytest.approx(own.waited_for_ranks_s, abs=1e-6 + 1e-9 * len(pair.trainer.spans))
+    events = check_events(json.loads((run.folder / "timeline.json").read_text()))
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [name.partition(" (")[0] for name in names] == ["prefetcher 0", "trainer 0", "prefetcher 1", "trainer 1"]
