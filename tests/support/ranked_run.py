@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -60,7 +60,17 @@ class RankedRun:
             for _ in pair.advances
         ]
         self._weights = list(itertools.accumulate([*weights, self._chance.choice((0.05, 0.3, 1.0)) * ranks]))
+        self._happenings: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self.most_apart = 0  # steps between the rank that has begun the most and the one that has begun the fewest
+
+    def when(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
+        """Does `action` once, between two turns, if the condition is ever true while trainers run."""
+        self._happenings.append((condition, action))
+
+    def _let_happen(self) -> None:
+        for happening in [own for own in self._happenings if own[0]()]:
+            self._happenings.remove(happening)
+            happening[1]()
 
     def run(self) -> "RankedRun":
         self._advance_until_all("trainer")
@@ -81,6 +91,8 @@ class RankedRun:
     def _advance_until_all(self, side: str) -> None:
         quiet, begun = 0, [-1]
         while quiet % 64 or not all(getattr(pair, side).finished for pair in self.pairs):
+            if side == "trainer":
+                self._let_happen()
             if self._chance.choices(self._advances, cum_weights=self._weights)[0]():
                 quiet = 0
                 begun = [-1 if (step := pair.trainer.loop.step_begun) is None else step for pair in self.pairs]
