@@ -127,6 +127,12 @@ class NoModel:
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
         raise AssertionError("the stream has train steps only")
 
+    def completed(self, step: int) -> None:
+        pass
+
+    def issue_state(self, streams: Streams) -> None:
+        pass
+
     def state(self) -> Tensors:
         return {}
 

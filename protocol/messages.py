@@ -1,8 +1,8 @@
 """Defines every message between the two processes as a typed header. Arrays are never in a header: they are in a ring.
 
     prefetcher -> trainer   Welcome  Restore  StepReady  Flush  EndOfData
-    trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  Replica  StopRequest
-    both                    Released  Heartbeat  Failure  Bye
+    trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  Replica
+    both                    StopRequest  Released  Heartbeat  Failure  Bye
 
 `session.py` holds which of them may follow which.
 """
@@ -267,8 +267,12 @@ class EndOfData(Message, frozen=True, kw_only=True):
 
 
 class StopRequest(Message, frozen=True, kw_only=True):
+    """The run is to stop in order. From a prefetcher: it was asked, and the trainers are to agree on the last step."""
+
     reason: str
     next_step: int | None = None  # the first planned step that is not trained; None if all are
+    # plans go on to this step, which no prefetcher has planned, so that all ranks stop there; None: plans end at once
+    after_step: int | None = None
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

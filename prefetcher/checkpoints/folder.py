@@ -225,7 +225,7 @@ class Checkpoints:
     def withdraw(self, shard: OwnShard) -> Steps:
         """Removes what this rank has said about checkpoints that never were. Must be called before an attempt begins,
         while the writer of the attempt before is not busy."""
-        for folder in self._folders(self.root):
+        for folder in (*self._folders(self._current), *self._folders(self._new)):
             path = folder / shard_name(shard.number)
             if path.exists():
                 self.disk.unlink(path)

@@ -172,7 +172,7 @@ class PrefetcherEngine:
                 Replica: self.barrier.accept_dense,
                 **({} if verifier is None else {RowChecksums: verifier.reported}),
                 StepDone: self._step_done,
-                StopRequest: lambda message: self.planning.stop(message.reason, message.next_step),
+                StopRequest: lambda message: self.planning.stop(message.reason, message.next_step, message.after_step),
                 Bye: self._bye,
             }
         )
@@ -208,6 +208,13 @@ class PrefetcherEngine:
         home_through = self.writeback.applied_through
         worked = [store.advance(home_through) for store in self._parts.stores]  # each has its turn
         return any(worked)
+
+    def stop(self, reason: str) -> None:
+        """Stops in order, once a trainer has come. Ranks agree on the last step, which the trainer then names."""
+        if self._parts.rank is None or self._parts.rank.count == 1:
+            self.planning.stop(reason)
+        else:
+            self.conversation.send(StopRequest(reason=reason))
 
     @property
     def polls(self) -> dict[str, Callable[[], bool]]:

@@ -81,6 +81,7 @@ class PlanningStage:
         self._misses_dense = False
         self._counters = counters
         self.stop_reason: str | None = None
+        self._last_step: int | None = None  # of a stop, if ranks have agreed on one
         self._ended = False
         self._barrier_sent = False
         self._pace = pace
@@ -104,12 +105,18 @@ class PlanningStage:
         """Nothing is left to plan, so a stop would change nothing."""
         return self._ended and not self._planner.ready()
 
-    def stop(self, reason: str, next_step: int | None = None) -> None:
+    def stop(self, reason: str, next_step: int | None = None, after_step: int | None = None) -> None:
         """Makes no plan after the next turn, and a barrier after the last plan. The mail's thread calls it.
 
         `next_step`: the trainer skips this step and all later ones, so the run continues there. Raises
-        RemoteProtocolError unless it is a step under way.
+        RemoteProtocolError unless it is a step under way. `after_step`: plans go on to this step, after which all ranks
+        have the barrier. Raises RemoteProtocolError if a later one is planned.
         """
+        if after_step is not None and after_step < (self.planned_through or 0):
+            raise RemoteProtocolError(
+                f"StopRequest: the last step is to be {after_step}, but step {self.planned_through} is planned"
+            )
+        self._last_step = after_step
         if next_step is not None:
             position = self._start if next_step == self._first_step else self._position_after.get(next_step - 1)
             if position is None:
@@ -149,10 +156,13 @@ class PlanningStage:
     def plan_next(self) -> bool:
         if self._barrier_sent:
             return False
-        if self.stop_reason is not None and not self._data_is_planned:
+        if self.stop_reason is not None and self._last_step is None and not self._data_is_planned:
             return self._send_barrier(self.stop_reason, finished=False, last=True)
         if not self._planner.ready():
             return self._data_is_planned and self._send_barrier("end of data", finished=True, last=True)
+        # only here, where every rank knows whether the data has ended as well
+        if self.stop_reason is not None and self.planned_through == self._last_step is not None:
+            return self._send_barrier(self.stop_reason, finished=False, last=True)
         if self._planner.checkpoint_due:
             return self._send_barrier("checkpoint", finished=False, last=False)
         step = self._first_step if self.planned_through is None else self.planned_through + 1

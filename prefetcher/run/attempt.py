@@ -488,7 +488,7 @@ class PrefetcherAttempt:
                 stopping = True
                 health.state = "stopping"
                 self._log.info(STOPPING, reason=signals.stop_reason)
-                engine.planning.stop(f"{signals.stop_reason} to the prefetcher")
+                engine.stop(f"{signals.stop_reason} to the prefetcher")
                 self._crew.wake("planning")
             # the trainer's Bye may come just before the fetcher has ended the barrier, which rings no bell here
             self._bell.wait(IDLE_WAIT_S if engine.peer_left else 1.0)

@@ -224,6 +224,7 @@ ASIDES: tuple[Said, ...] = (
     (PREFETCHER, sample_messages.heartbeat()),
     (TRAINER, sample_messages.heartbeat()),
     (TRAINER, StopRequest(reason="SIGTERM to the trainer")),
+    (PREFETCHER, StopRequest(reason="SIGTERM to the prefetcher")),
     (PREFETCHER, Released(position=64)),
     (TRAINER, Released(position=128)),
 )

@@ -104,6 +104,7 @@ class Recovering:
     def __init__(self, session: Session, **more: dict[str, Any]) -> None:
         self.session = session
         self.num_starts = 0
+        self.options = [f"--max-steps={NUM_TRAIN}"]  # of the prefetcher
         session.write_job(**sections(**more))
 
     @property
@@ -113,7 +114,7 @@ class Recovering:
     def start(self, role: Role, armed: str | None = None) -> Process:
         self.num_starts += 1
         assert self.num_starts <= 2 * MOST_STARTS, f"not complete after {MOST_STARTS} starts"
-        options = [f"--max-steps={NUM_TRAIN}"] if role == "prefetcher" else []
+        options = self.options if role == "prefetcher" else []
         return self.session.start(role, *options, **({VARIABLE: armed} if armed else {}))
 
     def start_both(self, armed: Mapping[Role, str] | None = None) -> dict[Role, Process]:

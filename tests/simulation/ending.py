@@ -11,9 +11,10 @@ from contextlib import suppress
 from typing import Literal
 
 from rowcast.protocol.peer_watch import tell_peer
-from rowcast.runtime.errors import RemoteProtocolError, RowcastError
+from rowcast.runtime.errors import RemoteProtocolError, RowcastError, told
 from tests.simulation.both import NOTICED_WITHIN, Both, Failed, Happened, Side, Stuck
 from tests.simulation.promises import LifeFailed
+from tests.simulation.server import SimulatedServer
 from tests.simulation.storage import Storage
 
 Outcome = Literal["in order", "waits for a trainer", "dead", "dead without power"]
@@ -23,12 +24,19 @@ OTHER_SIDE: dict[Side, Side] = {"prefetcher": "trainer", "trainer": "prefetcher"
 
 class Ending:
     def __init__(
-        self, both: Both, storage: Storage, chance: random.Random, say: Callable[[str], None], settle_limit: int | None
+        self,
+        both: Both,
+        storage: Storage,
+        server: SimulatedServer,
+        chance: random.Random,
+        say: Callable[[str], None],
+        settle_limit: int | None,
     ) -> None:
         """`settle_limit`: advances of the writer after which the prefetcher is killed as it completes a checkpoint."""
         self.happened: Counter[str] = Counter()
         self._both = both
         self._storage = storage
+        self._server = server
         self._chance = chance
         self._say = say
         self._settle_limit = settle_limit
@@ -86,16 +94,19 @@ class Ending:
             self._say(f"the {other} did not hear of it, and loses its peer")
         except Failed as heard:
             self._say(str(heard))
-            if str(heard.error) != str(failed.error) or type(heard.error) is not RowcastError:
+            if told(heard.error) != told(failed.error):
                 self._check(heard)
         self._settle()
         return "dead"
 
     def _check(self, failed: Failed) -> None:
         refused = type(failed.error) is RemoteProtocolError and self._both.links[failed.side].must_refuse
-        disk_failed = failed.side == "prefetcher" and self._storage.failed_with(failed.error)
-        if not refused and not disk_failed:
+        if not refused and not (failed.side == "prefetcher" and self._explained(failed.error)):
             raise LifeFailed(f"nothing that happened allows this: {failed}") from failed.error
+
+    def _explained(self, error: Exception) -> bool:
+        """By what a disk or a server did."""
+        return self._storage.failed_with(error) or self._server.explains(error)
 
     def _stuck(self) -> Outcome:
         """Both wait for a frame that never comes, until `transport.stall_timeout`."""
@@ -126,7 +137,7 @@ class Ending:
                 writer.advance()
             except RowcastError as error:
                 self._say(f"while a checkpoint was completed: {error}")
-                if not self._storage.failed_with(error):
+                if not self._explained(error):
                     raise LifeFailed(f"nothing that happened allows this: {error}") from error
                 return False
         raise LifeFailed(f"the writer is busy after {MAX_SETTLING} advances")

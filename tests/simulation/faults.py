@@ -7,6 +7,7 @@ from typing import Literal
 
 from tests.simulation.disk import DISK_FAULTS, DiskFault
 from tests.simulation.link import FRAME_FAULTS, FrameFault
+from tests.simulation.server import SERVER_FAULTS, ServerFault
 
 Event = Literal[
     "kill trainer", "kill prefetcher", "kill both", "power loss", "link cut", "stop prefetcher", "stop trainer"
@@ -23,6 +24,7 @@ EVENTS: dict[Event, int] = {
 LAST_ADVANCE = 6000  # a whole run takes 2,500 to 14,000
 LAST_FRAME = 60
 LAST_OPERATION = 80
+LAST_CALL = 2000  # of a server; a whole run makes 100 to 10,000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,7 @@ class Faults:
     # of what arrives at the prefetcher, at the trainer
     frames: tuple[FrameFault | None, FrameFault | None] = (None, None)
     disk: DiskFault | None = None
+    server: ServerFault | None = None
     # advances of the writer after which a prefetcher that lost its trainer is killed as well
     settle_limit: int | None = None
 
@@ -49,20 +52,23 @@ class Faults:
             "to the prefetcher: ": self.frames[0],
             "to the trainer: ": self.frames[1],
             " ": self.disk,
+            "  ": self.server,
         }
         planned = [f"{name.strip(' ')}{part}" for name, part in parts.items() if part is not None]
         return ", ".join(planned) or "nothing"
 
 
-def draw_faults(chance: random.Random) -> Faults:
+def draw_faults(chance: random.Random, *, has_server: bool) -> Faults:
     """At least one, though the incarnation may end before it would happen."""
-    first = chance.choices(["process", "frame", "disk"], [6, 4, 1])[0]
-    has = {kind: kind == first or chance.random() < 0.15 for kind in ("process", "frame", "disk")}
+    weights = {"process": 6, "frame": 4, "disk": 1} | ({"server": 8} if has_server else {})
+    first = chance.choices(list(weights), list(weights.values()))[0]
+    has = {kind: kind == first or chance.random() < 0.15 for kind in weights}
     frame = draw_frame_fault(chance) if has["frame"] else None
     return Faults(
         happening=draw_happening(chance) if has["process"] else None,
         frames=(frame, None) if chance.random() < 0.5 else (None, frame),
         disk=draw_disk_fault(chance) if has["disk"] else None,
+        server=draw_server_fault(chance) if has.get("server") else None,
         settle_limit=chance.randrange(30) if chance.random() < 0.15 else None,
     )
 
@@ -84,3 +90,8 @@ def draw_disk_fault(chance: random.Random) -> DiskFault:
     return DiskFault(
         kind=chance.choice(DISK_FAULTS), at=chance.randrange(LAST_OPERATION), lasting=chance.random() < 0.3
     )
+
+
+def draw_server_fault(chance: random.Random) -> ServerFault:
+    at = round(math.exp(chance.uniform(0, math.log(LAST_CALL))))
+    return ServerFault(kind=chance.choice(SERVER_FAULTS), at=at, share=chance.random())

@@ -9,29 +9,34 @@
 Where a process has ended, a person starts it again.
 """
 
+import math
 import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
+import redis
 import structlog.testing
 
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints import snapshot
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.stores import memory_store, tiered_store
+from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.errors import RowcastError, StoreLost
 from tests.simulation.both import Both
 from tests.simulation.ending import Ending, Outcome
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.link import Arrival, faulty_pair
 from tests.simulation.promises import LifeFailed, check_run, check_state
 from tests.simulation.scenario import Scenario, draw_scenario, reference
+from tests.simulation.server import SimulatedServer
 from tests.simulation.storage import Storage
 from tests.support.cold_dict import ColdDict
 from tests.support.driver import InProcessRun, Past, Settings, plain_store, table_state
@@ -50,6 +55,7 @@ class Life:
         self.say = say
         self.table_dir = folder / "tables"
         self.storage = Storage(folder / "run", say)
+        self.server = SimulatedServer(random.Random(seed))
         self.job = self.scenario.job
         self.groups = group_specs(self.job)
         self.reference = reference(self.scenario.work)
@@ -75,9 +81,11 @@ class Life:
         faults = Faults()
         if self.faults_left:
             self.faults_left -= 1
-            faults = draw_faults(self.chance)
+            faults = draw_faults(self.chance, has_server=self.scenario.store == "redis")
         both = self._begin(faults)
-        ending = Ending(both, self.storage, self.chance, self.say, faults.settle_limit)
+        if both is None:
+            return
+        ending = Ending(both, self.storage, self.server, self.chance, self.say, faults.settle_limit)
         self._follow(ending.live_to_the_end(), both)
         self.happened += ending.happened
         self._count(both, faults)
@@ -111,10 +119,16 @@ class Life:
             self.happened["loaded"] += counts is not None and counts.loaded > 0
             self.happened["spilled"] += counts is not None and counts.spilled > 0
         self.happened["disk"] += self.storage.disk.failed is not None
+        self._count_server()
+
+    def _count_server(self) -> None:
+        if self.server.failed is not None:
+            self.happened.update([self.server.failed, "server"])
 
     # beginning
 
-    def _begin(self, faults: Faults) -> Both:
+    def _begin(self, faults: Faults) -> Both | None:
+        """None if the server has failed while rows were restored."""
         if self.tables is None:
             self.storage.disk.plan(None)
             self.newest = self.storage.find_newest()
@@ -124,9 +138,18 @@ class Life:
                 self.newest = None
             self.tables = self._new_tables()
         self.storage.disk.plan(faults.disk)
-        self._restore(self.tables, self.newest)
+        self.server.plan(faults.server)
         start = 0 if self.newest is None else self.newest.position.step
         self.say(f"incarnation {self.incarnation} from step {start}; planned: {faults}")
+        try:
+            self._restore(self.tables, self.newest)
+        except RowcastError as error:
+            if not self.server.explains(error):
+                raise
+            self.say(f"while rows were restored: {error}")
+            self._count_server()
+            self._prefetcher_dies()
+            return None
         links = faulty_pair(faults.frames, self.earlier, self.say)
         scenario = self.scenario
         settings = Settings(
@@ -150,9 +173,12 @@ class Life:
         sections: dict[str, dict[str, str | None]] = {
             "mapped": {"kind": "mapped", "path": str(self.table_dir)},
             "segments": {"kind": "tiered", "path": str(self.table_dir), "memory": "1GiB"},
+            "redis": {"kind": "redis", "memory": "1GiB", "url": "redis://server"},
         }
+        self.server.repair()
         store = msgspec.structs.replace(self.job.store, **sections.get(kind, {}))
-        job = msgspec.structs.replace(self.job, store=store)
+        own = msgspec.structs.replace(self.job.job, run_dir=str(self.table_dir))
+        job = msgspec.structs.replace(self.job, store=store, job=own)
         return Tables(job, self.groups, self.storage.checkpoints, self.incarnation)
 
     def _restore(self, tables: Tables, newest: Manifest | None) -> None:
@@ -163,6 +189,7 @@ class Life:
             stack.enter_context(patch.object(tiered_store, "AT_ONCE_BYTES", at_once))
             if kind == "tiered":
                 stack.enter_context(patch.object(memory_store, "MemoryStore", self._new_tiered))
+            stack.enter_context(patch.object(redis, "Redis", lambda **settings: self.server))
             tables.restore(newest)
         tier_slots = self.scenario.tier_slots
         if tier_slots is not None:
@@ -178,7 +205,8 @@ class Life:
     def _prefetcher_dies(self) -> None:
         """Its memory is gone. A mapped table file stays, and says that it was not closed."""
         assert self.tables is not None, "a prefetcher that dies has lived"
-        self.tables.close()
+        with self.server.cut_off() if self.chance.random() < 0.5 else nullcontext():
+            self.tables.close()
         self.tables = self.newest = None
         if self.chance.random() < ROT_SHARE:
             self.happened["rot"] += self.storage.rot(self.chance)
@@ -195,12 +223,20 @@ class Life:
         self.say(f"{'finished' if finished else 'stopped in order'} at advance {both.number}")
         self.newest = both.writer.newest
         if finished:
-            check_run(run, self.reference)
+            self._check_run(run)
         tables.close(at=self.newest)
         self.tables = None
         if finished:
             self._check_checkpoint()
             self.ended = True
+
+    def _check_run(self, run: InProcessRun) -> None:
+        try:
+            check_run(run, self.reference)
+        except StoreLost as error:  # by a row that the run did not need any more
+            if not self.server.explains(error):
+                raise
+            self.say(f"after the run: {error}")
 
     def _check_nothing_unnoticed(self, both: Both) -> None:
         for side, link in both.links.items():
@@ -218,6 +254,7 @@ class Life:
             self._restore(tables, newest)
             for group, store in zip(self.groups, tables.stores, strict=True):
                 check_state(table_state(group, store, self.job.job.seed), self.reference, "of the last checkpoint")
+        self.server.check_keys()
 
 
 def run_life(seed: int, say: Say = lambda text: None) -> Life:
@@ -231,7 +268,11 @@ def run_life(seed: int, say: Say = lambda text: None) -> Life:
     with tempfile.TemporaryDirectory() as folder, structlog.testing.capture_logs():
         try:
             life = Life(seed, Path(folder), keep)
-            with patch.object(snapshot, "BLOCK_BYTES", life.scenario.block_bytes):
+            with ExitStack() as stack:
+                own = life.scenario
+                stack.enter_context(patch.object(snapshot, "BLOCK_BYTES", own.block_bytes))
+                stack.enter_context(patch.object(redis_rows, "ROWS_AT_ONCE", own.rows_a_call))
+                stack.enter_context(patch.object(redis_rows, "CHECK_S", 0.0 if own.asks_often else math.inf))
                 life.live()
         except Exception as error:
             history = "\n    ".join(said)

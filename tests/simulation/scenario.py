@@ -15,6 +15,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints import snapshot
 from rowcast.prefetcher.stores import tiered_store
+from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models import Embedded
 from rowcast.trainer.report.report_json import Evaluation
@@ -33,6 +34,7 @@ from tests.support.driver import InProcessRun, Settings, start_state
 
 DENSE_OPTIMIZERS: tuple[Literal["sgd", "adagrad", "adam"], ...] = ("sgd", "adagrad", "adam")
 NUM_STEPS = 12
+TIERED = ("tiered", "segments", "redis")  # stores with a memory tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +64,20 @@ class Scenario:
     seeded_streams: bool
     mirrored: bool
     # touched: in memory, numbered as the rows are touched; tiered: a few in memory, over a dictionary; segments: over
-    # a file
-    store: Literal["memory", "touched", "mapped", "tiered", "segments"]
+    # a file; redis: over a server
+    store: Literal["memory", "touched", "mapped", "tiered", "segments", "redis"]
     tier_spare: int  # rows in memory beyond those of the device
     tier_reserve: int  # rows that may wait to leave it
     tier_at_once: int  # bytes that are loaded or spilled at once
+    rows_a_call: int  # of a server
+    asks_often: bool  # how the server is: each time that the staging thread has nothing else to do, else never
     peers_wait: bool  # transport.rejoin_timeout: the prefetcher outlives a trainer that is lost
     num_faults: int
     block_bytes: int  # that a checkpoint collects at a time
 
     @property
     def tier_slots(self) -> tuple[int, ...] | None:
-        return tuple(n + self.tier_spare for n in self.slots) if self.store in ("tiered", "segments") else None
+        return tuple(n + self.tier_spare for n in self.slots) if self.store in TIERED else None
 
     def __str__(self) -> str:
         job = self.job
@@ -85,7 +89,7 @@ class Scenario:
             f"{self.slots} slots, rings of {self.ring_bytes}, late store {self.late_store}, "
             f"seeded streams {self.seeded_streams}, mirrored {self.mirrored}, store {self.store} "
             f"with {self.tier_spare} spare rows and {self.tier_reserve} on their way, "
-            f"{self.tier_at_once} bytes at once, "
+            f"{self.tier_at_once} bytes at once, {self.rows_a_call} rows a call, asks often {self.asks_often}, "
             f"peers wait {self.peers_wait}"
         )
 
@@ -122,10 +126,12 @@ def draw_scenario(chance: random.Random) -> Scenario:
         late_store=chance.random() < 0.5,
         seeded_streams=chance.random() < 0.5,
         mirrored=chance.random() < 0.3,
-        store=chance.choices(("mapped", "touched", "memory", "tiered", "segments"), (3, 3, 4, 4, 4))[0],
+        store=chance.choices(("mapped", "touched", "memory", "tiered", "segments", "redis"), (3, 3, 4, 4, 4, 4))[0],
         tier_spare=chance.choice([0, 20, 200]),
         tier_reserve=chance.choice([0, 50, 1000]),
         tier_at_once=chance.choice([1, 1000, tiered_store.AT_ONCE_BYTES]),
+        rows_a_call=chance.choice([50, redis_rows.ROWS_AT_ONCE]),
+        asks_often=chance.random() < 0.5,
         peers_wait=chance.random() < 0.8,
         num_faults=chance.randint(1, 5),
         block_bytes=chance.choice([1, 500, snapshot.BLOCK_BYTES]),

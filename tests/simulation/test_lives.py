@@ -8,6 +8,7 @@ import pytest
 from tests.simulation.faults import EVENTS
 from tests.simulation.life import run_life
 from tests.simulation.link import FRAME_FAULTS
+from tests.simulation.server import SERVER_FAULTS
 from tests.support.repeats import count
 
 NUM_SEEDS = count(40, 1000)
@@ -37,14 +38,13 @@ def test_the_lives_had_faults_of_every_kind(happened: Counter[str]) -> None:
     for kind in ("event", "frame", "disk", "loaded", "spilled"):
         assert happened[kind] >= NUM_SEEDS / 4, f"only {happened[kind]} faults of kind {kind} in {NUM_SEEDS} lives"
     if NUM_SEEDS >= RARE_BELOW:
-        assert not [kind for kind in (*EVENTS, *FRAME_FAULTS, "stuck", "rot", "fresh", "disk") if not happened[kind]], (
-            "a fault never happened"
-        )
+        rare = (*EVENTS, *FRAME_FAULTS, *SERVER_FAULTS, "stuck", "rot", "fresh", "disk")
+        assert not [kind for kind in rare if not happened[kind]], "a fault never happened"
 
 
 def test_a_seed_replays_to_the_letter() -> None:
     """Even in another folder; a life whose second run differed could not be looked into."""
-    for seed in (24, 25):
+    for seed in (25, 28):  # the second one over a server
         first: list[str] = []
         again: list[str] = []
         run_life(seed, first.append)

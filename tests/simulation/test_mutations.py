@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import rowcast.prefetcher.run.tables
@@ -14,6 +15,7 @@ from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
+from rowcast.prefetcher.stores.cold.redis_rows import Fields, RedisRows
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
@@ -90,6 +92,13 @@ def accept_any_incarnation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "_check_incarnation", check)
 
 
+def take_rows_that_a_server_lost_for_zeros(patch: pytest.MonkeyPatch) -> None:
+    def as_they_come(self: RedisRows, fields: Fields, values: list[bytes | None]) -> npt.NDArray[np.void]:
+        return np.frombuffer(b"".join(value or bytes(self._value.itemsize) for value in values), self._value)
+
+    patch.setattr(RedisRows, "_checked", as_they_come)
+
+
 BREAKS: tuple[Break, ...] = (
     roll_back_without_forgetting,
     freeze_before_the_rows_are_home,
@@ -99,6 +108,7 @@ BREAKS: tuple[Break, ...] = (
     forget_random_state,
     never_sync,
     accept_any_incarnation,
+    take_rows_that_a_server_lost_for_zeros,
 )
 
 

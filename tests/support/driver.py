@@ -37,7 +37,7 @@ from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
@@ -48,12 +48,14 @@ from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
+from rowcast.trainer.execute.agreed_stop import AgreedStop
+from rowcast.trainer.execute.barrier import DenseState
 from rowcast.trainer.execute.engine import ring_ends
 from rowcast.trainer.execute.host_memory import Bounced
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import PlainStreams, SeededStreams, Streams, Wait
+from rowcast.trainer.execute.streams import Event, PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models.collectives import Collectives
@@ -113,6 +115,24 @@ class MemoryCheckpointer:
 
     def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
         return True
+
+
+@dataclass(slots=True)
+class KeptStates:
+    """Implements `DenseState` around another: keeps what that packs."""
+
+    inner: DenseState
+    packed: list[bytes]
+
+    def issue(self, streams: Streams) -> Event:
+        return self.inner.issue(streams)
+
+    def pack(self) -> bytes:
+        self.packed.append(self.inner.pack())
+        return self.packed[-1]
+
+    def restore(self, content: bytes) -> None:
+        self.inner.restore(content)
 
 
 @dataclass(slots=True)
@@ -298,6 +318,8 @@ class InProcessRun:
         self.prefetcher.planning.on_plan = self._note_plan
         trainer_conversation = Conversation(Session("trainer"), links[1])
         self._greet(trainer_conversation, rank)
+        self.stop = AgreedStop(rank, welcome.depth, trainer_conversation.send)
+        trainer_conversation.listen({StopRequest: lambda message: self.stop.ask(message.reason)})
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
@@ -313,6 +335,7 @@ class InProcessRun:
                 num_dense,
                 sharing.rank,
                 sharing.collectives,
+                self.stop,
                 kernels,
                 clock,
             )
@@ -333,6 +356,9 @@ class InProcessRun:
                 rank=rank,
             )
         )
+        self.saved: list[bytes] = []  # model states that the trainer has packed for checkpoints
+        barrier = self.trainer.barrier
+        barrier._dense_state = KeptStates(barrier._dense_state, self.saved)
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
         if self.writer is not None:
             stages.append(self.writer)

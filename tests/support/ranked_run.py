@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
 from rowcast.trainer.models.collectives import LocalCollectives
 from tests.support.collectives import InProcessCollectives, Network
-from tests.support.driver import QUIET_LIMIT, InProcessRun, Settings, Sharing, StuckError
+from tests.support.driver import QUIET_LIMIT, InProcessRun, Past, Settings, Sharing, StuckError
 from tests.support.full_capacity import bits
 
 
@@ -24,9 +24,17 @@ class RankedRun:
     """One whole run of `ranks` pairs."""
 
     def __init__(
-        self, job: Job, batches: Sequence[ScheduledBatch], settings: Settings, *, ranks: int, parts: int
+        self,
+        job: Job,
+        batches: Sequence[ScheduledBatch],
+        settings: Settings,
+        *,
+        ranks: int,
+        parts: int,
+        pasts: Sequence[Past] | None = None,
     ) -> None:
-        """`settings` of every pair; each has a seed of its own that follows from the one given."""
+        """`settings` of every pair; each has a seed of its own that follows from the one given. `pasts`: of each rank,
+        which continue a run of any number of ranks; all have one folder."""
         self.job = job
         self._chance = random.Random(settings.seed)
         self.network = Network(ranks, settings.seed)
@@ -35,6 +43,7 @@ class RankedRun:
                 job,
                 batches,
                 replace(settings, seed=settings.seed * ranks + number),
+                None if pasts is None else pasts[number],
                 sharing=Sharing(
                     rank=Rank(number=number, count=ranks, parts=parts),
                     collectives=LocalCollectives() if ranks == 1 else InProcessCollectives(self.network, number),
@@ -51,7 +60,17 @@ class RankedRun:
             for _ in pair.advances
         ]
         self._weights = list(itertools.accumulate([*weights, self._chance.choice((0.05, 0.3, 1.0)) * ranks]))
+        self._happenings: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self.most_apart = 0  # steps between the rank that has begun the most and the one that has begun the fewest
+
+    def when(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
+        """Does `action` once, between two turns, if the condition is ever true while trainers run."""
+        self._happenings.append((condition, action))
+
+    def _let_happen(self) -> None:
+        for happening in [own for own in self._happenings if own[0]()]:
+            self._happenings.remove(happening)
+            happening[1]()
 
     def run(self) -> "RankedRun":
         self._advance_until_all("trainer")
@@ -62,9 +81,18 @@ class RankedRun:
             pair.prefetcher.planner.check_integrity()
         return self
 
+    def advance(self, times: int) -> None:
+        """Lets so many stages work, and ends early if the run has ended."""
+        for _ in range(times):
+            if all(pair.trainer.finished for pair in self.pairs):
+                break
+            self._chance.choices(self._advances, cum_weights=self._weights)[0]()
+
     def _advance_until_all(self, side: str) -> None:
         quiet, begun = 0, [-1]
         while quiet % 64 or not all(getattr(pair, side).finished for pair in self.pairs):
+            if side == "trainer":
+                self._let_happen()
             if self._chance.choices(self._advances, cum_weights=self._weights)[0]():
                 quiet = 0
                 begun = [-1 if (step := pair.trainer.loop.step_begun) is None else step for pair in self.pairs]

@@ -316,6 +316,7 @@ def every_message() -> list[AnyMessage]:
         end_of_data(8),
         end_of_data(None),
         StopRequest(reason="SIGTERM", next_step=7),
+        StopRequest(reason="SIGTERM", after_step=70),
         heartbeat(),
         Failure(code=3, sentence="the trainer was lost"),
         Bye(),

@@ -151,7 +151,7 @@ def test_evaluations_do_not_depend_on_the_number_of_ranks() -> None:
 @functools.cache
 def small_steps() -> tuple[Job, list[ScheduledBatch], Plain]:
     job = small_job("adagrad", "multi", depth=2, horizon=4)
-    batches = small_batches(job, "multi", num_steps=4, eval_at=(2,))
+    batches = small_batches(job, "multi", num_steps=4, eval_at=(2, 5))  # the last checkpoint is in an evaluation
     return job, batches, run_plain_loop(job, start_state(job, NUM_DENSE), batches, 6)
 
 
@@ -160,6 +160,8 @@ def run_in_three(seed: int, without: RankWait | None = None) -> int:
     job, batches, expected = small_steps()
     run = ranked(job, batches, 3, 6, ("one batch", "two batches")[seed % 2], seed=seed, without=without)
     assert_equal_bits(run, expected)
+    for pair in run.pairs[1:]:
+        assert pair.saved == run.pairs[0].saved, "ranks would save other states"
     return run.most_apart
 
 

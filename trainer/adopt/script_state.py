@@ -6,6 +6,7 @@ import torch
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.stderr import print_line
+from rowcast.trainer.execute.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.report_json import Evaluation
@@ -36,6 +37,9 @@ class ScriptState:
         if result.logloss is None or result.accuracy is None:
             return None
         return Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy)
+
+    def issue_state(self, streams: Streams) -> None:
+        pass
 
     def state(self) -> Tensors:
         if self._dense is None:

@@ -33,6 +33,7 @@ from rowcast.trainer.execute.plan_memory import unpack
 from rowcast.trainer.execute.row_checksums import RequestedChecksums
 from rowcast.trainer.execute.sender import Sender
 from rowcast.trainer.execute.slots import EvictStaging, Slots
+from rowcast.trainer.execute.streams import Event, Streams
 from rowcast.trainer.models.model_state import ModelStatePieces
 
 
@@ -41,7 +42,7 @@ class TrainerState(StrEnum):
     RUNNING = "steps run"
     RECEIVING = "dirty slots come"
     GATHERING = "dirty rows leave their slots"
-    PACKING = "the dense side is packed"
+    PACKING = "the dense side is gathered and packed"
     ENDED = "ended"
 
 
@@ -75,8 +76,11 @@ TABLE = StateTable(
 class DenseState(Protocol):
     """The part of a checkpoint that the trainer holds: the model state."""
 
+    def issue(self, streams: Streams) -> Event:
+        """Issues what `pack` needs; called when every step is complete."""
+
     def pack(self) -> bytes:
-        """Called when every step is complete."""
+        """Called when the event of `issue` has happened."""
 
     def restore(self, content: bytes) -> None:
         """Restores what `pack` returned, before the first step."""
@@ -137,6 +141,7 @@ class TrainerBarrier:
         self._flushes: deque[tuple[Flush, Tensor | None]] = deque()
         self._restores: deque[tuple[Restore, Tensor]] = deque()
         self._restored = ModelStatePieces()
+        self._state_issued: Event | None = None  # while the model state is gathered
         self._flush: ArrivingFlush | None = None
         self._dirty: DirtySlots | None = None
         self._sends_model_state = sends_model_state
@@ -297,7 +302,18 @@ class TrainerBarrier:
             TrainerEvent.MUST_SAVE if flush.header.checkpoint else TrainerEvent.GATHERED
         )
 
+    @property
+    def awaits_state(self) -> bool:
+        """Whether the next turn depends on an event of the device."""
+        return self._state_issued is not None
+
     def _pack(self, barrier: int) -> bool:
+        if self._state_issued is None:
+            self._state_issued = self._dense_state.issue(self._slots.streams)
+            return True
+        if not self._slots.streams.done(self._state_issued, "state_gathered"):
+            return False
+        self._state_issued = None
         crash_point("dense side not packed")
         with self._counters.shown("pack"):
             content = self._dense_state.pack()

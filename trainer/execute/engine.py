@@ -7,7 +7,7 @@ import torch
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, Welcome
+from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.arrays import Bytes
@@ -29,6 +29,7 @@ WAKES: Wakes = {
     Restore: ("main",),
     Flush: ("main",),
     EndOfData: ("main",),
+    StopRequest: ("main",),
     Released: ("sender",),  # room in the back ring
     "main": ("sender",),  # victims to send, a step to report, the model state
     "sender": ("main",),  # room in evict staging

@@ -57,12 +57,18 @@ class Steps(Protocol):
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
         """Issues the copy of the evaluation's counts to the host, in `closed`, and starts new ones."""
 
+    def completed(self, step: int) -> None:
+        """All that was issued for the step is complete, and the prefetcher has not been told yet."""
+
 
 class ModelState(Protocol):
     """The part of the model state that a checkpoint takes from the model."""
 
+    def issue_state(self, streams: Streams) -> None:
+        """Issues what `state` needs of other ranks. Called at the same barriers on all of them."""
+
     def state(self) -> Tensors:
-        """Returns the state to save. Called when every issued step is complete."""
+        """Returns the state to save. Called when every issued step, and `issue_state`, is complete."""
 
     def restore(self, tensors: Tensors) -> bool:
         """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
@@ -90,6 +96,10 @@ class TrainingState:
     results: Results
     train_steps: int  # train steps of the run that were issued, in this attempt or before it
     evaluating: bool = False  # an evaluation has begun and is not closed
+
+    def issue(self, streams: Streams) -> Event:
+        self.model.issue_state(streams)
+        return streams.compute.record()
 
     def pack(self) -> bytes:
         return pack({**self.model.state(), **self.results.state()})
@@ -156,7 +166,8 @@ class TrainingLoop:
     @property
     def awaits_device(self) -> bool:
         """Whether the next turn may depend on an event of the device."""
-        return self._streams.copy_in.is_device and (bool(self._issued) or self._cache.is_copying)
+        open_work = bool(self._issued) or self._cache.is_copying or self._barrier.awaits_state
+        return self._streams.copy_in.is_device and open_work
 
     @property
     def waiting_for(self) -> str:
@@ -297,6 +308,8 @@ class TrainingLoop:
 
     def _finish_step(self, issued: Issued, step: ArrivedStep) -> None:
         loss = None
+        if self._training.steps is not None:
+            self._training.steps.completed(step.step)
         if issued.loss is not None:
             loss = np.float32(issued.loss.item())
             if not math.isfinite(loss):

@@ -30,6 +30,7 @@ RankWait = Literal[
     "parts_received",  # compute: what all parts gave for the own rows, and for the own slice of the rest, is here
     "slice_summed",  # exchange: the own slice is added up
     "sum_gathered",  # compute: every rank's slice is here
+    "state_gathered",  # host: what a checkpoint needs of all ranks, the counts of an evaluation, is here
     "exchanged",  # exchange: a collective is complete, so its memory may be read or reused
 ]
 

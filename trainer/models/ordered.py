@@ -5,7 +5,7 @@ of a rank are a branch of the tree over all parts, and the ranks' sums are added
 
 What a rank gives besides row gradients is one vector:
 
-    | gradient of weight 0 | of weight 1 | ... | parts that gave each gradient | loss | zeros, so that ranks divide it |
+    | gradient of weight 0 | of weight 1 | ... | parts that gave each | loss | scalars | zeros, for equal slices |
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,16 @@ def padded(length: int, ranks: int) -> int:
 class PartVector:
     """The layout of that vector for some weights."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], ranks: int) -> None:
+    def __init__(self, weights: Sequence[nn.Parameter], ranks: int, scalars: int = 0) -> None:
+        """`scalars`: how many more numbers are added up."""
         self._weights = weights
         ends = [0]
         for weight in weights:
             ends.append(ends[-1] + weight.numel())
         self._places = list(pairwise(ends))
         self._given, self._loss = ends[-1], ends[-1] + len(weights)
-        self.length = padded(self._loss + 1, ranks)
+        self._end = self._loss + 1 + scalars
+        self.length = padded(self._end, ranks)
 
     def new(self, device: torch.device) -> Tensor:
         """What a part gives that has no samples."""
@@ -54,6 +56,10 @@ class PartVector:
                 weight.grad = None
         vector[self._loss] = loss.detach()
         return vector
+
+    def scalars(self, vector: Tensor) -> Tensor:
+        """f32 [scalars], a view."""
+        return vector[self._loss + 1 : self._end]
 
     def give(self, vector: Tensor) -> Tensor:
         """Sets each weight's gradient, None if no part gave one; returns the loss. Reads the vector on the host."""

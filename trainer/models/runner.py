@@ -104,6 +104,9 @@ class StepRunner:
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
         streams.compute.run(lambda: closed.append(self.close_evaluation()))
 
+    def completed(self, step: int) -> None:
+        pass
+
     def train(self, step: StepInputs, loss: Tensor) -> None:
         self._clock.begin(step.step)
         embeddings = self._embeddings(step_lookups(step), step.header.train_step)
@@ -132,6 +135,9 @@ class StepRunner:
 
     def close_evaluation(self) -> EvalCounts:
         return self._metrics.close()
+
+    def issue_state(self, streams: Streams) -> None:
+        pass
 
     def state(self) -> Tensors:
         """The state of model, optimizer, random numbers and evaluation; called when every issued step is complete."""

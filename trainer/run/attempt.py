@@ -16,19 +16,20 @@ from rich.console import Console
 
 from rowcast.job.schema import Job, Transport, parse_seconds
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.messages import Mode, StopRequest, Welcome
+from rowcast.protocol.messages import Mode, Welcome
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.execute.agreed_stop import AgreedStop
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.execute.phases import PhaseClock
 from rowcast.trainer.execute.streams import make_streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
-from rowcast.trainer.models.shared_runner import SharedRunner
+from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedRunner
 from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
@@ -206,8 +207,11 @@ class TrainerAttempt:
         run, stack = self._run, connection.stack
         stack.enter_context(self._results)
 
+        assert connection.conversation is not None, "the prefetcher was met"
+        stop = AgreedStop(group.rank, welcome.depth, connection.conversation.send)
+
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
-            runner = self._runner(group, records, welcome.num_dense, clock)
+            runner = self._runner(group, records, welcome.num_dense, clock, stop)
             return runner, runner
 
         engine = connection.start(make_streams, make_model, self._results)
@@ -230,7 +234,7 @@ class TrainerAttempt:
         self._log.info(
             "training", after_train_steps=welcome.first_train_step, checkpoints=self._job.checkpoint.described
         )
-        self._loop(connection, engine, progress)
+        self._loop(connection, engine, progress, stop)
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
@@ -250,23 +254,28 @@ class TrainerAttempt:
         if self._run.mode == "train":
             write_page(self._job.run_dir / PAGE, self._record(report))
 
-    def _runner(self, group: Group, records: list[torch.Tensor], num_dense: int, clock: PhaseClock) -> Runner:
+    def _runner(
+        self, group: Group, records: list[torch.Tensor], num_dense: int, clock: PhaseClock, stop: AgreedStop
+    ) -> Runner:
         run = self._run
         if group.rank is None:
             return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
+        make = SharedEvaluationRunner if run.mode == "eval" else SharedRunner
         collectives = group.connect(run.device, self._crew.check)
-        return SharedRunner(run.job, run.groups, records, num_dense, group.rank, collectives, run.kernels, clock)
+        return make(run.job, run.groups, records, num_dense, group.rank, collectives, stop, run.kernels, clock)
 
-    def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine) -> None:
+    def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine, stop: AgreedStop) -> None:
         run, stopping = self._run, False
 
         def advance() -> bool:
             nonlocal stopping
-            if run.signals.stop_reason is not None and not stopping:
+            number = run.signals.stop_reason
+            reason = connection.asked_to_stop if number is None else f"{number} to the trainer"
+            if reason is not None and not stopping:
                 stopping = True
                 run.health.state = "stopping"
-                self._log.info(STOPPING, reason=run.signals.stop_reason)
-                engine.conversation.send(StopRequest(reason=f"{run.signals.stop_reason} to the trainer"))
+                self._log.info(STOPPING, reason=reason)
+                stop.ask(reason)
             progress.update()
             run.start_times.step_s = run.start_times.step_s or engine.loop.first_step_s
             run.history.update(engine.loop.first_step_s)

@@ -27,7 +27,7 @@ import torch
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import Bye, Mode, Welcome
+from rowcast.protocol.messages import Bye, Mode, StopRequest, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session, check_welcome
@@ -80,6 +80,7 @@ class Connection:
         self.welcome: Welcome | None = None
         self.engine: TrainerEngine | None = None
         self.has_page_locked_rings = False
+        self.asked_to_stop: str | None = None  # why, if the prefetcher of a rank was asked
         self._parts = parts
         self._left = threading.Event()
         self._watch: PeerWatch | None = None
@@ -99,7 +100,9 @@ class Connection:
         link.start()
         conversation = self.conversation = Conversation(Session("trainer"), link)
         conversation.on_message = parts.crew.wake_after
-        conversation.listen({Welcome: arrived.append, Bye: lambda message: self._left.set()})
+        conversation.listen(
+            {Welcome: arrived.append, Bye: lambda message: self._left.set(), StopRequest: self._note_stop}
+        )
         watch = self._watch = PeerWatch(
             "prefetcher",
             conversation,
@@ -126,6 +129,9 @@ class Connection:
         """Between `meet` and `start`: sends heartbeats. Messages wait for the engine. Raises PeerLost."""
         assert self._watch is not None, "attend comes after meet"
         self._watch.advance()
+
+    def _note_stop(self, message: StopRequest) -> None:
+        self.asked_to_stop = message.reason
 
     def _prefetcher_failure(self) -> RowcastError | None:
         began_s = self._parts.began_s

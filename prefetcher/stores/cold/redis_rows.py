@@ -65,6 +65,7 @@ class Freed(NamedTuple):
 class RedisRows:
     """Implements `ColdRows`. Made by `open`."""
 
+    shares_places = True
     most = 2**31 - 2  # writes, at a few a step, so they last for years; leaves 2**31 numbers for slots
 
     def __init__(self, servers: Servers, group: GroupSpec, generation: str, note: Path) -> None:

@@ -1,0 +1,107 @@
+"""Issues what ranks exchange, in one order on all of them. Collectives only copy; every addition is ours."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rowcast.protocol.parts import Rank
+from rowcast.trainer.execute.metrics import Lap
+from rowcast.trainer.execute.streams import Closure, RankWait, Streams, Work, copy
+from rowcast.trainer.models.collectives import Collectives
+from rowcast.trainer.models.ordered import sum_in_order
+from rowcast.trainer.models.shared_rows import Reused
+
+Start = Callable[[], Work]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumMemory:
+    """A vector that ranks add up: each adds a slice of all ranks' vectors."""
+
+    own: Tensor  # [n]
+    slices: Tensor  # [n] the own slice of each rank's vector
+    slice: Tensor  # [n / ranks] their sum
+    total: Tensor  # [n]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatherMemory:
+    """What each rank gives, one after the other."""
+
+    own: Tensor  # [n]
+    all: Tensor  # [ranks * n]
+
+
+class Exchanges:
+    """The exchanges of one rank."""
+
+    def __init__(self, rank: Rank, collectives: Collectives, device: torch.device, lap: Callable[[Lap], None]) -> None:
+        """`lap`: called on the compute stream at the end of a phase."""
+        self._rank = rank
+        self._collectives = collectives
+        self._device = device
+        self._lap = lap
+        self._kept: dict[tuple[str, torch.dtype], list[Reused]] = {}
+
+    def name(self, what: str) -> None:
+        """What the exchanges carry that are issued from now on, for the sentence about one that fails."""
+        self._collectives.doing = what
+
+    def all_to_all(
+        self, output: Tensor, given: Tensor, receive: Sequence[int] | None = None, send: Sequence[int] | None = None
+    ) -> Start:
+        """Without sizes, each rank gets as much."""
+        splits = [None if sizes is None else list(sizes) for sizes in (receive, send)]
+        return partial(self._collectives.all_to_all_single, output, given, *splits, async_op=True)
+
+    def gather(self, memory: GatherMemory) -> Start:
+        return partial(self._collectives.all_gather_into_tensor, memory.all, memory.own, async_op=True)
+
+    def across(
+        self,
+        streams: Streams,
+        packed: RankWait,
+        exchanges: Sequence[Start],
+        received: RankWait,
+        meanwhile: Closure | None = None,
+    ) -> None:
+        """What compute has issued goes to other ranks; what it issues from here on waits for what they sent."""
+        streams.compute.run(lambda: self._lap("exchange"))
+        streams.exchange.wait(streams.compute.record(), packed)
+        for start in exchanges:
+            streams.exchange.communicate(start)
+        if meanwhile is not None:
+            # where collectives run on the compute stream, they are complete here
+            streams.compute.run(lambda: self._lap("ranks"))
+            streams.compute.run(meanwhile)
+        streams.compute.wait(streams.exchange.record(), received)
+        streams.compute.run(lambda: self._lap("ranks"))
+
+    def sum(
+        self, streams: Streams, memory: SumMemory, with_it: Sequence[Start] = (), meanwhile: Closure | None = None
+    ) -> None:
+        """Adds up `memory.own` of all ranks; `meanwhile` runs while the slices are under way."""
+        slices = self.all_to_all(memory.slices, memory.own)
+        self.across(streams, "parts_packed", [*with_it, slices], "parts_received")
+        streams.compute.run(lambda: copy(sum_in_order(memory.slices.view(self._rank.count, -1).unbind()), memory.slice))
+        gather = self.gather(GatherMemory(own=memory.slice, all=memory.total))
+        self.across(streams, "slice_summed", [gather], "sum_gathered", meanwhile)
+
+    # memory that the next exchange of the same name uses again
+
+    def sum_memory(self, name: str, length: int, dtype: torch.dtype) -> SumMemory:
+        """`length`: a multiple of the ranks."""
+        sizes = (length, length, length // self._rank.count, length)
+        own, slices, of_rank, total = self._memory(name, sizes, dtype)
+        return SumMemory(own=own, slices=slices, slice=of_rank, total=total)
+
+    def gather_memory(self, name: str, length: int, dtype: torch.dtype) -> GatherMemory:
+        own, of_all = self._memory(name, (length, length * self._rank.count), dtype)
+        return GatherMemory(own=own, all=of_all)
+
+    def _memory(self, name: str, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        kept = self._kept.setdefault((name, dtype), [Reused(dtype, self._device) for _ in sizes])
+        return [one.rows(size, 1).view(-1) for one, size in zip(kept, sizes, strict=True)]

@@ -1,0 +1,90 @@
+"""Counts what a rank's parts of an evaluation predict, and adds up what all ranks have counted.
+
+Counts are integers, whose sum has no order. The sum of losses is one for each part; all of them are gathered, and added
+once, in the tree, when the evaluation ends. So the result is the same for any number of ranks, also if that changes in
+the middle of an evaluation.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowcast.protocol.parts import Rank
+from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.models.evaluate import NUM_BINS, EvalCounts, EvalMetrics, to_host
+from rowcast.trainer.models.exchanges import Exchanges
+from rowcast.trainer.models.ordered import padded
+
+NUM_COUNTS = 2 * NUM_BINS + 2  # the histogram, correct samples, all samples
+
+
+class SharedEvaluation:
+    """One evaluation after another. Its collectives come at the same places in the plans of all ranks."""
+
+    def __init__(self, rank: Rank, exchanges: Exchanges, device: torch.device) -> None:
+        self._rank = rank
+        self._exchanges = exchanges
+        self._metrics = EvalMetrics(device, parts=rank.parts_per_rank)
+        self._in_progress = False  # on all ranks, also if this one has had no sample
+        self._of_all: EvalCounts | None = None  # of an evaluation in progress, for a checkpoint
+
+    def begin(self) -> None:
+        """An evaluation step is issued."""
+        self._in_progress = True
+
+    def update(self, part: int, outputs: Any, labels: Tensor, own_loss: Tensor | None) -> None:
+        """Counts the samples of an own part, as `EvalMetrics.update` does."""
+        self._metrics.update(outputs, labels, own_loss, part)
+
+    def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
+        """Appends the counts of all ranks, on the host, and starts the next evaluation."""
+        self._in_progress = False
+        self._issue_gather(streams, closed.append)
+        streams.compute.run(self._metrics.clear)
+
+    def issue_state(self, streams: Streams) -> None:
+        """Gathers what `state` needs, if an evaluation is in progress."""
+        self._of_all = None
+        if self._in_progress:
+            self._issue_gather(streams, lambda counts: setattr(self, "_of_all", counts))
+
+    def state(self) -> dict[str, Tensor]:
+        """The counts of an evaluation in progress, the same on all ranks; empty otherwise."""
+        if not self._in_progress:
+            return {}
+        assert self._of_all is not None, "the counts of all ranks were gathered"
+        return self._of_all.state()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Continues from a `state`, whichever ranks had counted. Returns whether an evaluation is in progress."""
+        saved = EvalCounts.saved(tensors)
+        if saved:
+            own = self._rank.own_parts
+            counts = {name: counts if self._rank.number == 0 else counts * 0 for name, counts in saved.items()}
+            counts["loss_sum"] = saved["loss_sum"][own.start : own.stop]
+            self._metrics.continue_from(counts)
+        self._in_progress = bool(saved)
+        return self._in_progress
+
+    def _issue_gather(self, streams: Streams, take: Callable[[EvalCounts], None]) -> None:
+        counts = self._exchanges.sum_memory("counts", padded(NUM_COUNTS, self._rank.count), torch.int64)
+        losses = self._exchanges.gather_memory("loss sums", self._rank.parts_per_rank, torch.float64)
+
+        def pack() -> None:
+            own = self._metrics.counts
+            counts.own.zero_()
+            counts.own[:NUM_COUNTS] = torch.cat(
+                [own.histogram.view(-1), own.num_correct.view(1), own.num_samples.view(1)]
+            )
+            losses.own.copy_(own.loss_sum)
+
+        def unpack() -> None:
+            total = to_host(counts.total[:NUM_COUNTS])
+            take(EvalCounts(total[:-2].view(2, NUM_BINS), total[-2], to_host(losses.all), total[-1]))
+
+        streams.compute.run(pack)
+        self._exchanges.name("the counts of an evaluation")
+        self._exchanges.sum(streams, counts, [self._exchanges.gather(losses)])
+        streams.compute.run(unpack)
