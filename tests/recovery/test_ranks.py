@@ -24,6 +24,7 @@ CRASHES = {  # how often the point is passed by the process that is killed there
     "step computed": 14,
     "rows written": 14,
 }
+ASKED = {"rows written": 2, "step computed": 2}  # early, as steps that are planned are still made
 STANDS_STILL = {"prefetcher": "rows written:14:SIGSTOP", "trainer": "step computed:14:SIGSTOP"}
 
 
@@ -57,6 +58,18 @@ def test_a_crash_in_the_middle_changes_no_bit(name: str, run: RecoveringRanks, a
     run.crash(name, CRASHES[name])
     assert run.finish().differs(alone) == []
     assert run.processes.remains() == []
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_stop_that_one_of_them_is_asked_for_is_one_of_all(name: str, run: RecoveringRanks, alone: Outcome) -> None:
+    once = run.session.folder / "once"
+    ended = run.end(run.start(f"{name}:{ASKED[name]}:SIGTERM:{once}"))
+    assert once.exists(), run.told
+    assert ended.code == 0, run.told
+    assert not run.complete
+    assert run.processes.remains() == []
+    assert run.finish().differs(alone) == []
+    assert run.num_starts == 2
 
 
 @pytest.mark.parametrize("role", STANDS_STILL)
