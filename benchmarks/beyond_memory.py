@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.processes import start, terminate
-from benchmarks.tiers import dropping
+from benchmarks.tiers import Seen, dropping
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.protocol.batch import Batch
 from rowcast.trainer.report.report_json import Report, read_report
@@ -109,7 +109,7 @@ class Watched:
         self.began_s = time.monotonic()
         self.seen = list[tuple[float, int]]()  # seconds after the start, train steps of this process
         self.checkpoints = 0  # the most bytes that they took
-        self.disk = [0]  # the most bytes that the store took
+        self.prefetcher = Seen()
         self._folder, self._port = folder, port
         self.processes = {
             "trainer": start("trainer", [f"--config={config}"]),
@@ -118,7 +118,7 @@ class Watched:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(dropping(self.processes["prefetcher"].pid, self._folder / "tables", self.disk))
+        self._stack.enter_context(dropping(self.processes["prefetcher"].pid, self._folder / "tables", self.prefetcher))
         self._readers = [threading.Thread(target=self._wait, args=(name,)) for name in self.processes]
         for reader in self._readers:
             reader.start()
@@ -230,7 +230,7 @@ def line(phase: Phase, memory: int) -> str:
     return (
         f"| {phase.name} | {report.steps:,} | {phase.samples_s:,.0f} | {report.stall_share:.1%} | "
         f"{report.host_bytes / MIB:,.0f} of {memory / MIB:,.0f} | {tier.rows_from_cold:,} | {tier.late_rows:,} | "
-        f"{tier.bytes_read / GIB:.1f} | {tier.bytes_written / GIB:.1f} | {phase.watched.disk[0] / GIB:.1f} | "
+        f"{tier.bytes_read / GIB:.1f} | {tier.bytes_written / GIB:.1f} | {phase.watched.prefetcher.disk / GIB:.1f} | "
         f"{phase.watched.checkpoints / GIB:.1f} | {phase.first_step_s:.0f} |"
     )
 

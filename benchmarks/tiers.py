@@ -4,10 +4,11 @@ Method: the demo's click stream with rows of 272 bytes, two epochs, so that ever
 before. Both processes run as a user starts them, but each train step is padded to `--step-ms`. `tiered` and `redis`
 keep `--memory-share` of the rows touched in memory. The table has the share of the time for which the trainer waited
 for rows, the prefetcher's peak memory, the disk that the store took, rows from the cold tier over those that Belady's
-would read with as much memory (from `prefetcher simulate`), and late rows.
+would read with as much memory (from `prefetcher simulate`), late rows, and what the prefetcher has read from any disk
+and written to any: the last checkpoint too, so that of `memory` is what to subtract.
 
 "no look-ahead" is `tiered` with a horizon of `lookahead.depth` batches, which evicts like LRU; rows still come to
-memory when their plan is made.
+memory when their plan is made. "page faults" is `mapped` as it was before it read ahead.
 
 Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache:
 every tenth of a second, what the store's files have in the page cache is written and dropped, also from the mappings of
@@ -53,8 +54,18 @@ JOB = {
     "metrics.trainer": "127.0.0.1:0",
 }
 DEPTH = 4
-NO_LOOK_AHEAD = "no look-ahead"
-KINDS = ("memory", "mapped", "tiered", NO_LOOK_AHEAD)
+NO_LOOK_AHEAD, PAGE_FAULTS = "no look-ahead", "page faults"
+KINDS = ("memory", PAGE_FAULTS, "mapped", "tiered", NO_LOOK_AHEAD)
+HEADINGS = (
+    "waits",
+    "memory MiB",
+    "disk MiB",
+    "from cold",
+    "of Belady's",
+    "late rows",
+    "read MiB",
+    "written MiB",
+)
 DROP_EVERY_S = 0.1
 PAGEOUT, PROCESS_MADVISE, PIDFD_OPEN = 21, 440, 434  # Linux
 MIB = 2**20
@@ -73,6 +84,10 @@ from rowcast.trainer.cli import app
 app()
 """
 COMMAND = "from rowcast.prefetcher.cli import app; app()"
+WITHOUT_STAGING = """
+from rowcast.prefetcher.stores.mapped_store import MappedStore
+MappedStore.works_ahead, MappedStore.stage = False, lambda self, step, plan: None
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +98,8 @@ class Ran:
     disk: int  # bytes
     from_cold: int
     late: int
+    read: int  # bytes
+    written: int
 
 
 def settings(values: Mapping[str, object]) -> list[str]:
@@ -90,7 +107,7 @@ def settings(values: Mapping[str, object]) -> list[str]:
 
 
 def store_of(kind: str, memory_rows: int, path: Path) -> dict[str, object]:
-    name = "tiered" if kind == NO_LOOK_AHEAD else kind
+    name = {NO_LOOK_AHEAD: "tiered", PAGE_FAULTS: "mapped"}.get(kind, kind)
     values: dict[str, object] = {"store.kind": name}
     if name in ("tiered", "redis"):
         values["store.memory"] = f"{memory_rows} rows"
@@ -104,12 +121,12 @@ def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> R
         tables, run_dir = Path(folder) / "tables", Path(folder) / "run"
         own = settings(store_of(kind, memory_rows, tables) | {"job.run_dir": str(run_dir)})
         programs = {
-            "prefetcher": COMMAND,
+            "prefetcher": (WITHOUT_STAGING if kind == PAGE_FAULTS else "") + COMMAND,
             "trainer": PADDED.format(step_s=step_ms / 1e3),
         }
         started = {name: start(code, [f"--config={DEMO}", *shared, *own]) for name, code in programs.items()}
-        disk = [0]
-        with dropping(started["prefetcher"].pid, tables, disk):
+        seen = Seen()
+        with dropping(started["prefetcher"].pid, tables, seen):
             log = started["prefetcher"].stderr
             assert log is not None, "a pipe"
             text: list[str] = []
@@ -126,9 +143,11 @@ def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> R
             samples_s=report.samples_per_s,
             waits=report.stall_share,
             memory=report.host_bytes,
-            disk=max(disk[0], tier.disk_bytes if tier else 0),
+            disk=max(seen.disk, tier.disk_bytes if tier else 0),
             from_cold=tier.rows_from_cold if tier else 0,
             late=tier.late_rows if tier else 0,
+            read=seen.read,
+            written=seen.written,
         )
 
 
@@ -137,15 +156,25 @@ def start(code: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
+@dataclass(slots=True)
+class Seen:
+    """Of a process, in bytes."""
+
+    disk: int = 0  # the most that its files in a folder took
+    read: int = 0  # from any disk
+    written: int = 0  # to any
+
+
 @contextmanager
-def dropping(pid: int, folder: Path, disk: list[int]) -> Iterator[None]:
-    """Keeps the process's files in a folder out of the page cache. `disk[0]` becomes the most bytes that they took."""
+def dropping(pid: int, folder: Path, seen: Seen) -> Iterator[None]:
+    """Keeps the process's files in a folder out of the page cache, and notes in `seen` what it sees of it."""
     ended = threading.Event()
 
     def drop() -> None:
         while not ended.wait(DROP_EVERY_S):
-            disk[0] = max(disk[0], drop_files(pid, folder))
+            seen.disk = max(seen.disk, drop_files(pid, folder))
             drop_mappings(pid, folder)
+            note_bytes(pid, seen)
 
     thread = threading.Thread(target=drop)
     thread.start()
@@ -154,6 +183,15 @@ def dropping(pid: int, folder: Path, disk: list[int]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def note_bytes(pid: int, seen: Seen) -> None:
+    try:
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    except OSError:  # it has ended
+        return
+    if fields:
+        seen.read, seen.written = int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
 def drop_files(pid: int, folder: Path) -> int:
@@ -215,7 +253,8 @@ def row(kind: str, ran: Sequence[Ran], best: float, bound: int) -> str:
     belady = f"{from_cold / bound:.3f}" if from_cold and bound else ""
     return (
         f"| {kind} | {steady:,.0f} | {steady / best:.3f} | {median('waits'):.1%} | {median('memory') / MIB:,.0f} | "
-        f"{median('disk') / MIB:,.0f} | {from_cold:,.0f} | {belady} | {median('late'):,.0f} |"
+        f"{median('disk') / MIB:,.0f} | {from_cold:,.0f} | {belady} | {median('late'):,.0f} | "
+        f"{median('read') / MIB:,.0f} | {median('written') / MIB:,.0f} |"
     )
 
 
@@ -250,8 +289,7 @@ def main() -> None:
         found[name].append(run(name, [*shared, *server], memory_rows, options.step_ms))
         print(f"round {number}: {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     best = statistics.median(own.samples_s for own in found[names[0]])
-    print(f"| kind | samples/s | of {names[0]} | waits | memory MiB | disk MiB | from cold | of Belady's | late rows |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| kind | samples/s | of {names[0]} | {' | '.join(HEADINGS)} |\n{'|---' * (3 + len(HEADINGS))}|")
     for name in names:
         print(row(name, found[name], best, planned["bound_rows_from_cold"]))
 

@@ -12,6 +12,7 @@ from rowcast.prefetcher.run.sizing import job_tier_slots
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
 from rowcast.prefetcher.stores.tier_budget import COPIES, INDEX_BYTES, DiskShare, disk_bytes, disk_shares
+from rowcast.protocol.parts import rank_of
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 PAGE_CACHE_BYTES = 2**28  # through which rows are written to the disk
@@ -28,7 +29,7 @@ def check_tier(job: Job, seen: Seen, slots: Sequence[int], free_bytes: int) -> I
     if "disk" in STORES[job.store.kind].keys:
         yield from check_default_disk(job, seen, shares)
         yield check_segments(job, seen, shares)
-    tier_slots = job_tier_slots(job, seen.groups, seen.measured, slots) if slots else None
+    tier_slots = job_tier_slots(job, seen.groups, seen.measured, slots, rank_of(job.ranks, 0)) if slots else None
     if tier_slots is not None:
         rows = " + ".join(f"{n:,}" for n in tier_slots)
         yield ok(
@@ -39,8 +40,10 @@ def check_tier(job: Job, seen: Seen, slots: Sequence[int], free_bytes: int) -> I
 def check_budget(job: Job, free_bytes: int) -> Iterator[Finding]:
     if job.store.memory is None or job.store.memory_rows is not None:
         return
-    sentence = f"store.memory = {job.store.memory}, and {human_bytes(free_bytes)} of memory are free"
-    left = free_bytes - parse_bytes(job.store.memory)
+    pairs = job.ranks.on_host
+    of_pairs = "" if pairs == 1 else f" for each of {pairs} prefetchers"
+    sentence = f"store.memory = {job.store.memory}{of_pairs}, and {human_bytes(free_bytes)} of memory are free"
+    left = free_bytes - pairs * parse_bytes(job.store.memory)
     if left < 0:
         yield error("store", f"{sentence}; lower store.memory or free some memory")
     elif left < PAGE_CACHE_BYTES:

@@ -21,6 +21,7 @@ from rowcast.prefetcher.planner.rank_share import ShareOfBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.protocol.plan_layout import LookupArrays
+from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
@@ -98,12 +99,13 @@ class RowPlanner:
     beyond the one being planned, or how that number grows; plans use exactly these, so they do not depend on when
     batches are added. policy: a name in EVICTION_POLICIES; those that do not look ahead have a horizon of 0, and
     "static" looks at `first_batches`. pinned: for each group, ascending keys of rows that never leave once they are
-    resident. num_threads: changes no plan. keep_ids: `plan` returns batches with their ids; by default they are dropped
-    once they are grouped, as nothing after the planner needs them. checkpoint_every: the interval between checkpoints,
-    each a `barrier` that the caller makes when `checkpoint_due`; it may be set between two plans. rank: None if the
-    trainer is alone. tier_slots: rows of each group that the store's memory tier holds, no fewer than `slots`; None:
-    the store has no tier. The tier is a second cache over the same batches, so with "lookahead", the only policy it
-    works with, it holds every row of the device: eviction follows an order of all rows that no number of slots changes.
+    resident; a rank keeps those of its shard. num_threads: changes no plan. keep_ids: `plan` returns batches with their
+    ids; by default they are dropped once they are grouped, as nothing after the planner needs them. checkpoint_every:
+    the interval between checkpoints, each a `barrier` that the caller makes when `checkpoint_due`; it may be set
+    between two plans. rank: None if the trainer is alone. tier_slots: rows of each group that the store's memory tier
+    holds, no fewer than `slots`; None: the store has no tier. The tier is a second cache over the same batches, so with
+    "lookahead", the only policy it works with, it holds every row of the device: eviction follows an order of all rows
+    that no number of slots changes.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class RowPlanner:
             for arranger in self._arrangers
         ]
         pins = pinned or tuple(np.zeros(0, np.int64) for _ in groups)
+        if rank is not None:
+            pins = tuple(owned(group, keys, rank) for group, keys in zip(groups, pins, strict=True))
         self._groups = tuple(GroupPlanner(*parts) for parts in zip(groups, slots, policies, pins, strict=True))
         self._tier = (
             ()
@@ -311,6 +315,11 @@ class RowPlanner:
             f"{what}; it needs {needed}, so raise cache.capacity from {total} to about {enough} bytes{memory}, "
             "or make data.batch_size smaller"
         )
+
+
+def owned(group: GroupSpec, keys: I64, rank: Rank) -> I64:
+    own: I64 = keys[Shards(group.tables, rank.count).owners(keys) == rank.number]
+    return own
 
 
 def is_due(every: CheckpointInterval, before: ScheduledLookups, following: ScheduledLookups) -> bool:

@@ -27,6 +27,7 @@ from tests.stores.every_store import (
 )
 from tests.stores.failing_calls import failing
 from tests.stores.table_files import CHECKPOINT, KEYS, NBYTES, ROWS, assert_empty, leave_closed, reopened, rows_file
+from tests.support.small_disk import small_disk
 
 # one process
 
@@ -113,34 +114,27 @@ def test_too_little_space_is_refused_with_both_numbers_before_anything_is_change
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one file of GROUP and not for two."""
-    if os.getuid() != 0:
-        pytest.skip("only root can mount")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={NBYTES * 3 // 2}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("nothing can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(tmp_path / "small", NBYTES * 3 // 2) as folder:
+        yield folder
 
 
-def test_a_full_disk_is_refused_and_does_not_kill(small_disk: Path) -> None:
-    filler = small_disk / "filler"
+def test_a_full_disk_is_refused_and_does_not_kill(full_disk: Path) -> None:
+    filler = full_disk / "filler"
     filler.write_bytes(b"x" * (NBYTES // 2 + 2**13))
     with pytest.raises(ConfigError, match=f"{NBYTES} bytes"):
-        open_mapped(small_disk)
-    assert list(small_disk.iterdir()) == [filler]
+        open_mapped(full_disk)
+    assert list(full_disk.iterdir()) == [filler]
     filler.unlink()
-    store = open_mapped(small_disk)
+    store = open_mapped(full_disk)
     with pytest.raises(OSError, match="No space left"):
         filler.write_bytes(b"x" * NBYTES)
     everything = all_keys()
     finish(store.write(everything, random_records(len(everything))))  # would be SIGBUS if space were not reserved
     assert len(present(store)) == len(everything)
     store.close(CHECKPOINT)
-    again = reopened(small_disk)  # with no space free: what the file has is enough
+    again = reopened(full_disk)  # with no space free: what the file has is enough
     assert again.restored
     again.close()
 

@@ -22,6 +22,7 @@ from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.stores.cold.owner import Owner, group_of, keys_of, open_small
 from tests.stores.failing_calls import failing
 from tests.support.repeats import count
+from tests.support.small_disk import small_disk
 
 ROWS = page_layout(80).num_rows  # of a page
 SEGMENT = 2 * ROWS
@@ -280,32 +281,25 @@ def test_a_disk_that_is_full_after_a_part_is_told(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    if os.getuid() != 0:
-        pytest.skip("only root can mount")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("nothing can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(tmp_path / "small", 2**18) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("fallocate", [True, False], ids=["reserved", "not reserved"])
 def test_a_disk_that_others_fill_is_told_when_a_segment_begins_or_a_page_is_written(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, fallocate: bool
+    full_disk: Path, monkeypatch: pytest.MonkeyPatch, fallocate: bool
 ) -> None:
     if not fallocate:
         monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
-    file, owner = open_small(small_disk)
+    file, owner = open_small(full_disk)
     with closing(file):
         with pytest.raises(RowcastError, match=r"has no space for 8192 more bytes \(No space left on device\)"):
             fill(owner)
         assert len(owner.rows) == 32 * SEGMENT
         owner.read_all()
-    assert list(small_disk.iterdir()) == []
+    assert list(full_disk.iterdir()) == []
 
 
 # file systems and folders
