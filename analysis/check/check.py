@@ -25,14 +25,16 @@ from rowcast.analysis.check.machine import (
     check_rings,
 )
 from rowcast.analysis.check.memory import check_disk, check_memory
+from rowcast.analysis.check.ranks import check_ranks
 from rowcast.analysis.check.setup import check_model, check_run_directory, check_versions
 from rowcast.analysis.check.tier import check_tier
 from rowcast.analysis.free_memory import free_memory
 from rowcast.job.file import load_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.planner.capacity import slots_of
 from rowcast.prefetcher.run.sizing import Sizes, sizes, staging_bytes
+from rowcast.protocol.parts import rank_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural, stdout_console
 
@@ -62,7 +64,8 @@ def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterato
     yield from findings_of("run directory", lambda: check_run_directory(job))
     yield from findings_of("ports", lambda: check_ports(job))
     yield from findings_of("model", lambda: check_model(job))
-    seen = Seen(groups=group_specs(job))
+    seen = Seen(groups=group_specs(job), count=job.ranks.count)
+    yield from findings_of("ranks", lambda: check_ranks(job, seen.groups))
     opened = findings_of("data", lambda: check_opens(job, seen))
     yield from opened
     if all(finding.level == "ok" for finding in opened):
@@ -76,29 +79,29 @@ def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterato
 def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
     transport = job.transport
     try:
-        own = sizes(job, seen.groups, seen.measured, job.lookahead.depth)
+        own = sizes(job, seen.groups, seen.measured, job.lookahead.depth, rank_of(job.ranks, 0))
     except ConfigError:  # reported by `check_rings`
         own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
-    slots, ring_bytes, staged = slots_of(job, seen), own.ring_bytes, 2 * own.staging_bytes
+    slots, ring_bytes, staged = slots_seen(job, seen), own.ring_bytes, 2 * own.staging_bytes
     cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True)) if slots else None
-    on_host = (cache_bytes or 0) + staged if device.free_bytes is None else 0
+    of_trainer = (cache_bytes or 0) + staged if device.free_bytes is None else 0
     if transport.is_tcp:
         yield from findings_of("keys", lambda: check_keys(transport))
     else:
-        yield from findings_of("shared memory", lambda: check_rings(ring_bytes))
-    yield from findings_of("device", lambda: check_device(device, job.model.precision, cache_bytes, staged))
+        yield from findings_of("shared memory", lambda: check_rings(ring_bytes, job.ranks.on_host))
+    yield from findings_of("device", lambda: check_device(device, job, cache_bytes, staged))
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
-    yield from findings_of("memory", lambda: check_memory(job, seen, slots, free_memory(), ring_bytes, on_host))
+    yield from findings_of("memory", lambda: check_memory(job, seen, slots, free_memory(), ring_bytes, of_trainer))
     yield from findings_of("disk", lambda: check_disk(job, seen))
     yield from findings_of("store", lambda: check_tier(job, seen, slots, free_memory()))
 
 
-def slots_of(job: Job, seen: Seen) -> tuple[int, ...]:
+def slots_seen(job: Job, seen: Seen) -> tuple[int, ...]:
     """Empty if the data does not open or its first batches do not fit; other checks report that."""
     if not seen.measured:
         return ()
     try:
-        return job_slots(job, seen.groups, seen.measured)
+        return slots_of(job, seen.groups, seen.touched)
     except ConfigError:
         return ()
 

@@ -10,14 +10,18 @@ import numpy as np
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.analysis.profile.profile import with_margin
 from rowcast.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
+from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_touched
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.protocol.shards import Shards
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
 
 SAMPLE = Amount(share=0.05, least_batches=64)
@@ -29,14 +33,16 @@ TIGHT = 0.9  # share of the slots taken by the largest batch of the sample; an u
 @dataclass(kw_only=True, slots=True)
 class Seen:
     groups: tuple[GroupSpec, ...]
+    count: int = 1  # ranks: rows are counted of the shard that has most of them
     measured: list[ScheduledBatch] = field(default_factory=list)  # the run's first batches
     reader: Reader | None = None  # None: the data does not open
     num_samples: int = 0
     num_positive: int = 0
     lookups: list[int] = field(default_factory=list)  # by table, in the job's order
-    largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample
+    largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample, on one rank
     largest_batch_bytes: int = 0  # of the batch's arrays
     bad_label: float | None = None
+    _touched: Touched | None = None
 
     def __post_init__(self) -> None:
         self.lookups = [0] * sum(len(group.tables) for group in self.groups)
@@ -45,7 +51,8 @@ class Seen:
     def add(self, batch: Batch, groupers: list[Grouper]) -> None:
         for g, (group, grouper) in enumerate(zip(self.groups, groupers, strict=True)):
             lookups = grouper.lookups(batch)
-            self.largest_batch_rows[g] = max(self.largest_batch_rows[g], len(grouper.group(lookups).keys))
+            owned = most_owned(group, grouper.group(lookups).keys, self.count)
+            self.largest_batch_rows[g] = max(self.largest_batch_rows[g], owned)
             for table, own in zip(group.tables, np.diff(lookups.table_starts).tolist(), strict=True):
                 self.lookups[table.index] += own
         self.num_samples += batch.size
@@ -57,7 +64,24 @@ class Seen:
 
     @property
     def largest_rows(self) -> list[int]:
-        return list(map(max, measure(self.groups, self.measured).largest_batch_rows, self.largest_batch_rows))
+        return list(map(max, self.touched.largest_batch_rows, self.largest_batch_rows))
+
+    @property
+    def touched(self) -> Touched:
+        """By the first batches, on the rank that has most of it; ask once they are there."""
+        if self._touched is None:
+            keys = measured_keys(groupers_of(self.groups), self.measured)
+            of_ranks = owners_touched(self.groups, keys, self.measured, self.count)
+            self._touched = Touched(
+                largest_batch_rows=tuple(map(max, zip(*(own.largest_batch_rows for own in of_ranks), strict=True))),
+                distinct_rows=tuple(map(max, zip(*(own.distinct_rows for own in of_ranks), strict=True))),
+            )
+        return self._touched
+
+
+def most_owned(group: GroupSpec, keys: I64, count: int) -> int:
+    """The rows of the rank that owns most of these."""
+    return len(keys) if count == 1 else int(np.bincount(Shards(group.tables, count).owners(keys), minlength=1).max())
 
 
 def bytes_of(batch: Batch) -> int:
@@ -130,9 +154,10 @@ def label_finding(seen: Seen) -> Finding:
 
 
 def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
-    slots = job_slots(job, seen.groups, seen.measured)
+    slots = slots_of(job, seen.groups, seen.touched)
+    of_one = "" if seen.count == 1 else f" of the shard of one of {seen.count} ranks"
     for group, n, largest in zip(seen.groups, slots, seen.largest_rows, strict=True):
-        batch = f"the largest batch read touches {largest:,} rows, and group {group.name} has {n:,} slots"
+        batch = f"the largest batch read touches {largest:,} rows{of_one}, and group {group.name} has {n:,} slots"
         enough = capacity_for(job, group, len(seen.groups), largest)
         if largest > n:
             yield error("capacity", f"{batch}; set {enough}, or make data.batch_size smaller")
@@ -156,14 +181,15 @@ def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
         return
     pinned = load_pins(Path(job.cache.pin), seen.groups)
     slots = (
-        job_slots(job, seen.groups, seen.measured) if seen.measured else tuple(group.num_rows for group in seen.groups)
+        slots_of(job, seen.groups, seen.touched) if seen.measured else tuple(group.num_rows for group in seen.groups)
     )
     for group, keys, n, largest in zip(seen.groups, pinned, slots, seen.largest_rows, strict=True):
-        needed = len(keys) + largest
+        pins = most_owned(group, keys, seen.count)
+        needed = pins + largest
         if needed > n and n < group.num_rows:
             yield error(
                 "pins",
-                f"{len(keys):,} pinned rows and the {largest:,} rows of the largest batch read do not fit in the {n:,} "
+                f"{pins:,} pinned rows and the {largest:,} rows of the largest batch read do not fit in the {n:,} "
                 "slots of group "
                 f"{group.name}; set {capacity_for(job, group, len(seen.groups), needed)}, or pin fewer rows",
             )

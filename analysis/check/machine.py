@@ -16,6 +16,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.job.pair import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.prefetcher.run.sizing import check_shared_memory
 from rowcast.protocol.transport.curve_keys import allowed_clients, load_server
@@ -23,6 +24,7 @@ from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Process
 from rowcast.runtime.telemetry.server import TelemetryServer
 
 TIMEOUT_S = 120.0
@@ -37,7 +39,8 @@ else:
     import torch
     on_cuda = device.type == "cuda"
     name = f"{device} ({torch.cuda.get_device_name(device)})" if on_cuda else str(device)
-    answer = {"name": name, "free_bytes": torch.cuda.mem_get_info(device)[0] if on_cuda else None}
+    free_bytes = torch.cuda.mem_get_info(device)[0] if on_cuda else None
+    answer = {"name": name, "free_bytes": free_bytes, "count": torch.cuda.device_count() if on_cuda else 1}
 print(json.dumps(answer))
 """
 CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not apply
@@ -48,6 +51,7 @@ class Device:
     name: str = "none"
     free_bytes: int | None = None  # of device memory; None: the device has none of its own
     refusal: str | None = None  # why the device cannot be used
+    count: int = 1  # such devices on this host
 
 
 def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUESTION)) -> Device:
@@ -70,26 +74,35 @@ def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUES
 
 
 def check_ports(job: Job) -> Iterator[Finding]:
-    servers = {
-        "prefetcher": TelemetryServer("prefetcher", job.metrics, CollectorRegistry(), Health()),
-        "trainer": TelemetryServer("trainer", job.metrics, CollectorRegistry(), Health()),
-    }
+    """Of every pair on a host: all are open at once."""
+    names: tuple[Process, Process] = ("prefetcher", "trainer")
+    pairs = [with_ports_of_pair(job, rank).metrics for rank in range(job.ranks.on_host)]
     with ExitStack() as stack:
-        for name, server in servers.items():
-            try:
-                stack.enter_context(server)
-            except ConfigError as refusal:
-                yield error("ports", str(refusal))
-            else:
-                yield ok("ports", f"[metrics] {name} = {getattr(job.metrics, name)} can be had")
+        for name in names:
+            refusals = []
+            for metrics in pairs:
+                try:
+                    stack.enter_context(TelemetryServer(name, metrics, CollectorRegistry(), Health()))
+                except ConfigError as refusal:
+                    refusals.append(str(refusal))
+            yield from (error("ports", refusal) for refusal in refusals)
+            if not refusals:
+                last = "" if len(pairs) == 1 else f" and so on to {getattr(pairs[-1], name)}"
+                yield ok("ports", f"[metrics] {name} = {getattr(job.metrics, name)}{last} can be had")
 
 
-def check_rings(ring_bytes: int) -> Iterator[Finding]:
+def check_rings(ring_bytes: int, pairs: int = 1) -> Iterator[Finding]:
+    """`pairs` of prefetcher and trainer on this host. Raises ConfigError if one pair's rings do not fit."""
     check_shared_memory(ring_bytes)
-    yield ok(
-        "shared memory",
-        f"two rings of {human_bytes(ring_bytes)} fit into the {human_bytes(free_shared_memory())} that are free",
-    )
+    free, rings = free_shared_memory(), "two rings" if pairs == 1 else f"two rings of each of {pairs} pairs"
+    if 2 * ring_bytes * pairs > free:
+        yield error(
+            "shared memory",
+            f"{rings}, of {human_bytes(ring_bytes)} each, need {human_bytes(2 * ring_bytes * pairs)} of /dev/shm, "
+            f"where {human_bytes(free)} are free; make transport.ring smaller or enlarge /dev/shm",
+        )
+        return
+    yield ok("shared memory", f"{rings} of {human_bytes(ring_bytes)} fit into the {human_bytes(free)} that are free")
 
 
 def check_keys(transport: Transport) -> Iterator[Finding]:
@@ -105,13 +118,13 @@ def check_keys(transport: Transport) -> Iterator[Finding]:
         )
 
 
-def check_device(device: Device, precision: str, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:
-    """`precision` is the model's. `cache_bytes` is None if the data did not tell how large the cache would be."""
+def check_device(device: Device, job: Job, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:
+    """`cache_bytes` is None if the data did not tell how large the cache would be."""
     if device.refusal is not None:
         yield error("device", device.refusal)
         return
     if device.free_bytes is None:
-        if precision == "tf32":
+        if job.model.precision == "tf32":
             yield error(
                 "device",
                 f'model.precision = "tf32" needs a CUDA device, and this is {device.name}; set it to "fp32" or "bf16"',
@@ -119,6 +132,12 @@ def check_device(device: Device, precision: str, cache_bytes: int | None, stagin
         else:
             yield ok("device", f"{device.name}, which uses host memory")
         return
+    if job.ranks.on_host > device.count:
+        yield error(
+            "device",
+            f"{job.ranks.on_host} ranks of a host need as many devices, and there are {device.count}; set "
+            f'ranks.per_host = {device.count} or less, or trainer.device = "cpu"',
+        )
     needed = (cache_bytes or 0) + staging_bytes
     parts = f"rows ({human_bytes(cache_bytes or 0)}) and staging ({human_bytes(staging_bytes)})"
     if needed > device.free_bytes:

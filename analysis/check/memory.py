@@ -12,7 +12,6 @@ from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
-from rowcast.prefetcher.planner.capacity import measure
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
@@ -30,15 +29,15 @@ DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimi
 def check_memory(
     job: Job, seen: Seen, slots: Sequence[int], free_bytes: int, ring_bytes: int, cache_bytes: int
 ) -> Iterator[Finding]:
-    """`slots`: of each group; none if they are unknown. `cache_bytes`: rows and staging of a trainer on the CPU; 0 if
-    they are on a GPU.
+    """Of all pairs on a host. `slots`: of each group of a rank; none if they are unknown. `cache_bytes`: rows and
+    staging of a trainer on the CPU; 0 if they are on a GPU.
 
     Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """
-    in_memory = seen.groups if STORES[job.store.kind].in_memory else ()
-    tables = sum(table_bytes(job, group, trained_rows(group, seen)) for group in in_memory)
-    trained_bytes = sum(trained_rows(group, seen) * group.record_bytes for group in seen.groups)
-    parts = {
+    in_memory, pairs, count = seen.groups if STORES[job.store.kind].in_memory else (), job.ranks.on_host, seen.count
+    tables = sum(table_bytes(job, group, trained_rows(group, seen)) for group in in_memory) * pairs // count
+    trained_bytes = sum(trained_rows(group, seen) * group.record_bytes for group in seen.groups) // count
+    of_pair = {
         "ids known ahead": ahead_bytes(job, seen),
         "the planner": planning_bytes(job, seen, slots),
         "rows written over during a checkpoint": min(parse_bytes(job.checkpoint.memory), trained_bytes),
@@ -46,12 +45,14 @@ def check_memory(
         "rows and staging of a trainer on the CPU": cache_bytes,
         "dense weights": dense_bytes(job, seen) * DENSE_COPIES[job.optimizer.dense.kind],
     }
+    parts = {name: pairs * nbytes for name, nbytes in of_pair.items()}
     fixed = sum(parts.values())
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} are not counted"
     beside = "; store.memory covers the tables" if STORES[job.store.kind].has_tier else "; tables are files"
     grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else beside
-    sentence = f"{human_bytes(free_bytes)} are free for {listed}{grow}{unknown}"
+    of_pairs = "" if pairs == 1 else f"{pairs} pairs of prefetcher and trainer: "
+    sentence = f"{human_bytes(free_bytes)} are free for {of_pairs}{listed}{grow}{unknown}"
     if fixed > free_bytes:
         yield error(
             "memory",
@@ -140,7 +141,7 @@ def likely_horizon(job: Job, seen: Seen, slots: Sequence[int]) -> int:
         return 0
     if lookahead.horizon != "auto" or seen.reader is None:
         return lookahead.horizon_batches
-    new_rows = measure(seen.groups, seen.measured).distinct_rows
+    new_rows = seen.touched.distinct_rows
     filling = (
         -(-n * len(seen.measured) // rows)
         for n, rows, group in zip(slots, new_rows, seen.groups, strict=True)

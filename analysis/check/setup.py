@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import product
 from pathlib import Path
 
 from rowcast.analysis.check.findings import Finding, error, ok, warning
@@ -20,6 +21,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -91,11 +93,12 @@ def release(version: str) -> tuple[int, ...]:
 
 def check_run_directory(job: Job) -> Iterator[Finding]:
     subject, path = "run directory", job.run_dir
-    for role in ("prefetcher", "trainer"):
-        holder = holder_of(path / f"{role}.lock")
+    folders = [path, *(pair_folder(path, rank, job.ranks.count) for rank in range(job.ranks.count))]
+    for folder, role in product(dict.fromkeys(folders), ("prefetcher", "trainer")):
+        holder = holder_of(folder / f"{role}.lock")
         if holder is not None:
             yield error(
-                subject, f"{path} is held by a {role} with process id {holder}; end it or set another job.run_dir"
+                subject, f"{folder} is held by a {role} with process id {holder}; end it or set another job.run_dir"
             )
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):

@@ -333,8 +333,8 @@ PREFETCHER = (
     ),
     Mutant(
         "redis: a copy of a run deletes the rows of the original",
-        "return generation if generation.folder == path.parent.stat().st_ino else None",
-        "return generation",
+        "if earlier.folder != path.parent.stat().st_ino:",
+        "if False:",
         f"{REDIS_ROWS}::test_a_copy_of_a_run_leaves_the_rows_of_the_original_alone",
     ),
     Mutant(
@@ -345,7 +345,7 @@ PREFETCHER = (
     ),
     Mutant(
         "redis: rows that a killed process left stay",
-        "if earlier is not None and earlier.server == server:",
+        "if earlier.server == server:",
         "if False:",
         f"{REDIS_ROWS}::test_the_next_process_deletes_what_a_killed_one_left",
     ),

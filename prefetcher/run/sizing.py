@@ -66,7 +66,9 @@ def sizes(
     """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit."""
     typical, transport = typical_plan(groups, measured, rank), job.transport
     ring_bytes = (
-        transport.mirror_bytes if transport.is_tcp else transport.ring_bytes or automatic_ring_bytes(typical, depth)
+        transport.mirror_bytes
+        if transport.is_tcp
+        else transport.ring_bytes or automatic_ring_bytes(typical, depth, job.ranks.on_host)
     )
     return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
 
@@ -120,13 +122,16 @@ def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Lookups, num_owned: 
     return group_arrays_bytes(own, max(received, num_owned)) + exchanged
 
 
-def automatic_ring_bytes(typical: Typical, depth: int) -> int:
-    """Uses at most a quarter of the free shared memory."""
+def automatic_ring_bytes(typical: Typical, depth: int, pairs: int) -> int:
+    """Uses at most a quarter of the free shared memory, which `pairs` on this host share."""
     needed = max(LEAST_RING_BYTES, (depth + 1) * (typical.rows + typical.arrays))
-    allowed = free_shared_memory() // 4
+    free = free_shared_memory()
+    allowed = free // (4 * pairs)
     if allowed < MIN_RING_BYTES:
+        of_pairs = "" if pairs == 1 else f" of each of {pairs} pairs"
         raise ConfigError(
-            f"/dev/shm has {4 * allowed} bytes free, and two rings need at least {8 * MIN_RING_BYTES}; "
+            f"/dev/shm has {free // 4 * 4} bytes free, and two rings{of_pairs} need at least "
+            f"{8 * MIN_RING_BYTES * pairs}; "
             "enlarge it or free space in it"
         )
     return min(aligned(needed, 4096), allowed // 4096 * 4096)

@@ -17,8 +17,9 @@ from rowcast.analysis.simulate.ranks.results import RanksSimulation
 from rowcast.analysis.simulate.ranks.shares import Sharing, part_groupings
 from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate, simulate
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
+from rowcast.prefetcher.planner.pin_files import save_pins
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.planner.rank_share import SharedRows, ShareOfBatch
 from rowcast.protocol.batch import ScheduledBatch
@@ -67,7 +68,30 @@ def test_each_step_exchanges_and_moves_what_a_run_of_as_many_ranks_does(bags: Ba
     count, parts, sections = WAYS[way]
     job, batches = workload(bags, count, parts, **dict(sections))
     slots = job_slots(job, group_specs(job), batches, Rank(number=0, count=count, parts=parts))
-    run = RankedRun(job, batches, Settings(slots=slots, seed=way), ranks=count, parts=parts).run()
+    assert_equal_counts(job, batches, Settings(slots=slots, seed=way))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_each_rank_pins_the_rows_of_its_shard(tmp_path: Path) -> None:
+    job, batches = workload("single", 2, 2)
+    groups = group_specs(job)
+    keys = tuple(np.unique(np.concatenate(own))[::5] for own in measured_keys(groupers_of(groups), batches))
+    of_tables = {
+        table.name: own[own >> KEY_SHIFT == table.index] & ROW_MASK
+        for group, own in zip(groups, keys, strict=True)
+        for table in group.tables
+    }
+    save_pins(tmp_path / "pins", of_tables, {})
+    rows = {name: f"{int(rows.split()[0]) + 130} rows" for name, rows in job.cache.groups.items()}  # type: ignore[union-attr]
+    job = with_values(job, {"cache": {"pin": str(tmp_path / "pins"), "groups": rows}})
+    slots = job_slots(job, groups, batches, Rank(number=0, count=2, parts=2))
+    assert max(map(len, keys)) > 100
+    assert_equal_counts(job, batches, Settings(slots=slots, pinned=keys))
+
+
+def assert_equal_counts(job: Job, batches: Sequence[ScheduledBatch], settings: Settings) -> None:
+    count, parts = job.ranks.count, job.ranks.num_parts
+    run = RankedRun(job, batches, settings, ranks=count, parts=parts).run()
     found = simulated(job, batches).per_step
     assert found is not None
     assert len(found.step) == len(batches)

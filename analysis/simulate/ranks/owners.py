@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rowcast.analysis.simulate.ranks.shares import NO_KEYS, OwnedRows, by_owner
+from rowcast.analysis.simulate.ranks.shares import OwnedRows, by_owner
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.capacity import slots_of, touched_by
+from rowcast.prefetcher.planner.capacity import Touched, slots_of, touched_by
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
@@ -37,14 +37,23 @@ def owners_slots(
     """Slots of every rank of the job. `keys_of_batches`: of each group, the distinct rows of each measured batch.
 
     Raises ConfigError if one of the batches does not fit the cache of the rank that owns most of it."""
-    count = job.ranks.count
+    return [slots_of(job, groups, own) for own in owners_touched(groups, keys_of_batches, batches, job.ranks.count)]
+
+
+def owners_touched(
+    groups: tuple[GroupSpec, ...],
+    keys_of_batches: Sequence[Sequence[I64]],
+    batches: Sequence[ScheduledBatch],
+    count: int,
+) -> list[Touched]:
+    """What the measured batches touch of the shard of each of `count` ranks."""
     of_ranks: list[list[list[I64]]] = [[[] for _ in groups] for _ in range(count)]
     for index, (group, keys) in enumerate(zip(groups, keys_of_batches, strict=True)):
         shards = Shards(group.tables, count)
         for own in keys:
             for rank, shard in enumerate(by_owner(own, shards.owners(own), count)):
                 of_ranks[rank][index].append(shard)
-    return [slots_of(job, groups, touched_by(groups, own, batches, count)) for own in of_ranks]
+    return [touched_by(groups, own, batches, count) for own in of_ranks]
 
 
 def measured_keys(groupers: Sequence[Grouper], batches: Sequence[ScheduledBatch]) -> list[list[I64]]:
@@ -56,14 +65,15 @@ class Owners:
 
     def __init__(self, job: Job, groups: tuple[GroupSpec, ...], slots: Sequence[Slots]) -> None:
         count, parts = job.ranks.count, job.ranks.num_parts
-        pins = owned_pins(job, groups)
+        pin = job.cache.pin
+        pinned = None if pin is None else load_pins(Path(pin), groups)
         self._planners = [
             job_planner(
                 job,
                 groups,
                 own,
                 (),
-                pinned=pins[number],
+                pinned=pinned,
                 rank=None if parts == 1 else Rank(number=number, count=count, parts=parts),
             )
             for number, own in enumerate(slots)
@@ -108,13 +118,3 @@ class Owners:
                 fetched=np.array([[len(group.fetch) for group in own] for own in groups]),
                 written_back=np.array([[group.num_dirty for group in own] for own in groups]),
             )
-
-
-def owned_pins(job: Job, groups: tuple[GroupSpec, ...]) -> list[tuple[I64, ...]]:
-    """The pinned rows of each rank's shard."""
-    pinned = tuple(NO_KEYS for _ in groups) if job.cache.pin is None else load_pins(Path(job.cache.pin), groups)
-    by_group = [
-        by_owner(keys, Shards(group.tables, job.ranks.count).owners(keys), job.ranks.count)
-        for group, keys in zip(groups, pinned, strict=True)
-    ]
-    return list(zip(*by_group, strict=True))

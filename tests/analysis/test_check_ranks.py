@@ -1,0 +1,119 @@
+"""`prefetcher check` of a job that several ranks share."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rowcast.analysis.check import machine
+from rowcast.analysis.check.check import check_job
+from rowcast.analysis.check.data import ALL, Seen, check_opens, check_samples
+from rowcast.analysis.check.findings import Finding
+from rowcast.analysis.check.machine import Device, check_device, check_ports, check_rings
+from rowcast.analysis.check.ranks import check_ranks, shard_rows
+from rowcast.analysis.check.setup import check_run_directory
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs, make_keys
+from rowcast.prefetcher.planner.capacity import measure
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.shards import Shards
+from rowcast.runtime.pair_folder import pair_folder
+from rowcast.runtime.run_directory import RunDirectory
+from tests.support.jobs import job_content
+
+
+def ranked_job(folder: Path, **sections: Any) -> Job:
+    data = {"format": "synthetic", "batch_size": 64, "synthetic": {"samples": 5000}}
+    return parse_job(job_content(folder / "run", **{"data": data, "ranks": {"count": 4, "parts": 8}} | sections))
+
+
+def of_ranks(job: Job) -> list[Finding]:
+    return list(check_ranks(job, group_specs(job)))
+
+
+def test_a_trainer_that_is_alone_has_no_finding(tmp_path: Path) -> None:
+    assert of_ranks(ranked_job(tmp_path, ranks={})) == []
+
+
+def test_parts_are_compared_with_the_batch(tmp_path: Path) -> None:
+    [parts, shards] = of_ranks(ranked_job(tmp_path))
+    assert parts.sentence == "4 ranks of 2 parts, each of 8 of the 64 samples of a batch"
+    assert (parts.level, shards.subject) == ("ok", "ranks")
+    few = {"format": "synthetic", "batch_size": 5, "synthetic": {"samples": 5000}}
+    [empty, _] = of_ranks(ranked_job(tmp_path, data=few))
+    assert empty.level == "warning"
+    assert "data.batch_size = 5 leaves 3 of 8 parts without a sample; set 8 or more" in empty.sentence
+
+
+def test_the_rows_of_a_shard_are_counted_by_blocks(tmp_path: Path) -> None:
+    job = ranked_job(tmp_path)
+    for group in group_specs(job):
+        for table in group.tables:
+            owners = Shards([table], 4).owners(make_keys(table.index, np.arange(table.num_embeddings)))
+            assert shard_rows(table, 4).tolist() == np.bincount(owners, minlength=4).tolist()
+    [_, shards] = of_ranks(
+        ranked_job(tmp_path, ranks={"count": 1024}, data={"format": "synthetic", "batch_size": 2048})
+    )
+    assert shards.level == "warning"
+    assert "use fewer ranks" in shards.sentence
+
+
+def test_ranks_on_several_hosts_need_one_folder(tmp_path: Path) -> None:
+    found = of_ranks(ranked_job(tmp_path, ranks={"count": 4, "per_host": 2}))[-1]
+    assert found.level == "warning"
+    assert "must be the same folder on all of them" in found.sentence
+
+
+def test_every_pair_of_a_host_has_ports_of_its_own(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        metrics = {"prefetcher": f"127.0.0.1:{port - 4}", "trainer": "127.0.0.1:0"}
+        found = list(check_ports(ranked_job(tmp_path, metrics=metrics)))
+    assert any(finding.level == "error" and str(port) in finding.sentence for finding in found)
+    assert found[-1].level == "ok"
+
+
+def test_rings_of_all_pairs_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_shared_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr(machine, "check_shared_memory", lambda nbytes: None)
+    assert next(check_rings(2**20, 5)).level == "ok"
+    refused = next(check_rings(2**20, 6))
+    assert refused.level == "error"
+    assert "two rings of each of 6 pairs, of 1 MiB each, need 12 MiB of /dev/shm" in refused.sentence
+
+
+def test_each_rank_of_a_host_needs_a_device(tmp_path: Path) -> None:
+    device = Device(name="cuda:0", free_bytes=2**40, count=2)
+    few, enough = check_device(device, ranked_job(tmp_path), 1, 1)
+    assert "4 ranks of a host need as many devices, and there are 2; set ranks.per_host = 2" in few.sentence
+    assert (few.level, enough.level) == ("error", "ok")
+    [alone] = check_device(device, ranked_job(tmp_path, ranks={"count": 4, "per_host": 2}), 1, 1)
+    assert alone.level == "ok"
+
+
+def test_a_folder_that_a_rank_holds_is_named(tmp_path: Path) -> None:
+    job = ranked_job(tmp_path)
+    with RunDirectory(pair_folder(job.run_dir, 2, 4), "trainer"):
+        held = next(check_run_directory(job))
+    assert held.level == "error"
+    assert "rank-002 is held by a trainer" in held.sentence
+
+
+def test_capacity_is_that_of_the_rank_that_owns_most_and_memory_that_of_all_pairs(tmp_path: Path) -> None:
+    job = ranked_job(tmp_path)
+    seen = Seen(groups=group_specs(job), count=4)
+    found = list(check_job(job, whole=False, ask=lambda name: Device(name="cpu")))
+    assert not [finding for finding in found if finding.level == "error"]
+    [capacity] = [finding for finding in found if finding.subject == "capacity"]
+    assert "rows of the shard of one of 4 ranks" in capacity.sentence
+    assert any("4 pairs of prefetcher and trainer" in own.sentence for own in found if own.subject == "memory")
+    list(check_opens(job, seen))
+    list(check_samples(job, seen, ALL))
+    ranks = [measure(seen.groups, seen.measured, Rank(number=n, count=4, parts=8)) for n in range(4)]
+    assert seen.touched.largest_batch_rows == tuple(np.max([own.largest_batch_rows for own in ranks], axis=0))
+    assert seen.touched.distinct_rows == tuple(np.max([own.distinct_rows for own in ranks], axis=0))
