@@ -104,7 +104,7 @@ def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity
     )
     batch = observed.measured[0].batch
     if batch.dense.shape[1] < num_dense:  # only ids were read
-        plan_bytes += 4 * (num_dense - batch.dense.shape[1]) * batch.size
+        plan_bytes += 4 * (num_dense - batch.dense.shape[1]) * batch.size // job.ranks.count
     given = request.gather_gbs
     rows = (
         probe_rows(group, job.job.seed) if given is None else given_rates(group, given * 1e9)
@@ -130,7 +130,7 @@ class Adviser:
         capacity_bytes = rounded_up(max(choice.knee_bytes, choice.no_stall_bytes or 0, self._with_margin()))
         predicted, half = self._points.at(capacity_bytes), capacity_bytes // 2
         chosen = self._chosen(predicted)
-        own = sizes(job, observed.groups, observed.measured, chosen.depth)
+        own = sizes(job, observed.groups, observed.measured, chosen.depth, observed.rank)
         device = device_memory(capacity_bytes, own.staging_bytes, chosen.depth, self._rates.plan_bytes)
         tier = self._tier(capacity_bytes)
         why = reasons(job, chosen, choice, tier)

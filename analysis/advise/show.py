@@ -269,6 +269,13 @@ class Facts:
 
 def notes(facts: Facts) -> Iterator[str]:
     yield sureness(facts.read, facts.predicted)
+    ranks = facts.job.ranks
+    if ranks.count > 1:
+        yield (
+            f"All numbers are of one of {ranks.count} ranks, the first, but for the memory of a host, which is that of "
+            f"{plural(ranks.on_host, 'pair')} of prefetcher and trainer. The capacity holds the batches of the rank "
+            "that owns most of them. Exchanges between ranks take time of their own: `prefetcher simulate --ranks`"
+        )
     if facts.shorter_rows_per_step is not None:
         yield settling(facts.read, facts.predicted, facts.shorter_rows_per_step)
     if facts.assumed.plan_ms > facts.assumed.step_ms:

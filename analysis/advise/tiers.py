@@ -111,7 +111,7 @@ class TierTrials:
         """The rows of each group that this memory holds; None if it is too small for a run."""
         job = with_memory(self._job, memory)
         try:
-            return job_tier_slots(job, self._observed.groups, self._observed.measured, self._slots)
+            return job_tier_slots(job, self._observed.groups, self._observed.measured, self._slots, self._observed.rank)
         except ConfigError:
             return None
 

@@ -29,6 +29,7 @@ from rowcast.analysis.advise.show import print_advice
 from rowcast.analysis.advise.tiers import TierTrials
 from rowcast.analysis.progress import Silent
 from rowcast.analysis.simulate.grid import Grid, with_values
+from rowcast.analysis.simulate.ranks.command import simulate_ranks
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.file import parse_job
 from rowcast.job.schema import MIN_RING_BYTES, Job, parse_bytes
@@ -40,8 +41,9 @@ from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.sizing import staging_bytes
+from rowcast.prefetcher.run.sizing import sizes, staging_bytes
 from rowcast.protocol.batch import Batch, Kind
+from rowcast.protocol.parts import rank_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.splitmix import GOLDEN
 from rowcast.runtime.telemetry.format_numbers import size_text
@@ -184,6 +186,24 @@ def test_where_every_row_is_followed_the_numbers_are_those_of_a_simulation(eval_
                 (exact.rows_written_back or 0) - (exact.rows_flushed or 0)
             )
     assert (advice.read.steps, advice.read.eval_steps) == (30, 3 * (2 if eval_every == 0 else 9))
+
+
+def test_of_several_ranks_the_first_is_advised_with_the_numbers_of_a_simulation_of_all() -> None:
+    job = made_job("zipf", 15, data={"epochs": 2}, ranks={"count": 3, "parts": 6}, lookahead={"horizon": "auto"})
+    advice = advise_job(job, request())
+    for point in (advice.curve[0], advice.recommended.predicted):
+        own = with_values(job, {"cache": {"capacity": point.capacity_bytes}})
+        [exact] = simulate_ranks([own], lambda own: schedule(own, open_reader(own)), per_step=True)
+        assert exact.skipped is None, "a capacity that holds the batches of every rank"
+        assert exact.per_step is not None
+        assert point.lookahead.rows_fetched == sum(rows[0] for rows in exact.per_step.rows_fetched)
+        written = point.lookahead.rows_written_back_per_step * len(exact.per_step.step)
+        assert written == pytest.approx(sum(rows[0] for rows in exact.per_step.rows_written_back))
+    assert any("one of 3 ranks" in note for note in advice.notes)
+    own_sizes = sizes(
+        job, group_specs(job), observed(job, 1.0).measured, advice.recommended.depth, rank_of(job.ranks, 0)
+    )
+    assert advice.host.rings_bytes == 3 * 2 * own_sizes.ring_bytes
 
 
 def test_batches_that_come_again_are_decoded_once() -> None:
