@@ -131,6 +131,18 @@ class RunDirectory:
             )
 
 
+def is_held(run_dir: Path, role: Role) -> bool:
+    """Whether a process of that role is at work there."""
+    try:
+        with (run_dir / f"{role}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def failure_path(run_dir: Path, role: Role) -> Path:
     return run_dir / f"{role}.failure"
 

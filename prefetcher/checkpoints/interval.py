@@ -3,6 +3,9 @@
     start of the run | measure the pace: no checkpoint | N steps | N steps | ...       a restart reads N
 
 So a plan stays a function of job, data, step and this number. What the run computes does not depend on it at all.
+
+Where there are several ranks, the first one measures, over steps that are the same in every run (`RankPace`). The
+others wait with their plans at a step that the first has not planned either before it knows (`AwaitedPace`).
 """
 
 import time
@@ -82,3 +85,55 @@ class PaceMeter:
         while planned // steps > self._start // steps:
             steps += 1
         return steps
+
+    def must_wait(self, planned: int) -> bool:
+        return False
+
+
+WARM_UP_STEPS, MEASURED_STEPS = 16, 32  # of the first rank
+
+
+def held_after(ahead: int) -> int:
+    """The steps of an attempt that may be planned before the interval is known. `ahead`: how far planning may be ahead
+    of the last step done: so far beyond the last measured step, and as far again while steps are done meanwhile."""
+    return WARM_UP_STEPS + MEASURED_STEPS + 3 * ahead
+
+
+class RankPace:
+    """The pace of several ranks, measured by the first."""
+
+    def __init__(self, seconds: float, start: int, ahead: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """As `PaceMeter`; `ahead` as in `held_after`."""
+        self._seconds, self._start, self._clock = seconds, start, clock
+        self._free = start + held_after(ahead)  # train steps that have no checkpoint among them
+        self._began: tuple[float, int] | None = None
+
+    def steps(self, done: int, planned: int) -> int | None:
+        """As `PaceMeter.steps`; no multiple of the result is among the steps that any rank has planned."""
+        if done < WARM_UP_STEPS:
+            return None
+        now_s = self._clock()
+        began_s, before = self._began = self._began or (now_s, done)
+        if done - before < MEASURED_STEPS:
+            return None
+        steps = max(1, round(self._seconds * (done - before) / max(now_s - began_s, 1e-6)))
+        while self._free // steps > self._start // steps:
+            steps += 1
+        return steps
+
+    def must_wait(self, planned: int) -> bool:
+        return False
+
+
+class AwaitedPace:
+    """The interval that the first rank has found, for another rank."""
+
+    def __init__(self, read: Callable[[], int | None], ahead: int) -> None:
+        """`read`: the interval, once the file is there."""
+        self._read, self._held_after = read, held_after(ahead)
+
+    def steps(self, done: int, planned: int) -> int | None:
+        return self._read() if done >= WARM_UP_STEPS else None
+
+    def must_wait(self, planned: int) -> bool:
+        return planned >= self._held_after

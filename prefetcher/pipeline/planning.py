@@ -38,6 +38,14 @@ class Pace(Protocol):
 
     def steps(self, done: int, planned: int) -> int | None: ...
 
+    def must_wait(self, planned: int) -> bool:
+        """Whether nothing may be planned after so many steps of this attempt until the interval is known."""
+
+
+def plans_ahead(depth: int) -> int:
+    """How many steps plans may be beyond the last one that the trainer completed."""
+    return 2 * depth + 2
+
 
 class PlanningStage:
     """Makes plans up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt.
@@ -72,7 +80,7 @@ class PlanningStage:
         self._plans = plans
         self._fetcher = fetcher
         self._barrier = barrier
-        self._ahead = 2 * depth + 2
+        self._ahead = plans_ahead(depth)
         self._first_step = start.step
         self._position = start  # after the last plan
         self._measured = measured  # the batches that the capacity was divided by, read before there was a planner
@@ -168,6 +176,8 @@ class PlanningStage:
         step = self._first_step if self.planned_through is None else self.planned_through + 1
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         self._find_interval(done)
+        if self._pace is not None and self._pace.must_wait(step - self._first_step):
+            return False
         if step > done + self._ahead or not self._has_dense():
             return False
         with self._counters.timed("plan", step):

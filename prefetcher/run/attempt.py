@@ -17,7 +17,7 @@ from rowcast.job.schema import CheckpointInterval, Job, Transport, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
+from rowcast.prefetcher.checkpoints.interval import AwaitedPace, PaceMeter, RankPace, keep_interval, read_interval
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
@@ -26,6 +26,7 @@ from rowcast.prefetcher.pipeline.barrier import Checkpointer
 from rowcast.prefetcher.pipeline.engine import WAKES, PrefetcherEngine, PrefetcherParts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges
 from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
+from rowcast.prefetcher.pipeline.planning import Pace, plans_ahead
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
@@ -327,10 +328,14 @@ class PrefetcherAttempt:
         checkpoint = self._job.checkpoint
         if checkpoint.every_seconds is None or self._run.mode == "eval":
             return checkpoint.interval
-        assert isinstance(checkpoint.every, str), "a time must be text"
-        return read_interval(self._run.checkpoints.root, checkpoint.every) or 0
+        return self._read_interval() or 0
 
-    def _pace(self, planner: RowPlanner) -> PaceMeter | None:
+    def _read_interval(self) -> int | None:
+        every = self._job.checkpoint.every
+        assert isinstance(every, str), "a time must be text"
+        return read_interval(self._run.checkpoints.root, every)
+
+    def _pace(self, planner: RowPlanner) -> Pace | None:
         seconds = self._job.checkpoint.every_seconds
         if seconds is None or planner.checkpoint_every or self._run.mode == "eval":
             return None
@@ -339,12 +344,16 @@ class PrefetcherAttempt:
                 "no checkpoint before the end: a trace needs their steps; set checkpoint.every to a number of steps"
             )
             return None
-        return PaceMeter(seconds, self.train_steps)
+        shard, ahead = self._run.shard, plans_ahead(self._job.lookahead.depth)
+        if shard.count == 1:
+            return PaceMeter(seconds, self.train_steps)
+        return AwaitedPace(self._read_interval, ahead) if shard.number else RankPace(seconds, self.train_steps, ahead)
 
     def _keep_interval(self, steps: int) -> None:
         checkpoint = self._job.checkpoint
         assert isinstance(checkpoint.every, str), "a time must be text"
-        keep_interval(self._run.checkpoints.disk, self._run.checkpoints.root, checkpoint.every, steps)
+        if self._run.shard.number == 0:
+            keep_interval(self._run.checkpoints.disk, self._run.checkpoints.root, checkpoint.every, steps)
         self._log.info("the pace is known", checkpoint_every=checkpoint.every, train_steps=steps)
 
     def _welcome(

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.prefetcher.checkpoints.interval import PaceMeter, keep_interval, read_interval
+from rowcast.prefetcher.checkpoints.interval import (
+    AwaitedPace,
+    PaceMeter,
+    RankPace,
+    held_after,
+    keep_interval,
+    read_interval,
+)
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RowcastError
 from tests.checkpoints.faulty import Failure, FaultyDisk
@@ -58,3 +65,32 @@ def test_the_number_is_kept_for_the_same_time_only(tmp_path: Path) -> None:
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
     with pytest.raises(RowcastError, match="nothing can be written there"):
         keep_interval(FaultyDisk(Failure("write", 0, "ENOSPC")), tmp_path, "10m", 6000)
+
+
+@pytest.mark.parametrize("ahead", [4, 10, 66])
+@pytest.mark.parametrize("start", [0, 7, 1000])
+@pytest.mark.parametrize("seconds", [0.001, 1, 600])
+def test_no_rank_has_planned_beyond_a_checkpoint_when_the_first_one_knows_the_interval(
+    seconds: float, start: int, ahead: int
+) -> None:
+    now, late = [0.0], 0
+    pace = RankPace(seconds, start, ahead, lambda: now[0])
+    other = AwaitedPace(lambda: None, ahead)
+    steps = None
+    for done in range(0, 1000, ahead):  # as coarse as it can be seen
+        now[0] += 0.1
+        steps = pace.steps(done, start + done + ahead)
+        if steps is not None:
+            late = done
+            break
+    assert steps is not None
+    planned = [late + ahead, next(n for n in range(1000) if other.must_wait(n))]
+    assert max(planned) <= held_after(ahead)
+    assert not any((start + n) % steps == 0 for n in range(1, max(planned) + 1)), (steps, planned)
+    assert pace.must_wait(10**6) is False
+
+
+def test_another_rank_takes_the_interval_that_the_first_has_found() -> None:
+    found_later = iter([None, 700])
+    pace = AwaitedPace(lambda: next(found_later), ahead=10)
+    assert [pace.steps(done, 50) for done in (0, 20, 21)] == [None, None, 700]

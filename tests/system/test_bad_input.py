@@ -244,18 +244,23 @@ def refused_trainer(session: Session, capsys: pytest.CaptureFixture[str], *optio
     return stderr.removeprefix("rowcast trainer: ").removesuffix("\n")
 
 
-def test_more_trainers_than_the_job_file_says_are_refused(
+def test_an_environment_that_is_not_torchruns_is_refused(
     session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    for name, value in launch.items():
+    for name, value in {"RANK": "two", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert refused_trainer(session, capsys) == (
-        "WORLD_SIZE = 2, but ranks.count = 1 in the job file; start as many trainers as it says (torchrun's --nnodes "
+        "the environment variable RANK = 'two' is no number; several trainers are started by torchrun, which sets it"
+    )
+
+
+def test_a_trainer_alone_is_refused_where_the_job_file_has_two(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused_trainer(session, capsys, "--set=ranks.count=2") == (
+        "WORLD_SIZE = 1, but ranks.count = 2 in the job file; start as many trainers as it says (torchrun's --nnodes "
         "times --nproc-per-node), or change it"
     )
-    monkeypatch.setenv("RANK", "two")
-    assert "RANK = 'two' is no number" in refused_trainer(session, capsys)
 
 
 def test_a_device_that_is_not_there_is_refused(

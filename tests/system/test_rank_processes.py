@@ -15,7 +15,7 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from tests.support.driver import start_state
 from tests.support.full_capacity import bits
-from tests.support.processes import Session
+from tests.support.processes import Process, Session
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 12
@@ -35,6 +35,12 @@ def plain(config: Path, parts: int, steps: int = STEPS) -> tuple[bytes, dict[str
 
 def differing(ours: dict[str, Tensor], end: dict[str, Tensor]) -> Sequence[str]:
     return [name for name, tensor in end.items() if name not in ours or not torch.equal(bits(ours[name]), bits(tensor))]
+
+
+def rank_pid(session: Session, role: str, rank: int) -> int:
+    """0 while there is none."""
+    lock = session.run_dir / f"rank-{rank:03d}" / f"{role}.lock"
+    return int(lock.read_text() or 0) if lock.exists() else 0
 
 
 def test_one_trainer_of_six_parts_has_the_bits_of_the_plain_loop_in_six_parts(session: Session) -> None:
@@ -59,3 +65,49 @@ def test_several_ranks_have_the_bits_of_the_plain_loop(count: int, parts: int, s
     session.export(out).quiet()
     assert differing(load_file(out), end) == []
     assert session.remains() == []
+
+
+def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(session: Session) -> None:
+    session.write_job(**SMALL, ranks={"count": 3}, checkpoint={"every": "1s"})
+    steps = 800
+    local = session.start("local", "--max-steps", str(steps))
+    for role, rank in (("trainer", 1), ("prefetcher", 2)):
+        begun = local.stderr.count("event=training ")
+        local.until(lambda begun=begun: local.stderr.count("event=training ") == begun + 3, "an attempt", 120)  # type: ignore[misc]
+        local.until_counted("rowcast_train_steps_total", 100)  # of a trainer of this attempt
+        session.kill(rank_pid(session, role, rank))
+    ended = local.ended(300)
+    assert ended.code == 0, ended.stderr
+    losses, end = plain(session.config, 3, steps)
+    assert (session.run_dir / "losses.f32").read_bytes() == losses
+    out = session.folder / "model.safetensors"
+    session.export(out).quiet()
+    assert differing(load_file(out), end) == []
+    assert session.remains(killed=True) == []
+
+
+def torchrun(session: Session, count: int, *options: str) -> Process:
+    arguments = [f"--nproc-per-node={count}", "-m", "rowcast.trainer", "run", f"--config={session.config}", *options]
+    return session.start_module("rowcast.deploy.torchrun", *arguments)
+
+
+def test_another_number_of_trainers_is_refused_with_one_sentence_on_every_rank(session: Session) -> None:
+    session.write_job(**SMALL, ranks={"count": 3})
+    ended = torchrun(session, 2).ended()
+    assert ended.code == 2
+    sentence = (
+        "WORLD_SIZE = 2, but ranks.count = 3 in the job file; start as many trainers as it says (torchrun's --nnodes "
+        "times --nproc-per-node), or change it"
+    )
+    assert ended.sentences == [sentence, sentence]
+
+
+def test_trainers_of_another_job_file_than_their_prefetchers_are_refused_on_every_rank(session: Session) -> None:
+    session.write_job(**SMALL, ranks={"count": 2})
+    prefetchers = session.start("prefetcher", "--set=job.seed=2")
+    trainers = torchrun(session, 2).ended()
+    assert trainers.code == 5
+    assert len(trainers.sentences) == 2
+    assert len(set(trainers.sentences)) == 1, trainers.sentences
+    assert "the two processes were started with different job files" in trainers.sentences[0]
+    assert prefetchers.ended().code == 5

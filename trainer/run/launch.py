@@ -20,6 +20,7 @@ class Launch:
     address: str = "127.0.0.1"  # where the ranks meet
     port: int = 0
     has_agent: bool = False  # a launcher serves the meeting point; if not, rank 0 does
+    restarts: int = 0  # how often the launcher has started all trainers again
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -39,6 +40,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         address=environment.get("MASTER_ADDR", "127.0.0.1"),
         port=numbers["MASTER_PORT"],
         has_agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=whole_number("TORCHELASTIC_RESTART_COUNT", environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 

@@ -29,6 +29,7 @@ from rowcast.trainer.run.launch import Launch
 
 POLL_S = 0.01
 CONNECT_S = 2.0  # for one try to reach the store
+SETTLE_S = 0.3  # for a second process of a rank to be seen
 ROLL_CALL_S = 2.0  # for those to answer who are here, where a rank has greeted twice
 
 GivenUp = Callable[[], bool]
@@ -137,6 +138,7 @@ class Meeting:
         while missing := [rank for rank in range(own.world_size) if not self._greetings(name, rank)]:
             if not self._waits(deadline_s, missing):
                 return None
+        time.sleep(SETTLE_S)
         present = self._present(name)
         self._store.set(f"{name}/present", encoded(present))
         return checked(present, name)
@@ -202,10 +204,12 @@ class Meeting:
         if self._given_up():
             return False
         if time.monotonic() > deadline_s:
-            ranks = ", ".join(map(str, missing)) or "of an earlier start that are gone"
+            waited = f"rank {self._own.rank} of {self._own.world_size} waited {self._timeout_s:g} s for the others; "
+            if not missing:
+                raise PeerLost(waited + "they met without it: another process took its place, or they have ended since")
             raise PeerLost(
-                f"rank {self._own.rank} of {self._own.world_size} waited {self._timeout_s:g} s for the others; missing "
-                f"are ranks {ranks}; start them with the same job file, or raise ranks.timeout"
+                f"{waited}missing are ranks {', '.join(map(str, missing))}; start them with the same job file, or "
+                "raise ranks.timeout"
             )
         time.sleep(POLL_S)
         return True

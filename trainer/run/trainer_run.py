@@ -13,12 +13,14 @@ from rowcast.protocol.attempts import Attempts, RankPatience
 from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
+from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
-from rowcast.runtime.run_directory import RunDirectory, note_refusal
+from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal
 from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerGauges, new_counters
 from rowcast.trainer.execute.streams import choose_device, on_device
@@ -55,6 +57,8 @@ class TrainerRun:
 
     def run(self, *, fresh: bool, timeline: bool) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage."""
+        if self._launch.has_agent:
+            stop_with_parent()  # torchrun, which cannot tell its trainers if it is killed
         try:
             if self._tensorboard is not None:
                 check_board(self._tensorboard)
@@ -78,6 +82,9 @@ class TrainerRun:
     ) -> None:
         if self._mode == "train" and self._leads:
             self._bring_back_results()
+        if self._launch.restarts and self._has_ended():
+            get_logger().info("the run had ended before this trainer was started again")
+            return
         if self._mode == "train" and not fresh:
             RunDirectory(self._job.run_dir, "trainer").refuse_complete(self._job.data.epochs)
         if timeline:
@@ -89,6 +96,11 @@ class TrainerRun:
         parts = self._parts(device, fresh=fresh)
         if self._signals.stop_reason is None:
             self._attempts.run(lambda _, transport, crew: TrainerAttempt(parts, transport, crew))
+
+    def _has_ended(self) -> bool:
+        """A trainer that is killed after the last good-bye is started again, with no prefetcher left to meet."""
+        is_complete = RunDirectory(self._job.run_dir, "trainer").completion() is not None
+        return self._mode == "train" and is_complete and not is_held(self._folder, "prefetcher")
 
     def _parts(self, device: torch.device, *, fresh: bool) -> TrainerRunParts:
         threads = set_threads(self._job.trainer.threads, self._launch.local_world_size)
