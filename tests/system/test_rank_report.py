@@ -111,6 +111,7 @@ def test_the_run_counts_what_simulating_its_ranks_foretells(run: SeenRun) -> Non
     [found] = simulate_ranks([job], lambda own: schedule(own, open_reader(own), STEPS), per_step=True)
     steps = found.per_step
     assert steps is not None
+    assert found.owner_rows is not None
     assert (found.steps, found.eval_steps) == (STEPS, report.eval_steps)
     for own in report.ranks:
         for counted, by_step in (
@@ -122,8 +123,14 @@ def test_the_run_counts_what_simulating_its_ranks_foretells(run: SeenRun) -> Non
     assert report.rows_fetched == sum(map(sum, steps.rows_fetched))
     assert report.rows_written_back == sum(map(sum, steps.rows_written_back)) + (found.rows_flushed or 0)
     assert report.rows_flushed == found.rows_flushed
+    assert report.rank_imbalance == pytest.approx(found.owner_rows.imbalance)
     nbytes = (found.row_bytes or 0) * len(steps.step) + (found.gradient_bytes or 0) * STEPS
     assert sum(own.bytes_sent for own in report.ranks) == pytest.approx(RANKS * nbytes)
+
+
+def test_the_report_says_how_evenly_rows_are_owned(run: SeenRun) -> None:
+    rows = [own.rows_owned for own in run.report.ranks]
+    assert 1 <= max(rows) / (sum(rows) / RANKS) <= run.report.rank_imbalance < RANKS
 
 
 def test_only_rank_0_talks_and_every_log_line_has_its_rank(run: SeenRun) -> None:
