@@ -7,7 +7,7 @@
     ASKED_SLOTS      for each group, in a run that verifies        "0.verify_fetch", ...
 
 All code that lays out, measures, checks or uses the arrays of a plan reads them here. To add one, add a line to a class
-below and make the array in `group_plan` (`prefetcher/planner/planner.py`).
+below and make the array in the arrangers (`prefetcher/planner/planner.py`, `rank_share.py`).
 """
 
 import math

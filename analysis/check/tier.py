@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.analysis.check.memory import room_at, trained_rows
@@ -11,10 +13,12 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.run.sizing import job_tier_slots
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
-from rowcast.prefetcher.stores.tier_budget import COPIES, INDEX_BYTES, DiskShare, disk_bytes, disk_shares
+from rowcast.prefetcher.stores.redis_store import trial_rows
+from rowcast.prefetcher.stores.tier_budget import COPIES, INDEX_BYTES, DiskShare, disk_bytes, disk_shares, server_bytes
 from rowcast.protocol.parts import rank_of
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
+TRIED_ROWS = 2**10  # some in each of the keys that hold a run's rows, so on every server
 PAGE_CACHE_BYTES = 2**28  # through which rows are written to the disk
 
 
@@ -25,10 +29,12 @@ def check_tier(job: Job, seen: Seen, slots: Sequence[int], free_bytes: int) -> I
         return
     yield from check_budget(job, free_bytes)
     shares = disk_shares(job, seen.groups)
-    yield from check_index(seen, shares)
+    yield from check_index(job, seen, shares)
     if "disk" in STORES[job.store.kind].keys:
         yield from check_default_disk(job, seen, shares)
         yield check_segments(job, seen, shares)
+    if "url" in STORES[job.store.kind].keys:
+        yield check_servers(job, seen, shares)
     tier_slots = job_tier_slots(job, seen.groups, seen.measured, slots, rank_of(job.ranks, 0)) if slots else None
     if tier_slots is not None:
         rows = " + ".join(f"{n:,}" for n in tier_slots)
@@ -54,15 +60,17 @@ def check_budget(job: Job, free_bytes: int) -> Iterator[Finding]:
         )
 
 
-def check_index(seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
+def check_index(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
     """A run ends with an error when it trains more rows than have room."""
+    is_on_disk = "disk" in STORES[job.store.kind].keys
+    room, change = ("store.disk has room, or store.memory", "them") if is_on_disk else ("store.memory has", "it")
     for group, share in zip(seen.groups, shares, strict=True):
         trained = trained_rows(group, seen)
         if trained > share.num_rows:
             yield warning(
                 "store",
-                f"an epoch may train {trained:,} rows of group {group.name}, but store.disk has room, or store.memory "
-                f"an index, for {share.num_rows:,}; raise them",
+                f"an epoch may train {trained:,} rows of group {group.name}, but {room} an index, "
+                f"for {share.num_rows:,}; raise {change}",
             )
 
 
@@ -85,6 +93,32 @@ def check_default_disk(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Ite
 def twice(rows: int, group: GroupSpec) -> int:
     """Bytes of files for so many rows and as many old copies."""
     return max(COPIES * rows * disk_bytes(group), SEGMENTS * page_layout(group.record_bytes).nbytes)
+
+
+def check_servers(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
+    """Writes a few rows, reads and deletes them, so that every right is used; and compares the servers' memory."""
+    group = seen.groups[0]
+    keys = np.arange(TRIED_ROWS, dtype=np.int64)
+    with trial_rows(job, group) as cold:
+        records = np.zeros((TRIED_ROWS, group.record_bytes), np.uint8)
+        places = cold.write(keys, records)
+        cold.read(keys, places, records)
+        cold.free(keys, places)
+        cold.tidy()
+        cold.delete()
+        rooms = cold.rooms()
+    needed = sum(
+        min(share.num_rows, trained_rows(g, seen)) * server_bytes(g)
+        for g, share in zip(seen.groups, shares, strict=True)
+    )
+    listed = ", ".join(
+        f"{room.server} {'unknown' if room.free_bytes is None else human_bytes(room.free_bytes)}" for room in rooms
+    )
+    sentence = f"the servers of store.url let rows in, and have memory free: {listed}; all rows take up to "
+    sentence += human_bytes(needed)
+    if any(room.free_bytes is not None and room.free_bytes < room.share * needed for room in rooms):
+        return warning("store", f"{sentence}: a run may end when they are full; raise their maxmemory or add servers")
+    return ok("store", sentence)
 
 
 def check_segments(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding:

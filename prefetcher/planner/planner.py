@@ -12,13 +12,15 @@ from rowcast.job.schema import CheckpointInterval, Policy
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import new_policy
-from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupMoves, GroupPlanner, Occupancy
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, Pool, bags_of
+from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
+from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, Pool
 from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows, ScheduledLookups
 from rowcast.prefetcher.planner.integrity import check_group
 from rowcast.prefetcher.planner.rank_share import ShareOfBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
+from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
@@ -76,7 +78,18 @@ class WholeBatch:
         return self._grouper.group(self._grouper.lookups(batch))
 
     def plan(self, rows: Grouping, moves: GroupMoves, tier: GroupMoves | None, train: bool) -> GroupPlan:
-        return group_plan(self._grouper, rows, moves, tier)
+        slots, order = self._grouper.arrange(rows, moves.unique_slots)
+        lookups = LookupArrays(
+            slots=slots,
+            unique_slots=moves.unique_slots,
+            segment_offsets=rows.segment_offsets,
+            bag_order=bag_order(rows, order),
+            lookup_order=None if rows.weights is None else order,
+            offsets=rows.offsets,
+            weights=rows.weights,
+            sequence_offsets=rows.sequence_offsets,
+        )
+        return group_plan(lookups, moves, tier)
 
 
 class RowPlanner:
@@ -357,31 +370,6 @@ def without_ids(scheduled: Any) -> Any:
 def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tuple[Grouper, ...]:
     num_features = sum(group.num_features for group in groups)
     return tuple(Grouper(group, num_features, pool) for group in groups)
-
-
-def group_plan(grouper: Grouper, grouping: Grouping, moves: GroupMoves, tier: GroupMoves | None) -> GroupPlan:
-    slots, order = grouper.arrange(grouping, moves.unique_slots)
-    bags = order
-    if grouping.offsets is not None:
-        bags = np.empty(len(order), np.int32)
-        bags_of(order, grouping.offsets, bags)
-    return GroupPlan(
-        slots=slots,
-        unique_slots=moves.unique_slots,
-        segment_offsets=grouping.segment_offsets,
-        bag_order=bags,
-        lookup_order=None if grouping.weights is None else order,
-        offsets=grouping.offsets,
-        weights=grouping.weights,
-        sequence_offsets=grouping.sequence_offsets,
-        fetch_slots=moves.fetch.slots,
-        fetch_keys=moves.fetch.keys,
-        evict_keys=moves.evict.keys,
-        num_dirty=moves.num_dirty,
-        fill_after=moves.fill_after,
-        load_keys=NO_ROWS if tier is None else tier.fetch.keys,
-        spill_keys=NO_ROWS if tier is None else tier.evict.keys,
-    )
 
 
 @compiled_loop

@@ -11,11 +11,13 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.exchange import GroupExchange, exchange_of
-from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupMoves
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups, bags_of
+from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
+from rowcast.prefetcher.planner.group_planner import GroupMoves
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups
 from rowcast.prefetcher.readers.batch_parts import IdsBatch
 from rowcast.protocol.parts import Ids, Rank, ids_of_samples, part_bounds
 from rowcast.protocol.plan import GroupPlan, GroupShare
+from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I32, I64
 
@@ -69,13 +71,10 @@ class ShareOfBatch:
         parts, exchange = rows.parts, rows.exchange
         arranged = [self._grouper.arrange(part, own) for part, own in zip(parts, exchange.places, strict=True)]
         orders = [order for _, order in arranged]
-        bags = [
-            order if part.offsets is None else bags_in(order, part.offsets)
-            for part, order in zip(parts, orders, strict=True)
-        ]
+        bags = [bag_order(part, order) for part, order in zip(parts, orders, strict=True)]
         num_bags = [len(part.order) if part.offsets is None else len(part.offsets) - 1 for part in parts]
         lookups = starts([part.num_lookups for part in parts])
-        return GroupPlan(
+        arrays = LookupArrays(
             slots=one_after_another([slots for slots, _ in arranged]),
             unique_slots=one_after_another(exchange.places),
             segment_offsets=joined_offsets([part.segment_offsets for part in parts]),
@@ -88,15 +87,8 @@ class ShareOfBatch:
             if parts[0].weights is None
             else np.concatenate([part.weights for part in parts if part.weights is not None]),
             sequence_offsets=sequences_of(parts),
-            fetch_slots=moves.fetch.slots,
-            fetch_keys=moves.fetch.keys,
-            evict_keys=moves.evict.keys,
-            num_dirty=moves.num_dirty,
-            fill_after=moves.fill_after,
-            load_keys=NO_ROWS if tier is None else tier.fetch.keys,
-            spill_keys=NO_ROWS if tier is None else tier.evict.keys,
-            share=share_of(exchange, parts, moves, train),
         )
+        return group_plan(arrays, moves, tier, share_of(exchange, parts, moves, train))
 
 
 def share_of(exchange: GroupExchange, parts: Sequence[Grouping], moves: GroupMoves, train: bool) -> GroupShare:
@@ -120,12 +112,6 @@ def share_of(exchange: GroupExchange, parts: Sequence[Grouping], moves: GroupMov
             () if part.sequence_offsets is None else tuple(part.sequence_offsets[:, -1].tolist()) for part in parts
         ),
     )
-
-
-def bags_in(order: I32, offsets: I32) -> I32:
-    bags = np.empty(len(order), np.int32)
-    bags_of(order, offsets, bags)
-    return bags
 
 
 def starts(counts: Sequence[int]) -> list[int]:

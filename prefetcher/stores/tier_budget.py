@@ -19,6 +19,8 @@ INDEX_SHARE = 4  # where the job sets no store.disk, a fourth of the memory may 
 # for each row that was touched: its number, where it is, and bits for changed rows, frozen ones and those set aside
 INDEX_BYTES = ROW_BYTES + 4 + 1
 SLOT_BYTES = 37  # for each row in memory, beside its record: what `TieredStore` keeps of a slot
+SERVER_BYTES = 80  # of a Redis server's memory, for each row beside its record: number of the write, entry in a hash
+SERVER_SHARE = 1.25  # a server allocates no more than this for each byte of a record
 MOST_SLOTS = 2**31  # of a group; other numbers below 2**32 are left for places
 
 
@@ -52,6 +54,11 @@ def disk_bytes(group: GroupSpec) -> int:
     """Of a row on the disk, with its share of a page."""
     page = page_layout(group.record_bytes)
     return -(-page.nbytes // page.num_rows)
+
+
+def server_bytes(group: GroupSpec) -> int:
+    """The most memory of a Redis server that a row takes; `benchmarks.redis_rows` measures it."""
+    return SERVER_BYTES + int(SERVER_SHARE * group.record_bytes)
 
 
 def shared_out(needs: Sequence[int], total: int) -> list[int]:

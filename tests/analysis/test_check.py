@@ -33,6 +33,7 @@ from rowcast.analysis.check.machine import Device, ask_device
 from rowcast.analysis.free_memory import free_memory
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
+from rowcast.job.server_url import PASSWORD
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
@@ -45,6 +46,7 @@ from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.trainer.models import build_model
 from tests.support.jobs import job_content, write_job
+from tests.support.redis_server import BOUND, RedisServer, keys_on, needs_redis
 
 ROOT = Path(__file__).parents[2]
 CPU = Device(name="cpu")
@@ -801,6 +803,7 @@ def test_mapped_tables_need_their_size_on_the_disk_and_no_memory(check: Checked)
 # stores with a memory tier
 
 TIERED = {"kind": "tiered", "memory": "2000 rows"}
+SECRET = "s3cret-of-the-server"
 
 
 def test_a_tier_that_fits_says_how_many_rows_are_in_memory_and_what_the_disk_may_hold(check: Checked) -> None:
@@ -868,3 +871,55 @@ def test_without_a_disk_size_it_says_what_the_index_and_the_files_may_take(check
 def test_tables_that_the_index_has_room_for_need_no_other_disk_size(check: Checked) -> None:
     (sentence,) = said_of_disk(check(store={"kind": "tiered", "memory": "1GiB"}))
     assert "leaves more memory" not in sentence
+
+
+# rows on a server
+
+
+@needs_redis
+def test_a_server_that_lets_rows_in_is_ok_and_keeps_none(
+    check: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PASSWORD, SECRET)
+    with RedisServer(tmp_path / "server", "--requirepass", SECRET, password=SECRET) as server:
+        findings = check(store=on_server(server))
+        assert keys_on([server]) == set()
+        (sentence,) = (finding.sentence for finding in findings if "let rows in" in finding.sentence)
+        assert f"{BOUND}:{server.port} " in sentence
+        assert {finding.level for finding in findings} == {"ok"}
+        with server.client() as client:
+            client.config_set("maxmemory", client.info()["used_memory"] + 1000)
+        assert "has no memory left for rows" in only_fault(check(store=on_server(server)), "error", "store")
+        assert keys_on([server]) == set()
+        with server.client() as client:
+            client.config_set("maxmemory", client.info()["used_memory"] + 400_000)
+        tables = [{"name": "t", "num_embeddings": 20_000, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}]
+        assert "raise their maxmemory" in only_fault(check(tables=tables, store=on_server(server)), "warning", "store")
+    assert not any(SECRET in finding.sentence for finding in findings)
+    assert not check.run_dir.exists()
+
+
+@needs_redis
+@pytest.mark.parametrize("missing", ["hset", "hmget", "hdel", "unlink", "info"])
+def test_a_user_without_a_right_that_a_run_needs_is_found_before_it(
+    missing: str, check: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PASSWORD, SECRET)
+    rights = [f"+{right}" for right in ("hset", "hmget", "hdel", "unlink", "info") if right != missing]
+    with RedisServer(tmp_path / "server", "--user", "rows", "on", f">{SECRET}", "~rowcast:*", *rights) as server:
+        url = f"redis://rows@{BOUND}:{server.port}"
+        sentence = only_fault(check(store=on_server(server) | {"url": url}), "error", "store")
+    assert "refuses this user" in sentence
+    assert missing in sentence.lower()
+    assert SECRET not in sentence
+
+
+@needs_redis
+def test_a_server_that_may_evict_or_is_not_there_is_found_before_a_run(check: Checked, tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "server", "--maxmemory-policy", "allkeys-lru") as server:
+        assert "set it to noeviction" in only_fault(check(store=on_server(server)), "error", "store")
+    assert "cannot be reached" in only_fault(check(store=on_server(server)), "error", "store")
+
+
+def on_server(server: RedisServer) -> dict[str, Any]:
+    return {"kind": "redis", "memory": "2000 rows", "url": server.url_text, "timeout": "20s"}

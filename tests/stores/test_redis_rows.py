@@ -13,7 +13,8 @@ from structlog.testing import capture_logs
 
 from rowcast.job.server_url import ServerUrl
 from rowcast.prefetcher.stores.cold import redis_rows
-from rowcast.prefetcher.stores.cold.redis_rows import RedisRows, keys_of
+from rowcast.prefetcher.stores.cold.redis_keys import keys_of
+from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.errors import ConfigError, StoreLost
 from tests.stores.every_store import GROUP, all_keys, random_records

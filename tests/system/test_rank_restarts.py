@@ -147,6 +147,22 @@ def test_ranks_that_are_killed_at_any_moment_go_on_from_a_checkpoint_of_all(tmp_
     assert_ends_as(run, plain(own, 4), tmp_path)
 
 
+@pytest.mark.parametrize("counts", [(1, 4, 2), (4, 2, 1)], ids=str)
+def test_an_evaluation_goes_on_with_another_number_of_ranks(tmp_path: Path, counts: Sequence[int]) -> None:
+    """To the same AUC, log loss and accuracy as one that one rank began and ended."""
+    evaluations = []
+    for name, lives in (("whole", [(1, None)]), ("interrupted", list(zip(counts, (5, 7, None), strict=True)))):
+        (tmp_path / name).mkdir()
+        own = restarts(tmp_path / name, "adagrad", 4)
+        own.batches = small_batches(own.job, "multi", num_steps=6, eval_at=range(3, 9))
+        for ranks, num_steps in lives:
+            run = own.live(ranks, num_steps)
+        run.losses()  # all ranks have the same results
+        evaluations.append(run.pairs[0].results.evaluations)
+    assert len(evaluations[0]) == 1
+    assert evaluations[0] == evaluations[1]
+
+
 def test_tables_that_another_number_of_ranks_left_are_not_taken_for_its_own(tmp_path: Path) -> None:
     """Shard 0 of 2 has other rows than shard 0 of 4 at the same checkpoint."""
     own = restarts(tmp_path, "adagrad", 4, store="mapped")

@@ -13,7 +13,6 @@ Hashes rather than a key for each row: a generation is 256 keys whose names are 
 search, and a row takes less memory.
 """
 
-import secrets
 import threading
 import time
 from collections import deque
@@ -23,21 +22,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.server_url import ServerUrl
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
+from rowcast.prefetcher.stores.cold.redis_keys import NUM_HASHES, delete, keys_of, new_generation, pattern_of
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import I64, Bytes
-from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost
+from rowcast.runtime.errors import RowcastError, StoreLost
 from rowcast.runtime.splitmix import GOLDEN
 from rowcast.runtime.telemetry.logs import get_logger
 
-NUM_HASHES = 2**8
 HASH_SHIFT = np.uint64(56)
 ROWS_AT_ONCE = 2**14  # in one round trip, to bound the memory for commands and answers
 CHECK_S = 5.0  # between looks at the servers' own counters
@@ -47,12 +45,12 @@ Fields = npt.NDArray[np.void]  # [n] of FIELD
 FIELD = np.dtype([("key", "<i8"), ("write", "<u4")])
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """Names one object's keys. A file in the run's folder, so that the next process deletes what a killed one left."""
+class Room(NamedTuple):
+    """What a server has for rows."""
 
     server: str
-    name: str
-    folder: int  # inode of the file's folder, since a copy of a run must not delete the keys of the original
+    share: float  # of all rows
+    free_bytes: int | None  # up to its maxmemory, or its machine's memory; None: it does not say
 
 
 class Freed(NamedTuple):
@@ -92,29 +90,14 @@ class RedisRows:
 
         `timeout_s`: how long a server may be silent before it counts as lost. Raises ConfigError or StoreLost."""
         servers = Servers(url, password, timeout_s)
-        note, server = folder / f"{group.name}.redis", f"{url.host}:{url.port}"
+        note = folder / f"{group.name}.redis"
         try:
             servers.open()
-            folder.mkdir(parents=True, exist_ok=True)
-            earlier = read_note(note)
-            if earlier is not None and earlier.server == server:
-                delete(servers, earlier.name)
-            elif earlier is not None:
-                get_logger().warning(
-                    "rows of an earlier process may remain on another Redis server",
-                    server=earlier.server,
-                    keys=pattern_of(earlier.name),
-                )
-            generation = Generation(server=server, name=secrets.token_hex(6), folder=folder.stat().st_ino)
-            note.write_bytes(msgspec.json.encode(generation))
-        except BaseException as error:
+            generation = new_generation(servers, f"{url.host}:{url.port}", note)
+        except BaseException:
             servers.close()
-            if isinstance(error, OSError):
-                raise ConfigError(f"{note} cannot be written ({error.strerror}); make it writable") from None
             raise
-        nodes = [node.name for node in servers.nodes]
-        get_logger().info("rows go to Redis", group=group.name, servers=nodes, keys=pattern_of(generation.name))
-        return cls(servers, group, generation.name, note)
+        return cls(servers, group, generation, note)
 
     def attach(self, places_of: Callable[[Keys], Places], settle: Callable[[Moved], None]) -> None:
         """Nothing is ever moved."""
@@ -175,18 +158,37 @@ class RedisRows:
             )
         return True
 
+    @property
+    def keys(self) -> str:
+        """A pattern of the keys of all rows."""
+        return pattern_of(self.generation)
+
+    @property
+    def server_names(self) -> list[str]:
+        return [node.name for node in self._servers.nodes]
+
+    def rooms(self) -> list[Room]:
+        """Of each server. Raises StoreLost."""
+        shares = np.bincount([node for node, _ in self._hashes], minlength=len(self._servers.nodes)) / NUM_HASHES
+        frees = self._servers.free_bytes()
+        return [Room(*room) for room in zip(self.server_names, shares.tolist(), frees, strict=True)]
+
+    def delete(self) -> None:
+        """Deletes all rows; nothing else is called afterwards but `close`."""
+        delete(self._servers, self.generation)
+
     def close(self) -> None:
         """Deletes the rows, unless a server is lost: then the next process of this run does."""
         if self._closed:
             return
         self._closed = True
         try:
-            delete(self._servers, self.generation)
+            self.delete()
             self._note.unlink(missing_ok=True)
         except (RowcastError, OSError) as error:
             get_logger().warning(
                 "rows remain on Redis until this run is started again",
-                keys=pattern_of(self.generation),
+                keys=self.keys,
                 error=str(error),
             )
         finally:
@@ -282,28 +284,3 @@ def as_bytes(items: npt.NDArray[Any]) -> list[bytes]:
     """Each element's bytes; without numpy's type S, which drops zero bytes at the end."""
     found: list[bytes] = items.view(np.dtype((np.void, items.itemsize))).tolist()
     return found
-
-
-def keys_of(generation: str) -> list[bytes]:
-    return [f"rowcast:{{{tag:02x}}}{generation}".encode() for tag in range(NUM_HASHES)]
-
-
-def pattern_of(generation: str) -> str:
-    return f"rowcast:{{??}}{generation}"
-
-
-def delete(servers: Servers, generation: str) -> None:
-    """UNLINK frees the memory in the server's background."""
-    commands: list[list[Command]] = [[] for _ in servers.nodes]
-    for key in keys_of(generation):
-        commands[servers.node_of(key)].append((b"UNLINK", key))
-    servers.ask(commands)
-
-
-def read_note(path: Path) -> Generation | None:
-    """None if there is none, it is damaged, or it came here with a copy of another run."""
-    try:
-        generation = msgspec.json.decode(path.read_bytes(), type=Generation)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
-    return generation if generation.folder == path.parent.stat().st_ino else None

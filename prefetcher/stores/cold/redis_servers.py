@@ -141,6 +141,15 @@ class Servers:
             except ConfigError as error:
                 raise self.fails(error) from None
 
+    def free_bytes(self) -> list[int | None]:
+        """Of each server: what may still be written to it. Raises StoreLost."""
+        found: list[int | None] = []
+        for node in self.nodes:
+            info = self._info(node)
+            most = info.get("maxmemory") or info.get("total_system_memory")
+            found.append(None if most is None else max(0, most - info.get("used_memory", 0)))
+        return found
+
     def fails(self, error: RowcastError) -> RowcastError:
         """Notes the first error, which every later call raises; returns the given one."""
         with self._lock:
