@@ -13,7 +13,6 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +30,8 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from tests.recovery.ranked import RANKS, RecoveringRanks
-from tests.recovery.restarted import NUM_TRAIN, Outcome, Recovering
+from tests.recovery.ranked import LONGEST_LIFE_S, RANKS, RecoveringRanks
+from tests.recovery.restarted import Outcome, Recovering
 from tests.support.driver import start_state
 from tests.support.processes import Session
 
@@ -70,29 +69,15 @@ class Bits:
     def differing(self, counts: Sequence[int]) -> int:
         """Tensors and losses that differ after a run with these numbers of trainers, one after the other."""
         for turn, count in enumerate(counts):
-            options = ["--fresh"] if turn == 0 else []
-            until = self._steps * (turn + 1) // len(counts)
-            self._run([*options, f"--set=ranks.count={count}"], until if turn + 1 < len(counts) else None)
+            fresh = ["--fresh"] if turn == 0 else []
+            until = self._steps * (turn + 1) // len(counts)  # a complete run goes on if it is given more steps
+            options = [*self._shared, *fresh, f"--set=ranks.count={count}", f"--max-steps={until}"]
+            command("rowcast.deploy.local", "--config", str(self.config), *options)
         out = self.run_dir / "model.safetensors"
         command("rowcast.prefetcher", "export", "--run", str(self.run_dir), "--out", str(out))
         ours, reference = load_file(out), self.reference
         wrong = [name for name, end in reference.tensors.items() if name not in ours or not equal_bits(ours[name], end)]
         return len(wrong) + ((self.run_dir / "losses.f32").read_bytes() != reference.losses)
-
-    def _run(self, options: list[str], stop_at: int | None) -> None:
-        """To the end, or to some step after `stop_at`, where it is asked to stop."""
-        module = ["-m", "rowcast.deploy.local", "--config", str(self.config), f"--max-steps={self._steps}"]
-        words = [sys.executable, *module, *self._shared, *options]
-        losses = self.run_dir / "losses.f32"
-        with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-            while stop_at is not None and process.poll() is None:
-                if losses.exists() and losses.stat().st_size >= 4 * stop_at:
-                    process.terminate()
-                    break
-                time.sleep(POLL_S)
-            _, said = process.communicate(timeout=600)
-        if process.returncode != 0:
-            raise RuntimeError(f"{' '.join(words[1:])} ended with code {process.returncode}: {said.strip()[-2000:]}")
 
 
 def bits_table(log: Path | None, steps: int) -> int:
@@ -119,11 +104,12 @@ class Struck:
     left: list[str]
 
 
-def strike(folder: Path, name: str, number: signal.Signals, at: int, expected: Outcome) -> Struck:
+def strike(folder: Path, name: str, number: signal.Signals, after_s: float, expected: Outcome) -> Struck:
     with Session(folder) as session:
         run = RecoveringRanks(session)
         command = run.start()
-        run.until(command, lambda: run.losses >= at and name in run.processes.by_name())
+        run.until(command, lambda: name in run.processes.by_name())
+        time.sleep(after_s)
         victim = run.processes.by_name().get(name)
         run.processes.signal(name, number)
         began_s = time.monotonic()
@@ -135,8 +121,8 @@ def strike(folder: Path, name: str, number: signal.Signals, at: int, expected: O
             time.sleep(POLL_S)
         seconds = time.monotonic() - began_s
         run.end(command)
-        if victim is None or (run.complete and outcome == "all ended"):
-            outcome = "was complete"
+        if run.complete and outcome == "all ended":
+            outcome = "complete"
         differs = run.finish().differs(expected)
         return Struck(
             outcome=outcome, seconds=seconds, starts=run.num_starts, differs=differs, left=run.processes.remains()
@@ -157,15 +143,15 @@ def kill_table(kills: int, seed: int) -> int:
     rng, failed = random.Random(seed), 0
     with tempfile.TemporaryDirectory() as folder, Session(Path(folder)) as session:
         expected = Recovering(session, ranks={"parts": 4}).finish()
-    print("| process | signal | after losses | what followed | after s | starts | differs | left behind |")
+    print("| process | signal | at s | what followed | after s | starts | differs | left behind |")
     print("|" + "---|" * 8, flush=True)
     for name, number in strikes(kills):
-        at = rng.randrange(NUM_TRAIN)
+        at_s = rng.uniform(0.0, LONGEST_LIFE_S)
         with tempfile.TemporaryDirectory() as folder:
-            struck = strike(Path(folder), name, number, at, expected)
+            struck = strike(Path(folder), name, number, at_s, expected)
         failed += bool(struck.differs or struck.left)
         print(
-            f"| {name} | {number.name} | {at} | {struck.outcome} | {struck.seconds:.1f} | {struck.starts} | "
+            f"| {name} | {number.name} | {at_s:.1f} | {struck.outcome} | {struck.seconds:.1f} | {struck.starts} | "
             f"{', '.join(struck.differs) or 'nothing'} | {', '.join(struck.left) or 'nothing'} |",
             flush=True,
         )

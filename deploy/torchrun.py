@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 MEETING_S = 600  # until all hosts are there
+LEAVE_S = 10  # for trainers to end after one of them has failed; they have nothing to save
 POLL_S = 0.05
 BACKEND = "one-address"
 LOOPBACK = "lo"
@@ -154,6 +155,8 @@ def main(arguments: list[str]) -> int:
     args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 0}"
     args.rdzv_conf = f"rank={args.node_rank}"
     args.signals_to_handle = "SIGHUP,SIGQUIT"
+    if args.shutdown_timeout is None:
+        args.shutdown_timeout = LEAVE_S
     args.log_dir = args.log_dir or os.devnull  # torchrun would leave an empty folder in /tmp
     if ip_address(address_of(args.master_addr) or "0.0.0.0").is_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)

@@ -16,6 +16,7 @@ RANKS, PARTS = 2, 4
 TIMEOUT_S = 20.0  # ranks.timeout: a busy machine may keep a rank waiting for some seconds
 MOST_STARTS = 8
 END_S = 240.0  # of one start: time-outs of what was stopped, restarts of all trainers, and the run itself
+LONGEST_LIFE_S = 12.0  # of a process that is killed at a random time: imports, meeting, 20 steps, the end
 POLL_S = 0.05
 
 
@@ -73,9 +74,3 @@ class RecoveringRanks:
             assert time.monotonic() < deadline_s, f"waited {END_S:g} s\n{command.stderr[-4000:]}"
             time.sleep(POLL_S)
         return True
-
-    @property
-    def losses(self) -> int:
-        """That rank 0 has written."""
-        path = self.session.run_dir / "losses.f32"
-        return path.stat().st_size // 4 if path.exists() else 0

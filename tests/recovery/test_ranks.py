@@ -2,22 +2,30 @@
 
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.recovery.ranked import PARTS, RecoveringRanks
-from tests.recovery.restarted import NUM_TRAIN, Outcome, Recovering
+from tests.recovery.crashes import OF_RANKS
+from tests.recovery.ranked import LONGEST_LIFE_S, PARTS, RecoveringRanks
+from tests.recovery.restarted import Outcome, Recovering
 from tests.support.processes import Session
 from tests.support.repeats import count
 from tests.support.starter import Starter
 
-KILLED = ("parent", "prefetcher 0", "prefetcher 1", "torchrun", "trainer 0", "trainer 1", "local")
-STOPPED = ("prefetcher 1", "trainer 1", "trainer 0", "prefetcher 0")
-RANDOM_KILLS = count(3, 40)
-CRASHES: dict[str, int] = {  # how often each point is passed before it is armed; those of ranks only
+AT_RANDOM = ("parent", "torchrun", "local", "prefetcher 0", "prefetcher 1", "trainer 0", "trainer 1")
+CRASHES = {  # how often the point is passed by the process that is killed there
+    "shard not renamed": 2,
+    "shard file written": 2,
+    "shards agree": 2,
+    "manifest seen": 2,
+    "step computed": 14,
+    "rows written": 14,
 }
+ASKED = {"rows written": 2, "step computed": 2}  # early, as steps that are planned are still made
+STANDS_STILL = {"prefetcher": "rows written:14:SIGSTOP", "trainer": "step computed:14:SIGSTOP"}
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +53,42 @@ def test_two_ranks_come_to_what_one_comes_to_and_leave_nothing(run: RecoveringRa
     assert run.processes.remains() == []
 
 
-@pytest.mark.parametrize("seed", range(RANDOM_KILLS))
-def test_a_kill_or_a_stop_of_any_process_at_any_time_changes_no_bit(
-    seed: int, run: RecoveringRanks, alone: Outcome
-) -> None:
-    rng = random.Random(seed)
-    name = (KILLED * 2 + STOPPED)[rng.randrange(len(KILLED) * 2 + len(STOPPED))]
-    stops = name in STOPPED and rng.random() < 0.5
-    at = rng.randint(0, NUM_TRAIN - 2)
-    command = run.start()
-    if run.until(command, lambda: run.losses >= at and name in run.processes.by_name()):
-        run.processes.signal(name, signal.SIGSTOP if stops else signal.SIGKILL)
-    run.end(command)
+@pytest.mark.parametrize("name", [*OF_RANKS, *(name for name in CRASHES if name not in OF_RANKS)])
+def test_a_crash_in_the_middle_changes_no_bit(name: str, run: RecoveringRanks, alone: Outcome) -> None:
+    run.crash(name, CRASHES[name])
     assert run.finish().differs(alone) == []
     assert run.processes.remains() == []
 
 
-@pytest.mark.parametrize("name", CRASHES)
-def test_a_crash_at_a_point_that_only_ranks_pass_changes_no_bit(
-    name: str, run: RecoveringRanks, alone: Outcome
-) -> None:
-    run.crash(name, CRASHES[name])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_stop_that_one_of_them_is_asked_for_is_one_of_all(name: str, run: RecoveringRanks, alone: Outcome) -> None:
+    once = run.session.folder / "once"
+    ended = run.end(run.start(f"{name}:{ASKED[name]}:SIGTERM:{once}"))
+    assert once.exists(), run.told
+    assert ended.code == 0, run.told
+    assert not run.complete
+    assert run.processes.remains() == []
+    assert run.finish().differs(alone) == []
+    assert run.num_starts == 2
+
+
+@pytest.mark.parametrize("role", STANDS_STILL)
+def test_one_that_stands_still_ends_all_or_is_replaced(role: str, run: RecoveringRanks, alone: Outcome) -> None:
+    once = run.session.folder / "once"
+    run.end(run.start(f"{STANDS_STILL[role]}:{once}"))
+    assert once.exists(), run.told
+    assert run.finish().differs(alone) == []
+    assert run.processes.remains() == []
+
+
+@pytest.mark.parametrize("seed", range(count(2, 40)))
+def test_a_kill_of_any_process_at_any_time_changes_no_bit(seed: int, run: RecoveringRanks, alone: Outcome) -> None:
+    rng = random.Random(seed)
+    name, after_s = AT_RANDOM[seed % len(AT_RANDOM)], rng.uniform(0.0, LONGEST_LIFE_S)
+    command = run.start()
+    if run.until(command, lambda: name in run.processes.by_name()):
+        time.sleep(after_s)
+        run.processes.signal(name, signal.SIGKILL)
+    run.end(command)
     assert run.finish().differs(alone) == []
     assert run.processes.remains() == []
