@@ -34,6 +34,7 @@ from rowcast.analysis.advise.recommend import (
     sections,
     toml,
 )
+from rowcast.analysis.advise.server import server_rate
 from rowcast.analysis.advise.show import Facts, notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
 from rowcast.analysis.free_memory import free_memory
@@ -103,7 +104,7 @@ def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity
     )
     batch = observed.measured[0].batch
     if batch.dense.shape[1] < num_dense:  # only ids were read
-        plan_bytes += 4 * (num_dense - batch.dense.shape[1]) * batch.size
+        plan_bytes += 4 * (num_dense - batch.dense.shape[1]) * batch.size // job.ranks.count
     given = request.gather_gbs
     rows = (
         probe_rows(group, job.job.seed) if given is None else given_rates(group, given * 1e9)
@@ -129,7 +130,7 @@ class Adviser:
         capacity_bytes = rounded_up(max(choice.knee_bytes, choice.no_stall_bytes or 0, self._with_margin()))
         predicted, half = self._points.at(capacity_bytes), capacity_bytes // 2
         chosen = self._chosen(predicted)
-        own = sizes(job, observed.groups, observed.measured, chosen.depth)
+        own = sizes(job, observed.groups, observed.measured, chosen.depth, observed.rank)
         device = device_memory(capacity_bytes, own.staging_bytes, chosen.depth, self._rates.plan_bytes)
         tier = self._tier(capacity_bytes)
         why = reasons(job, chosen, choice, tier)
@@ -178,6 +179,8 @@ class Adviser:
         # a job's own capacity may be all that its memory holds; rows from the cold tier hardly depend on it
         smaller = min(capacity_bytes, max(self._own_capacity(), self._trials.smallest))
         trials = TierTrials(self._observed, self._job, smaller, self._progress, self._step_ms / 1e3)
+        if "url" in kind.keys:
+            return trials.advice(server_rate(self._job, self._observed.groups), free_memory())
         return trials.advice(disk_rate(self._job.table_folder) if "path" in kind.keys else None, free_memory())
 
     def _own_capacity(self) -> int:

@@ -34,6 +34,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.packing import plan_block
+from rowcast.protocol.parts import samples_of
 from rowcast.runtime.arrays import F64, I64
 
 PROBE_BYTES = 128 * 2**20
@@ -118,7 +119,7 @@ def plan_first(
     observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int
 ) -> tuple[list[float], list[int]]:
     """Per batch: seconds to plan one while another enters the horizon, and bytes of the plan's arrays."""
-    planner = RowPlanner(observed.groups, slots, depth, depth, num_threads=num_threads)
+    planner = RowPlanner(observed.groups, slots, depth, depth, num_threads=num_threads, rank=observed.rank)
     of_batches, nbytes = list[float](), list[int]()
     left = iter(observed.measured)
     while True:
@@ -131,7 +132,11 @@ def plan_first(
             return of_batches, nbytes
         scheduled, plan = planner.plan()
         of_batches.append(time.perf_counter() - began_s)
-        nbytes.append(plan_block(scheduled.batch, plan).nbytes)
+        batch = scheduled.batch
+        if observed.rank is not None:
+            own = samples_of(batch.size, observed.rank)
+            batch = replace(batch, dense=batch.dense[own], labels=batch.labels[own])
+        nbytes.append(plan_block(batch, plan).nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,21 +222,25 @@ class DeviceMemory:
 def host_memory(
     observed: Observed, job: Job, slots: tuple[int, ...], horizon: int, ring_bytes: int, known_bytes: int
 ) -> HostMemoryNeed:
-    """`known_bytes`: ids of the batches known ahead; `horizon`: how many they are beyond the one being planned."""
+    """Of all pairs of prefetcher and trainer on a host. `known_bytes`: ids of the batches known ahead to one of them;
+    `horizon`: how many they are beyond the one being planned."""
+    pairs, count = job.ranks.on_host, job.ranks.count
     rows_a_batch = observed.unique_rows.mean(axis=0).tolist()
     touched = sum(
         rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True)
     )
     num_rows = sum(group.num_rows for group in observed.groups)
     return HostMemoryNeed(
-        tables_bytes=sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows,
-        touched_bytes=int(touched) + num_rows,  # one byte per row says whether it was trained
-        rings_bytes=2 * ring_bytes,
-        ids_bytes=known_bytes,
-        planner_bytes=sum(
-            planner_bytes(n, int((horizon + 1) * rows)) for n, rows in zip(slots, rows_a_batch, strict=True)
-        ),
-        decoded_bytes=int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
+        tables_bytes=(sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows)
+        * pairs
+        // count,
+        # one byte per row says whether it was trained
+        touched_bytes=int(touched) * pairs + num_rows * pairs // count,
+        rings_bytes=2 * ring_bytes * pairs,
+        ids_bytes=known_bytes * pairs,
+        planner_bytes=pairs
+        * sum(planner_bytes(n, int((horizon + 1) * rows)) for n, rows in zip(slots, rows_a_batch, strict=True)),
+        decoded_bytes=pairs * int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
     )
 
 

@@ -4,8 +4,9 @@
     stretch         | settle | count |                            `--samples`: the middle of an epoch; its second half
                                                                   counts
 
-If the format allows it, only ids are read. Batches that come again in the same order (another epoch without a shuffle,
-another evaluation) are decoded once.
+Of a job that several ranks share, the rows of rank 0's shard are observed, and of the other shards how many rows a
+batch touches. If the format allows it, only ids are read. Batches that come again in the same order (another epoch
+without a shuffle, another evaluation) are decoded once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,16 +18,19 @@ import numpy as np
 
 from rowcast.analysis.advise.follow import group_shares, thinned
 from rowcast.analysis.progress import Tick
+from rowcast.analysis.simulate.ranks.shares import OwnedRows, Sharing, part_groupings
 from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, RunRecording, without_arrays
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
+from rowcast.prefetcher.planner.grouping import Grouping
 from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, Part, join_parts
 from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
 from rowcast.prefetcher.readers.schedule import SchedulePoint, Turn, places
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.protocol.parts import Rank, rank_of
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
@@ -38,6 +42,7 @@ MOST_WINDOWS = 256  # each has `depth` batches; spread evenly
 class SeenStep:
     recorded: RecordedStep  # followed rows only
     unique_rows: tuple[int, ...]  # per group, followed or not
+    most_rows: tuple[int, ...]  # the same of the rank that owns most of them
     num_samples: int
     id_bytes: int  # ids of all its rows while the batch is in the horizon
 
@@ -48,8 +53,9 @@ class SeenStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """P steps of G groups."""
+    """P steps of G groups, as one rank sees them."""
 
+    rank: Rank | None = None  # None: the trainer is alone
     groups: tuple[GroupSpec, ...]
     shares: tuple[float, ...]  # the followed share of each group's rows
     measured: Sequence[ScheduledBatch]  # the first batches, whole
@@ -117,7 +123,8 @@ class Observed:
 
     @property
     def largest_batch_rows(self) -> list[int]:
-        return list(self.unique_rows.max(axis=0).tolist())
+        """On any rank."""
+        return list(np.array([step.most_rows for step in self.steps]).max(axis=0).tolist())
 
     @property
     def record_bytes(self) -> I64:
@@ -178,6 +185,9 @@ class Observer:
         self._job, self._share, self._memory_bytes = job, share, memory_bytes
         self._groups = group_specs(job)
         self._groupers = groupers_of(self._groups)
+        ranks = job.ranks
+        self._rank = rank_of(ranks, 0)
+        self._sharings = [Sharing(group, ranks.count, ranks.num_parts) for group in self._groups]
         self._first: list[tuple[SchedulePoint, ScheduledBatch]] = []
         self._touched: Touched | None = None
         self._shares: tuple[float, ...] = ()
@@ -199,6 +209,7 @@ class Observer:
     def observed(self, epoch_samples: int | None, *, is_whole_run: bool) -> Observed:
         touched = self._touched or self._measure()
         return Observed(
+            rank=self._rank,
             groups=self._groups,
             shares=self._shares,
             measured=[batch for _, batch in self._first],
@@ -211,18 +222,19 @@ class Observer:
     def _measure(self) -> Touched:
         if not self._first:
             raise ConfigError("the run has no batch; give data, and a --max-steps above 0")
-        self._touched = measure(self._groups, [batch for _, batch in self._first])
+        self._touched = measure(self._groups, [batch for _, batch in self._first], self._rank)
         self._shares = group_shares(self._share, self._touched.distinct_rows)
         for place, batch in self._first:
             self._see(place, batch)
         return self._touched
 
     def _see(self, place: SchedulePoint, batch: ScheduledBatch) -> None:
-        groupings = tuple(grouper.group(grouper.lookups(batch.batch)) for grouper in self._groupers)
+        groupings, most_rows = self._groupings(batch.batch)
         kept = tuple(thinned(grouping, share) for grouping, share in zip(groupings, self._shares, strict=True))
         seen = SeenStep(
             recorded=RecordedStep(scheduled=without_arrays(batch), num_lookups=len(batch.batch.ids), groupings=kept),
             unique_rows=tuple(grouping.num_unique for grouping in groupings),
+            most_rows=most_rows,
             num_samples=batch.batch.size,
             id_bytes=KnownBatch(scheduled=batch, groups=groupings, slots_needed=()).id_bytes,
         )
@@ -237,6 +249,31 @@ class Observer:
             )
         if can_share(self._job) and (place.kind == "eval" or self._job.data.shuffle == "none"):
             self._again[batch_of_split(place)] = seen
+
+    def _groupings(self, batch: Batch) -> tuple[tuple[Grouping, ...], tuple[int, ...]]:
+        """What the batch needs of each group here, and how many rows it needs on the rank that owns most of them."""
+        if self._rank is None:
+            groupings = tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
+            return groupings, tuple(grouping.num_unique for grouping in groupings)
+        parts = part_groupings(self._groupers, batch, self._rank.parts)
+        shares = [sharing.of(own, batch.size) for sharing, own in zip(self._sharings, parts, strict=True)]
+        return tuple(own_rows(own.owned[0]) for own in shares), tuple(int(own.owner_rows.max()) for own in shares)
+
+
+def own_rows(owned: OwnedRows) -> Grouping:
+    """A rank's rows and no look-ups, which counts as many bytes as the rank's share of the batch."""
+    nothing, none = np.zeros(0, np.int32), np.zeros(1, np.int64)
+    weight = np.broadcast_to(np.uint16(0), ((owned.nbytes - owned.keys.nbytes) // 2,))
+    return Grouping(
+        keys=owned.keys,
+        order=weight,
+        segment_offsets=nothing,
+        table_starts=none,
+        row_starts=none,
+        offsets=None,
+        weights=None,
+        sequence_offsets=None,
+    )
 
 
 def batch_of_split(place: SchedulePoint) -> tuple[Kind, int]:

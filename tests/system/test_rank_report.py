@@ -100,6 +100,11 @@ def test_the_run_has_one_report_of_both_ranks(run: SeenRun) -> None:
     assert sorted(path.name for path in run.folder.rglob("report.*")) == ["report.html", "report.json"]
 
 
+def test_the_report_says_how_evenly_rows_are_owned(run: SeenRun) -> None:
+    rows = [own.rows_owned for own in run.report.ranks]
+    assert 1 <= max(rows) / (sum(rows) / RANKS) <= run.report.rank_imbalance < RANKS
+
+
 def test_only_rank_0_talks_and_every_log_line_has_its_rank(run: SeenRun) -> None:
     assert run.stdout.count("rowcast: finished after") == 1
     assert run.stdout.count("eval after 200 train steps") == 1
