@@ -34,6 +34,7 @@ from rowcast.analysis.advise.recommend import (
     sections,
     toml,
 )
+from rowcast.analysis.advise.server import server_rate
 from rowcast.analysis.advise.show import Facts, notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
 from rowcast.analysis.free_memory import free_memory
@@ -178,6 +179,8 @@ class Adviser:
         # a job's own capacity may be all that its memory holds; rows from the cold tier hardly depend on it
         smaller = min(capacity_bytes, max(self._own_capacity(), self._trials.smallest))
         trials = TierTrials(self._observed, self._job, smaller, self._progress, self._step_ms / 1e3)
+        if "url" in kind.keys:
+            return trials.advice(server_rate(self._job, self._observed.groups), free_memory())
         return trials.advice(disk_rate(self._job.table_folder) if "path" in kind.keys else None, free_memory())
 
     def _own_capacity(self) -> int:

@@ -173,8 +173,8 @@ def reasons(job: Job, chosen: ChosenValues, choice: Choice, tier: TierAdvice | N
         )
     if tier is not None and tier.recommended is not None:
         found["store.memory"] = (
-            f"{tier.recommended.rows_from_cold_per_step:,.0f} rows from disk per step; the smallest memory with which "
-            f"steps of {chosen.step_ms:g} ms wait for the disk less than {100 * MOST_WAITING:g} % of the time"
+            f"{tier.recommended.rows_from_cold_per_step:,.0f} rows from the cold tier per step; the smallest memory "
+            f"with which steps of {chosen.step_ms:g} ms wait for it less than {100 * MOST_WAITING:g} % of the time"
         )
     return found
 

@@ -146,7 +146,12 @@ def memory_table(advice: Advice) -> Table:
 def tier_table(tier: TierAdvice) -> Table:
     """Rows are per step."""
     table = plain_table(
-        "store.memory", "rows in\nmemory", "rows\nenter", "from the\ncold tier", "of the\ndisk", "waits"
+        "store.memory",
+        "rows in\nmemory",
+        "rows\nenter",
+        "from the\ncold tier",
+        f"of the\n{cold_tier(tier)}",
+        "waits",
     )
     for budget in tier.budgets:
         chosen = budget is tier.recommended
@@ -162,6 +167,10 @@ def tier_table(tier: TierAdvice) -> Table:
     return table
 
 
+def cold_tier(tier: TierAdvice) -> str:
+    return "disk" if tier.server is None else "servers"
+
+
 def tier_sentences(tier: TierAdvice, step_ms: float, *, whole_run: bool) -> Iterator[str]:
     if tier.disk is not None and tier.disk.pages_s is not None:
         yield (
@@ -170,14 +179,21 @@ def tier_sentences(tier: TierAdvice, step_ms: float, *, whole_run: bool) -> Iter
         )
     elif tier.disk is not None:
         yield f"The disk was not measured, so waits are unknown: {tier.disk.why_not}"
-    else:
-        yield f'The servers of store.kind = "{tier.kind}" were not measured, so waits are unknown'
+    elif tier.server is not None and tier.server.row_us is not None:
+        rates = " and ".join(f"{1e6 / us:,.0f}" for us in tier.server.row_us)
+        yield (
+            f"{', '.join(tier.server.servers)}: {rates} rows a second (of each group) are read and written again, "
+            f"{tier.server.rows_a_call:,} at a time; a round trip takes {tier.server.round_trip_ms:.2g} ms; waits are "
+            f"those of steps of {step_ms:g} ms, if the servers do nothing else"
+        )
+    elif tier.server is not None:
+        yield f"The servers were not measured, so waits are unknown: {tier.server.why_not}"
     if not tier.budgets:
         yield "No memory that this machine has is enough for this store; see `prefetcher check`"
     elif tier.recommended is None and tier.budgets[-1].waits is not None:
         yield (
-            f"Every one of these waits for the disk {100 * MOST_WAITING:g} % of the time or longer: use a faster disk, "
-            "or a machine with more memory"
+            f"Every one of these waits for the {cold_tier(tier)} {100 * MOST_WAITING:g} % of the time or longer: use "
+            f"a faster {'disk' if tier.server is None else 'network or more servers'}, or a machine with more memory"
         )
     margin = max((budget.margin for budget in tier.budgets), default=0.0)
     if margin:

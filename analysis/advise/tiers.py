@@ -14,6 +14,7 @@ from rowcast.analysis.advise.curve import ERRORS, capacity_slots, counted, follo
 from rowcast.analysis.advise.disk import DiskRate
 from rowcast.analysis.advise.follow import NUM_PARTS, part_counts
 from rowcast.analysis.advise.read import Observed
+from rowcast.analysis.advise.server import ServerRate
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.simulate.grid import with_memory, with_values
 from rowcast.analysis.simulate.moves import entries, note_tier, tier_counter
@@ -24,7 +25,7 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.run.sizing import job_tier_slots
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.protocol.plan import BarrierPlan
-from rowcast.runtime.arrays import F64, I64
+from rowcast.runtime.arrays import F64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import size_text
 
@@ -33,6 +34,7 @@ MOST_BUDGETS = 12
 LEAST_MEMORY = 2**20
 READ_BYTES = 4096  # what the disk was measured with
 Slots = tuple[int, ...]
+Rate = DiskRate | ServerRate | None  # of the cold tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,14 +45,15 @@ class Budget:
     rows_from_cold_per_step: float
     rows_from_cold: int | None  # by the whole run; None if only a part was read
     margin: float  # three standard errors of the rows from the cold tier, relative
-    disk_share: float | None  # how much of the disk's rate steps of the assumed time use; None: it was not measured
-    waits: float | None  # share of the time for which steps wait for the disk
+    disk_share: float | None  # how much of the disk's or servers' rate steps of the assumed time use; None: unmeasured
+    waits: float | None  # share of the time for which steps wait for the disk or the servers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierAdvice:
     kind: str  # store.kind
     disk: DiskRate | None  # None: the cold tier is no disk of this machine
+    server: ServerRate | None  # None: the cold tier is no server
     budgets: tuple[Budget, ...]  # ascending
     recommended: Budget | None  # the smallest that waits for less than MOST_WAITING; None: none of them
 
@@ -75,11 +78,17 @@ class TierTrials:
         self._job = with_values(job, {**values, "lookahead": {"horizon": "auto"}})
         self._slots = capacity_slots(observed, capacity_bytes)
 
-    def advice(self, disk: DiskRate | None, memory_bytes: float) -> TierAdvice:
+    def advice(self, rate: Rate, memory_bytes: float) -> TierAdvice:
         """`memory_bytes`: no larger memory is tried, unless it is the smallest that works."""
-        budgets = tuple(self._budget(memory, disk) for memory in self._memories(memory_bytes))
+        budgets = tuple(self._budget(memory, rate) for memory in self._memories(memory_bytes))
         enough = (budget for budget in budgets if budget.waits is not None and budget.waits < MOST_WAITING)
-        return TierAdvice(kind=self._job.store.kind, disk=disk, budgets=budgets, recommended=next(enough, None))
+        return TierAdvice(
+            kind=self._job.store.kind,
+            disk=rate if isinstance(rate, DiskRate) else None,
+            server=rate if isinstance(rate, ServerRate) else None,
+            budgets=budgets,
+            recommended=next(enough, None),
+        )
 
     def _memories(self, most: float) -> list[str | int]:
         """Those to try, ascending: from the smallest that works to one that holds every row touched, and the job's."""
@@ -106,15 +115,16 @@ class TierTrials:
         except ConfigError:
             return None
 
-    def _budget(self, memory: str | int, disk: DiskRate | None) -> Budget:
+    def _budget(self, memory: str | int, rate: Rate) -> Budget:
         observed, slots = self._observed, self._tier_slots(memory)
         assert slots is not None, f"a memory of {memory} was tried although it does not work"
         moved = self._moved(with_memory(self._job, memory), slots)
         entered, from_cold = (counted(observed, values) for values in (moved.entered, moved.from_cold))
         total = float(from_cold.sum())
         share, waits = None, None
-        if disk is not None and disk.pages_s is not None:
-            share, waits = self.disk_use(from_cold @ reads_a_row(observed.groups), disk.pages_s)
+        row_s = seconds_a_row(rate, observed.groups)
+        if row_s is not None:
+            share, waits = self.use(from_cold @ row_s)
         return Budget(
             memory=str(memory),
             memory_rows=sum(slots),
@@ -126,9 +136,10 @@ class TierTrials:
             waits=waits,
         )
 
-    def disk_use(self, reads: F64, reads_s: float) -> tuple[float, float]:
-        """`reads`: [P]. Returns their share of what the disk does meanwhile, and the share of the time that waits."""
-        stretch_s = stretches(reads / reads_s, 2 * self._job.lookahead.depth + 2)
+    def use(self, seconds: F64) -> tuple[float, float]:
+        """`seconds`: [P] that the cold tier is busy for each step. Returns its share of the steps' time, and the share
+        of the time for which steps wait."""
+        stretch_s = stretches(seconds, 2 * self._job.lookahead.depth + 2)
         waits_s = np.maximum(0.0, stretch_s - self._step_s)
         return float(stretch_s.mean()) / self._step_s, float(waits_s.mean() / (waits_s.mean() + self._step_s))
 
@@ -165,6 +176,12 @@ class TierTrials:
         return with_values(job, {"lookahead": {"id_bytes": int(share * parse_bytes(job.lookahead.id_bytes))}})
 
 
-def reads_a_row(groups: tuple[GroupSpec, ...]) -> I64:
-    """[G] reads of 4 KiB that bring one row of each group."""
-    return np.array([page_layout(group.record_bytes).nbytes // READ_BYTES for group in groups], np.int64)
+def seconds_a_row(rate: Rate, groups: tuple[GroupSpec, ...]) -> F64 | None:
+    """[G] that a row of each group takes; None if that was not measured."""
+    match rate:
+        case DiskRate(pages_s=float(pages_s)):
+            reads = [page_layout(group.record_bytes).nbytes // READ_BYTES for group in groups]
+            return np.array(reads) / pages_s
+        case ServerRate(row_us=tuple(row_us)):
+            return np.array(row_us) / 1e6
+    return None

@@ -19,6 +19,7 @@ BARRIERS = "tests/system/test_barrier_states.py::test_a_run_with_small_rings_and
 CHANGED_ROWS = "tests/stores/test_changed_rows.py"
 CODEC = "tests/protocol/test_codec.py"
 COMPILED = "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch"
+COUNTED = "tests/telemetry/test_ranks.py::"
 DAMAGE = "tests/checkpoints/test_damage.py"
 EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
 FROZEN_ROWS = "tests/stores/test_frozen_rows.py"
@@ -476,8 +477,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a plan is made a step too early",
-        "self._ahead = 2 * depth + 2",
-        "self._ahead = 2 * depth + 3",
+        "return 2 * depth + 2",
+        "return 2 * depth + 3",
         "tests/system/test_ahead.py::test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done",
     ),
     Mutant(
@@ -1383,4 +1384,49 @@ RANKS = (
     ),
 )
 
-MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY, *RANKS)
+SEEN = (
+    Mutant(
+        "what a rank gives itself counts as exchanged",
+        "sum(share.send_counts) - share.send_counts[rank]",
+        "sum(share.send_counts)",
+        f"{COUNTED}test_a_rank_counts_the_rows_and_bytes_that_brute_force_moves",
+    ),
+    Mutant(
+        "evaluations exchange gradients",
+        "self.gradient_bytes if trains else 0",
+        "self.gradient_bytes",
+        f"{COUNTED}test_a_rank_counts_the_rows_and_bytes_that_brute_force_moves",
+    ),
+    Mutant(
+        "a rank counts the distinct rows that it received",
+        "num_unique=group.num_unique if share is None else share.num_own,",
+        "num_unique=group.num_unique,",
+        f"{COUNTED}test_what_ranks_share_out_adds_up_to_the_batch",
+    ),
+    Mutant(
+        "waits for other ranks are no stall",
+        'self.stalled("ranks", seconds, step, ended_s)',
+        "pass",
+        "tests/system/test_stalls.py::test_ranks_that_are_too_slow_are_counted_under_ranks",
+    ),
+    Mutant(
+        "every rank says that it is the first",
+        "by_name[name].add_metric((str(rank), *labels), value)",
+        'by_name[name].add_metric(("0", *labels), value)',
+        "tests/telemetry/test_metrics.py::test_the_metrics_of_a_rank_carry_its_number",
+    ),
+    Mutant(
+        "pairs of two hosts keep their own clocks",
+        "by_ns = wall_offset(header) - wall_offset(first.header)",
+        "by_ns = 0",
+        "tests/analysis/test_timeline.py::test_pairs_of_two_hosts_are_put_together_by_the_wall_clock",
+    ),
+    Mutant(
+        "the report of all ranks has the waits of the first",
+        "waited_s = max(own.trainer_wait_s for own in ranks)",
+        "waited_s = ranks[0].trainer_wait_s",
+        "tests/telemetry/test_report.py::test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_did",
+    ),
+)
+
+MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY, *RANKS, *SEEN)

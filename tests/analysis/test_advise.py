@@ -24,6 +24,7 @@ from rowcast.analysis.advise.disk import DiskRate, disk_rate
 from rowcast.analysis.advise.follow import followed, group_shares, thinned
 from rowcast.analysis.advise.read import Observed, SamplingPlan, observe
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
+from rowcast.analysis.advise.server import ServerRate
 from rowcast.analysis.advise.show import print_advice
 from rowcast.analysis.advise.tiers import TierTrials
 from rowcast.analysis.progress import Silent
@@ -32,6 +33,7 @@ from rowcast.analysis.simulate.ranks.command import simulate_ranks
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.file import parse_job
 from rowcast.job.schema import MIN_RING_BYTES, Job, parse_bytes
+from rowcast.job.server_url import PASSWORD
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.planner.capacity import job_slots
@@ -48,6 +50,7 @@ from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings
 from tests.support.jobs import job_content, write_job
+from tests.support.redis_server import BOUND, RedisServer, keys_on, needs_redis
 
 ROWS = 40_000
 BATCH = 512
@@ -542,6 +545,7 @@ def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None
 # memory tiers
 
 TIERED = {"kind": "tiered", "memory": "4000 rows"}
+SECRET = "s3cret-of-the-server"
 TIER_ROWS = ("2000 rows", "2500 rows")
 
 
@@ -571,11 +575,11 @@ def test_rows_from_the_cold_tier_are_foretold_from_some_rows_and_counted_from_al
 
 def test_a_step_waits_for_what_the_disk_reads_longer_than_it_takes() -> None:
     trials = tier_trials(made_job("zipf", 12, store=TIERED), 1.0, 2**20, step_ms=10)
-    assert list(trials.disk_use(np.full(40, 500.0), 1e5)) == pytest.approx([0.5, 0.0])
-    assert list(trials.disk_use(np.full(40, 2000.0), 1e5)) == pytest.approx([2.0, 0.5])
-    once = np.full(40, 500.0)
-    once[20] = 4000.0  # spread over a stretch of 2 * depth + 2 steps, as the disk may read ahead
-    assert trials.disk_use(once, 1e5)[1] == 0.0
+    assert list(trials.use(np.full(40, 5e-3))) == pytest.approx([0.5, 0.0])
+    assert list(trials.use(np.full(40, 20e-3))) == pytest.approx([2.0, 0.5])
+    once = np.full(40, 5e-3)
+    once[20] = 40e-3  # spread over a stretch of 2 * depth + 2 steps, as the disk may read ahead
+    assert trials.use(once)[1] == 0.0
 
 
 @pytest.mark.parametrize(("pages_s", "recommended"), [(1e9, 0), (1e5, None), (1.0, None)])
@@ -604,6 +608,42 @@ def test_the_advice_for_a_tiered_store_has_its_memory_and_says_what_the_disk_rea
     text = console.export_text()
     assert "reads 1,000,000,000 random pages of 4 KiB a second past the page cache" in " ".join(text.split())
     assert "* 4000 rows" in text
+
+
+@needs_redis
+def test_servers_are_measured_with_rows_that_do_not_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD, SECRET)
+    with RedisServer(tmp_path / "server", "--requirepass", SECRET, password=SECRET) as server:
+        store = TIERED | {"kind": "redis", "url": server.url_text, "timeout": "20s"}
+        text = advised(advise_job(made_job("zipf", 20, store=store), request()))
+        assert server.calls("hmget") > 0
+        assert keys_on([server]) == set()
+    assert f"{BOUND}:{server.port}: " in text
+    assert "rows a second (of each group) are read and written again" in text
+    gone = advised(advise_job(made_job("zipf", 20, store=store), request()))
+    assert "The servers were not measured, so waits are unknown: Redis server" in gone
+    assert SECRET not in text + gone
+
+
+def test_servers_count_as_a_disk_does() -> None:
+    store = TIERED | {"kind": "redis", "url": "redis://unused"}
+    job = made_job("zipf", 40, data={"epochs": 2}, store=store | {"memory": TIER_ROWS[0]})
+    trials = tier_trials(job, 1.0, 5 * smallest_capacity(observed(job, 1.0)) // 4)
+    slow, quick = (
+        trials.advice(ServerRate(servers=("a",), rows_a_call=1, row_us=(us, us), round_trip_ms=1.0), 0)
+        for us in (1e5, 1e-3)
+    )
+    assert slow.recommended is None
+    assert quick.recommended == quick.budgets[0]
+    assert (slow.budgets[0].disk_share or 0) > 1 > (quick.budgets[0].disk_share or 0) > 0
+    disk = trials.advice(DiskRate(folder="/", pages_s=1e9), 0)
+    assert disk.budgets[0].rows_from_cold == slow.budgets[0].rows_from_cold
+
+
+def advised(advice: Advice) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    print_advice(advice, console)
+    return " ".join(console.export_text().split())
 
 
 def test_a_disk_is_measured_with_a_file_that_does_not_remain(tmp_path: Path) -> None:

@@ -293,7 +293,12 @@ def test_pairs_of_two_hosts_are_put_together_by_the_wall_clock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leave_ranks(tmp_path, 0, 1, boots="ab")
-    assert len(read_pairs(tmp_path)) == 2
+    for process in BOTH:  # the other host's clock had shown 700 ms less
+        path = timeline_path(tmp_path / "rank-001", process)
+        path.write_bytes(path.read_bytes().replace(b'"clock_ns":0', b'"clock_ns":-700000000'))
+    first, second = read_pairs(tmp_path)
+    began_ns = [[span.began_ns for span in pair.prefetcher.spans] for pair in (first, second)]
+    assert [later - earlier for earlier, later in zip(*began_ns, strict=True)] == [701 * MS] * len(began_ns[0])
     events_of(tmp_path)
     assert "aligned by the wall clock" in capsys.readouterr().out
 

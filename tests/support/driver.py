@@ -338,6 +338,7 @@ class InProcessRun:
                 self.stop,
                 kernels,
                 clock,
+                counters.balanced,
             )
         )
         self.trainer = rowcast.trainer.execute.engine.TrainerEngine(

@@ -11,8 +11,12 @@ from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from rowcast.analysis.simulate.ranks.command import simulate_ranks
 from rowcast.analysis.timeline.pairs import read_pairs
+from rowcast.job.file import load_job
 from rowcast.prefetcher.cli import app
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.telemetry.metrics import METRICS, Process
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.processes import Session
@@ -32,6 +36,7 @@ class SeenRun:
     log: str  # of the prefetchers
     stderr: str
     folder: Path
+    config: Path
 
     def value(self, who: Who, name: str, **labels: str) -> float:
         samples = [sample for family in self.families[who].values() for sample in family.samples]
@@ -73,6 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SeenRun:
             log=log.read_text(),
             stderr=started.stderr,
             folder=session.run_dir,
+            config=session.config,
         )
 
 
@@ -98,6 +104,33 @@ def test_the_run_has_one_report_of_both_ranks(run: SeenRun) -> None:
     assert report.phase_ms["exchange"] > 0
     assert "<h2>Ranks</h2>" in run.page
     assert sorted(path.name for path in run.folder.rglob("report.*")) == ["report.html", "report.json"]
+
+
+def test_the_run_counts_what_simulating_its_ranks_foretells(run: SeenRun) -> None:
+    job, report = load_job(run.config), run.report
+    [found] = simulate_ranks([job], lambda own: schedule(own, open_reader(own), STEPS), per_step=True)
+    steps = found.per_step
+    assert steps is not None
+    assert found.owner_rows is not None
+    assert (found.steps, found.eval_steps) == (STEPS, report.eval_steps)
+    for own in report.ranks:
+        for counted, by_step in (
+            (own.rows_owned, steps.owner_rows),
+            (own.rows_sent, steps.rows_sent),
+            (own.rows_received, steps.rows_received),
+        ):
+            assert counted == sum(rows[own.rank] for rows in by_step)
+    assert report.rows_fetched == sum(map(sum, steps.rows_fetched))
+    assert report.rows_written_back == sum(map(sum, steps.rows_written_back)) + (found.rows_flushed or 0)
+    assert report.rows_flushed == found.rows_flushed
+    assert report.rank_imbalance == pytest.approx(found.owner_rows.imbalance)
+    nbytes = (found.row_bytes or 0) * len(steps.step) + (found.gradient_bytes or 0) * STEPS
+    assert sum(own.bytes_sent for own in report.ranks) == pytest.approx(RANKS * nbytes)
+
+
+def test_the_report_says_how_evenly_rows_are_owned(run: SeenRun) -> None:
+    rows = [own.rows_owned for own in run.report.ranks]
+    assert 1 <= max(rows) / (sum(rows) / RANKS) <= run.report.rank_imbalance < RANKS
 
 
 def test_only_rank_0_talks_and_every_log_line_has_its_rank(run: SeenRun) -> None:

@@ -66,6 +66,20 @@ def test_a_scrape_has_every_metric_of_the_table_with_its_type_labels_and_help(pr
             assert set(sample.labels) == {"rank", *metric.labels}
 
 
+@pytest.mark.parametrize("process", BOTH)
+def test_the_metrics_of_a_rank_carry_its_number(process: Process) -> None:
+    prefetcher, trainer = three_steps.run_of_three_steps()
+    prefetcher.rank = trainer.rank = 3
+    collector = (
+        three_steps.prefetcher_collector(prefetcher)
+        if process == "prefetcher"
+        else three_steps.trainer_collector(trainer)
+    )
+    samples = [sample for family in scrape(collector).values() for sample in family.samples]
+    assert {sample.labels["rank"] for sample in samples} == {"3"}
+    assert {sample.name for sample in samples} >= {"rowcast_state", "process_cpu_seconds_total"}
+
+
 def test_names_and_labels_keep_the_conventions() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:

@@ -100,3 +100,19 @@ def test_every_rank_times_every_phase_and_its_waits_for_the_others(run: RankedRu
         phases, stalls = pair.trainer.counters.phases, pair.trainer.counters.stalls
         assert min(phases.values()) > 0, phases
         assert 0 < stalls["ranks"] < phases["exchange"]
+
+
+def test_every_rank_knows_how_evenly_the_rows_of_each_train_step_are_owned(run: RankedRun) -> None:
+    imbalances = []
+    for scheduled in BATCHES:
+        owned = np.zeros(RANKS, np.int64)
+        for group in GROUPS:
+            rows = set().union(*(wanted(group, scheduled.batch, rank) for rank in range(RANKS)))
+            owners = Shards(group.tables, RANKS).owners(np.array(sorted(rows), np.int64))
+            owned += np.bincount(owners, minlength=RANKS)
+        if scheduled.kind == "train":
+            imbalances.append(owned.max() / owned.mean())
+    assert min(imbalances) > 1
+    for pair in run.pairs:
+        assert pair.trainer.counters.imbalance == pytest.approx(imbalances[-1], rel=1e-6)
+        assert pair.trainer.counters.mean_imbalance == pytest.approx(np.mean(imbalances), rel=1e-6)

@@ -6,7 +6,7 @@
 Each rank issues the same collectives in the same order, a function of the plans; their sizes are in the plans too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,12 @@ class SharedRunner:
         stop: AgreedStop,
         kernels: Kernels | None = None,
         clock: PhaseClock | None = None,
+        balanced: Callable[[float], None] = lambda imbalance: None,
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
 
-        `clock` times the stream that steps run on.
+        `clock` times the stream that steps run on. `balanced`: called for each train step with the rows of it that
+        each rank owns, the most over the mean.
         """
         self.device = records[0].device
         self._clock: PhaseClock = clock or HostClock()
@@ -86,10 +88,12 @@ class SharedRunner:
         self._layer = [SharedRows(group, own, kernels) for group, own in zip(groups, records, strict=True)]
         positions = [position for group in groups for position in group.feature_positions]
         self._places = sorted(range(len(positions)), key=positions.__getitem__)  # as in `Embeddings`
-        self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=rank.count)
+        self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=2 * rank.count)
         self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
         self._evaluation = SharedEvaluation(rank, self._exchanges, self.device)
-        self._asked: dict[int, Tensor] = {}  # of each step: f32 [ranks] on the host, not 0 if a rank was asked to stop
+        self._balanced = balanced
+        # of each step, f32 on the host: [ranks] not 0 if one was asked to stop, and of a train step [ranks] rows owned
+        self._told: dict[int, Tensor] = {}
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
         shared, train_step = SharedStep(step, self._layer, self._rank), step.header.train_step
@@ -113,7 +117,7 @@ class SharedRunner:
         self._issue_rows(streams, shared, [self._exchanges.gather(asked)])
 
         def evaluate() -> None:
-            self._asked[step.step] = to_host(asked.all)
+            self._told[step.step] = to_host(asked.all)
             with shown(), torch.no_grad():
                 self._evaluate_parts(shared)
 
@@ -125,7 +129,11 @@ class SharedRunner:
         self._evaluation.issue_close(streams, closed)
 
     def completed(self, step: int) -> None:
-        self._stop.seen(step, self._asked.pop(step).bool().tolist())
+        told = self._told.pop(step)
+        asked, owned = told[: self._rank.count], told[self._rank.count :]
+        self._stop.seen(step, asked.bool().tolist())
+        if len(owned):
+            self._balanced(imbalance(owned))
 
     def issue_state(self, streams: Streams) -> None:
         self._begin(streams, self._step)
@@ -177,7 +185,9 @@ class SharedRunner:
             rows.reduce(gradients, lookup, share, memory.back)
         self._clock.lap("backward")
         vector = sum_in_order(vectors)
-        self._vector.scalars(vector)[self._rank.number] = float(self._stop.asked)
+        asked, owned = self._vector.scalars(vector).chunk(2)
+        asked[self._rank.number] = float(self._stop.asked)
+        owned[self._rank.number] = float(sum(share.header.num_own for share in shared.shares))
         return vector
 
     def _train_part(self, shared: SharedStep, part: int, number: int, embeddings: list[Embedded]) -> Tensor:
@@ -205,7 +215,7 @@ class SharedRunner:
 
     def _finish(self, shared: SharedStep, total: Tensor, loss: Tensor) -> None:
         loss.copy_(self._vector.give(total), non_blocking=True)
-        self._asked[shared.step.step] = to_host(self._vector.scalars(total))
+        self._told[shared.step.step] = to_host(self._vector.scalars(total))
         self._side.step(shared.step.header.train_step)
         self._clock.lap("update")
 
@@ -244,6 +254,11 @@ class SharedEvaluationRunner(SharedRunner):
     def restore(self, tensors: Tensors) -> bool:
         restore_model(self.model, tensors)
         return False
+
+
+def imbalance(owned: Tensor) -> float:
+    """The most over the mean; 1 where there is nothing to own."""
+    return float(owned.max() / owned.mean()) if owned.any() else 1.0
 
 
 def versions(model: nn.Module) -> dict[str, int]:

@@ -262,7 +262,8 @@ class TrainerAttempt:
             return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
         make = SharedEvaluationRunner if run.mode == "eval" else SharedRunner
         collectives = group.connect(run.device, self._crew.check)
-        return make(run.job, run.groups, records, num_dense, group.rank, collectives, stop, run.kernels, clock)
+        parts = run.job, run.groups, records, num_dense, group.rank, collectives, stop
+        return make(*parts, run.kernels, clock, run.counters.balanced)
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine, stop: AgreedStop) -> None:
         run, stopping = self._run, False
