@@ -88,6 +88,21 @@ def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(s
     assert session.remains(killed=True) == []
 
 
+@pytest.mark.parametrize("point", ["Bye not sent", "Bye sent"])
+def test_a_first_rank_that_is_killed_after_the_last_step_comes_back_or_is_not_missed(
+    point: str, session: Session
+) -> None:
+    session.write_job(**SMALL, ranks={"count": 2})
+    crash = f"{point}:1:SIGKILL:{session.folder / 'once'}"
+    ended = session.start("local", "--max-steps", str(STEPS), ROWCAST_CRASH=crash).ended(300)
+    assert ended.code == 0, ended.stderr
+    assert (session.folder / "once").exists(), "nothing was killed"
+    assert (session.run_dir / "losses.f32").read_bytes() == plain(session.config, 2)[0]
+    assert (session.run_dir / "report.json").exists()
+    assert (session.run_dir / "complete").exists()
+    assert session.remains(killed=True) == []
+
+
 def test_a_signal_to_one_process_stops_all_in_order_after_the_same_step(session: Session) -> None:
     session.write_job(**SMALL, ranks={"count": 2})
     steps = 400
