@@ -102,7 +102,8 @@ class RankPatience(Patience):
 
 
 def transport_of_ranks(transport: Transport) -> Transport:
-    """For the prefetcher of one of several ranks, whose trainer comes again after all of them have ended."""
-    if parse_seconds(transport.rejoin_timeout) >= LEAST_REJOIN_S:
-        return transport
-    return msgspec.structs.replace(transport, rejoin_timeout=LEAST_REJOIN_S)
+    """For the prefetcher of one of several ranks, whose trainer comes again after all of them have ended. A prefetcher
+    that was started again waits as long."""
+    names = ("connect_timeout", "rejoin_timeout")
+    longer = {name: max(LEAST_REJOIN_S, parse_seconds(getattr(transport, name))) for name in names}
+    return msgspec.structs.replace(transport, **longer)

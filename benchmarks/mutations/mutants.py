@@ -477,8 +477,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a plan is made a step too early",
-        "self._ahead = 2 * depth + 2",
-        "self._ahead = 2 * depth + 3",
+        "return 2 * depth + 2",
+        "return 2 * depth + 3",
         "tests/system/test_ahead.py::test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done",
     ),
     Mutant(

@@ -8,6 +8,9 @@ A prefetcher that is started again reads its rows from the newest checkpoint. It
 torchrun starts all trainers again; the other prefetchers keep their rows and go back to that checkpoint.
 """
 
+import math
+import signal
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -17,13 +20,14 @@ from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.starting_point import settle_run
 from rowcast.runtime.child import Child
-from rowcast.runtime.children import ended_badly, ended_together, has_terminal, start_child
+from rowcast.runtime.children import END_S, ended_badly, ended_together, has_terminal, start_child
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import STOPS, Signals
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
+STOP_S = END_S - 5  # until children are killed: before whoever started us kills us
 MOST_RESTARTS = 10  # of one rank
 
 
@@ -53,6 +57,7 @@ class AllRanks:
         self._names = {f"prefetcher of rank {rank}": rank for rank in self._ranks}
         self._children: list[Child] = []
         self._stopping = False
+        self._kill_at_s = math.inf
 
     @property
     def _ranks(self) -> range:
@@ -95,9 +100,15 @@ class AllRanks:
 
     def _pass_on(self) -> None:
         """Passes a signal on, once; a terminal has sent it to all processes itself."""
-        if self._signals.stop_reason is None or self._stopping:
+        if self._signals.stop_reason is None:
+            return
+        if self._stopping:
+            if time.monotonic() > self._kill_at_s:  # one that stands still would outlive us
+                for child in self._children:
+                    child.signal(signal.SIGKILL)
             return
         self._stopping = True
+        self._kill_at_s = time.monotonic() + STOP_S
         number = STOPS[0] if self._signals.stop_reason == STOPS[0].name else STOPS[1]
         get_logger().info("stopping all ranks of this host", reason=self._signals.stop_reason)
         if number is not STOPS[0] or not has_terminal():

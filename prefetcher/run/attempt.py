@@ -86,8 +86,17 @@ class PrefetcherRunParts:
 
 
 class PrefetcherAttempt:
-    def __init__(self, run: PrefetcherRunParts, point: StartingPoint, transport: Transport, crew: Crew) -> None:
-        """`point`: where it begins. `transport`: the job's, with this attempt's connect time-out."""
+    def __init__(
+        self,
+        run: PrefetcherRunParts,
+        point: StartingPoint,
+        transport: Transport,
+        crew: Crew,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`point`: where it begins. `transport`: the job's, with this attempt's connect time-out. `is_over`: whether
+        the run has ended, so that no trainer will come."""
+        self._is_over = is_over
         newest = point.newest
         self.newest = newest  # the newest checkpoint on disk
         self._run_id = point.run_id
@@ -140,6 +149,11 @@ class PrefetcherAttempt:
     def point(self) -> StartingPoint:
         """Where the next attempt begins."""
         return StartingPoint(newest=self.newest, run_id=self._run_id)
+
+    @property
+    def reached_end(self) -> bool:
+        """Whether everything was durable, and only the good-byes were missing."""
+        return self._engine is not None and self._engine.barrier.ended and self._engine.barrier.finished
 
     @property
     def connected(self) -> bool:
@@ -471,7 +485,9 @@ class PrefetcherAttempt:
                 if not counts.keeps_up:
                     self._log.warning("steps may have waited for " + described([counts]), group=group.name)
         reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
-        if not engine.finished:
+        if not engine.finished and self._is_over():
+            self._log.info("the run has ended without this prefetcher's trainer, which was lost after its last step")
+        elif not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
         elif engine.barrier.finished:
             self._log.info("finished", train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
@@ -483,7 +499,7 @@ class PrefetcherAttempt:
         health, signals = run.health, run.signals
         while True:
             self._bell.hush()
-            if engine.finished:
+            if engine.finished or (engine.hello is None and self._is_over()):
                 return
             self._crew.check()
             if engine.hello is not None and health.state == "connecting":

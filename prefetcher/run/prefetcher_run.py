@@ -104,7 +104,9 @@ class PrefetcherRun:
             point = first if before is None else before.point
             if first is None:
                 point = self._look(None if before is None else before.newest)
-            return None if point is None else PrefetcherAttempt(parts, point, transport, crew)
+            at_end = self._shard.count > 1 and before is not None and before.reached_end
+            over = self._is_complete if at_end else lambda: False
+            return None if point is None else PrefetcherAttempt(parts, point, transport, crew, over)
 
         last = self._attempts.run(begin)
         if last is None or parts.mode == "eval" or not last.connected:
@@ -115,6 +117,9 @@ class PrefetcherRun:
             if self._shard.number == 0:
                 RunDirectory(self._job.run_dir, "prefetcher").mark_complete(self._completion(last.train_steps))
         return last.finished
+
+    def _is_complete(self) -> bool:
+        return RunDirectory(self._job.run_dir, "prefetcher").completion() is not None
 
     def _look(self, known: Manifest | None) -> StartingPoint | None:
         return look(

@@ -175,6 +175,36 @@ def test_a_second_checkpoint_at_a_step_waits_for_the_new_shards(tmp_path: Path) 
     assert files_in(run) == named_by(second, third), "what the second has replaced is removed with the next"
 
 
+def test_a_rank_may_write_the_next_checkpoint_while_rank_0_removes_old_ones(tmp_path: Path) -> None:
+    run, rng = ranks(tmp_path, 2, keep=1), np.random.default_rng(8)
+    run.train(some(rng, 0.5))
+    run.checkpoint()
+    run.train(some(rng, 0.1))
+    run.begin()
+    run.hand_over()
+    first, other = run.ranks
+    while first.writer.newest is None or first.writer.newest.position.step < 20 or other.writer.busy:
+        for rank in run.ranks:
+            if rank is other or first.writer.newest is None or first.writer.newest.position.step < 20:
+                rank.writer.advance()
+    assert first.writer.busy, "it has the old manifest to remove"
+    for rank in run.ranks:
+        rank.settle()
+    run.train(some(rng, 0.1))
+    other.begin()
+    other.hand_over()
+    for _ in range(300):
+        other.writer.advance()
+    assert (run.checkpoints.root / "step-000000000030" / shard_name(1)).exists()
+    while first.writer.busy:
+        first.writer.advance()
+    first.begin()
+    first.hand_over()
+    run.complete()
+    assert run.durable is not None
+    assert_holds(run.job.run_dir, run.job, run.durable, run.rows(), 2)
+
+
 # ranks that do not agree
 
 

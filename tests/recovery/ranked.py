@@ -15,7 +15,7 @@ from tests.support.rank_processes import RankProcesses
 RANKS, PARTS = 2, 4
 TIMEOUT_S = 20.0  # ranks.timeout: a busy machine may keep a rank waiting for some seconds
 MOST_STARTS = 8
-END_S = 240.0  # of one start: time-outs of what was stopped, restarts of all trainers, and the run itself
+END_S = 400.0  # of one start: time-outs of what was stopped, restarts of all trainers, and the run itself
 LONGEST_LIFE_S = 12.0  # of a process that is killed at a random time: imports, meeting, 20 steps, the end
 POLL_S = 0.05
 

@@ -1,5 +1,7 @@
 """Ranks as real processes: they have the bits of the plain loop in as many parts."""
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,6 +86,37 @@ def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(s
     session.export(out).quiet()
     assert differing(load_file(out), end) == []
     assert session.remains(killed=True) == []
+
+
+@pytest.mark.parametrize("point", ["Bye not sent", "Bye sent"])
+def test_a_first_rank_that_is_killed_after_the_last_step_comes_back_or_is_not_missed(
+    point: str, session: Session
+) -> None:
+    session.write_job(**SMALL, ranks={"count": 2})
+    crash = f"{point}:1:SIGKILL:{session.folder / 'once'}"
+    ended = session.start("local", "--max-steps", str(STEPS), ROWCAST_CRASH=crash).ended(300)
+    assert ended.code == 0, ended.stderr
+    assert (session.folder / "once").exists(), "nothing was killed"
+    assert (session.run_dir / "losses.f32").read_bytes() == plain(session.config, 2)[0]
+    assert (session.run_dir / "report.json").exists()
+    assert (session.run_dir / "complete").exists()
+    assert session.remains(killed=True) == []
+
+
+def test_a_signal_to_one_process_stops_all_in_order_after_the_same_step(session: Session) -> None:
+    session.write_job(**SMALL, ranks={"count": 2})
+    steps = 400
+    local = session.start("local", "--max-steps", str(steps))
+    local.until(lambda: local.stderr.count("event=training ") == 2, "both train", 120)
+    local.until_counted("rowcast_train_steps_total", 20)
+    os.kill(rank_pid(session, "prefetcher", 1), signal.SIGTERM)
+    ended = local.ended(120)
+    assert ended.code == 0, ended.stderr
+    losses = (session.run_dir / "losses.f32").read_bytes()
+    done = len(losses) // 4
+    assert 20 <= done < steps, "stopped in the middle"
+    assert losses == plain(session.config, 2, done)[0]
+    assert session.remains() == []
 
 
 def torchrun(session: Session, count: int, *options: str) -> Process:

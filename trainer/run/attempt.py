@@ -18,8 +18,9 @@ from rowcast.job.schema import Job, Transport, parse_seconds
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import Mode, Welcome
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
 from rowcast.runtime.process import STOPPING, Crew, Signals
+from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.execute.agreed_stop import AgreedStop
@@ -50,6 +51,7 @@ from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
 from rowcast.trainer.run.agreement import all_start, failed_start, start_of
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
+from rowcast.trainer.run.meeting import POLL_S
 from rowcast.trainer.run.rank_group import Group, Party
 
 Runner = StepRunner | SharedRunner
@@ -243,10 +245,28 @@ class TrainerAttempt:
         self._results.close()  # before the good-bye, after which the run counts as complete
         if self._leads:
             self._write_report(report)
+        elif run.mode == "train" and report.finished:
+            self._await_complete()
         connection.say_bye()
         if self._leads:
             page = self._job.run_dir / PAGE
             print_summary(report, page=page if run.mode == "train" and page.exists() else None)
+
+    def _await_complete(self) -> None:
+        """The first rank ends before the others, so that they are still here if it has to come again.
+
+        Raises PeerLost if the run is not complete within ranks.timeout.
+        """
+        directory = RunDirectory(self._job.run_dir, "trainer")
+        deadline_s = time.monotonic() + parse_seconds(self._job.ranks.timeout)
+        while directory.completion() is None:
+            self._crew.check()
+            if time.monotonic() > deadline_s:
+                raise PeerLost(
+                    f"rank 0 has not completed the run within {self._job.ranks.timeout} (ranks.timeout) after its last "
+                    "step; its log says why"
+                )
+            time.sleep(POLL_S)
 
     def _write_report(self, report: Report) -> None:
         crash_point("report not written")

@@ -98,9 +98,10 @@ class TrainerRun:
             self._attempts.run(lambda _, transport, crew: TrainerAttempt(parts, transport, crew))
 
     def _has_ended(self) -> bool:
-        """A trainer that is killed after the last good-bye is started again, with no prefetcher left to meet."""
+        """A trainer that is killed after the last good-byes is started again, with no prefetcher left to meet."""
+        first = pair_folder(self._job.run_dir, 0, self._launch.world_size)
         is_complete = RunDirectory(self._job.run_dir, "trainer").completion() is not None
-        return self._mode == "train" and is_complete and not is_held(self._folder, "prefetcher")
+        return self._mode == "train" and is_complete and not is_held(first, "prefetcher")
 
     def _parts(self, device: torch.device, *, fresh: bool) -> TrainerRunParts:
         threads = set_threads(self._job.trainer.threads, self._launch.local_world_size)
