@@ -116,4 +116,6 @@ def test_capacity_is_that_of_the_rank_that_owns_most_and_memory_that_of_all_pair
     list(check_samples(job, seen, ALL))
     ranks = [measure(seen.groups, seen.measured, Rank(number=n, count=4, parts=8)) for n in range(4)]
     assert seen.touched.largest_batch_rows == tuple(np.max([own.largest_batch_rows for own in ranks], axis=0))
+    every = zip(seen.largest_batch_rows, seen.touched.largest_batch_rows, strict=True)  # all batches, the first of them
+    assert all(of_all >= of_first for of_all, of_first in every)
     assert seen.touched.distinct_rows == tuple(np.max([own.distinct_rows for own in ranks], axis=0))

@@ -10,7 +10,7 @@ import pytest
 
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks.command import ranks_jobs, run_simulate_ranks, simulate_ranks
-from rowcast.analysis.simulate.ranks.counts import divided, ranks_on_host
+from rowcast.analysis.simulate.ranks.counts import divided, ranks_on_host, step_exchange
 from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_slots
 from rowcast.analysis.simulate.ranks.rates import Rates, load_rates
 from rowcast.analysis.simulate.ranks.results import RanksSimulation
@@ -203,6 +203,19 @@ def test_hosts_divide_what_is_exchanged() -> None:
     assert (ranks_on_host(8, None), ranks_on_host(8, 16), ranks_on_host(64, 8)) == (8, 8, 8)
     with pytest.raises(ConfigError, match="hosts of 8 ranks cannot be full"):
         ranks_on_host(12, 8)
+
+
+def test_gradients_go_back_where_rows_came_from() -> None:
+    job, batches = workload("multi", 3, 3)
+    groups = group_specs(job)
+    groupings = part_groupings(groupers_of(groups), batches[0].batch, 3)
+    shares = [Sharing(group, 3, 3).of(own, batches[0].batch.size) for group, own in zip(groups, groupings, strict=True)]
+    found = step_exchange(groups, batches[0], shares, 3)
+    for rank in range(3):
+        received = [own.exchanged[rank].sum() - own.exchanged[rank, rank] for own in shares]
+        sent = sum(rows * group.embedding_dim * 4 for rows, group in zip(received, groups, strict=True))
+        assert found.gradient_bytes[0, 0, rank] == found.row_bytes[1, 0, rank] == sent
+    assert found.gradient_bytes[0, 0].tolist() != found.gradient_bytes[1, 0].tolist()
 
 
 def test_other_ways_to_divide_the_tables_send_a_pooled_row_a_sample_and_feature() -> None:
