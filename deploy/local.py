@@ -23,7 +23,7 @@ RESTARTS = 3  # of the trainers of several ranks, if one of them ends
 
 
 def start_both(job: Job, shared: list[str], steps: list[str], log: Path) -> list[Child]:
-    """Signals are blocked meanwhile, also in the processes, until handlers are in place."""
+    """Signals are blocked meanwhile, until there is somebody to pass them on to."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         children = [

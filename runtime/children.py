@@ -23,11 +23,16 @@ PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 
 
 def start_child(name: str, module: str, arguments: Sequence[str], log: Path | None = None) -> Child:
-    """Starts `python -m module`. `log`: appended to, so that the log of an earlier run stays; None: our stderr."""
+    """Starts `python -m module`. `log`: appended to, so that the log of an earlier run stays; None: our stderr.
+
+    STOPS are blocked in it, and so kept, until it has handlers and unblocks them.
+    """
     command = [sys.executable, "-m", module, *arguments]
     with ExitStack() as stack:
         file = None if log is None else stack.enter_context(log.open("ab"))
         output = subprocess.STDOUT if file is not None else None
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         process = subprocess.Popen(command, stdout=file, stderr=output, preexec_fn=stop_with_parent)
     return Child(name, process, log)
 
