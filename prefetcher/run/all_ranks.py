@@ -32,17 +32,17 @@ MOST_RESTARTS = 10  # of one rank
 
 
 def check_options(job: Job, options: RunOptions) -> None:
-    """Raises ConfigError for what several ranks cannot do."""
+    """Raises ConfigError for a host that the job does not have, and for what several parts cannot do."""
     hosts = job.ranks.count // job.ranks.on_host
     if options.host >= hosts:
         raise ConfigError(
             f"--host {options.host}: the job's {job.ranks.count} ranks are on {hosts} hosts, 0 to {hosts - 1}; "
             "give one of these, or change ranks.per_host"
         )
-    if options.save_trace is not None:
+    if options.save_trace is not None and job.ranks.num_parts > 1:
         raise ConfigError(
-            f"--save-trace: a trace has the plans of one trainer, and ranks.count = {job.ranks.count}; save it with "
-            "ranks.count = 1"
+            f"--save-trace: a trace has the plans of whole batches, but this job trains {job.ranks.num_parts} parts of "
+            "each; save it with ranks.count = 1 and ranks.parts = 1"
         )
 
 

@@ -148,8 +148,7 @@ class PrefetcherRun:
 def run_prefetcher(job: Job, options: RunOptions, signals: Signals, arguments: Sequence[str] = ()) -> bool:
     """Returns whether the run finished; False: it was stopped in order. `arguments`: of the command line, which the
     prefetchers of several ranks are started with."""
-    if job.ranks.count > 1:
-        check_options(job, options)
+    check_options(job, options)
     if job.ranks.count > 1 and options.rank is None:
         return AllRanks(job, options, signals, arguments).run()
     return PrefetcherRun(job, options, signals).run()

@@ -14,10 +14,12 @@ import structlog
 
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.source import InlineSource
+from rowcast.prefetcher.run.all_ranks import check_options
+from rowcast.prefetcher.run.options import RunOptions
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.trainer.cli import app as trainer_app
-from tests.support.jobs import TABLES, job_content, write_job
+from tests.support.jobs import TABLES, job, job_content, write_job
 from tests.support.processes import Session
 
 LINE = "\t".join(["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]) + "\n"
@@ -261,6 +263,16 @@ def test_a_trainer_alone_is_refused_where_the_job_file_has_two(
         "WORLD_SIZE = 1, but ranks.count = 2 in the job file; start as many trainers as it says (torchrun's --nnodes "
         "times --nproc-per-node), or change it"
     )
+
+
+def test_options_that_ranks_do_not_have_are_refused(tmp_path: Path) -> None:
+    parts = job(job={"run_dir": str(tmp_path)}, ranks={"parts": 4})
+    with pytest.raises(ConfigError, match="--save-trace: a trace has the plans of whole batches"):
+        check_options(parts, RunOptions(save_trace=tmp_path / "trace"))
+    hosts = job(job={"run_dir": str(tmp_path)}, ranks={"count": 4, "per_host": 2})
+    with pytest.raises(ConfigError, match="--host 2: the job's 4 ranks are on 2 hosts, 0 to 1;"):
+        check_options(hosts, RunOptions(host=2))
+    check_options(hosts, RunOptions(host=1))
 
 
 def test_a_device_that_is_not_there_is_refused(
