@@ -20,6 +20,7 @@ from rowcast.protocol.messages import (
     Failure,
     Flush,
     PlanHeader,
+    Replica,
     Restore,
     RingRef,
     RowChecksums,
@@ -149,7 +150,8 @@ def _check_ref(ref: RingRef) -> None:
     _require(
         ref.end >= ref.position + size, f"a payload of {ref.nbytes} bytes at {ref.position} does not end by {ref.end}"
     )
-    _require(ref.checksum is None or 0 <= ref.checksum < 2**64, f"checksum {ref.checksum} does not fit 64 bits")
+    if ref.checksum is not None:
+        _check_checksum(ref.checksum)
 
 
 def _check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
@@ -243,9 +245,17 @@ def _check_flush(message: Flush) -> None:
     _check_payload(message.payload, message.span, ())
 
 
+def _check_replica(message: Replica) -> None:
+    _check_checksum(message.checksum)
+
+
+def _check_checksum(checksum: int) -> None:
+    _require(0 <= checksum < 2**64, f"checksum {checksum} does not fit 64 bits")
+
+
 def _check_dense(message: DensePiece) -> None:
     _check_piece(message.piece, message.num_pieces)
-    _require(0 <= message.checksum < 2**64, f"checksum {message.checksum} does not fit 64 bits")
+    _check_checksum(message.checksum)
     _require(
         0 < message.nbytes <= MODEL_STATE_LIMIT,
         f"a model state has 1 to {MODEL_STATE_LIMIT} bytes, not {message.nbytes}",
@@ -282,6 +292,7 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Flush: _check_flush,
     Saved: _check_dense,
     Restore: _check_dense,
+    Replica: _check_replica,
     Welcome: _check_welcome,
     Failure: _check_failure,
 }

@@ -111,8 +111,8 @@ def test_a_scripts_run_serves_its_metrics_and_leaves_a_report(tmp_path: Path, la
             assert loader.evaluation.train_step == 4 * (epoch + 1)
             if epoch == 0:
                 shown = read(loader.metrics_address, "metrics")
-                assert "rowcast_train_step 4.0" in shown
-                assert f"rowcast_eval_auc {loader.evaluation.auc}" in shown
+                assert 'rowcast_train_step{rank="0"} 4.0' in shown
+                assert f'rowcast_eval_auc{{rank="0"}} {loader.evaluation.auc}' in shown
                 assert read(loader.metrics_address, "readyz") == "running\n"
     assert np.fromfile(tmp_path / "losses.f32", np.float32).tolist() == pytest.approx(found)
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes())

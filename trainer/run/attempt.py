@@ -126,7 +126,8 @@ class TrainerAttempt:
         with self._connection as connection:
             welcome = self._meet(connection, group)
             if welcome is None:
-                self._log.info("stopped before the run had begun")
+                who = "the prefetcher was stopped" if connection.has_left else "stopped"
+                self._log.info(f"{who} before the run had begun")
                 return
             self._begin_results(welcome)
             try:
