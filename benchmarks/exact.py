@@ -214,7 +214,7 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def cover(log: Path | None, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
-    """Of what can be run here."""
+    """The pairwise cover of all ways that can run here."""
     data = {"data": SYNTHETIC} if log is None else {}
     stores = {"store": WITHOUT_SERVER} if COMMAND is None else {}
     return pairwise_cover(FACTORS | data | stores | narrowed)

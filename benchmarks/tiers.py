@@ -158,7 +158,7 @@ def start(code: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 @dataclass(slots=True)
 class Seen:
-    """Of a process, in bytes."""
+    """What a process took, in bytes."""
 
     disk: int = 0  # the most that its files in a folder took
     read: int = 0  # from any disk

@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning; `trainer.threads` decides
     for number in STOPS:
         signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # whoever has started this may have kept them back
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the process that started this may have blocked them
     try:
         run.run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

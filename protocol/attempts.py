@@ -87,7 +87,7 @@ class Patience:
 
 
 class RankPatience(Patience):
-    """Of a trainer of several ranks. It ends when it has lost another process, and torchrun starts all trainers again;
+    """A trainer of several ranks ends when it has lost another process, and torchrun starts all trainers again;
     only where prefetchers have to look again at the newest checkpoint, all trainers make another attempt."""
 
     def __init__(self, peer: str, transport: Transport) -> None:

@@ -241,7 +241,7 @@ class TierTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rows_from_cold: int  # came to memory from the cold tier
     rows_never_trained: int  # came to memory with their first value
     rows_to_cold: int  # left memory and were written
-    rows_read_past_memory: int  # by whoever asked for them: late rows, and those that a checkpoint collects
+    rows_read_past_memory: int  # late rows, and those that a checkpoint collects
     late_rows: int  # were to be in memory when they were asked for, and were not
     bytes_read: int  # from the cold tier, with whatever lies on the same pages
     bytes_written: int  # to it, old copies that were collected included

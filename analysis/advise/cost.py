@@ -222,8 +222,8 @@ class DeviceMemory:
 def host_memory(
     observed: Observed, job: Job, slots: tuple[int, ...], horizon: int, ring_bytes: int, known_bytes: int
 ) -> HostMemoryNeed:
-    """Of all pairs of prefetcher and trainer on a host. `known_bytes`: ids of the batches known ahead to one of them;
-    `horizon`: how many they are beyond the one being planned."""
+    """The memory of all pairs of prefetcher and trainer on a host. `known_bytes`: ids of the batches that one of them
+    knows ahead; `horizon`: how many they are beyond the one being planned."""
     pairs, count = job.ranks.on_host, job.ranks.count
     rows_a_batch = observed.unique_rows.mean(axis=0).tolist()
     touched = sum(

@@ -50,7 +50,7 @@ def server_rate(job: Job, groups: Sequence[GroupSpec]) -> ServerRate:
 
 
 def median_call_s(rows: ColdRows, group: GroupSpec, count: int, seconds: float) -> float:
-    """Of a read, a write and the deletion of `count` rows together."""
+    """The median time of one call, over reads, writes and deletions of `count` rows."""
     found: list[float] = []
     end_s = time.perf_counter() + seconds
     while not found or time.perf_counter() < end_s:

@@ -74,7 +74,7 @@ def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUES
 
 
 def check_ports(job: Job) -> Iterator[Finding]:
-    """Of every pair on a host: all are open at once."""
+    """Checks the ports of every pair on a host, which are all open at once."""
     names: tuple[Process, Process] = ("prefetcher", "trainer")
     pairs = [with_ports_of_pair(job, rank).metrics for rank in range(job.ranks.on_host)]
     with ExitStack() as stack:

@@ -29,8 +29,8 @@ DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimi
 def check_memory(
     job: Job, seen: Seen, slots: Sequence[int], free_bytes: int, ring_bytes: int, cache_bytes: int
 ) -> Iterator[Finding]:
-    """Of all pairs on a host. `slots`: of each group of a rank; none if they are unknown. `cache_bytes`: rows and
-    staging of a trainer on the CPU; 0 if they are on a GPU.
+    """Checks the memory of all pairs on a host. `slots`: of each group of a rank; none if they are unknown.
+    `cache_bytes`: rows and staging of a trainer on the CPU; 0 if they are on a GPU.
 
     Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """

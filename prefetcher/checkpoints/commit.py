@@ -3,7 +3,7 @@
     rank 3    row files | shard-003.json |                                              | sees the manifest, is done
     rank 0    row files | ...            | sees all shard files, which agree | manifest | removes what is old, is done
 
-Every rank stays busy until the manifest is there. So whoever begins a checkpoint knows that all have ended the one
+Every rank stays busy until the manifest is there. So a rank that begins a checkpoint knows that all have ended the one
 before, and rank 0, which alone removes files of others, knows what nobody writes to any more. What a rank says in its
 shard file counts for one attempt: `Checkpoints.withdraw` removes it before another attempt begins.
 """

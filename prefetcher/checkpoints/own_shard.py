@@ -59,7 +59,7 @@ class OwnShard:
         return own
 
     def identity(self, manifest: Manifest) -> str:
-        """Of the rows that this shard has at a checkpoint, for table files that outlive the process."""
+        """Names the rows that this shard has at a checkpoint, for table files that outlive the process."""
         return f"{manifest.checksum}{self.tag}" + ("" if self.count == 1 else f"-of-{self.count}")
 
 

@@ -27,7 +27,7 @@ from rowcast.runtime.process import STOPS, Signals
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
-STOP_S = END_S - 5  # until children are killed: before whoever started us kills us
+STOP_S = END_S - 5  # until children are killed: before our own parent kills us
 MOST_RESTARTS = 10  # of one rank
 
 

@@ -15,7 +15,7 @@ class StoreCounts:
     memory_rows: int = 0  # in the slots of the memory tier, untouched ones included
     cold_rows: int = 0  # in the cold tier and not in memory
     memory_reads: int = 0  # asked for and found in memory
-    cold_reads: int = 0  # asked for and read from the cold tier by whoever asked: late rows, and those of a checkpoint
+    cold_reads: int = 0  # read from the cold tier past the memory: late rows, and those of a checkpoint
     untouched_reads: int = 0  # asked for and made from their key
     loaded: int = 0  # entered memory from the cold tier
     untouched_loaded: int = 0  # entered memory with their first value still to be trained

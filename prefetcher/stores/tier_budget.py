@@ -51,7 +51,7 @@ def disk_shares(job: Job, groups: Sequence[GroupSpec]) -> tuple[DiskShare, ...]:
 
 
 def disk_bytes(group: GroupSpec) -> int:
-    """Of a row on the disk, with its share of a page."""
+    """What a row takes on the disk, with its share of a page."""
     page = page_layout(group.record_bytes)
     return -(-page.nbytes // page.num_rows)
 

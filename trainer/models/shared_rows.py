@@ -123,7 +123,7 @@ class SharedRows:
         self._kernels.apply(self.rows, share.own_slots, returned.index_select(0, share.roots), rule)
 
     def _bags(self, share: GroupShare) -> list[list[int]]:
-        """Of each own part, the bags of each feature."""
+        """The number of bags of each own part and feature."""
         parts = [[size] * self._num_features for size in share.part_sizes]
         for bags, sequences in zip(parts, share.header.sequence_lookups, strict=True):
             for feature, num_lookups in zip(self._unpooled, sequences, strict=True):

@@ -107,7 +107,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
-    """Of one rank."""
+    """The report of one rank."""
     unique_rows = counters.total("unique_rows")
     evaluation = run.evaluation
     return Report(

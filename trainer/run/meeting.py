@@ -173,7 +173,7 @@ class Meeting:
         self._greeted = name
 
     def _greetings(self, name: str, rank: int) -> list[Greeting]:
-        """Of all processes that say they are this rank."""
+        """The greetings of all processes that say they are this rank."""
         found = (
             self._read(f"{name}/greeting/{rank}/{number + 1}", Greeting)
             for number in range(self._store.add(f"{name}/greetings/{rank}", 0))

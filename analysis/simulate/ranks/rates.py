@@ -25,7 +25,7 @@ GB = 1e9
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one rank. Rates are in 10^9 bytes/s each way."""
+    """What one rank's device and links can do. Rates are in 10^9 bytes/s each way."""
 
     ms_per_sample: float  # of the device, for everything but exchanges and host copies
     host_gbs: float  # between host memory and device

@@ -30,7 +30,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankArrays(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each step, of each rank."""
+    """Counts of each step and rank."""
 
     step: list[int]
     kind: list[str]  # train | eval
@@ -186,7 +186,7 @@ def samples_per_s_alone(result: RanksSimulation, results: Sequence[RanksSimulati
 
 
 def counts_table(results: Sequence[RanksSimulation]) -> Table:
-    """Of a step and, but for the batch, of a rank."""
+    """The counts of a mean step: those of the batch over all ranks, the others for one rank."""
     table = new_table(COUNTS)
     for own in results:
         spreads = (own.part_rows, own.owner_rows, own.rows_received, own.rows_fetched, own.rows_written_back)

@@ -56,7 +56,7 @@ class GroupShares:
 
 
 def part_groupings(groupers: Sequence[Grouper], batch: Lookups, parts: int) -> list[tuple[Grouping, ...]]:
-    """Of each group, its look-ups in each part of the batch."""
+    """Returns each group's look-ups in each part of the batch."""
     whole = Ids(batch.ids, batch.offsets, batch.weights)
     batches = [
         IdsBatch(size=end - first, **ids_of_samples(batch.size, whole, first, end)._asdict())

@@ -168,7 +168,7 @@ class RedisRows:
         return [node.name for node in self._servers.nodes]
 
     def rooms(self) -> list[Room]:
-        """Of each server. Raises StoreLost."""
+        """The room on each server. Raises StoreLost."""
         shares = np.bincount([node for node, _ in self._hashes], minlength=len(self._servers.nodes)) / NUM_HASHES
         frees = self._servers.free_bytes()
         return [Room(*room) for room in zip(self.server_names, shares.tolist(), frees, strict=True)]

@@ -142,7 +142,7 @@ class Servers:
                 raise self.fails(error) from None
 
     def free_bytes(self) -> list[int | None]:
-        """Of each server: what may still be written to it. Raises StoreLost."""
+        """How many bytes may still be written to each server. Raises StoreLost."""
         found: list[int | None] = []
         for node in self.nodes:
             info = self._info(node)
