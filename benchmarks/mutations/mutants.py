@@ -863,8 +863,8 @@ PREFETCHER = (
     ),
     Mutant(
         "files of a checkpoint with a damaged manifest are garbage",
-        "if folder.name not in unclear:",
-        "if True:",
+        "if folder.name not in unclear and (is_shared or shard.number == 0):",
+        "if is_shared or shard.number == 0:",
         f"{WRITER}::test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable",
     ),
     Mutant(
@@ -1034,8 +1034,8 @@ TRAINER = (
     ),
     Mutant(
         "later rows take the slots of the first ones, and later victims leave them",
-        "arrived.arrays[self._fetch_slots[span.group]][span.start : span.start + span.count]",
-        "arrived.arrays[self._fetch_slots[span.group]][: span.count]",
+        "arrived.arrays[names[span.group]][span.start : span.start + span.count]",
+        "arrived.arrays[names[span.group]][: span.count]",
         f"{WAITS}[0]",
     ),
     Mutant(
