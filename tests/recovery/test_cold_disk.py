@@ -63,7 +63,8 @@ import os, threading, time
 from rowcast.prefetcher.stores.cold.segment_file import SegmentFile
 read = SegmentFile.read
 def gated(self, *arguments):
-    if threading.current_thread().name == "staging":
+    on_disk = arguments[1].min() // self._page.num_rows < self._first_page  # not in the buffer, as new rows are
+    if threading.current_thread().name == "staging" and on_disk:
         open({reached!r}, "a").close()
         while os.path.exists({gate!r}):
             time.sleep(0.01)

@@ -27,6 +27,6 @@ def test_a_run_asks_its_device_alone(session: Session, monkeypatch: pytest.Monke
     run_trainer(load_job(session.config), Signals())
     end_well(prefetcher)
     main = ["kernels", "records", "page-locking", "streams", "allocation", "look-up", "update"]
-    main += ["copy in", "fill", "compute", "event results", "event released"]
+    main += ["copy in", "fill", "compute", "event results", "event released", "event state_gathered"]
     assert device.work == {*((what, "MainThread") for what in main), ("evict", "sender"), ("event sent", "sender")}
     assert device.outside == set()

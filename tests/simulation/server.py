@@ -135,7 +135,9 @@ class SimulatedServer:
                     del self.hashes[name]
                     self._evicted += 1
             case "replaced":
-                self.hashes = self._older or {}
+                older = self._older or {}
+                self._came_late |= older.keys() - self.hashes.keys()  # deleted since: an older server has them again
+                self.hashes = older
                 if count % 2:  # else nothing tells, as behind some proxies
                     self._run_id += 1
 

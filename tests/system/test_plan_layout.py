@@ -27,8 +27,8 @@ IN_THE_TABLE = (
 )
 IN_THE_PLANNER = (
     "prefetcher/planner/planner.py",
-    "        weights=grouping.weights,",
-    "        bag_ranks=np.arange(np.max(bags, initial=-1) + 1, dtype=np.int32)[::-1].copy(),\n",
+    "            weights=rows.weights,",
+    "            bag_ranks=np.arange(np.max(bag_order(rows, order), initial=-1) + 1, dtype=np.int32)[::-1].copy(),\n",
 )
 
 
