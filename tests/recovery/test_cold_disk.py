@@ -13,7 +13,7 @@ import pytest
 
 from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES
 from rowcast.trainer.report.report_json import read_report
-from tests.recovery.restarted import END_TIMEOUT_S, TIERED, Outcome, Recovering, end_well, sections
+from tests.recovery.restarted import END_TIMEOUT_S, NUM_TRAIN, TIERED, Outcome, Recovering, end_well, sections
 from tests.support.processes import Process, Session
 from tests.support.small_disk import small_disk
 
@@ -82,7 +82,10 @@ def start_gated(session: Session, seconds: float = 0.0) -> tuple[Path, Process, 
     gate, reached = session.folder / "gate", session.folder / "reached"
     gate.touch()
     patch = GATED.format(gate=str(gate), reached=str(reached), seconds=seconds)
-    prefetcher, trainer = session.start_patched("prefetcher", patch), session.start("trainer")
+    prefetcher, trainer = (
+        session.start_patched("prefetcher", patch, f"--max-steps={NUM_TRAIN}"),
+        session.start("trainer"),
+    )
     prefetcher.until(reached.exists, "a read of the disk")
     return gate, prefetcher, trainer
 

@@ -193,10 +193,11 @@ class Session:
         """Starts a command with this session's job file; `environment` is added to our own."""
         return self._start([*COMMANDS[name], f"--config={self.config}", *options], environment)
 
-    def start_patched(self, name: Literal["prefetcher", "trainer"], patch: str) -> Process:
+    def start_patched(self, name: Literal["prefetcher", "trainer"], patch: str, *options: str) -> Process:
         """`run`, after a line of Python that makes it another version or impatient."""
         return self._start(
-            ["-c", f"{patch}; from rowcast.{name}.cli import app; app()", "run", f"--config={self.config}"], {}
+            ["-c", f"{patch}; from rowcast.{name}.cli import app; app()", "run", f"--config={self.config}", *options],
+            {},
         )
 
     def start_module(self, module: str, *options: str, **environment: str) -> Process:
