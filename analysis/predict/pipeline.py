@@ -54,7 +54,7 @@ class Wiring:
 
 class Durations(Protocol):
     def __call__(self, name: str, step: int, pieces: int = 1) -> float:
-        """Seconds of a task of a step, which does it in so many pieces."""
+        """The seconds that one piece of a step's task takes, if the task is done in `pieces` pieces."""
 
 
 def room(sizes: Sequence[int], nbytes: int) -> list[int | None]:
@@ -106,7 +106,6 @@ class Pipeline:
         self._ring_room = room([piece.ring_bytes for piece in pieces], wiring.ring_bytes)
         self._fill_room, self._evict_room = room(rows, wiring.staging_bytes), room(back, wiring.staging_bytes)
         self._back_room = room(back, wiring.ring_bytes)
-        self._decoded: list[Task] = []
         self._read: list[Task] = []
         self.done: list[Task] = []  # the end of each step
         self._reported: list[Task] = []  # the prefetcher knows that it is done
@@ -161,7 +160,6 @@ class Pipeline:
         taken = self._read[in_queue] if in_queue >= wiring.measured else None
         lane = self._decode[step % wiring.num_decoders]
         decode = lane.add("decode", step, self._seconds("decode", step), [(taken, "queue")])
-        self._decoded.append(decode)
         self._read.append(self._planning.add("read", step, self._seconds("read", step), [(decode, "batches")]))
 
     def _add_way_home(self, step: int, piece: PlannedPiece, fill: Task, number: int) -> None:

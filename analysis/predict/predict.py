@@ -24,8 +24,7 @@ CHANGEABLE = ("decode", "read", "plan", "fetch", "send", "copy in", "fill", "ste
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walked:
-    step_s: float  # of steady steps
-    total_s: float  # from the trainer's first work to the end of the last step
+    step_s: float  # what a step takes, once the cache is full
     bound_by: list[tuple[str, float]]  # tasks of the critical path of steady steps, and their share of it
 
 
@@ -88,7 +87,6 @@ def walk(plan: Sequence[Planned], wiring: Wiring, durations: Durations, begins: 
     spent_s = max(1e-12, sum(shares.values()))
     return Walked(
         step_s=steady(ended),
-        total_s=ended[-1] - begins["main"],
         bound_by=[
             (name, seconds / spent_s) for name, seconds in sorted(shares.items(), key=lambda item: -item[1])[:NAMED]
         ],

@@ -64,7 +64,7 @@ class Thread:
         self.uses_core = uses_core
         self.lanes: list[Lane] = []
         self.task: Task | None = None  # under way
-        self.left_s = 0.0  # of that task, on a core of its own
+        self.left_s = 0.0  # what is left of it, on a core of its own
         self.last: Task | None = None  # ended last
 
     def lane(self) -> Lane:
