@@ -8,7 +8,7 @@ stdout. Plain http only.
 import sys
 from http.client import HTTPConnection, HTTPException
 
-USUAL_PORTS = (9400, 9401)  # of the job file's [metrics]
+USUAL_PORTS = (9400, 9401)  # the defaults of [metrics]
 TIMEOUT_S = 3.0  # per request; two of them must fit in the HEALTHCHECK's time-out
 
 

@@ -19,7 +19,7 @@ from rowcast.runtime.children import STOPS, ended_badly, ended_together, forward
 from rowcast.runtime.command import run_command
 from rowcast.runtime.errors import ConfigError
 
-RESTARTS = 3  # of the trainers of several ranks, if one of them ends
+RESTARTS = 3  # how often the trainers of several ranks are started again when one of them ends
 
 
 def start_both(job: Job, shared: list[str], steps: list[str], log: Path) -> list[Child]:

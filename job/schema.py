@@ -489,8 +489,8 @@ KEYS_OF_STORES = ("memory", "path", "disk", "url", "timeout")  # each belongs to
 
 class Store(Section, frozen=True, kw_only=True):
     kind: StoreName = "memory"  # where the rows live: {STORES}
-    # tiered, redis: all memory of the prefetcher; or `"20000 rows"`, for small trials: so many rows of each group,
-    # whatever else takes memory
+    # tiered, redis: all memory of the prefetcher; or, for small trials, `"20000 rows"` of each group, whatever
+    # else takes memory
     memory: OptionalSize = None
     # mapped, tiered: the folder of the files, which are scratch space and not a checkpoint; by default
     # `<run_dir>/tables`

@@ -9,7 +9,7 @@ class StoreKind:
     note: str = ""  # for docs/job-file.md
     in_memory: bool = True  # trained rows take the prefetcher's memory, and opening the store creates no files
     keys: tuple[str, ...] = ()  # the keys of [store] that it knows, beside `kind`
-    has_tier: bool = False  # only so many rows as store.memory holds are in memory, those that the planner chooses
+    has_tier: bool = False  # memory holds the rows that the planner chooses, as many as fit into store.memory
     full_size: bool = False  # its files are as large as the tables from the start
 
 

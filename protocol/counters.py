@@ -63,7 +63,7 @@ class GroupCounters:
     """One group's rows, and the bytes of their records."""
 
     record_bytes: int
-    weight_bytes: int  # of a row, as ranks send it to each other
+    weight_bytes: int  # bytes of a row as ranks send it to each other
     gradient_bytes: int
     lookups: int = 0
     unique_rows: int = 0

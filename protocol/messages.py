@@ -169,7 +169,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     run_id: str
     incarnation: int
     pid: int
-    slots: tuple[int, ...]  # of each group
+    slots: tuple[int, ...]  # one number for each group
     num_dense: int  # dense features of a sample
     depth: int
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
@@ -212,7 +212,7 @@ class DensePiece(Message, frozen=True, kw_only=True):
 
     piece: int
     num_pieces: int
-    nbytes: int  # of the whole model state, above 0
+    nbytes: int  # the whole model state's, above 0
     checksum: int  # xxh3_64 of the whole model state
     payload: RingRef
     span: ArraySpan  # its place in the model state

@@ -30,7 +30,7 @@ class GroupShare(ExchangeArrays[npt.NDArray[Any]]):
     receive_counts: tuple[int, ...]  # rows that come from each rank
     home_levels: tuple[int, ...]  # additions of home_to up to the end of each level
     levels: tuple[int, ...]  # additions of to up to the end of each level
-    sequence_lookups: tuple[tuple[int, ...], ...]  # of each own part, for each feature that is not pooled
+    sequence_lookups: tuple[tuple[int, ...], ...]  # for each own part, one number for each feature that is not pooled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     evict_keys: I64
     num_dirty: int  # the first victims, which travel home; the others are dropped without a copy
     fill_after: int | None  # the last step that reads or writes any victim; None without victims
-    # of the memory tier; empty where the store has none
+    # what the memory tier does; empty where the store has none
     load_keys: I64  # [load] ascending: rows that enter the tier for this step
     spill_keys: I64  # [spill] rows that leave the tier once this step's rows are home
     share: GroupShare | None = None  # None: the trainer is alone and computes the whole batch at once

@@ -36,7 +36,7 @@ class Counts:
     asked_evict: int = 0
     slots: int = 0  # slots of the group on the device
     readable: int = 0  # rows that look-ups may read: all slots, or those that were received from their owners
-    parts: int = 1  # of the batch that are computed here
+    parts: int = 1  # parts of the batch that are computed here
     exchanges: bool = False  # whether ranks share the batch; if not, what follows is 0
     sent: int = 0  # rows that leave for the ranks that look them up
     returned: int = 0  # received rows whose gradients go back: none in an evaluation

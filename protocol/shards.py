@@ -24,8 +24,8 @@ from rowcast.job.tables import KEY_SHIFT, ROW_MASK, TableSpec
 from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
-BLOCK_BITS = 6  # of the rows of a block
-RUN_BITS = 8  # of the blocks of a run
+BLOCK_BITS = 6  # a block has 2**6 rows
+RUN_BITS = 8  # a run has 2**8 blocks
 MOST_SHARDS = 2**16
 HALF = np.uint64(32)
 

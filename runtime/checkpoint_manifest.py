@@ -120,7 +120,7 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     reason: str
     job: dict[str, Any]  # the complete, checked job, so that an export needs no other file
     training_digest: str
-    shards: tuple[ShardLayers, ...]  # of each rank that wrote the checkpoint
+    shards: tuple[ShardLayers, ...]  # one for each rank that wrote the checkpoint
     dense: DenseFile | None  # None after an import without dense weights
 
     def __post_init__(self) -> None:

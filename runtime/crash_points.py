@@ -29,7 +29,7 @@ CRASH_POINTS = (
     "row file written",
     "rows collected",  # the last ones are not in a file
     "merging",  # layers are merged; a part of the new base is gathered
-    "shard not renamed",  # of a rank; its files are on disk
+    "shard not renamed",  # a rank's shard; its files are on disk
     "shard file written",  # rank 0 may see it
     "shards agree",  # of all ranks, and there is no manifest
     "manifest seen",  # by another rank than 0

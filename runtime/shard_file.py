@@ -20,7 +20,7 @@ class ShardFile(Sealed, frozen=True, kw_only=True):
     number: int
     count: int
     run_id: str
-    position: Position  # of the checkpoint
+    position: Position  # the checkpoint's
     after: str  # checksum of the manifest whose files its layers name, beside new ones; "" if they name none
     model_state: str  # xxh3_64 of the model state that its trainer holds, 16 hex digits
     shard: ShardLayers

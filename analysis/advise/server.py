@@ -28,7 +28,7 @@ class ServerRate:
     servers: tuple[str, ...]
     rows_a_call: int
     row_us: tuple[float, ...] | None  # of each group, for a row that is read and written; None: `why_not` says why
-    round_trip_ms: float | None = None  # of a call for one row
+    round_trip_ms: float | None = None  # what a call for one row takes
     why_not: str | None = None
 
 

@@ -34,7 +34,7 @@ MOST_BUDGETS = 12
 LEAST_MEMORY = 2**20
 READ_BYTES = 4096  # what the disk was measured with
 Slots = tuple[int, ...]
-Rate = DiskRate | ServerRate | None  # of the cold tier
+Rate = DiskRate | ServerRate | None  # the cold tier's; None if it could not be measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

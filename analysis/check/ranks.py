@@ -13,7 +13,7 @@ from rowcast.runtime.arrays import F64, I64
 from rowcast.runtime.telemetry.format_numbers import human_bytes, plural
 
 BLOCK_ROWS = 1 << BLOCK_BITS
-MOST_BLOCKS = 2**20  # of a table that are counted; one that has more is divided evenly enough
+MOST_BLOCKS = 2**20  # a table with more blocks is not counted: it is divided evenly enough
 UNEVEN = 1.2  # the rows of the largest shard over the mean
 
 

@@ -91,7 +91,7 @@ def check_default_disk(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Ite
 
 
 def twice(rows: int, group: GroupSpec) -> int:
-    """Bytes of files for so many rows and as many old copies."""
+    """Bytes on disk of `rows` rows and as many old copies of rows."""
     return max(COPIES * rows * disk_bytes(group), SEGMENTS * page_layout(group.record_bytes).nbytes)
 
 

@@ -59,7 +59,7 @@ def with_room(directory: Directory, num_new: int) -> Directory:
 
 
 def cells_for(num_rows: int, num_cells: int = INITIAL_CELLS) -> int:
-    """The cells of a directory with `num_cells` that has grown until it has room for so many rows."""
+    """The cells of a directory with `num_cells` that has grown until it has room for `num_rows`."""
     assert num_rows <= MOST_ROWS, f"{num_rows} rows, but {MOST_ROWS} can be tracked"
     while num_cells < CELLS_A_ROW * num_rows:
         num_cells *= 2

@@ -258,7 +258,7 @@ def test_the_picture_has_a_row_for_each_thread(run_dir: Path, suffix: str) -> No
 
 
 def leave_ranks(run_dir: Path, *later_ms: float, boots: str = "aaaa") -> None:
-    """A pair for each number: the recordings above, later by so many milliseconds, with waits for the others."""
+    """A pair for each number: the recordings above, later by that many milliseconds, with waits for the others."""
     for rank, (moved_ms, boot) in enumerate(zip(later_ms, boots, strict=False)):
         folder = pair_folder(run_dir, rank, len(boots))
         folder.mkdir()

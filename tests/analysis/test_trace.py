@@ -72,7 +72,7 @@ def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPl
 
 
 def save_stopped(path: Path, job: Job, batches: Sequence[ScheduledBatch], num_plans: int) -> None:
-    """As a run that is stopped after so many plans: it knew more batches than it planned."""
+    """As a run that is stopped after that many plans: it knew more batches than it planned."""
     groups, slots = group_specs(job), slots_of(job, batches)
     planner = new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True)
     left = list(batches)

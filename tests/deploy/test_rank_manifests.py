@@ -120,7 +120,7 @@ def test_the_rings_of_all_pairs_of_a_host_fit() -> None:
 
 
 def ports(name: str) -> list[str]:
-    """Of the two ranks of a host."""
+    """Those of the two ranks of a host."""
     base = {"prefetcher": 9400, "trainer": 9401}[name]
     return [str(base), str(base + 2)]
 

@@ -76,7 +76,7 @@ class HostileRun:
     liar: Role
     lie: Lie
     good: int = 0
-    mutate: Callable[[bytes], bytes] = bytes  # of the frame that is told
+    mutate: Callable[[bytes], bytes] = bytes  # changes the frame that is told
     end: HostileEnd | None = field(default=None, init=False)
 
     def links(self) -> tuple[Link, Link]:

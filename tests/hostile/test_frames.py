@@ -23,10 +23,10 @@ from tests.hostile.mutate import Mutator, encode
 from tests.support.repeats import count
 
 NUM_FRAMES = count(40_000, 2_000_000)
-FAMILY = 20  # a frame in so many is not mutated, so that what is taken is tried too
+FAMILY = 20  # one frame in 20 is not mutated, so that what is taken is tried too
 LOOK_EVERY = 64  # frames between looks at a session that refused without having to look inside
 RESIDENT_GROWTH_BYTES = 32 * 2**20  # over the whole run, once a tenth of it is behind
-FRAME_GROWTH_BYTES = 256 * 2**10  # of the heap while one frame is decoded, with ...
+FRAME_GROWTH_BYTES = 256 * 2**10  # growth of the heap while one frame is decoded, with ...
 GROWTH_A_BYTE = 64  # ... so much a byte of the frame
 HANG_S = 60  # for one frame: only a hang takes as long
 

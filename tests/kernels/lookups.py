@@ -69,7 +69,7 @@ def divisors_of(group: GroupLookup) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Of a record: weights, master, states, each at a multiple of 16 bytes."""
+    """The parts of a record: weights, master, states, each at a multiple of 16 bytes."""
 
     dim: int
     kind: str = "sgd"

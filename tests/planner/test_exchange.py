@@ -16,7 +16,7 @@ from rowcast.runtime.arrays import I64
 TABLE = TableSpec(
     index=0, name="t", num_embeddings=2**30, embedding_dim=4, features=("t",), pooling="sum", init="uniform"
 )
-Terms = dict[int, str]  # of each source that has a row: what it gives
+Terms = dict[int, str]  # what each source that has a row gives
 
 
 def tree(terms: Terms, first: int, end: int) -> str:

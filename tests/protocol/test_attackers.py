@@ -37,7 +37,7 @@ from tests.support.tcp_run import RING_BYTES, TcpRun, run, wait_for
 
 __all__ = ["run"]
 NUM_CONNECTIONS = count(60, 2000)
-STAYING = 40  # of the attackers at once
+STAYING = 40  # attackers that stay at once
 GROWTH_BYTES = 48 * 2**20  # resident, over all of the attack: allocator and interpreter, not connections
 
 

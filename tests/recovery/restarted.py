@@ -57,7 +57,7 @@ TIERED = {"kind": "tiered", "memory": "4800 rows" if RETAIL else "320 rows"}  # 
 
 
 def sections(**more: dict[str, Any]) -> dict[str, Any]:
-    """Of the job file."""
+    """The sections of a job file."""
     common = {
         "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.05}, "dense": {"kind": "adam", "lr": 0.01}},
         "eval": {"every": 6},

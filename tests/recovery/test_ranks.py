@@ -26,7 +26,7 @@ CRASHES = {  # how often the point is passed by the process that is killed there
 }
 ASKED = {"rows written": 2, "step computed": 2}  # early, as steps that are planned are still made
 STANDS_STILL = {"trainer": "step computed:14:SIGSTOP", "prefetcher": "rows written:4:SIGSTOP"}
-pytestmark = pytest.mark.timeout(600)  # of a test that starts nine processes several times
+pytestmark = pytest.mark.timeout(600)  # a test starts nine processes several times
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ EVENTS: dict[Event, int] = {
 LAST_ADVANCE = 6000  # a whole run takes 2,500 to 14,000
 LAST_FRAME = 60
 LAST_OPERATION = 80
-LAST_CALL = 2000  # of a server; a whole run makes 100 to 10,000
+LAST_CALL = 2000  # calls to a server; a whole run makes 100 to 10,000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

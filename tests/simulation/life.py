@@ -44,8 +44,8 @@ from tests.support.tiers import tiered
 
 Say = Callable[[str], None]
 FIRST_INCARNATION = 100
-ROT_SHARE = 0.08  # of the deaths of a prefetcher
-FRESH_SHARE = 0.3  # of the starts of one that could go on
+ROT_SHARE = 0.08  # share of a prefetcher's deaths after which a file has rotted
+FRESH_SHARE = 0.3  # share of the starts with --fresh, where it could go on
 
 
 class Life:
@@ -61,7 +61,7 @@ class Life:
         self.reference = reference(self.scenario.work)
         self.faults_left = self.scenario.num_faults
         self.incarnation = FIRST_INCARNATION
-        self.tables: Tables | None = None  # of a prefetcher that lives
+        self.tables: Tables | None = None  # the living prefetcher's
         self.newest: Manifest | None = None  # known to a prefetcher that lives
         self.ended = False
         self.happened: Counter[str] = Counter()

@@ -69,7 +69,7 @@ class Scenario:
     tier_spare: int  # rows in memory beyond those of the device
     tier_reserve: int  # rows that may wait to leave it
     tier_at_once: int  # bytes that are loaded or spilled at once
-    rows_a_call: int  # of a server
+    rows_a_call: int  # to and from a server
     asks_often: bool  # how the server is: each time that the staging thread has nothing else to do, else never
     peers_wait: bool  # transport.rejoin_timeout: the prefetcher outlives a trainer that is lost
     num_faults: int

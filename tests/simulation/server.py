@@ -28,7 +28,7 @@ Hashes = dict[bytes, dict[bytes, bytes]]
 class ServerFault:
     kind: ServerFailure
     at: int  # calls of a client before it
-    share: float  # of the call's commands that are carried out, of the keys evicted, or of the calls a replica has
+    share: float  # share of the call's commands carried out, of the keys evicted, or of the calls a replica has
 
     def __str__(self) -> str:
         return f"the server is {self.kind} at call {self.at}"
@@ -39,7 +39,7 @@ class SimulatedServer:
 
     def __init__(self, chance: random.Random) -> None:
         self.failed: ServerFailure | None = None  # since `plan`
-        self.calls: Counter[bytes] = Counter()  # of each command
+        self.calls: Counter[bytes] = Counter()  # calls of each command
         self._chance = chance
         self.hashes: Hashes = {}
         self._run_id = self._evicted = 0

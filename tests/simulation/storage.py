@@ -30,10 +30,10 @@ class Storage:
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         run_dir.mkdir()
         self.disk = SimulatedDisk(run_dir)
-        self.checkpoints = Checkpoints(run_dir, self.disk)  # of the prefetcher that lives now
+        self.checkpoints = Checkpoints(run_dir, self.disk)  # the living prefetcher's
         self._run_dir = run_dir
         self._say = say
-        self._durable_step = 0  # of the newest checkpoint that was known to be whole
+        self._durable_step = 0  # the newest checkpoint's that was known to be whole
         self._rotten = False  # a file was damaged where it lay
         self._fresh = False  # a run has begun that takes the earlier one's place with its first checkpoint
 

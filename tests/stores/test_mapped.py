@@ -77,7 +77,7 @@ def test_a_file_closed_at_another_checkpoint_is_made_anew(tmp_path: Path, checkp
 
 
 def other_layouts() -> Iterator[GroupSpec]:
-    """Of the same name, so that they have the same file."""
+    """Tables with the same name, so that they have the same file."""
     first, *others = GROUP.tables
     yield replace(GROUP, tables=(replace(first, name="renamed"), *others))
     yield replace(GROUP, tables=(replace(first, num_embeddings=41), *others))

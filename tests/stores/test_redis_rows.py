@@ -219,7 +219,7 @@ def foreign_keys(servers: list[RedisServer], generation: str) -> set[bytes]:
     for server in servers:
         with server.client() as client:
             for name in names:
-                with suppress(MovedError):  # of a cluster, one server takes it
+                with suppress(MovedError):  # only one server of a cluster takes it
                     client.set(name, b"1")
     assert keys_on(servers) >= set(names)
     return keys_on(servers)

@@ -29,7 +29,7 @@ from rowcast.runtime.errors import RowcastError
 from tests.support import jobs
 
 MOST = 10**6
-TABLES = (0, 3, 25)  # of the group
+TABLES = (0, 3, 25)  # of the group's tables, those with rows
 
 
 def group_of(rows_a_table: int) -> GroupSpec:
@@ -40,7 +40,7 @@ def group_of(rows_a_table: int) -> GroupSpec:
 
 
 def some_keys(random: np.random.Generator, rows_a_table: int, count: int) -> I64:
-    """Of each table, that many rows at most; among them the first and the last."""
+    """At most that many rows of each table, among them the first and the last."""
     edges = [0, rows_a_table - 1]
     return np.concatenate(
         [make_keys(table, np.unique([*random.integers(0, rows_a_table, count), *edges])) for table in TABLES]

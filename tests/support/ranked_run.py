@@ -82,7 +82,7 @@ class RankedRun:
         return self
 
     def advance(self, times: int) -> None:
-        """Lets so many stages work, and ends early if the run has ended."""
+        """Lets that many stages work; ends early if the run has ended."""
         for _ in range(times):
             if all(pair.trainer.finished for pair in self.pairs):
                 break

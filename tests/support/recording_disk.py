@@ -18,8 +18,8 @@ from rowcast.runtime.disk import Content, Disk, FileWrite, RealDisk
 class Operation:
     kind: str  # mkdir create write sync rename unlink rmdir sync_folder
     path: Path
-    target: Path | None = None  # of a rename
-    content: bytes = b""  # of a write
+    target: Path | None = None  # a rename's
+    content: bytes = b""  # a write's
     file: int = 0  # of create, write and sync
 
 
@@ -86,7 +86,7 @@ class FileNode:
 
 @dataclass
 class Change:
-    """Of one folder's entries: names to what they mean afterwards, None where they are gone."""
+    """Changes in one folder: names to what they mean afterwards, None where they are gone."""
 
     entries: dict[str, "FileNode | FolderNode | None"]
 

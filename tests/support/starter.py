@@ -54,7 +54,7 @@ class Starter:
         )
         self._reader = threading.Thread(target=self._read, name="starter", daemon=True)
         self._reader.start()
-        self._wait_for_start(1)  # of the starter itself
+        self._wait_for_start(1)  # the starter's own
         return self
 
     def __exit__(

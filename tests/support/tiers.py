@@ -18,7 +18,7 @@ NO_SLOTS = np.empty(0, np.int32)
 
 
 def tier_plan(load: Keys = NO_KEYS, spill: Keys = NO_KEYS) -> GroupPlan:
-    """Of a plan, what the memory tier looks at."""
+    """The part of a plan that the memory tier looks at."""
     return GroupPlan(
         slots=NO_SLOTS,
         unique_slots=NO_SLOTS,

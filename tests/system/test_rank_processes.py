@@ -76,7 +76,7 @@ def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(s
     for role, rank in (("trainer", 1), ("prefetcher", 2)):
         begun = local.stderr.count("event=training ")
         local.until(lambda begun=begun: local.stderr.count("event=training ") == begun + 3, "an attempt", 120)  # type: ignore[misc]
-        local.until_counted("rowcast_train_steps_total", 100)  # of a trainer of this attempt
+        local.until_counted("rowcast_train_steps_total", 100)  # counted by a trainer of this attempt
         session.kill(rank_pid(session, role, rank))
     ended = local.ended(300)
     assert ended.code == 0, ended.stderr

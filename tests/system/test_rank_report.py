@@ -33,7 +33,7 @@ class SeenRun:
     report: Report
     page: str
     stdout: str
-    log: str  # of the prefetchers
+    log: str  # the prefetchers'
     stderr: str
     folder: Path
     config: Path

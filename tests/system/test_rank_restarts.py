@@ -65,7 +65,7 @@ class Restarts:
         return Checkpoints(self.run_dir, RealDisk()).newest_for_ranks(None, get_logger())
 
     def live(self, ranks: int, num_steps: int | None = None, *, advances: int | None = None) -> RankedRun:
-        """Ends in order after so many steps or all, with a checkpoint; or, as if killed, after so many `advances`."""
+        """Ends in order after `num_steps` or all, with a checkpoint; or, as if killed, after `advances`."""
         self.lives += 1
         groups, newest = group_specs(self.job), self.newest()
         slots = slots_for(groups, self.batches, "one batch")

@@ -23,7 +23,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LEAST_CONTRAST = 4.5  # of text on its background, by WCAG 2 level AA
 PIXELS_OF_TEXT = 12
 
-# of each text on the page's background: the ratio of relative luminances, as WCAG 2 has it
+# contrast of each text with the page's background: the ratio of relative luminances, as WCAG 2 has it
 CONTRASTS = """() => {
   const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   const luminance = colour => {

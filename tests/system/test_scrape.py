@@ -30,7 +30,7 @@ from tests.support.processes import Session
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 30
 HELD_STEP = 12
-MIDDLE = -3  # of a process's scrapes
+MIDDLE = -3  # index into a process's scrapes
 HOLD = "ROWCAST_TEST_HOLD"  # a folder
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

@@ -274,7 +274,7 @@ def test_the_loops_waits_lie_on_top_of_each_other() -> None:
     assert isinstance(chart, Chart)
     assert [layer.name for layer in chart.legend] == ["rows", "results", "barrier", "ring (the sender)"]
     shares = [chart.y.high * (1 - np.array(coordinates(layer.path)[1::2]) / SPAN) for layer in chart.layers[:3]]
-    ends = [end for share in shares for end in (share[-1], share[0])]  # of each area: its floor, its top
+    ends = [end for share in shares for end in (share[-1], share[0])]  # the floor and the top of each area
     assert ends == pytest.approx([0.0, 0.1, 0.1, 0.4, 0.4, 0.45], abs=1e-3)
 
 

@@ -53,7 +53,7 @@ def dlrm_vector(weights: dict[str, Tensor], dense: Tensor, embeddings: list[Tens
 
 
 def slow_logit(weights: dict[str, Tensor], dense: Tensor, user: Tensor, items: Tensor, categories: Tensor) -> Tensor:
-    """Of one sample; items and categories [n, D], the target last."""
+    """The logit of one sample; items and categories [n, D], the target last."""
     if not len(items):
         items = categories = torch.zeros(1, WIDTH)
     steps = [dlrm_vector(weights, dense, [user, *step]) for step in zip(items, categories, strict=True)]

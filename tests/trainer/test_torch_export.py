@@ -38,7 +38,7 @@ def inputs(kind: str, batch_size: int) -> tuple[Tensor, list[Embedded]]:
 
 
 def free_sizes(embeddings: list[Embedded]) -> list[Any]:
-    """Of the batch, and of the look-ups of each sequence: values, then offsets."""
+    """The free sizes: the batch's, and for each sequence its look-ups', values then offsets."""
     return [
         [{0: Dim(f"lookups_{i}")}, {0: BATCH + 1}] if isinstance(own, Sequences) else {0: BATCH}
         for i, own in enumerate(embeddings)

@@ -46,7 +46,7 @@ class ChangedRead:
 
 
 class LosesWrite(Harmful):
-    """Says that it wrote the row, and did not, when it came home after so many other times."""
+    """Says that it wrote the row, and did not, the time after it came home that many times."""
 
     def __init__(self, store: RowStore, key: int, after: int) -> None:
         super().__init__(store, key)

@@ -82,7 +82,7 @@ class Target:
     key: int
     slot: int
     place: int  # in the move
-    step: int  # of the plan
+    step: int  # the plan's
     after: int | None  # its fill_after
 
     def name(self, job: Job) -> str:

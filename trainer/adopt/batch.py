@@ -70,7 +70,7 @@ class LoadedBatch:
         self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
         self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B], on the device
         self.is_last = part.is_last  # the last micro-batch of a step: the optimizer steps after it
-        self.share = part.size / step.header.batch_size  # of the step's samples
+        self.share = part.size / step.header.batch_size  # share of the step's samples
         self.kind: Kind = step.header.kind
         self.train_step = step.header.train_step  # train batches before it
         self.epoch = step.header.epoch

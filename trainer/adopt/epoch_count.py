@@ -12,7 +12,7 @@ class EpochCount:
     def __init__(self) -> None:
         self.first = 0  # the first epoch of this process
         self.completed = 0  # epochs whose `for` loop has ended; a checkpoint holds it
-        self._start: Position | None = None  # of the checkpoint, until the first `for` loop has found its epoch
+        self._start: Position | None = None  # the checkpoint's, until the first `for` loop has found its epoch
 
     def begin(self, start: Position | None) -> None:
         """`start`: the position of the checkpoint that the run continues from."""

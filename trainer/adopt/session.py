@@ -100,7 +100,7 @@ class ScriptSession:
         self._current: CurrentStep | None = None
         self._child: Child | None = None
         self._next: ArrivedStep | None = None  # taken and not begun
-        self._epoch: int | None = None  # of the newest step that was begun
+        self._epoch: int | None = None  # the epoch of the newest step that was begun
         self._last_step: int | None = None  # the newest step that was finished
         self._loss: Tensor | None = None  # sum of the losses recorded for the current step
         self._follows_barrier = False  # a barrier came right before the current step

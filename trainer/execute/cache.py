@@ -88,7 +88,9 @@ class DeviceCache:
         self._fill_staging = Staging(streams, evict_staging.nbytes)
         self._evict_staging = evict_staging
         self._clock = phase_clock(streams.fill, counters.lapped)
-        self._arriving: tuple[PlanHeader, ArrivingBlock] | None = None  # of the newest plan; the mail thread's
+        self._arriving: tuple[PlanHeader, ArrivingBlock] | None = (
+            None  # the newest plan's; used by the mail thread only
+        )
         self._inbox: deque[ArrivedPiece] = deque()
         self._steps: deque[ArrivedStep] = deque()  # arrived, not handed to compute yet
         self._copying: deque[tuple[RingRef, Event]] = deque()

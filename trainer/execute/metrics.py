@@ -37,10 +37,10 @@ class Spent(Protocol):
 class TrainerCounters(Counters[StallReason, Phase, Queue]):
     """Made by `new_counters`. Each counter has one writer: the thread that does the work."""
 
-    loss: float | None = None  # of the last train step
+    loss: float | None = None  # the last train step's
     shared_samples: int = 0  # of train steps, over all ranks
     shared_eval_samples: int = 0
-    imbalance: float = 1.0  # of the last train step: rows that ranks own, the most over the mean
+    imbalance: float = 1.0  # in the last train step: the most rows that a rank owns over the mean
     imbalances: float = 0.0  # what it was above 1, added over train steps
 
     def lapped(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
@@ -87,9 +87,9 @@ class TrainerGauges:
     """Values at one moment. The defaults hold without an engine: before the first Welcome and between attempts."""
 
     train_step: int  # train steps of the run so far
-    learning_rates: Mapping[Side, float]  # of the next train step
+    learning_rates: Mapping[Side, float]  # for the next train step
     expected_train_steps: int | None = None  # train steps of the whole run
-    auc: float | None = None  # of the last evaluation
+    auc: float | None = None  # the last evaluation's
     logloss: float | None = None
     accuracy: float | None = None
     queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))

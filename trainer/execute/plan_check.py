@@ -129,7 +129,7 @@ class PlanCheck:
         self._groups = tuple(groups)
         self._num_slots = tuple(slots)
         self._num_dense = num_dense
-        self._train_step = first_train_step  # of the next plan
+        self._train_step = first_train_step  # the next plan's
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
         self._rank = rank

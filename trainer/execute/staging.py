@@ -48,7 +48,7 @@ class Staging:
                 "data.batch_size smaller"
             ) from None
         self.nbytes = nbytes
-        self._end = 0  # of the newest span
+        self._end = 0  # where the newest span ends
         self._spans: deque[StagingSpan] = deque()  # spans whose bytes were not taken again
 
     def take(self, nbytes: int) -> StagingSpan | None:

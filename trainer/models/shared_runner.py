@@ -92,7 +92,7 @@ class SharedRunner:
         self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
         self._evaluation = SharedEvaluation(rank, self._exchanges, self.device)
         self._balanced = balanced
-        # of each step, f32 on the host: [ranks] not 0 if one was asked to stop, and of a train step [ranks] rows owned
+        # for each step, f32 on the host: [ranks] not 0 if one was asked to stop, and of a train step [ranks] rows owned
         self._told: dict[int, Tensor] = {}
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:

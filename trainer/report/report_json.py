@@ -38,7 +38,7 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows, bytes and look-ups of all ranks together, unless it says otherwise."""
 
-    train_steps: int  # of the whole run
+    train_steps: int  # in the whole run
     # train steps of this process: fewer if it continued from a checkpoint, more if it trained some again
     steps: int
     eval_steps: int
@@ -47,7 +47,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     wall_s: float  # from the first step to the last barrier
     startup_s: float  # from the handshake to the first step
     loss: float | None  # mean of the last 100 train steps, or of all if there are fewer; None without a step
-    auc: float | None  # of the last evaluation; None without one
+    auc: float | None  # the last evaluation's; None without one
     logloss: float | None
     accuracy: float | None
     lookups: int

@@ -83,7 +83,7 @@ class ResultFiles:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        # of the whole run, restarts included; thinned if there are very many
+        # for the whole run, restarts included; thinned if there are very many
         self.evaluations: list[Evaluation] = []
         self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # called with each evaluation as it ends
         self.path = run_dir / LOSSES

@@ -31,7 +31,7 @@ LINE_EVERY_S = 5.0
 FIRST_STEPS = 5  # steps after the first one until the first line is shown, however short they are
 WINDOW_S = 10.0  # speeds are averaged over about this time
 WIDE = 120  # columns from which on the bar and the figures share a line
-BAR_WIDTH = 20  # of a bar that shares a line
+BAR_WIDTH = 20  # characters, for a bar that shares its line
 
 
 class TerminalMark(NamedTuple):

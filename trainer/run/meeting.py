@@ -37,12 +37,12 @@ Value = TypeVar("Value")
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    name: str  # of the process, made at random
+    name: str  # the process's, made at random
     rank: int
     world_size: int
     process: str  # for a person: process id and host
     version: int
-    digest: str  # of the job file
+    digest: str  # the job file's
     mode: Mode
 
 
@@ -123,7 +123,7 @@ class Meeting:
         """
         try:
             return self._lead() if self._own.rank == 0 else self._follow()
-        except RuntimeError as error:  # of the store
+        except RuntimeError as error:  # raised by the store
             raise PeerLost(
                 f"rank {self._own.rank} lost the meeting point of the ranks ({first_line(error)}); it ended with "
                 "torchrun or rank 0, whose log says why"

@@ -153,7 +153,7 @@ class RankGroup:
                     )
                 time.sleep(POLL_S)
             return None if self._decided(call, GO) == LEAVE else [self._store.get(key) for key in keys]
-        except RuntimeError as error:  # of the store
+        except RuntimeError as error:  # raised by the store
             raise PeerLost(
                 f"rank {number} lost the meeting point of the ranks ({first_line(error)}); it ended with torchrun or "
                 "rank 0, whose log says why"

@@ -24,7 +24,7 @@ from tests.stores.failing_calls import failing
 from tests.support.repeats import count
 from tests.support.small_disk import small_disk
 
-ROWS = page_layout(80).num_rows  # of a page
+ROWS = page_layout(80).num_rows  # rows of a page
 SEGMENT = 2 * ROWS
 RESTART = "then start again: the run continues from its newest checkpoint"
 

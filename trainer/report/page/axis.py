@@ -38,7 +38,7 @@ Floats = F64
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    percent: float  # of the axis
+    percent: float  # of the axis's length
     label: str
 
 

@@ -15,7 +15,7 @@ class RunRecord:
     job: Job
     report: Report
     losses: F32  # one per train step of the whole run
-    evaluations: Sequence[Evaluation]  # of the whole run
+    evaluations: Sequence[Evaluation]  # those of the whole run
     marks: Sequence[HistoryMark]  # of this process
     starts: Sequence[int]  # train steps of the run before each attempt of this process
     ended_at: datetime  # UTC

@@ -13,7 +13,7 @@ from rowcast.trainer.report.page.axis import Axis, Floats, Unit, outwards
 from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Series, describe, some_points, stairs
 from rowcast.trainer.report.page.record import RunRecord
 
-STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # of the loop, which has one wait at a time
+STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # the loop's waits; it has one at a time
 BESIDE: dict[StallReason, str] = {"ring": "ring (the sender)"}  # it has a thread of its own
 AMONG_RANKS: dict[StallReason, str] = {"ranks": "ranks (within steps)"}
 LEAST_TOP = 0.05  # top of an axis of shares, so that smaller shares look small
