@@ -158,7 +158,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     # files beyond half of the memory are opened without the kernel's own reading ahead; this one stands for such a file
-    setattr(mapped_store, "physical_memory_bytes", lambda: 0)  # noqa: B010 - mypy: an import is no attribute
+    setattr(mapped_store, "memory_limit", lambda: 0)  # noqa: B010 - mypy: an import is no attribute
     print(machine())
     print(
         "| bytes a row | read by page faults, rows/s | staged and read | ratio | written by page faults, rows/s "

@@ -37,7 +37,6 @@ from rowcast.analysis.advise.recommend import (
 from rowcast.analysis.advise.server import server_rate
 from rowcast.analysis.advise.show import Facts, notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
-from rowcast.analysis.free_memory import free_memory
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job, parse_bytes
@@ -47,6 +46,7 @@ from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_column
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.run.sizing import automatic_threads, sizes
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import size_text, stdout_console
 
 STEP_MS = 10.0

@@ -28,7 +28,6 @@ from rowcast.analysis.check.memory import check_disk, check_memory
 from rowcast.analysis.check.ranks import check_ranks
 from rowcast.analysis.check.setup import check_model, check_run_directory, check_versions
 from rowcast.analysis.check.tier import check_tier
-from rowcast.analysis.free_memory import free_memory
 from rowcast.job.file import load_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
@@ -36,6 +35,7 @@ from rowcast.prefetcher.planner.capacity import slots_of
 from rowcast.prefetcher.run.sizing import Sizes, sizes, staging_bytes
 from rowcast.protocol.parts import rank_of
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural, stdout_console
 
 STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "bold red"}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rowcast.analysis.advise.advise import AdviseRequest, advise_job
 from rowcast.analysis.advise.read import SamplingPlan
-from rowcast.analysis.free_memory import free_memory
 from rowcast.analysis.new.columns import LIST_SEPARATOR, DataSet, look_at
 from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.job.file import parse_job
 from rowcast.job.schema import parse_bytes
 from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural
 
 WHOLE_RUN_ROWS = 1_000_000  # of larger data, a stretch of this length decides the capacity

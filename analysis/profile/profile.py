@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rowcast.analysis.free_memory import free_memory
 from rowcast.analysis.profile.hot_rows import Coverage, CoverageShares, HotSet, Popularity, hot_set
 from rowcast.analysis.profile.interval import unseen_share
 from rowcast.analysis.profile.results import HALF, BudgetCoverage, GroupFacts, Profile, print_profile
@@ -29,6 +28,7 @@ from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import stdout_console
 
 PICK, JUDGE = 0, 1  # draws of the sample

@@ -23,13 +23,14 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.prefetcher.stores.pages_ahead import bring, present_among
-from rowcast.prefetcher.stores.row_numbers import RowsInOrder, physical_memory_bytes
+from rowcast.prefetcher.stores.row_numbers import RowsInOrder
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.prefetcher.stores.table_file import TableFile
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader, layout_digest, why_rebuilt
 from rowcast.prefetcher.stores.table_store import TableStore
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64
+from rowcast.runtime.memory import memory_limit
 from rowcast.runtime.telemetry.logs import get_logger
 
 
@@ -46,7 +47,7 @@ class MappedStore(TableStore):
         marks_end, nbytes = file_layout(group)
         memory = file.map(nbytes)
         # in smaller files, reading ahead soon caches all rows after a restart
-        if nbytes > physical_memory_bytes() // 2:
+        if nbytes > memory_limit() // 2:
             # in larger files, it would replace rows in use by others that were not requested
             memory.madvise(mmap.MADV_RANDOM, marks_end)
         self._bytes = np.frombuffer(memory, np.uint8)  # all of the file

@@ -30,7 +30,6 @@ from rowcast.analysis.check.check import check_file, print_findings
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, findings_of, ok, warning
 from rowcast.analysis.check.machine import Device, ask_device
-from rowcast.analysis.free_memory import free_memory
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.server_url import PASSWORD
@@ -679,53 +678,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_a_warning(check: Checked, monke
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 80_000}))
     sentence = only_fault(check(), "warning", "disk")
     assert f"{check.folder} has 78.12 KiB free for checkpoints of up to 234.9 KiB; free space there" in sentence
-
-
-# what the kernel says
-
-
-def kernel(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"}
-
-
-def test_free_memory_is_what_is_available_where_no_group_has_a_limit(tmp_path: Path) -> None:
-    unlimited = {
-        "proc/self/cgroup": "0::/a\n",
-        "sys/fs/cgroup/a/memory.max": "max\n",
-        "sys/fs/cgroup/a/memory.current": "5\n",
-    }
-    assert free_memory(kernel(tmp_path, {**MEMINFO, "proc/self/cgroup": "0::/\n"})) == 8000 * 1024
-    assert free_memory(kernel(tmp_path, {**unlimited, "sys/fs/cgroup/a/memory.stat": "anon 5\n"})) == 8000 * 1024
-
-
-def test_the_tightest_group_around_a_process_counts(tmp_path: Path) -> None:
-    files = {"proc/self/cgroup": "0::/pod/container\n"}
-    for folder, limit, usage, droppable in (("pod", 10**6, 600_000, 50_000), ("pod/container", 2 * 10**6, 600_000, 0)):
-        files[f"sys/fs/cgroup/{folder}/memory.max"] = f"{limit}\n"
-        files[f"sys/fs/cgroup/{folder}/memory.current"] = f"{usage}\n"
-        files[f"sys/fs/cgroup/{folder}/memory.stat"] = f"anon 1\ninactive_file {droppable}\n"
-    assert free_memory(kernel(tmp_path, {**MEMINFO, **files})) == 450_000
-
-
-def test_the_older_kind_of_group_counts_too(tmp_path: Path) -> None:
-    """A container sees its own group at the root, under a path that is the host's."""
-    files = {
-        "proc/self/cgroup": "5:cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000000\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000000\n",
-        "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500000\n",
-    }
-    assert free_memory(kernel(tmp_path, {**MEMINFO, **files})) == 2_500_000
-
-
-def test_this_machine_has_free_memory() -> None:
-    assert 2**20 < free_memory() < 2**50
 
 
 # the command

@@ -46,7 +46,7 @@ def test_a_file_closed_at_the_checkpoint_has_its_rows(tmp_path: Path) -> None:
 
 def test_tables_larger_than_memory_have_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_closed(tmp_path)
-    monkeypatch.setattr(mapped, "physical_memory_bytes", lambda: NBYTES)
+    monkeypatch.setattr(mapped, "memory_limit", lambda: NBYTES)
     with closing(reopened(tmp_path)) as store:
         assert store.restored
         assert read(store, KEYS).tobytes() == ROWS.tobytes()

@@ -1,0 +1,60 @@
+"""How much memory this process may take: the machine's, or less in a control group. Read from the kernel's files."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that this process can still take without swapping. `root` is for tests."""
+    return min([from_meminfo("MemAvailable", root), *(group.room for group in control_groups(root))])
+
+
+def memory_limit(root: Path = ROOT) -> int:
+    """Bytes that this process may take at most, file pages included."""
+    return min([from_meminfo("MemTotal", root), *(group.limit for group in control_groups(root))])
+
+
+def from_meminfo(field: str, root: Path) -> int:
+    match = re.search(rf"^{field}:\s*(\d+) kB", (root / "proc/meminfo").read_text(), flags=re.MULTILINE)
+    assert match is not None, f"/proc/meminfo has no {field}"
+    return int(match[1]) * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    limit: int  # bytes
+    room: int  # bytes: limit - usage + file pages that the kernel would drop first
+
+
+def control_groups(root: Path = ROOT) -> Iterator[ControlGroup]:
+    """The control groups of this process and their parents, those with a limit."""
+    lines = (root / "proc/self/cgroup").read_text()
+    for controllers, name in re.findall(r"^\d+:([^:]*):(.*)$", lines, flags=re.MULTILINE):
+        mount = {"": "sys/fs/cgroup", "memory": "sys/fs/cgroup/memory"}.get(controllers)
+        if mount is None:
+            continue
+        limit, usage = (
+            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        own = Path(name.lstrip("/"))
+        for folder in (own, *own.parents):
+            group = read_group(root / mount / folder, limit, usage)
+            if group is not None:
+                yield group
+
+
+def read_group(folder: Path, limit: str, usage: str) -> ControlGroup | None:
+    """None if the group has no limit or is not visible."""
+    try:
+        allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return None
+    if not allowed.isdigit():  # "max"
+        return None
+    droppable = [int(nbytes) for nbytes in re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, flags=re.MULTILINE)]
+    return ControlGroup(limit=int(allowed), room=max(0, int(allowed) - used + max(droppable, default=0)))
