@@ -12,10 +12,13 @@ memory when their plan is made. "page faults" is `mapped` as it was before it re
 
 Files lie in the folder for temporary files (TMPDIR), which must be on a disk. The disk is meant, not the page cache:
 every tenth of a second, what the store's files have in the page cache is written and dropped, also from the mappings of
-`mapped`. A disk of a virtual machine may still be served from its host's memory.
+`mapped`, whose pages that were read ahead are then read again. With `--limit` nothing is dropped: the prefetcher runs
+in a control group whose memory, page cache included, is limited, so the kernel drops what it would on a full machine. A
+disk of a virtual machine may still be served from its host's memory.
 
     python -m benchmarks.tiers [--kind memory --kind tiered ...] [--steps 400] [--rounds 1]
     python -m benchmarks.tiers --kind memory --kind redis --url redis://localhost:6379
+    python -m benchmarks.tiers --kind tiered --kind mapped --kind "page faults" --limit 350MiB       # as root
 """
 
 import argparse
@@ -28,12 +31,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import machine
+from benchmarks.memory_group import memory_group
 from benchmarks.processes import terminate, turns
+from rowcast.job.schema import parse_bytes
 from rowcast.trainer.report.report_json import read_report
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
@@ -66,7 +71,7 @@ HEADINGS = (
     "read MiB",
     "written MiB",
 )
-DROP_EVERY_S = 0.1
+WATCH_EVERY_S = 0.1
 PAGEOUT, PROCESS_MADVISE, PIDFD_OPEN = 21, 440, 434  # Linux
 MIB = 2**20
 
@@ -116,17 +121,21 @@ def store_of(kind: str, memory_rows: int, path: Path) -> dict[str, object]:
     return values | ({"lookahead.horizon": DEPTH} if kind == NO_LOOK_AHEAD else {})
 
 
-def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> Ran:
-    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
+def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float, limit: int | None) -> Ran:
+    in_group: AbstractContextManager[list[str]] = nullcontext([]) if limit is None else memory_group(limit)
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder, in_group as prefix:
         tables, run_dir = Path(folder) / "tables", Path(folder) / "run"
         own = settings(store_of(kind, memory_rows, tables) | {"job.run_dir": str(run_dir)})
         programs = {
             "prefetcher": (WITHOUT_STAGING if kind == PAGE_FAULTS else "") + COMMAND,
             "trainer": PADDED.format(step_s=step_ms / 1e3),
         }
-        started = {name: start(code, [f"--config={DEMO}", *shared, *own]) for name, code in programs.items()}
+        prefixes = {"prefetcher": prefix, "trainer": []}
+        started = {
+            name: start(prefixes[name], code, [f"--config={DEMO}", *shared, *own]) for name, code in programs.items()
+        }
         seen = Seen()
-        with dropping(started["prefetcher"].pid, tables, seen):
+        with watching(started["prefetcher"].pid, tables, seen, drop=limit is None):
             log = started["prefetcher"].stderr
             assert log is not None, "a pipe"
             text: list[str] = []
@@ -151,8 +160,8 @@ def run(kind: str, shared: Sequence[str], memory_rows: int, step_ms: float) -> R
         )
 
 
-def start(code: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, "run", *arguments]
+def start(prefix: Sequence[str], code: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", code, "run", *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
@@ -166,17 +175,18 @@ class Seen:
 
 
 @contextmanager
-def dropping(pid: int, folder: Path, seen: Seen) -> Iterator[None]:
-    """Keeps the process's files in a folder out of the page cache, and notes in `seen` what it sees of it."""
+def watching(pid: int, folder: Path, seen: Seen, *, drop: bool) -> Iterator[None]:
+    """Notes in `seen` what the process takes. `drop`: keeps its files in a folder out of the page cache."""
     ended = threading.Event()
 
-    def drop() -> None:
-        while not ended.wait(DROP_EVERY_S):
-            seen.disk = max(seen.disk, drop_files(pid, folder))
-            drop_mappings(pid, folder)
+    def watch() -> None:
+        while not ended.wait(WATCH_EVERY_S):
+            seen.disk = max(seen.disk, visit_files(pid, folder, drop=drop))
+            if drop:
+                drop_mappings(pid, folder)
             note_bytes(pid, seen)
 
-    thread = threading.Thread(target=drop)
+    thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield
@@ -194,7 +204,8 @@ def note_bytes(pid: int, seen: Seen) -> None:
         seen.read, seen.written = int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
-def drop_files(pid: int, folder: Path) -> int:
+def visit_files(pid: int, folder: Path, *, drop: bool) -> int:
+    """Returns the bytes that the process's open files in a folder take."""
     total = 0
     for entry in os.scandir(f"/proc/{pid}/fd") if Path(f"/proc/{pid}/fd").exists() else ():
         try:
@@ -204,8 +215,9 @@ def drop_files(pid: int, folder: Path) -> int:
         except OSError:  # closed meanwhile
             continue
         try:
-            os.fdatasync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if drop:
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             total += os.fstat(descriptor).st_blocks * 512
         finally:
             os.close(descriptor)
@@ -266,6 +278,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--memory-share", type=float, default=0.1, help="of the rows touched")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--limit", type=parse_bytes, help="the prefetcher's memory with its page cache, such as 350MiB")
     parser.add_argument("--url", help="of the server of redis")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both commands")
     options = parser.parse_args()
@@ -286,7 +299,7 @@ def main() -> None:
     found: dict[str, list[Ran]] = {name: [] for name in names}
     for number, name in turns(names, options.rounds):
         server = settings({"store.url": options.url}) if name == "redis" else []
-        found[name].append(run(name, [*shared, *server], memory_rows, options.step_ms))
+        found[name].append(run(name, [*shared, *server], memory_rows, options.step_ms, options.limit))
         print(f"round {number}: {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     best = statistics.median(own.samples_s for own in found[names[0]])
     print(f"| kind | samples/s | of {names[0]} | {' | '.join(HEADINGS)} |\n{'|---' * (3 + len(HEADINGS))}|")
