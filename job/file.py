@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM
+from rowcast.job.model_inputs import check_model_inputs
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import group_specs, rows_in
@@ -124,15 +124,7 @@ def check_whole(job: Job) -> None:
             raise ValueError(
                 f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
             )
-    built_in = BUILT_IN_MODELS.get(job.model.kind)
-    if built_in is not None and built_in.layers.get("bottom_mlp") == EMBEDDING_DIM:
-        for table in job.tables:
-            if table.embedding_dim != job.model.bottom_mlp[-1]:
-                raise ValueError(
-                    f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
-                    f"{table.embedding_dim}; {job.model.kind} needs them equal"
-                )
-    check_sequences(job)
+    check_model_inputs(job)
     for table in job.tables:
         if job.model.compile and table.pooling == "none":
             raise ValueError(
@@ -161,24 +153,6 @@ def check_whole(job: Job) -> None:
             f'"{job.cache.policy}"; remove cache.policy, or set another store.kind'
         )
     check_group_shares(job)
-
-
-def check_sequences(job: Job) -> None:
-    """Checks that a built-in model gets the tables without pooling that it needs, and no others. Raises ValueError."""
-    kind, sequences = job.model.kind, [table.name for table in job.tables if table.pooling == "none"]
-    built_in = BUILT_IN_MODELS.get(kind)
-    if built_in is None:
-        return
-    if sequences and not built_in.sequences:
-        raise ValueError(
-            f'table {sequences[0]} has pooling = "none", but {kind} needs one vector for each feature; use "sum" or '
-            '"mean", or model.kind = "tbsm"'
-        )
-    if not sequences and built_in.sequences:
-        raise ValueError(
-            f'{kind} needs a table with pooling = "none": the last entry of a sequence is the target, the entries '
-            "before it are the history"
-        )
 
 
 def check_group_shares(job: Job) -> None:

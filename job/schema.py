@@ -37,6 +37,7 @@ AUTO_MIRROR_BYTES = 64 * 2**20
 MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
 MAX_TABLES = 2**15
 MAX_MLP_WIDTH = 2**20
+MLPS = ("bottom_mlp", "top_mlp", "attention_mlp", "final_mlp", "user_mlp", "item_mlp")
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
 MAX_RANKS = 1024
@@ -254,10 +255,25 @@ class Model(Section, frozen=True, kw_only=True):
     # the output widths of its layers; the last is 1, without ReLU; tbsm: the last is the width of a time step's vector,
     # with ReLU
     top_mlp: list[int] = []
-    # tbsm: the time steps used before the last entry of a sequence, which is the target; older entries are ignored
+    # tbsm: the time steps used before the last entry of a sequence, which is the target; din: the entries used of a
+    # history; older entries are ignored
     history: int = 20
-    # tbsm: the hidden widths between the `history` products with the target and the `history` coefficients
+    # tbsm: the hidden widths between the `history` products with the target and the `history` coefficients; din: the
+    # hidden widths between target and entry and the entry's coefficient
     attention_mlp: list[int] = []
+    # din: the target of each history, both features of one table with `pooling = "none"`, such as
+    # `{ bought = "item" }`; several histories are joined entry by entry
+    targets: dict[str, str] = {}
+    activation: Literal["dice", "prelu"] = "dice"  # din: what follows each hidden layer; `dice` refuses `ranks.parts`
+    softmax: bool = False  # din: whether the coefficients of a history add up to 1
+    item_features: list[str] = []  # two-tower: the features of the item; all others and dense features are the user's
+    user_mlp: list[int] = []  # two-tower: the output widths of its layers; the last is without ReLU
+    item_mlp: list[int] = []  # two-tower: the same for the items; the last is that of `user_mlp`
+    temperature: float = 0.05  # two-tower: divides the cosine of user and item
+    # two-tower: the dense feature, counted from 0, that holds the natural logarithm of how often the sample's item
+    # occurs in the data (a count or a share: constants cancel); the in-batch softmax subtracts it, and the user's tower
+    # does not see it; without it nothing is subtracted
+    log_frequency: int | None = None
     final_mlp: list[int] = []  # tbsm: the output widths of its layers; the last is 1, without ReLU
     cross_layers: int = 3  # dcnv2: the number of layers of the cross network
     cross_rank: int = 512  # dcnv2: the rank of a cross layer: the width between its two matrices
@@ -277,19 +293,31 @@ class Model(Section, frozen=True, kw_only=True):
         if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
             *others, last = (f"{name} = {end}" for name, end in own.layers.items())
             raise ValueError(f"{self.kind} needs {', '.join(others)} and {last}")
-        if (self.attention_mlp or self.final_mlp) and (own is None or not own.sequences):
-            homes = " or ".join(f'"{name}"' for name, other in BUILT_IN_MODELS.items() if other.sequences)
-            raise ValueError(f"attention_mlp and final_mlp belong to kind = {homes}, not {self.kind!r}")
+        self._check_belonging()
         for name in ("cross_layers", "cross_rank", "history"):
             if not 1 <= getattr(self, name) <= MAX_MLP_WIDTH:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to {MAX_MLP_WIDTH}")
-        if not all(
-            1 <= width <= MAX_MLP_WIDTH
-            for width in [*self.bottom_mlp, *self.top_mlp, *self.attention_mlp, *self.final_mlp]
-        ):
+        if not all(1 <= width <= MAX_MLP_WIDTH for name in MLPS for width in getattr(self, name)):
+            raise ValueError(f"{', '.join(MLPS[:-1])} and {MLPS[-1]} list widths, each from 1 to {MAX_MLP_WIDTH}")
+        if self.kind == "two-tower" and self.user_mlp[-1] != self.item_mlp[-1]:
             raise ValueError(
-                f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, each from 1 to {MAX_MLP_WIDTH}"
+                f"user_mlp ends in {self.user_mlp[-1]} and item_mlp in {self.item_mlp[-1]}; two-tower needs them equal"
             )
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature = {self.temperature} must be finite and above 0")
+        if self.log_frequency is not None and self.log_frequency < 0:
+            raise ValueError(f"log_frequency = {self.log_frequency} must be the number of a dense feature, from 0")
+
+    def _check_belonging(self) -> None:
+        """Raises ValueError for a key that only other built-in models read. Custom ones may have bottom and top MLP."""
+        for field in msgspec.structs.fields(self):
+            key = field.name
+            homes = [kind for kind, model in BUILT_IN_MODELS.items() if key in (*model.layers, *model.keys)]
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            is_free = not homes or (key in ("bottom_mlp", "top_mlp") and self.kind not in BUILT_IN_MODELS)
+            if not is_free and self.kind not in homes and getattr(self, key) != default:
+                names = " or ".join(f'"{kind}"' for kind in homes)
+                raise ValueError(f"{key} belongs to kind = {names}, not {self.kind!r}; remove it")
 
     def _ends_in(self, name: str, end: str) -> bool:
         """Whether the layer's widths are given and end as they must; the tables' width is checked elsewhere."""

@@ -6,7 +6,7 @@ loss                            outputs, labels -> the model's own loss, or bina
 step                            gradients -> clip -> learning rate of the step -> torch.optim
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class JobModel:
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
         self.own_loss = own_loss(self.model)  # None: binary cross entropy
+        self._own_logits: Callable[[Any], Tensor] | None = (
+            None if self.own_loss is None else getattr(self.model, "logits", None)
+        )
         self.optimizer = build_dense_optimizer(job, self.model.parameters())
         self._settings = job.optimizer.dense
         self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
@@ -64,6 +67,13 @@ class JobModel:
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         """f32 [], the mean over the batch, from the outputs of `forward` and labels f32 [B]. Raises ConfigError."""
         return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
+
+    def logits(self, outputs: Any) -> Any:
+        """What an evaluation compares with labels: what the model's own `logits` makes of its outputs, if it has one.
+
+        Not f32 [B] if there is none and `forward` returned something else.
+        """
+        return outputs if self._own_logits is None else self._own_logits(outputs)
 
     def step(self, train_step: int) -> None:
         """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""
