@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rowcast.job.model_inputs import check_model_inputs
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import group_specs, rows_in
@@ -93,7 +94,7 @@ def resolve_tables(job: Job) -> list[Table]:
         if job.data.synthetic.preset is None:
             raise ValueError("tables_from: cardinalities = [...] is missing")
         cardinalities = [max(1, round(rows * job.data.synthetic.scale)) for rows in CRITEO_KAGGLE_CARDINALITIES]
-    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "dtype", "pooling", "init")}
+    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "dtype", "pooling", "init", "linear")}
     return [
         Table(name=f"t_cat_{i}", num_embeddings=rows, features=[f"cat_{i}"], **shared)
         for i, rows in enumerate(cardinalities)
@@ -136,12 +137,23 @@ def check_whole(job: Job) -> None:
             f"model.compile: data.batch_size = {job.data.batch_size} is not a multiple of ranks.parts = "
             f"{job.ranks.num_parts}, so parts would have two shapes; change one of them, or remove model.compile"
         )
+    for table in job.tables:
+        if table.linear and any(state.per_row for state in ROW_OPTIMIZERS[job.optimizer.sparse.kind].states):
+            raise ValueError(
+                f"table {table.name} has linear = true, but {job.optimizer.sparse.kind} keeps one state for a row as a "
+                'whole; set optimizer.sparse.kind = "adagrad"'
+            )
+        if table.linear and job.optimizer.sparse.clip_rows is not None:
+            raise ValueError(
+                f"table {table.name} has linear = true, but optimizer.sparse.clip_rows takes the norm of a row as a "
+                "whole; remove one of them"
+            )
     if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
         raise ValueError(
             "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has "
             'dtype = "fp32"; remove it, or set dtype = "bf16"'
         )
-    kinds = {(table.embedding_dim, table.dtype) for table in job.tables}
+    kinds = {(table.width, table.dtype) for table in job.tables}
     if job.cache.capacity_rows is not None and len(kinds) > 1:
         raise ValueError(
             f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '

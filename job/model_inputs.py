@@ -8,6 +8,7 @@ from rowcast.runtime.name_lists import nearest
 def check_model_inputs(job: Job) -> None:
     check_widths(job)
     check_sequences(job)
+    check_linear(job)
     if job.model.kind == "din":
         check_targets(job)
     if job.model.kind == "two-tower":
@@ -23,6 +24,29 @@ def check_widths(job: Job) -> None:
                     f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
                     f"{table.embedding_dim}; {job.model.kind} needs them equal"
                 )
+    if built_in is not None and built_in.one_width:
+        for table in job.tables:
+            if table.embedding_dim != job.tables[0].embedding_dim:
+                raise ValueError(
+                    f"{job.model.kind} needs tables of one embedding_dim, but {job.tables[0].name} has "
+                    f"{job.tables[0].embedding_dim} and {table.name} {table.embedding_dim}; make them equal"
+                )
+
+
+def check_linear(job: Job) -> None:
+    """Checks that a built-in model gets linear weights if it needs them, and otherwise none."""
+    built_in = BUILT_IN_MODELS.get(job.model.kind)
+    if built_in is None:
+        return
+    linear = [table.name for table in job.tables if table.linear]
+    if linear and not built_in.linear:
+        homes = " or ".join(f'"{name}"' for name, other in BUILT_IN_MODELS.items() if other.linear)
+        raise ValueError(
+            f"table {linear[0]} has linear = true, but {job.model.kind} has no use for linear weights; remove it, or "
+            f"set model.kind = {homes}"
+        )
+    if built_in.linear and not linear:
+        raise ValueError(f"{job.model.kind} needs linear weights; set linear = true in at least one table")
 
 
 def check_sequences(job: Job) -> None:

@@ -12,6 +12,8 @@ class BuiltInModel:
     layers: dict[str, str]  # the lists of output widths that the section must have, and how each ends
     sequences: str = ""  # what features that are not pooled are to it; empty if it takes none
     keys: tuple[str, ...] = ()  # the keys besides `layers` that it reads, of those that some models do not have
+    linear: bool = False  # needs linear weights of at least one table
+    one_width: bool = False  # needs tables of one embedding_dim
     note: str = ""  # for docs/job-file.md
 
 
@@ -32,6 +34,8 @@ BUILT_IN_MODELS = {
         sequences="a history and its target are features of it",
         keys=("attention_mlp", "history", "targets", "activation", "softmax"),
     ),
+    "wide-deep": BuiltInModel(f"{MODELS}.wide_deep:WideDeep", {"top_mlp": ONE}, linear=True),
+    "deepfm": BuiltInModel(f"{MODELS}.wide_deep:DeepFM", {"top_mlp": ONE}, linear=True, one_width=True),
     "two-tower": BuiltInModel(
         f"{MODELS}.two_tower:TwoTower",
         {"user_mlp": ANY, "item_mlp": ANY},

@@ -218,6 +218,15 @@ class Table(Section, frozen=True, kw_only=True):
     pooling: Literal["sum", "mean", "none"] = "sum"
     # the rows' first values: `uniform` (within +-1/sqrt(num_embeddings)), `uniform:lo,hi`, `normal:std` or `constant:x`
     init: str = "uniform"
+    # every row has one more weight, its linear weight, which begins as 0: models get f32 [B, 1] beside f32
+    # [B, embedding_dim] from one look-up, as Wide & Deep and DeepFM need it; not with `rowwise_adagrad` or `clip_rows`,
+    # which see a row as a whole
+    linear: bool = False
+
+    @property
+    def width(self) -> int:
+        """Weights in a row: `embedding_dim`, and the linear one."""
+        return self.embedding_dim + self.linear
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
@@ -228,6 +237,10 @@ class Table(Section, frozen=True, kw_only=True):
             raise ValueError(f"table {self.name}: embedding_dim = {self.embedding_dim} must be from 1 to 4096")
         if not self.features:
             raise ValueError(f"table {self.name} has no feature; list at least one in features = [...]")
+        if self.linear and self.pooling == "none":
+            raise ValueError(
+                f'table {self.name}: linear = true needs pooled look-ups, and pooling is "none"; use "sum" or "mean"'
+            )
         reach = init_reach(self.init, self.num_embeddings)
         if reach > LARGEST[self.dtype]:
             raise ValueError(
@@ -244,11 +257,13 @@ class TablesFrom(Section, frozen=True, kw_only=True):
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # as in `[[tables]]`
     pooling: Literal["sum", "mean"] = "sum"
     init: str = "uniform"  # as in `[[tables]]`
+    linear: bool = False  # as in `[[tables]]`
 
 
 class Model(Section, frozen=True, kw_only=True):
-    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` that takes (dense, list of embeddings); if the
-    # module has a method `loss(outputs, labels)`, that replaces binary cross entropy
+    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` that takes (dense, list of embeddings), and
+    # a list of linear weights if a table has them; if the module has a method `loss(outputs, labels)`, that replaces
+    # binary cross entropy
     kind: str = "dlrm"
     # the output widths of its layers, each followed by ReLU; for dlrm and tbsm the last is `embedding_dim`
     bottom_mlp: list[int] = []
