@@ -42,6 +42,7 @@ TOWERS = {
     **{"kind": "two-tower", "bottom_mlp": None, "top_mlp": None},
     **{"item_features": ["cat_0"], "user_mlp": [2], "item_mlp": [2]},
 }
+WIDE = {"kind": "wide-deep", "bottom_mlp": None, "top_mlp": [1]}
 TBSM = {"kind": "tbsm", "final_mlp": [1]}
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown section": (
@@ -210,6 +211,34 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "items that all begin alike": (
         table(init="constant:0") | {"model": TOWERS},
         'model.item_features: all rows of table t begin as init = "constant:0", so that items could not be told apart',
+    ),
+    "linear weights for dlrm": (
+        table(linear=True),
+        "table t has linear = true, but dlrm has no use for linear weights; remove it, or set model.kind = "
+        '"wide-deep" or "deepfm"',
+    ),
+    "wide-deep without linear weights": (
+        {"model": WIDE},
+        "wide-deep needs linear weights; set linear = true in at least one table",
+    ),
+    "linear weights of sequences": (
+        table(linear=True, pooling="none") | {"model": WIDE},
+        'table t: linear = true needs pooled look-ups, and pooling is "none"; use "sum" or "mean"',
+    ),
+    "linear weights in rows with one state": (
+        table(linear=True) | {"model": WIDE} | sparse(kind="rowwise_adagrad"),
+        "table t has linear = true, but rowwise_adagrad keeps one state for a row as a whole; set",
+    ),
+    "linear weights in clipped rows": (
+        table(linear=True) | {"model": WIDE} | sparse(clip_rows=1.0),
+        "table t has linear = true, but optimizer.sparse.clip_rows takes the norm of a row as a whole",
+    ),
+    "deepfm of two widths": (
+        {
+            "tables": [TABLE | {"linear": True}, TABLE | {"name": "u", "features": ["other"], "embedding_dim": 8}],
+            "model": WIDE | {"kind": "deepfm"},
+        },
+        "deepfm needs tables of one embedding_dim, but t has 4 and u 8; make them equal",
     ),
     "no temperature": ({"model": TOWERS | {"temperature": 0.0}}, "temperature = 0.0 must be finite and above 0"),
     "a negative dense feature": (

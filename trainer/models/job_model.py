@@ -93,7 +93,7 @@ def split_linear(rows: Sequence[Embedded], linear: Sequence[bool]) -> tuple[list
     for own, has_linear in zip(rows, linear, strict=True):
         if has_linear:
             assert isinstance(own, Tensor), "tables with linear weights are pooled"
-            embedding, weight = own.split([own.shape[1] - 1, 1], dim=1)
+            embedding, weight = torch.split_with_sizes(own, [own.shape[1] - 1, 1], dim=1)
             embeddings.append(embedding)
             weights.append(weight)
         else:
