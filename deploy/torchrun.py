@@ -35,6 +35,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, Rendez
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from rowcast.runtime.command import say
+
 STOPS = (signal.SIGINT, signal.SIGTERM)
 MEETING_S = 600  # until all hosts are there
 LEAVE_S = 10  # for trainers to end after one of them has failed; they have nothing to save
@@ -58,6 +60,8 @@ class OneAddress(StaticTCPRendezvous):
         """Called before trainers start and before they start again. Returns when all hosts are there."""
         if self._store is None:
             self._store = self._serve() if self.rank == 0 else self._connect(None)
+        elif self.rank == 0:
+            say("torchrun", "a trainer has ended; all of them are started again")
         hosts = PrefixStore(self.run_id, self._store)
         meeting = self._meet(hosts)
         return RendezvousInfo(
@@ -139,13 +143,23 @@ def one_address(parameters: RendezvousParameters) -> OneAddress:
     return OneAddress(host, port, rank, parameters.max_nodes, parameters.run_id, MEETING_S)
 
 
-def pass_on(number: int, frame: object) -> None:
-    """Signals to the trainers, which have sessions of their own, so that a terminal's Ctrl-C does not reach them."""
-    OneAddress.stop = signal.Signals(number)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(int(child), number)
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def pass_on_to_all_but(others: set[int]) -> Callable[[int, object], None]:
+    """Signals to the trainers, which have sessions of their own, so that a terminal's Ctrl-C does not reach them.
+
+    `others`: children that a shell made before it became this program: `> >(tee log)`.
+    """
+
+    def pass_on(number: int, frame: object) -> None:
+        OneAddress.stop = signal.Signals(number)
+        for trainer in children() - others:
+            with suppress(ProcessLookupError):
+                os.kill(trainer, number)
+
+    return pass_on
 
 
 def main(arguments: list[str]) -> int:
@@ -162,6 +176,7 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning; `trainer.threads` decides
+    pass_on = pass_on_to_all_but(children())
     for number in STOPS:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the process that started this may have blocked them

@@ -3,12 +3,14 @@
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rowcast.deploy.torchrun import OneAddress, children, pass_on_to_all_but
 from tests.support.processes import Process, Session, proc_text
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as in /proc/net/tcp and tcp6
@@ -69,6 +71,17 @@ def test_a_killed_trainer_comes_back_at_the_same_port_and_a_stop_is_passed_on_on
     assert ended.code == 0, ended.stderr
     assert sorted(re.findall(r"rank (\d) attempt 1 stops (\d)", ended.stdout)) == [("0", "1"), ("1", "1")]
     assert session.remains() == []
+
+
+def test_a_stop_is_not_passed_on_to_the_children_of_the_shell_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneAddress, "stop", None)
+    with subprocess.Popen(["sleep", "60"]) as tee:
+        pass_on = pass_on_to_all_but(children())
+        with subprocess.Popen(["sleep", "60"]) as trainer:
+            pass_on(signal.SIGTERM, None)
+            assert trainer.wait() == -signal.SIGTERM
+        assert tee.poll() is None
+        tee.kill()
 
 
 def test_it_ends_with_the_code_of_the_trainer_that_failed_first(session: Session) -> None:
