@@ -58,7 +58,8 @@ def without_a_reader(stream: str, main: str) -> subprocess.CompletedProcess[str]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-c", script],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: write_end},
+        stdout=write_end if stream == "stdout" else subprocess.PIPE,
+        stderr=write_end if stream == "stderr" else subprocess.PIPE,
         env=environment,
         text=True,
         timeout=60,
