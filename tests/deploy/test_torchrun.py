@@ -81,7 +81,8 @@ def test_trainers_that_start_after_a_stop_get_it_and_children_of_the_shell_befor
 ) -> None:
     monkeypatch.setattr(OneAddress, "stops", [])
     with subprocess.Popen(["sleep", "60"]) as tee:
-        others, told = children(), {}
+        others = children()
+        told: dict[int, int] = {}
         OneAddress.stops.append(signal.SIGTERM)
         pass_on(others, told)
         with subprocess.Popen(["sleep", "60"]) as trainer:

@@ -17,10 +17,11 @@ from tests.support.processes import Session
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {
     "data": {"batch_size": 50, "synthetic": {"samples": 20_000}},
+    "cache": {"capacity": "4KiB"},
     "optimizer": {"dense": {"kind": "adam", "lr": 0.01}},
 }
 STEPS = (5, 8, 12)
-STORES = ({"kind": "memory"}, {"kind": "tiered", "memory": "400 rows"}, {"kind": "mapped"})
+STORES = ({"kind": "memory"}, {"kind": "tiered", "memory": "128 rows"}, {"kind": "mapped"})
 
 
 def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Session) -> None:
