@@ -95,17 +95,17 @@ def test_each_task_takes_what_its_counts_and_rates_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "row", "bottleneck"),
+    ("per_step", "row", "bottleneck"),
     [
-        ({"per_step": 1.0}, HostRow(read=np.zeros(1), first=np.zeros(1), write=np.zeros(1)), "step"),
-        ({"per_step": 0.0}, HostRow(read=np.full(1, 1e-3), first=np.full(1, 1e-3), write=np.zeros(1)), "fetch"),
-        ({"per_step": 0.0}, HostRow(read=np.zeros(1), first=np.zeros(1), write=np.full(1, 1e-2)), "write back"),
+        (1.0, HostRow(read=np.zeros(1), first=np.zeros(1), write=np.zeros(1)), "step"),
+        (0.0, HostRow(read=np.full(1, 1e-3), first=np.full(1, 1e-3), write=np.zeros(1)), "fetch"),
+        (0.0, HostRow(read=np.zeros(1), first=np.zeros(1), write=np.full(1, 1e-2)), "write back"),
     ],
 )
-def test_the_slowest_task_gives_the_pace(seconds: dict[str, float], row: HostRow, bottleneck: str) -> None:
+def test_the_slowest_task_gives_the_pace(per_step: float, row: HostRow, bottleneck: str) -> None:
     own = job(checkpoint={"every": 0})
     plan, wiring, num_dense = plan_job(own)
-    durations = Foretold(own, plan, num_dense, device(**seconds), row)
+    durations = Foretold(own, plan, num_dense, device(per_step), row)
     walked = walk(plan, wiring, durations, {})
     assert walked.bound_by[0][0] == bottleneck
     steady = range(len(plan) // 4, len(plan) - 5)
