@@ -132,6 +132,11 @@ def check_whole(job: Job) -> None:
                     f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
                     f"{table.embedding_dim}; {job.model.kind} needs them equal"
                 )
+    if built_in is not None and columns.labels:
+        raise ValueError(
+            f"data.columns.labels names {len(columns.labels)} labels, and {job.model.kind} has one logit a sample; "
+            "name one as data.columns.label, or use a model of your own, such as examples.mmoe:build"
+        )
     check_sequences(job)
     for table in job.tables:
         if job.model.compile and table.pooling == "none":

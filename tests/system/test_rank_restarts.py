@@ -4,7 +4,7 @@ Pairs of prefetcher and trainer run in one thread, with their stores and checkpo
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +110,11 @@ def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor
     assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
 
 
-def restarts(folder: Path, optimizer: str, parts: int, every: int | None = None, **more: Any) -> Restarts:
-    sections: dict[str, Any] = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
-    job = small_job(optimizer, "multi", **sections)
+def restarts(
+    folder: Path, optimizer: str, parts: int, every: int | None = None, sections: Mapping[str, Any] = {}, **more: Any
+) -> Restarts:
+    checkpoint = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
+    job = small_job(optimizer, "multi", **checkpoint, **sections)
     return Restarts(folder, job, small_batches(job, "multi", num_steps=NUM_STEPS, eval_at=(3, 9)), parts, **more)
 
 
@@ -147,13 +149,23 @@ def test_ranks_that_are_killed_at_any_moment_go_on_from_a_checkpoint_of_all(tmp_
     assert_ends_as(run, plain(own, 4), tmp_path)
 
 
-@pytest.mark.parametrize("counts", [(1, 4, 2), (4, 2, 1)], ids=str)
-def test_an_evaluation_goes_on_with_another_number_of_ranks(tmp_path: Path, counts: Sequence[int]) -> None:
+SEVERAL_LABELS = {
+    "data": {"columns": {"labels": ["click", "buy", "stay"]}},
+    "model": {"kind": "examples.mmoe:build", "options": {"num_experts": 2, "expert_mlp": [5], "tower_mlp": [3]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("counts", "sections"), [((1, 4, 2), {}), ((4, 2, 1), {}), ((1, 4, 2), SEVERAL_LABELS)], ids=str
+)
+def test_an_evaluation_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, counts: Sequence[int], sections: dict[str, Any]
+) -> None:
     """To the same AUC, log loss and accuracy as one that one rank began and ended."""
     evaluations = []
     for name, lives in (("whole", [(1, None)]), ("interrupted", list(zip(counts, (5, 7, None), strict=True)))):
         (tmp_path / name).mkdir()
-        own = restarts(tmp_path / name, "adagrad", 4)
+        own = restarts(tmp_path / name, "adagrad", 4, sections=sections)
         own.batches = small_batches(own.job, "multi", num_steps=6, eval_at=range(3, 9))
         for ranks, num_steps in lives:
             run = own.live(ranks, num_steps)

@@ -115,6 +115,18 @@ def auc_chart(run: RunRecord) -> Chart | NoChart:
     return evaluation_chart(run, "AUC", caption, found, lambda evaluation: evaluation.auc or 0.0)
 
 
+def task_auc_charts(run: RunRecord) -> list[Chart | NoChart]:
+    """One for each of several labels."""
+    labels = [task.label for task in run.evaluations[-1].tasks] if run.evaluations else []
+    return [task_auc_chart(run, index, label) for index, label in enumerate(labels)]
+
+
+def task_auc_chart(run: RunRecord, index: int, label: str) -> Chart | NoChart:
+    found = [evaluation for evaluation in run.evaluations if evaluation.tasks[index].auc is not None]
+    caption = f"Area under the ROC curve on the evaluation samples whose label {label} is known."
+    return evaluation_chart(run, f"AUC of {label}", caption, found, lambda own: own.tasks[index].auc or 0.0)
+
+
 def logloss_chart(run: RunRecord) -> Chart | NoChart:
     caption = (
         "Mean binary cross entropy, or the model's own loss, on the evaluation samples; where it rises while the loss "
