@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -93,21 +93,21 @@ class Trained:
     prefetcher_cpu_s: float  # its decoding process too
 
 
-def train(way: str, num_batches: int) -> Trained:
+def train(way: str, num_batches: int, changes: Sequence[str] = ()) -> Trained:
     wide = [SPREAD_ROWS // NUM_TABLES] * NUM_TABLES if way == "10**12" else list(CRITEO_KAGGLE_CARDINALITIES)
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as path:
         folder = Path(path)
         config = job_file(folder, wide, num_batches)
         with (folder / "log").open("wb") as log:
             module = ["benchmarks.nominal_rows", IN_ORDER] if way == "in order" else ["prefetcher"]
-            prefetcher, trainer = (start(own, config, log) for own in (module, ["trainer"]))
+            prefetcher, trainer = (start([*own, "run", *changes], config, log) for own in (module, ["trainer"]))
             codes = [trainer.wait(timeout=1800)]
             _, status, usage = os.wait4(prefetcher.pid, 0)
             codes += [os.waitstatus_to_exitcode(status)]
         if codes != [0, 0]:
             raise RuntimeError(f"trainer and prefetcher ended with {codes}: {(folder / 'log').read_text()[-2000:]}")
-        [manifest] = folder.glob("run/checkpoints/step-*/manifest.json")
-        [shard] = json.loads(manifest.read_text())["shards"]
+        newest = max(folder.glob("run/checkpoints/step-*/manifest.json"))
+        [shard] = json.loads(newest.read_text())["shards"]
         return Trained(
             report=read_report(folder / "run" / "report.json"),
             rows=sum(layer["num_rows"] for layer in shard["layers"]),
@@ -116,7 +116,7 @@ def train(way: str, num_batches: int) -> Trained:
 
 
 def start(module: list[str], config: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", *module, "run", "--config", str(config)]
+    command = [sys.executable, "-m", *module, "--config", str(config)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
 
 
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the job files of the runs")
     parser.add_argument("--stages", action="store_true")
     options = parser.parse_args()
     print(machine())
@@ -182,7 +183,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     for number, way in turns(options.ways, options.rounds):
-        run = train(way, options.batches)
+        run = train(way, options.batches, [f"--set={setting}" for setting in options.set])
         trained[way].append(run)
         print(
             f"| {number} | {way} | {run.report.samples_per_s:,.0f} | {100 * run.report.stall_share:.1f} | "
