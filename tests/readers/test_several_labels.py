@@ -59,7 +59,8 @@ def read(kind: str, folder: Path, labels: Any, columns: dict[str, Any]) -> Batch
 @pytest.mark.parametrize("kind", FORMATS)
 def test_each_label_is_a_column_and_a_missing_one_is_nan(kind: str, tmp_path: Path) -> None:
     found = read(kind, tmp_path, LABELS, SEVERAL).labels
-    assert (found.dtype, found.flags.c_contiguous) == (np.float32, True)
+    assert found.dtype == np.float32
+    assert found.flags.c_contiguous
     assert np.array_equal(found, np.array(LABELS, np.float32), equal_nan=True)
 
 

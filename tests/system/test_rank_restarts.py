@@ -113,7 +113,7 @@ def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor
 def restarts(
     folder: Path, optimizer: str, parts: int, every: int | None = None, sections: Mapping[str, Any] = {}, **more: Any
 ) -> Restarts:
-    checkpoint = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
+    checkpoint: dict[str, Any] = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
     job = small_job(optimizer, "multi", **checkpoint, **sections)
     return Restarts(folder, job, small_batches(job, "multi", num_steps=NUM_STEPS, eval_at=(3, 9)), parts, **more)
 

@@ -112,6 +112,8 @@ def steps_axis(run: RunRecord) -> Axis:
 def auc_chart(run: RunRecord) -> Chart | NoChart:
     found = [evaluation for evaluation in run.evaluations if evaluation.auc is not None]
     caption = "Area under the ROC curve on the evaluation samples: 0.5 is guessing, 1 is a perfect order."
+    if any(evaluation.tasks for evaluation in run.evaluations):
+        caption += " It is the mean of the AUCs of all labels."
     return evaluation_chart(run, "AUC", caption, found, lambda evaluation: evaluation.auc or 0.0)
 
 
