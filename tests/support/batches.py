@@ -23,6 +23,10 @@ UNPOOLED = {  # tables with pooling = "none"
 }
 FP32: tuple[RowType, ...] = ("fp32", "fp32", "fp32", "fp32")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+SEVERAL_LABELS: dict[str, Any] = {  # sections of a job
+    "data": {"columns": {"labels": ["click", "buy", "stay"]}},
+    "model": {"kind": "examples.mmoe:build", "options": {"num_experts": 2, "expert_mlp": [6, 5], "tower_mlp": [3]}},
+}
 BATCH_SIZE = 64
 NUM_DENSE = 4
 

@@ -29,7 +29,7 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.logs import get_logger
-from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
 from tests.support.driver import Past, Settings, start_state
 from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
@@ -147,12 +147,6 @@ def test_ranks_that_are_killed_at_any_moment_go_on_from_a_checkpoint_of_all(tmp_
         own.live(chance.choice((1, 2, 4)), advances=chance.randrange(500, 8_000))
     run = own.live(chance.choice((1, 2, 4)))
     assert_ends_as(run, plain(own, 4), tmp_path)
-
-
-SEVERAL_LABELS = {
-    "data": {"columns": {"labels": ["click", "buy", "stay"]}},
-    "model": {"kind": "examples.mmoe:build", "options": {"num_experts": 2, "expert_mlp": [5], "tower_mlp": [3]}},
-}
 
 
 @pytest.mark.parametrize(
