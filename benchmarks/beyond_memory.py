@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 from benchmarks.processes import start, terminate
-from benchmarks.tiers import Seen, dropping
+from benchmarks.tiers import Seen, watching
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.protocol.batch import Batch
 from rowcast.trainer.report.report_json import Report, read_report
@@ -118,7 +118,8 @@ class Watched:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(dropping(self.processes["prefetcher"].pid, self._folder / "tables", self.prefetcher))
+        pid = self.processes["prefetcher"].pid
+        self._stack.enter_context(watching(pid, self._folder / "tables", self.prefetcher, drop=True))
         self._readers = [threading.Thread(target=self._wait, args=(name,)) for name in self.processes]
         for reader in self._readers:
             reader.start()

@@ -48,7 +48,7 @@ class PlainTable:
         # three forms of the weights: rounded to the table's dtype, the same in fp32 for look-ups, and the trained ones,
         # which with a master copy are not rounded; in fp32 without one, all three share memory
         self.rounded = tensors[f"embedding_bags.{table.name}.weight"]
-        self.embedding = nn.Embedding(table.num_embeddings, table.embedding_dim, device="meta")
+        self.embedding = nn.Embedding(table.num_embeddings, table.width, device="meta")
         self.embedding.weight = nn.Parameter(self.rounded.float())
         self.trained = nn.Parameter(self.state.pop("master", self.embedding.weight.detach()))
         self.optimizer = STOCK[settings.kind](self.trained, settings) if settings.kind in STOCK else None
@@ -57,7 +57,7 @@ class PlainTable:
             self.optimizer.state[self.trained] |= self.state | steps
 
     def forward(self, batch: Batch) -> list[Embedded]:
-        """Pooled embeddings [B, D] of each of the table's features, or its sequences, from one call of nn.Embedding."""
+        """Pooled rows [B, width] of each of the table's features, or its sequences, from one call of nn.Embedding."""
         counts, lookups = self.lookups(batch)
         rows = self.embedding(torch.tensor(batch.ids[lookups]))
         if batch.weights is not None:
@@ -65,10 +65,10 @@ class PlainTable:
         if self.table.pooling == "none":
             return self.sequences(rows, counts.view(-1, batch.size))
         bag_of_row = torch.arange(len(counts)).repeat_interleave(counts)
-        pooled = torch.zeros(len(counts), self.table.embedding_dim).index_add(0, bag_of_row, rows)
+        pooled = torch.zeros(len(counts), self.table.width).index_add(0, bag_of_row, rows)
         if self.table.pooling == "mean":
             pooled = pooled / counts.clamp(min=1)[:, None]
-        return list(pooled.view(-1, batch.size, self.table.embedding_dim).unbind())
+        return list(pooled.view(-1, batch.size, self.table.width).unbind())
 
     def lookups(self, batch: Batch) -> tuple[Tensor, slice]:
         """How many ids each bag has, i64 [features * B], and where in the batch the table's ids are."""

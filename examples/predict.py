@@ -3,9 +3,9 @@
     python -m examples.predict --config job.toml --model model.safetensors --data new.csv
 
 prints one probability per line, in the order of the rows, or a list of them with several labels; for a model with its
-own `loss`, it prints what the model returns. The job's reader reads the rows, so columns, hashing and missing values
-are those of training. The label column must exist; it may be all 0. It loads whole tables, so it is for models that fit
-in memory.
+own `loss`, it prints its `logits`, or what it returns. The job's reader reads the rows, so columns, hashing and missing
+values are those of training. The label column must exist; it may be all 0. It loads whole tables, so it is for models
+that fit in memory.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     for batch in reader.batches("train", epoch=0):
         embeddings = [feature for table in tables for feature in table.forward(batch)]
         outputs = side.forward(torch.tensor(batch.dense), embeddings, training=False)
-        scores = outputs if side.own_loss is not None else torch.sigmoid(outputs)
+        scores = torch.sigmoid(outputs) if side.own_loss is None else side.logits(outputs)
         print(*scores.tolist(), sep="\n")
 
 

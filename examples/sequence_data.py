@@ -1,7 +1,10 @@
-"""Generates click histories for `examples/tbsm.toml`: `python -m examples.sequence_data data/sequences.parquet`.
+"""Generates click histories for `examples/tbsm.toml`, `din.toml` and `two_tower.toml`.
 
-A row is a user who saw an item. `items` and `categories` are lists: what the user looked at before, oldest first, then
-the item seen last. The user clicks it if its category occurred often before.
+    python -m examples.sequence_data data/sequences.parquet
+
+A row is a user who saw an item. The user clicks it if its category occurred often before. The same data in two forms:
+the lists `items` and `categories` are what the user looked at before, oldest first, then the item seen last; `item` and
+`category` are that item alone, and the lists `past_items` and `past_categories` what came before it.
 """
 
 import argparse
@@ -21,7 +24,10 @@ def lists(values: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> pa.A
 
 
 def make_sequences(num_samples: int, seed: int = 0) -> pa.Table:
-    """Columns label, int_0 (the history's length), user, items and categories."""
+    """Columns label, int_0 (the history's length), user, items and categories, and these divided into item and past.
+
+    log_frequency: f32, the logarithm of how many rows have the row's item.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, LONGEST + 1, num_samples) + 1
     sample = np.repeat(np.arange(num_samples), lengths)
@@ -32,6 +38,7 @@ def make_sequences(num_samples: int, seed: int = 0) -> pa.Table:
     items[of_taste] += (taste[sample] - items)[of_taste] % NUM_CATEGORIES  # the next item of that category
     items %= NUM_ITEMS
     clicks = of_taste[is_target] & (lengths > 3)
+    item, past = items[is_target], items[~is_target]
     return pa.table(
         {
             "label": np.where(rng.random(num_samples) < 0.9, clicks, ~clicks).astype(np.float32),
@@ -39,6 +46,11 @@ def make_sequences(num_samples: int, seed: int = 0) -> pa.Table:
             "user": rng.integers(0, NUM_USERS, num_samples),
             "items": lists(items, lengths),
             "categories": lists(items % NUM_CATEGORIES, lengths),
+            "item": item,
+            "category": item % NUM_CATEGORIES,
+            "past_items": lists(past, lengths - 1),
+            "past_categories": lists(past % NUM_CATEGORIES, lengths - 1),
+            "log_frequency": np.log(np.bincount(item)[item]).astype(np.float32),
         }
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM
+from rowcast.job.model_inputs import check_model_inputs
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import group_specs, rows_in
@@ -93,7 +94,7 @@ def resolve_tables(job: Job) -> list[Table]:
         if job.data.synthetic.preset is None:
             raise ValueError("tables_from: cardinalities = [...] is missing")
         cardinalities = [max(1, round(rows * job.data.synthetic.scale)) for rows in CRITEO_KAGGLE_CARDINALITIES]
-    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "dtype", "pooling", "init")}
+    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "dtype", "pooling", "init", "linear")}
     return [
         Table(name=f"t_cat_{i}", num_embeddings=rows, features=[f"cat_{i}"], **shared)
         for i, rows in enumerate(cardinalities)
@@ -124,20 +125,7 @@ def check_whole(job: Job) -> None:
             raise ValueError(
                 f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
             )
-    built_in = BUILT_IN_MODELS.get(job.model.kind)
-    if built_in is not None and built_in.layers.get("bottom_mlp") == EMBEDDING_DIM:
-        for table in job.tables:
-            if table.embedding_dim != job.model.bottom_mlp[-1]:
-                raise ValueError(
-                    f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
-                    f"{table.embedding_dim}; {job.model.kind} needs them equal"
-                )
-    if built_in is not None and columns.labels:
-        raise ValueError(
-            f"data.columns.labels names {len(columns.labels)} labels, and {job.model.kind} has one logit a sample; "
-            "name one as data.columns.label, or use a model of your own, such as examples.mmoe:build"
-        )
-    check_sequences(job)
+    check_model_inputs(job)
     for table in job.tables:
         if job.model.compile and table.pooling == "none":
             raise ValueError(
@@ -149,12 +137,23 @@ def check_whole(job: Job) -> None:
             f"model.compile: data.batch_size = {job.data.batch_size} is not a multiple of ranks.parts = "
             f"{job.ranks.num_parts}, so parts would have two shapes; change one of them, or remove model.compile"
         )
+    for table in job.tables:
+        if table.linear and any(state.per_row for state in ROW_OPTIMIZERS[job.optimizer.sparse.kind].states):
+            raise ValueError(
+                f"table {table.name} has linear = true, but {job.optimizer.sparse.kind} keeps one state for a row as a "
+                'whole; set optimizer.sparse.kind = "adagrad"'
+            )
+        if table.linear and job.optimizer.sparse.clip_rows is not None:
+            raise ValueError(
+                f"table {table.name} has linear = true, but optimizer.sparse.clip_rows takes the norm of a row as a "
+                "whole; remove one of them"
+            )
     if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
         raise ValueError(
             "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has "
             'dtype = "fp32"; remove it, or set dtype = "bf16"'
         )
-    kinds = {(table.embedding_dim, table.dtype) for table in job.tables}
+    kinds = {(table.width, table.dtype) for table in job.tables}
     if job.cache.capacity_rows is not None and len(kinds) > 1:
         raise ValueError(
             f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '
@@ -166,24 +165,6 @@ def check_whole(job: Job) -> None:
             f'"{job.cache.policy}"; remove cache.policy, or set another store.kind'
         )
     check_group_shares(job)
-
-
-def check_sequences(job: Job) -> None:
-    """Checks that a built-in model gets the tables without pooling that it needs, and no others. Raises ValueError."""
-    kind, sequences = job.model.kind, [table.name for table in job.tables if table.pooling == "none"]
-    built_in = BUILT_IN_MODELS.get(kind)
-    if built_in is None:
-        return
-    if sequences and not built_in.sequences:
-        raise ValueError(
-            f'table {sequences[0]} has pooling = "none", but {kind} needs one vector for each feature; use "sum" or '
-            '"mean", or model.kind = "tbsm"'
-        )
-    if not sequences and built_in.sequences:
-        raise ValueError(
-            f'{kind} needs a table with pooling = "none": the last entry of a sequence is the target, the entries '
-            "before it are the history"
-        )
 
 
 def check_group_shares(job: Job) -> None:

@@ -38,6 +38,7 @@ MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
 MAX_TABLES = 2**15
 MAX_LABELS = 64  # a sample; an evaluation counts 4 MiB for each
 MAX_MLP_WIDTH = 2**20
+MLPS = ("bottom_mlp", "top_mlp", "attention_mlp", "final_mlp", "user_mlp", "item_mlp")
 MAX_THREADS = 2**12
 MAX_WORKERS = 64
 MAX_RANKS = 1024
@@ -246,6 +247,15 @@ class Table(Section, frozen=True, kw_only=True):
     pooling: Literal["sum", "mean", "none"] = "sum"
     # the rows' first values: `uniform` (within +-1/sqrt(num_embeddings)), `uniform:lo,hi`, `normal:std` or `constant:x`
     init: str = "uniform"
+    # every row has one more weight, its linear weight, which begins as 0: models get f32 [B, 1] beside f32
+    # [B, embedding_dim] from one look-up, as Wide & Deep and DeepFM need it; not with `rowwise_adagrad` or `clip_rows`,
+    # which see a row as a whole
+    linear: bool = False
+
+    @property
+    def width(self) -> int:
+        """Weights in a row: `embedding_dim`, and the linear one."""
+        return self.embedding_dim + self.linear
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
@@ -256,6 +266,10 @@ class Table(Section, frozen=True, kw_only=True):
             raise ValueError(f"table {self.name}: embedding_dim = {self.embedding_dim} must be from 1 to 4096")
         if not self.features:
             raise ValueError(f"table {self.name} has no feature; list at least one in features = [...]")
+        if self.linear and self.pooling == "none":
+            raise ValueError(
+                f'table {self.name}: linear = true needs pooled look-ups, and pooling is "none"; use "sum" or "mean"'
+            )
         reach = init_reach(self.init, self.num_embeddings)
         if reach > LARGEST[self.dtype]:
             raise ValueError(
@@ -272,21 +286,38 @@ class TablesFrom(Section, frozen=True, kw_only=True):
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # as in `[[tables]]`
     pooling: Literal["sum", "mean"] = "sum"
     init: str = "uniform"  # as in `[[tables]]`
+    linear: bool = False  # as in `[[tables]]`
 
 
 class Model(Section, frozen=True, kw_only=True):
-    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` that takes (dense, list of embeddings); if the
-    # module has a method `loss(outputs, labels)`, that replaces binary cross entropy
+    # {BUILT_IN_MODELS}, or `package.module:factory` for any `nn.Module` that takes (dense, list of embeddings), and
+    # a list of linear weights if a table has them; if the module has a method `loss(outputs, labels)`, that replaces
+    # binary cross entropy
     kind: str = "dlrm"
     # the output widths of its layers, each followed by ReLU; for dlrm and tbsm the last is `embedding_dim`
     bottom_mlp: list[int] = []
     # the output widths of its layers; the last is 1, without ReLU; tbsm: the last is the width of a time step's vector,
     # with ReLU
     top_mlp: list[int] = []
-    # tbsm: the time steps used before the last entry of a sequence, which is the target; older entries are ignored
+    # tbsm: the time steps used before the last entry of a sequence, which is the target; din: the entries used of a
+    # history; older entries are ignored
     history: int = 20
-    # tbsm: the hidden widths between the `history` products with the target and the `history` coefficients
+    # tbsm: the hidden widths between the `history` products with the target and the `history` coefficients; din: the
+    # hidden widths between target and entry and the entry's coefficient
     attention_mlp: list[int] = []
+    # din: the target of each history, both features of one table with `pooling = "none"`, such as
+    # `{ bought = "item" }`; several histories are joined entry by entry
+    targets: dict[str, str] = {}
+    activation: Literal["dice", "prelu"] = "dice"  # din: what follows each hidden layer; `dice` refuses `ranks.parts`
+    softmax: bool = False  # din: whether the coefficients of a history add up to 1
+    item_features: list[str] = []  # two-tower: the features of the item; all others and dense features are the user's
+    user_mlp: list[int] = []  # two-tower: the output widths of its layers; the last is without ReLU
+    item_mlp: list[int] = []  # two-tower: the same for the items; the last is that of `user_mlp`
+    temperature: float = 0.05  # two-tower: divides the cosine of user and item
+    # two-tower: the dense feature, counted from 0, that holds the natural logarithm of how often the sample's item
+    # occurs in the data (a count or a share: constants cancel); the in-batch softmax subtracts it, and the user's tower
+    # does not see it; without it nothing is subtracted
+    log_frequency: int | None = None
     final_mlp: list[int] = []  # tbsm: the output widths of its layers; the last is 1, without ReLU
     cross_layers: int = 3  # dcnv2: the number of layers of the cross network
     cross_rank: int = 512  # dcnv2: the rank of a cross layer: the width between its two matrices
@@ -306,19 +337,31 @@ class Model(Section, frozen=True, kw_only=True):
         if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
             *others, last = (f"{name} = {end}" for name, end in own.layers.items())
             raise ValueError(f"{self.kind} needs {', '.join(others)} and {last}")
-        if (self.attention_mlp or self.final_mlp) and (own is None or not own.sequences):
-            homes = " or ".join(f'"{name}"' for name, other in BUILT_IN_MODELS.items() if other.sequences)
-            raise ValueError(f"attention_mlp and final_mlp belong to kind = {homes}, not {self.kind!r}")
+        self._check_belonging()
         for name in ("cross_layers", "cross_rank", "history"):
             if not 1 <= getattr(self, name) <= MAX_MLP_WIDTH:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from 1 to {MAX_MLP_WIDTH}")
-        if not all(
-            1 <= width <= MAX_MLP_WIDTH
-            for width in [*self.bottom_mlp, *self.top_mlp, *self.attention_mlp, *self.final_mlp]
-        ):
+        if not all(1 <= width <= MAX_MLP_WIDTH for name in MLPS for width in getattr(self, name)):
+            raise ValueError(f"{', '.join(MLPS[:-1])} and {MLPS[-1]} list widths, each from 1 to {MAX_MLP_WIDTH}")
+        if self.kind == "two-tower" and self.user_mlp[-1] != self.item_mlp[-1]:
             raise ValueError(
-                f"bottom_mlp, top_mlp, attention_mlp and final_mlp list widths, each from 1 to {MAX_MLP_WIDTH}"
+                f"user_mlp ends in {self.user_mlp[-1]} and item_mlp in {self.item_mlp[-1]}; two-tower needs them equal"
             )
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature = {self.temperature} must be finite and above 0")
+        if self.log_frequency is not None and self.log_frequency < 0:
+            raise ValueError(f"log_frequency = {self.log_frequency} must be the number of a dense feature, from 0")
+
+    def _check_belonging(self) -> None:
+        """Raises ValueError for a key that only other built-in models read. Custom ones may have bottom and top MLP."""
+        for field in msgspec.structs.fields(self):
+            key = field.name
+            homes = [kind for kind, model in BUILT_IN_MODELS.items() if key in (*model.layers, *model.keys)]
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            is_free = not homes or (key in ("bottom_mlp", "top_mlp") and self.kind not in BUILT_IN_MODELS)
+            if not is_free and self.kind not in homes and getattr(self, key) != default:
+                names = " or ".join(f'"{kind}"' for kind in homes)
+                raise ValueError(f"{key} belongs to kind = {names}, not {self.kind!r}; remove it")
 
     def _ends_in(self, name: str, end: str) -> bool:
         """Whether the layer's widths are given and end as they must; the tables' width is checked elsewhere."""

@@ -29,11 +29,12 @@ class TableSpec:
     index: int  # position in the job file; the high part of every key
     name: str
     num_embeddings: int
-    embedding_dim: int
+    embedding_dim: int  # weights in a row: those of the job file, and the linear one
     features: tuple[str, ...]
     pooling: Literal["sum", "mean", "none"]
     init: str
     dtype: RowType = "fp32"  # dtype of the weights that a look-up reads
+    linear: bool = False  # whether the last weight in a row is its linear weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ class GroupSpec:
     index: int
     name: str  # <dtype>_d<width>_<optimizer>, with _master if the record keeps fp32 weights beside the rounded ones
     tables: tuple[TableSpec, ...]
-    embedding_dim: int
+    embedding_dim: int  # weights in a row
     parts: tuple[RecordPart, ...]  # weight first
     record_bytes: int
     feature_positions: tuple[int, ...]  # positions of the group's features in the job's feature order
@@ -129,11 +130,12 @@ def table_specs(job: Job) -> tuple[TableSpec, ...]:
             index=index,
             name=table.name,
             num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
+            embedding_dim=table.width,
             features=tuple(table.features),
             pooling=table.pooling,
             init=table.init,
             dtype=table.dtype,
+            linear=table.linear,
         )
         for index, table in enumerate(job.tables)
     )

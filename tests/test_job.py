@@ -32,6 +32,17 @@ def dense(**keys: Any) -> dict[str, Any]:
     return {"optimizer": {"dense": SGD | keys}}
 
 
+def pair(*others: dict[str, Any]) -> dict[str, Any]:
+    """A table of two sequences, and others."""
+    return {"tables": [TABLE | {"pooling": "none"}, *others]}
+
+
+DIN = {"kind": "din", "targets": {"cat_1": "cat_0"}, "bottom_mlp": None, "top_mlp": [1]}
+TOWERS = {
+    **{"kind": "two-tower", "bottom_mlp": None, "top_mlp": None},
+    **{"item_features": ["cat_0"], "user_mlp": [2], "item_mlp": [2]},
+}
+WIDE = {"kind": "wide-deep", "bottom_mlp": None, "top_mlp": [1]}
 TBSM = {"kind": "tbsm", "final_mlp": [1]}
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown section": (
@@ -116,7 +127,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         table(embedding_dim=8),
         "model.bottom_mlp ends in 4, but table t has embedding_dim = 8",
     ),
-    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "attention_mlp and final_mlp list widths, each from 1 to"),
+    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "user_mlp and item_mlp list widths, each from 1 to"),
     "sequences for dlrm": (
         table(pooling="none"),
         'table t has pooling = "none", but dlrm needs one vector for each feature; use "sum" or "mean"',
@@ -143,7 +154,96 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tbsm's layers elsewhere": (
         {"model": {"final_mlp": [1]}},
-        "attention_mlp and final_mlp belong to kind = \"tbsm\", not 'dlrm'",
+        "final_mlp belongs to kind = \"tbsm\", not 'dlrm'; remove it",
+    ),
+    "din without targets": (
+        pair() | {"model": DIN | {"targets": {}}},
+        "din needs model.targets, the target of each history, such as",
+    ),
+    "din without sequences": (
+        {"model": DIN},
+        'din needs a table with pooling = "none": a history and its target are features of it',
+    ),
+    "an unknown history": (
+        pair() | {"model": DIN | {"targets": {"cat_9": "cat_0"}}},
+        "model.targets: feature cat_9 has no table, the nearest is cat_1; add it to a table's features",
+    ),
+    "a history in another table": (
+        pair({"name": "u", "num_embeddings": 9, "embedding_dim": 4, "features": ["other"], "pooling": "none"})
+        | {"model": DIN | {"targets": {"other": "cat_0"}}},
+        "model.targets: history other has table u and target cat_0 has t; list them as two features of one table",
+    ),
+    "a pooled history": (
+        pair({"name": "u", "num_embeddings": 9, "embedding_dim": 4, "features": ["a", "b"]})
+        | {"model": DIN | {"targets": {"a": "b"}}},
+        'model.targets: table u of history a has pooling = "sum"; set "none"',
+    ),
+    "a sequence without a target": (
+        pair({"name": "u", "num_embeddings": 9, "embedding_dim": 4, "features": ["other"], "pooling": "none"})
+        | {"model": DIN},
+        'feature other is in no pair of model.targets, but table u has pooling = "none"; add it to a pair',
+    ),
+    "dice in parts": (
+        pair() | {"model": DIN, "ranks": {"parts": 2}},
+        'model.activation = "dice" keeps running means, which have no one result where a batch is trained in parts '
+        '(ranks.parts = 2); set "prelu"',
+    ),
+    "another model's keys": (
+        pair() | {"model": DIN | {"bottom_mlp": [4]}},
+        'bottom_mlp belongs to kind = "dlrm" or "dcnv2" or "tbsm", not \'din\'; remove it',
+    ),
+    "two towers without items": (
+        {"model": TOWERS | {"item_features": []}},
+        'two-tower needs model.item_features, such as item_features = ["item", "category"]',
+    ),
+    "two towers with an unknown item": (
+        {"model": TOWERS | {"item_features": ["cat_7"]}},
+        "model.item_features: feature cat_7 has no table, the nearest is cat_1",
+    ),
+    "two towers without a tower": (
+        {"model": TOWERS | {"item_mlp": []}},
+        "two-tower needs user_mlp = [...] and item_mlp = [...]",
+    ),
+    "towers of two heights": (
+        {"model": TOWERS | {"item_mlp": [3]}},
+        "user_mlp ends in 2 and item_mlp in 3; two-tower needs them equal",
+    ),
+    "items that all begin alike": (
+        table(init="constant:0") | {"model": TOWERS},
+        'model.item_features: all rows of table t begin as init = "constant:0", so that items could not be told apart',
+    ),
+    "linear weights for dlrm": (
+        table(linear=True),
+        "table t has linear = true, but dlrm has no use for linear weights; remove it, or set model.kind = "
+        '"wide-deep" or "deepfm"',
+    ),
+    "wide-deep without linear weights": (
+        {"model": WIDE},
+        "wide-deep needs linear weights; set linear = true in at least one table",
+    ),
+    "linear weights of sequences": (
+        table(linear=True, pooling="none") | {"model": WIDE},
+        'table t: linear = true needs pooled look-ups, and pooling is "none"; use "sum" or "mean"',
+    ),
+    "linear weights in rows with one state": (
+        table(linear=True) | {"model": WIDE} | sparse(kind="rowwise_adagrad"),
+        "table t has linear = true, but rowwise_adagrad keeps one state for a row as a whole; set",
+    ),
+    "linear weights in clipped rows": (
+        table(linear=True) | {"model": WIDE} | sparse(clip_rows=1.0),
+        "table t has linear = true, but optimizer.sparse.clip_rows takes the norm of a row as a whole",
+    ),
+    "deepfm of two widths": (
+        {
+            "tables": [TABLE | {"linear": True}, TABLE | {"name": "u", "features": ["other"], "embedding_dim": 8}],
+            "model": WIDE | {"kind": "deepfm"},
+        },
+        "deepfm needs tables of one embedding_dim, but t has 4 and u 8; make them equal",
+    ),
+    "no temperature": ({"model": TOWERS | {"temperature": 0.0}}, "temperature = 0.0 must be finite and above 0"),
+    "a negative dense feature": (
+        {"model": TOWERS | {"log_frequency": -1}},
+        "log_frequency = -1 must be the number of a dense feature, from 0",
     ),
     "weighted mean": (
         table(pooling="mean") | {"data": {"columns": {"weights": {"cat_0": "w"}}}},

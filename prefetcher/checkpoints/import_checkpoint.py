@@ -142,8 +142,9 @@ class EarlierRun:
 def tables_of(job: Job) -> Iterator[str]:
     for group in group_specs(job):
         for table in group.tables:
+            linear = ", linear" if table.linear else ""
             yield (
-                f"table {table.name} [{table.num_embeddings}, {table.embedding_dim}] {table.dtype}, "
+                f"table {table.name} [{table.num_embeddings}, {table.embedding_dim}{linear}] {table.dtype}, "
                 f"number {table.index}, init {table.init}, in records of {', '.join(part.name for part in group.parts)}"
             )
 

@@ -10,6 +10,7 @@ Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four r
     normal   Box-Muller on words 0, 1 and on words 2, 3: std * sqrt(-2 ln((w0 + 1) / 2**32)) * cos, sin(2 pi w1 / 2**32)
              in float64
     constant the constant, without a random word
+    linear   0: the last weight in a row, if the table has linear weights
 
 Weights of fp16 and bf16 are these float32 values, rounded to the nearest, ties to even; a record's master weights are
 the values themselves. A table keeps its values when tables are added, moved or widened: they do not depend on its index
@@ -48,12 +49,14 @@ class Initializer(NamedTuple):
     b: float
     seed: np.uint64
     table: np.uint64  # xxh3_64 of the table's name
+    linear: bool  # the last weight in a row is its linear weight
 
 
 def table_initializer(seed: int, table: TableSpec) -> Initializer:
     """`seed`: the job's, 0 to 2**63 - 1."""
     kind, a, b = parse_init(table.init, table.num_embeddings)
-    return Initializer(KINDS[kind], a, b, np.uint64(seed), np.uint64(xxhash.xxh3_64_intdigest(table.name.encode())))
+    name = np.uint64(xxhash.xxh3_64_intdigest(table.name.encode()))
+    return Initializer(KINDS[kind], a, b, np.uint64(seed), name, table.linear)
 
 
 def initial_rows(seed: int, table: TableSpec, rows: I64) -> F32:
@@ -91,6 +94,9 @@ def fill_initial(initializer: Initializer, rows: I64, out: F32) -> None:
 @compiled_loop
 def fill_row(initializer: Initializer, row: int, out: F32) -> None:
     """Fills `out`, f32 [dim]."""
+    if initializer.linear:
+        out[-1] = 0.0
+        out = out[:-1]
     if initializer.kind == CONSTANT:
         out[:] = initializer.a
         return

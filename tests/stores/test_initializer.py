@@ -15,7 +15,13 @@ ONES = 0xFFFFFFFF
 
 
 def table(
-    init: str = "uniform", dim: int = 8, name: str = "t_cat_0", index: int = 0, num_embeddings: int = 10_000
+    init: str = "uniform",
+    dim: int = 8,
+    name: str = "t_cat_0",
+    index: int = 0,
+    num_embeddings: int = 10_000,
+    *,
+    linear: bool = False,
 ) -> TableSpec:
     return TableSpec(
         index=index,
@@ -25,6 +31,7 @@ def table(
         features=("cat_0",),
         pooling="sum",
         init=init,
+        linear=linear,
     )
 
 
@@ -138,3 +145,12 @@ def test_a_compiled_loop_fills_the_weights_of_records(init: Literal["uniform", "
     fill_weights(table_initializer(5, spec), rows, records, 6)
     np.testing.assert_array_equal(records[:, :6], initial_rows(5, spec, rows))
     assert np.all(records[:, 6:] == 7)
+
+
+@pytest.mark.parametrize("init", ["uniform", "normal:0.1", "constant:2"])
+@pytest.mark.parametrize("dim", [1, 4, 7])
+def test_a_linear_weight_begins_as_0_and_changes_no_other_weight(init: str, dim: int) -> None:
+    rows = np.arange(9)
+    found = initial_rows(5, table(init, dim + 1, linear=True), rows)
+    assert found[:, :dim].tobytes() == initial_rows(5, table(init, dim), rows).tobytes()
+    assert not found[:, dim].any()

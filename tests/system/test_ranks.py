@@ -21,6 +21,7 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.execute.streams import RankWait
+from tests.support import jobs
 from tests.support.batches import (
     BAGS,
     NUM_DENSE,
@@ -57,6 +58,22 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "dropout": {"model": {"kind": f"{ODD}dropout_model"}},
     "tables that the model ignores": {"model": {"kind": f"{ODD}dense_only_model"}},
     "weights that few parts use": {"model": {"kind": f"{ODD}moody_model"}, "settings": DECAYING},
+    "two towers, whose batch is a part": {
+        "model": {
+            **{"kind": "two-tower", "item_features": ["f2", "f3"], "user_mlp": [6, 5], "item_mlp": [5]},
+            **{"log_frequency": 1},
+        }
+    },
+    "attention over histories": {
+        "tables": [
+            jobs.table("item", 400, 5, "item", "bought", pooling="none"),
+            jobs.table("user", 300, 8),
+        ],
+        "model": {
+            **{"kind": "din", "targets": {"bought": "item"}, "activation": "prelu", "history": 2},
+            **{"attention_mlp": [4], "top_mlp": [6, 1]},
+        },
+    },
     "a loss of its own": {"model": {"kind": f"{ODD}hinge_model"}},
 }
 

@@ -61,7 +61,7 @@ def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
         from rowcast.trainer.kernels import triton_ops
 
         triton_ops.make_launcher()
-        triton_ops.check_dims(() if job is None else [table.embedding_dim for table in job.tables])
+        triton_ops.check_dims(() if job is None else [table.width for table in job.tables])
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         return plain_operations(device, str(error))
     if job is None:

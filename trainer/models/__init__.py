@@ -2,10 +2,11 @@
 
 Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of
 f32 [B, D_f], one per feature in the job's feature order, or `Sequences` for a feature that is not pooled; logits
-f32 [B], or whatever its own `loss` takes.
+f32 [B], or whatever its own `loss` takes. If a table has linear weights, it is called as `model(dense, embeddings,
+linear)`: a list of f32 [B, 1], one per feature of such a table.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
 import torch
@@ -40,12 +41,15 @@ def built_in_factory(model: BuiltInModel) -> Callable[[Job, int], nn.Module]:
     return factory
 
 
-def align_inputs(model: nn.Module, inputs: tuple[Tensor, list[Embedded]]) -> tuple[Tensor, list[Embedded]]:
+Inputs = tuple[Tensor, *tuple[Sequence[Embedded], ...]]  # dense, embeddings, and linear weights if there are any
+
+
+def align_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     """Aligns a model's inputs, because a matrix product on the CPU has other bits at another alignment."""
     if torch.compiler.is_compiling():
         return inputs  # `JobModel` has aligned them
-    dense, embeddings = inputs
-    return aligned(dense), [aligned_embedding(embedding) for embedding in embeddings]
+    dense, *lists = inputs
+    return aligned(dense), *([aligned_embedding(embedding) for embedding in own] for own in lists)
 
 
 def aligned_embedding(embedding: Embedded) -> Embedded:

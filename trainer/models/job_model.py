@@ -1,12 +1,12 @@
 """Runs a job's model, for the trainer and the plain loop: precision, compilation, clipping and learning rate.
 
-forward                         dense, embeddings f32 -> autocast, compiled or not -> outputs f32
+forward                         dense, rows f32 -> linear weights apart -> autocast, compiled or not -> outputs f32
 loss                            outputs, labels -> the model's own loss, or binary cross entropy
 (its backward)
 step                            gradients -> clip -> learning rate of the step -> torch.optim
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,11 @@ class JobModel:
                 f'data.columns.label_values = "{job.data.columns.label_values}": binary cross entropy needs labels of '
                 "0 or 1; give the model a method loss(outputs, labels), or remove it"
             )
+        self._own_logits: Callable[[Any], Tensor] | None = (
+            None if self.own_loss is None else getattr(self.model, "logits", None)
+        )
         self.optimizer = build_dense_optimizer(job, self.model.parameters())
+        self._linear = tuple(table.linear for table in job.tables for _ in table.features)
         self._settings = job.optimizer.dense
         self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
         self._full_batch = job.data.batch_size // parts
@@ -53,14 +57,15 @@ class JobModel:
         self._device = device
         torch.manual_seed(job.job.seed)
 
-    def forward(self, dense: Tensor, embeddings: Sequence[Embedded], *, training: bool) -> Any:
+    def forward(self, dense: Tensor, rows: Sequence[Embedded], *, training: bool) -> Any:
         """Logits f32 [B] or [B, T], or the input of the model's own loss.
 
-        dense f32 [B, num_dense]; one embedding per feature. Computes gradients if they are enabled.
+        dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences. Computes gradients if
+        they are enabled.
         """
         self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
-        inputs = dense, list(embeddings)
+        inputs = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
             # a graph cannot read the addresses of its inputs, so they are aligned here instead of in the model's hook
             outputs = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
@@ -70,6 +75,13 @@ class JobModel:
         """f32 [], the batch's mean, from the outputs of `forward` and labels f32 [B] or [B, T]. Raises ConfigError."""
         return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
 
+    def logits(self, outputs: Any) -> Any:
+        """What an evaluation compares with labels: what the model's own `logits` makes of its outputs, if it has one.
+
+        Not f32 [B] if there is none and `forward` returned something else.
+        """
+        return outputs if self._own_logits is None else self._own_logits(outputs)
+
     def step(self, train_step: int) -> None:
         """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""
         clip(self.model, self._settings)
@@ -77,6 +89,21 @@ class JobModel:
             group["lr"] = learning_rate(self._settings, train_step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def split_linear(rows: Sequence[Embedded], linear: Sequence[bool]) -> tuple[list[Embedded], list[Tensor]]:
+    """The features' embeddings, and f32 [B, 1] for each feature whose table has linear weights."""
+    embeddings: list[Embedded] = []
+    weights: list[Tensor] = []
+    for own, has_linear in zip(rows, linear, strict=True):
+        if has_linear:
+            assert isinstance(own, Tensor), "tables with linear weights are pooled"
+            embedding, weight = torch.split_with_sizes(own, [own.shape[1] - 1, 1], dim=1)
+            embeddings.append(embedding)
+            weights.append(weight)
+        else:
+            embeddings.append(own)
+    return embeddings, weights
 
 
 def clip(model: nn.Module, settings: DenseOptimizer) -> None:

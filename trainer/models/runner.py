@@ -129,9 +129,8 @@ class StepRunner:
                 self._side.forward(step.arrays["dense"], embeddings, training=False),
                 step.arrays["labels"],
             )
-            self._metrics.update(
-                outputs, labels, None if self._side.own_loss is None else self._side.loss(outputs, labels)
-            )
+            loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
+            self._metrics.update(self._side.logits(outputs), labels, loss)
 
     def close_evaluation(self) -> EvalCounts:
         return self._metrics.close()

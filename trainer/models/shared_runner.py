@@ -226,7 +226,7 @@ class SharedRunner:
                 inputs, labels = self._inputs(shared, part, pooled, lookups), shared.samples(part, "labels")
                 outputs = self._side.forward(shared.samples(part, "dense"), inputs, training=False)
                 loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
-                self._evaluation.update(part, outputs, labels, loss)
+                self._evaluation.update(part, self._side.logits(outputs), labels, loss)
 
     def _pool(self, shared: SharedStep) -> tuple[list[GroupLookup], list[list[Tensor]]]:
         """The look-ups of each group, and its pooled rows f32 [G, D] of each own part."""

@@ -43,7 +43,7 @@ def table_rows(job: Job) -> list[list[str]]:
         [
             table.name,
             f"{table.num_embeddings:,}",
-            str(table.embedding_dim),
+            f"{table.embedding_dim} + 1" if table.linear else str(table.embedding_dim),
             table.dtype,
             table.pooling,
             table.init,

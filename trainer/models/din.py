@@ -1,0 +1,70 @@
+"""DIN: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (arXiv 1706.06978).
+
+    histories  k1 k2 ... kT            the last T entries; those at the same place, joined: item, shop, category
+    targets    q  q  ... q             the candidate's, joined in the same order
+    attention  a_t = MLP([q, k_t, q - k_t, q * k_t])            with softmax or, as in the paper, without
+    interest   sum of a_t k_t
+    top MLP    logit of [dense, pooled features, q, interest]
+
+Hidden layers end in Dice or PReLU. The paper gives the attention's MLP q, k and an "out product"; the four vectors here
+are those of the authors' program (github.com/zhougr1993/DeepInterestNetwork), whose scaling before the softmax is left
+out.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from rowcast.job.schema import Job
+from rowcast.trainer.models.activations import activated, activations
+from rowcast.trainer.models.mlp import linear_layers
+from rowcast.trainer.models.sequences import Embedded, Sequences
+
+
+class DIN(nn.Module):
+    """Attention over histories by `model.targets`, and a top MLP.
+
+    Parameters: `attention_mlp.<n>.*`, `top_mlp.<n>.*`, n counting linear layers from 0, and `attention_activations.<n>`
+    and `top_activations.<n>` with what `Dice` or `PReLU` has. Histories of one sample that differ in length end
+    together. A target is the last entry of its feature; without one it is zeros, and so is an empty history's interest.
+    """
+
+    def __init__(self, job: Job, num_dense: int) -> None:
+        super().__init__()
+        settings = job.model
+        generator = torch.Generator().manual_seed(job.job.seed)
+        widths = [table.embedding_dim for table in job.tables for _ in table.features]
+        self.history, self.softmax = settings.history, settings.softmax
+        self.histories = [job.features.index(feature) for feature in settings.targets]
+        self.targets = [job.features.index(feature) for feature in settings.targets.values()]
+        self.pooled = [index for index in range(len(widths)) if index not in {*self.histories, *self.targets}]
+        width = sum(widths[index] for index in self.histories)
+        joined = num_dense + sum(widths[index] for index in self.pooled) + 2 * width
+        self.attention_mlp = linear_layers([4 * width, *settings.attention_mlp, 1], generator)
+        self.attention_activations = activations(settings.activation, settings.attention_mlp)
+        self.top_mlp = linear_layers([joined, *settings.top_mlp], generator)
+        self.top_activations = activations(settings.activation, settings.top_mlp[:-1])
+
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
+        target, _ = joined_entries([embeddings[index] for index in self.targets], 1)
+        history, present = joined_entries([embeddings[index] for index in self.histories], self.history)
+        pooled = [own for index in self.pooled if isinstance(own := embeddings[index], Tensor)]
+        features = torch.cat([dense, *pooled, target.squeeze(1), self.interest(target, history, present)], dim=1)
+        return activated(self.top_mlp, self.top_activations, features, torch.ones_like(features[:, :1]))
+
+    def interest(self, target: Tensor, history: Tensor, present: Tensor) -> Tensor:
+        """target f32 [B, 1, W], history f32 [B, T, W], present bool [B, T] -> f32 [B, W]."""
+        query = target.expand_as(history)
+        inputs = torch.cat([query, history, query - history, query * history], dim=2).flatten(0, 1)
+        counts = present.view(-1, 1).to(inputs.dtype)
+        coefficients = activated(self.attention_mlp, self.attention_activations, inputs, counts).view_as(present)
+        if self.softmax:
+            lowest = torch.finfo(coefficients.dtype).min  # not -inf, which is NaN for an empty history
+            coefficients = coefficients.masked_fill(~present, lowest).softmax(1)
+        return torch.bmm((coefficients * present)[:, None], history).squeeze(1)
+
+
+def joined_entries(features: list[Embedded], length: int) -> tuple[Tensor, Tensor]:
+    """The last `length` entries, joined: f32 [B, length, W], and bool [B, length], True where some feature has one."""
+    padded = [feature.padded(length) for feature in features if isinstance(feature, Sequences)]
+    values, masks = zip(*padded, strict=True)
+    return torch.cat(values, dim=2), torch.stack(masks).any(0)
