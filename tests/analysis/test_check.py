@@ -267,7 +267,7 @@ def test_labels_that_never_differ_are_a_warning(check: Checked) -> None:
 @pytest.mark.parametrize(
     ("label_values", "values", "level", "sentence"),
     [
-        ("binary", [0, 1], "ok", "click: 50 % of 12 are positive"),
+        ("binary", [0, 1], "ok", "click: 50.0 % of 12 are positive"),
         ("real", [-2, 7.5], "ok", "click: 12 labels go from -2 to 7.5"),
         ("real", [4, 4], "warning", "click: every label of 12 samples is 4, so there is nothing to learn"),
     ],
