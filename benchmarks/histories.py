@@ -86,13 +86,14 @@ def histories(owner: npt.NDArray[np.int64], item: npt.NDArray[np.int64]) -> pa.A
 def job_content(kind: str, log: Log, rows: dict[str, int], data: Path) -> dict[str, Any]:
     pooling = "none" if kind == "din" else "mean"
     dense = [f"int_{i}" for i in range(13)]
-    model: dict[str, Any] = {
+    models: dict[str, dict[str, Any]] = {
         "din": {"targets": {"history": log.item}, "attention_mlp": [32, 16], "top_mlp": [64, 32, 1]},
         "two-tower": {
             "item_features": [log.item, *log.items],
             **{"user_mlp": [64, 32], "item_mlp": [64, 32], "temperature": TEMPERATURE, "log_frequency": 13},
         },
-    }[kind]
+    }
+    model = models[kind]
     shape = {"embedding_dim": DIM, "init": "normal:0.1"}
     first = {"name": log.item, "num_embeddings": rows[log.item], "features": [log.item, "history"], "pooling": pooling}
     return {

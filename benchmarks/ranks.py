@@ -129,24 +129,23 @@ def strike(folder: Path, name: str, number: signal.Signals, after_s: float, expe
         )
 
 
-def strikes(kills: int) -> Iterator[tuple[str, signal.Signals]]:
-    """Every process and signal in turn."""
+def strikes(kills: range, seed: int) -> Iterator[tuple[str, signal.Signals, float]]:
+    """Every process and signal in turn, and when. A row does not depend on those before it."""
     pairs = [f"{role} {rank}" for role in ("prefetcher", "trainer") for rank in range(RANKS)]
     every = [(name, signal.SIGKILL) for name in (*pairs, "torchrun", "parent", "local")]
     every += [(name, signal.SIGSTOP) for name in STOPPED]
-    for index in range(kills):
-        yield every[index % len(every)]
+    for index in kills:
+        yield *every[index % len(every)], random.Random(f"{seed} {index}").uniform(0.0, LONGEST_LIFE_S)
 
 
-def kill_table(kills: int, seed: int) -> int:
+def kill_table(kills: range, seed: int) -> int:
     """Prints it; returns how many runs differ or have left something."""
-    rng, failed = random.Random(seed), 0
+    failed = 0
     with tempfile.TemporaryDirectory() as folder, Session(Path(folder)) as session:
         expected = Recovering(session, ranks={"parts": 4}).finish()
     print("| process | signal | at s | what followed | after s | starts | differs | left behind |")
     print("|" + "---|" * 8, flush=True)
-    for name, number in strikes(kills):
-        at_s = rng.uniform(0.0, LONGEST_LIFE_S)
+    for name, number, at_s in strikes(kills, seed):
         with tempfile.TemporaryDirectory() as folder:
             struck = strike(Path(folder), name, number, at_s, expected)
         failed += bool(struck.differs or struck.left)
@@ -161,16 +160,17 @@ def kill_table(kills: int, seed: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, default=os.environ.get("ROWCAST_RETAIL"), help="folder with train.tsv")
-    parser.add_argument("--steps", type=int, default=30, help="train steps of each run of the first table")
-    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30, help="train steps of each run of the first table; 0: none")
+    parser.add_argument("--kills", type=int, default=40, help="rows of the second table")
+    parser.add_argument("--first", type=int, default=0, help="the row of the second table to begin with")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     log = None if options.log is None else Path(options.log).absolute()
     torch.set_num_threads(1)
     print(f"data: {log or 'synthetic, without a log'}; torch {torch.__version__}\n\nDiffering tensors, by trainers\n")
-    wrong = bits_table(log, options.steps)
+    wrong = bits_table(log, options.steps) if options.steps else 0
     print(f"\n{options.kills} signals to two trainers, their prefetchers and what started them\n")
-    failed = kill_table(options.kills, options.seed)
+    failed = kill_table(range(options.first, options.first + options.kills), options.seed)
     print(f"\n{wrong} runs differ; {failed} of {options.kills} signals changed bits or left something behind")
     return int(wrong + failed > 0)
 

@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -34,6 +35,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from rowcast.runtime.command import say
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 MEETING_S = 600  # until all hosts are there
@@ -47,7 +50,8 @@ T = TypeVar("T")
 class OneAddress(StaticTCPRendezvous):
     """Host 0 serves the store, on one address; with port 0, on a port that is free. Hosts keep their numbers."""
 
-    stop: signal.Signals | None = None  # once one was received
+    stops: ClassVar[list[signal.Signals]] = []  # received so far
+    has_started: ClassVar[bool] = False  # trainers, at least once
     _met: tuple[str, ...] = ()  # host 0 only: who was at the last meeting
     _meetings = 0
 
@@ -55,11 +59,16 @@ class OneAddress(StaticTCPRendezvous):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called before trainers start and before they start again. Returns when all hosts are there."""
+        """Called before trainers start and before they start again. Returns when all hosts are there. Raises
+        SignalException once this process was asked to stop."""
+        refuse_after_stop()
         if self._store is None:
             self._store = self._serve() if self.rank == 0 else self._connect(None)
+        elif self.rank == 0:
+            say("torchrun", "a trainer has ended; all of them are started again")
         hosts = PrefixStore(self.run_id, self._store)
         meeting = self._meet(hosts)
+        OneAddress.has_started = True
         return RendezvousInfo(
             PrefixStore(f"meeting-{meeting}", hosts),
             self.rank,
@@ -106,12 +115,16 @@ class OneAddress(StaticTCPRendezvous):
     def _until(self, found: Callable[[], T | None], what: str) -> T:
         deadline_s = time.monotonic() + self.timeout.total_seconds()
         while (value := found()) is None:
-            if OneAddress.stop is not None:
-                raise SignalException("stopped while trainers were about to start", OneAddress.stop)
+            refuse_after_stop()
             if time.monotonic() > deadline_s:
                 raise RendezvousTimeoutError(f"no {what} within {self.timeout.total_seconds():g} s")
             time.sleep(POLL_S)
         return value
+
+
+def refuse_after_stop() -> None:
+    if OneAddress.stops:
+        raise SignalException("stopped while trainers were about to start", OneAddress.stops[0])
 
 
 def value_of(store: Store, key: str) -> str | None:
@@ -139,13 +152,40 @@ def one_address(parameters: RendezvousParameters) -> OneAddress:
     return OneAddress(host, port, rank, parameters.max_nodes, parameters.run_id, MEETING_S)
 
 
-def pass_on(number: int, frame: object) -> None:
-    """Signals to the trainers, which have sessions of their own, so that a terminal's Ctrl-C does not reach them."""
-    OneAddress.stop = signal.Signals(number)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(int(child), number)
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def pass_on(others: set[int], told: dict[int, int]) -> None:
+    """Signals to the trainers what they have not been told yet. They have sessions of their own, so that a terminal's
+    Ctrl-C does not reach them.
+
+    `others`: children that a shell made before it became this program: `> >(tee log)`.
+    """
+    for trainer in children() - others:
+        for number in OneAddress.stops[told.get(trainer, 0) :]:
+            with suppress(ProcessLookupError):
+                os.kill(trainer, number)
+        told[trainer] = len(OneAddress.stops)
+
+
+def keep_passing_on(others: set[int]) -> None:
+    told: dict[int, int] = {}
+    while True:
+        pass_on(others, told)
+        time.sleep(POLL_S)
+
+
+def handle_stops() -> None:
+    """Passes signals on to trainers that run and to those that are about to be started.
+
+    STOPS stay blocked in this thread, and so in trainers until they have handlers.
+    """
+    for number in STOPS:
+        signal.signal(number, lambda number, _: OneAddress.stops.append(signal.Signals(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    threading.Thread(target=keep_passing_on, args=[children()], daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 
 
 def main(arguments: list[str]) -> int:
@@ -162,16 +202,14 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning; `trainer.threads` decides
-    for number in STOPS:
-        signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # the process that started this may have blocked them
+    handle_stops()
     try:
         run.run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except SignalException as error:
-        return 128 + error.sigval
+        return 128 + error.sigval if OneAddress.has_started else 0
     return 0
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.logs import get_logger, setup_logging
+from rowcast.runtime.telemetry.logs import get_logger, setup_logging, write_error_line
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
@@ -38,8 +38,7 @@ def run_command(process: str, main: Callable[[], int | None]) -> int:
 
 def say(process: str, sentence: str) -> None:
     line = " ".join(sentence.splitlines())
-    sys.stderr.write(f"rowcast {process}: {line}\n")
-    sys.stderr.flush()
+    write_error_line(f"rowcast {process}: {line}")
 
 
 def flush_stdout() -> None:

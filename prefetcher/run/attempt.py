@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rowcast.job.schema import CheckpointInterval, Job, Transport, parse_bytes
+from rowcast.job.schema import Job, Transport, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.interval import AwaitedPace, PaceMeter, RankPace, keep_interval, read_interval
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
@@ -25,14 +24,13 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
 from rowcast.prefetcher.pipeline.engine import WAKES, PrefetcherEngine, PrefetcherParts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges
-from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
-from rowcast.prefetcher.pipeline.planning import Pace, plans_ahead
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import PlacedBatch
 from rowcast.prefetcher.readers.worker import WorkerSource
+from rowcast.prefetcher.run.checkpoint_interval import AttemptInterval
 from rowcast.prefetcher.run.gauges import engine_gauges, stall_clocks
 from rowcast.prefetcher.run.sizing import (
     automatic_threads,
@@ -121,6 +119,7 @@ class PrefetcherAttempt:
         self._writer: CheckpointWriter | None = None
         self._engine: PrefetcherEngine | None = None
         self._tier_slots: tuple[int, ...] | None = None
+        self._interval = AttemptInterval(run.job, run.checkpoints, run.shard.number, run.mode)
 
     def live(self) -> None:
         """Returns when the run finished or was stopped in order. Raises the first error of any stage, or PeerLost."""
@@ -283,11 +282,11 @@ class PrefetcherAttempt:
                 start=self._start,
                 counters=run.counters,
                 restore=restore,
-                pace=self._pace(planner),
+                pace=self._interval.pace(self.train_steps, has_trace=run.save_trace is not None),
                 rank=run.rank,
             )
         )
-        engine.planning.on_interval = self._keep_interval
+        engine.planning.on_interval = self._interval.keep
         self._run_stages(stack, engine)
 
     def _make_rings(self, stack: ExitStack, nbytes: int) -> list[RingFile | RingMemory]:
@@ -330,45 +329,10 @@ class PrefetcherAttempt:
             pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
             num_threads=automatic_threads() if threads == "auto" else threads,
             keep_ids=self._run.save_trace is not None,
-            checkpoint_every=self._known_interval(),
+            checkpoint_every=self._interval.known,
             rank=self._run.rank,
             tier_slots=tier_slots,
         )
-
-    # when checkpoints are made
-
-    def _known_interval(self) -> CheckpointInterval:
-        """The checkpoint interval; 0 if the job gives a time that this run has not converted to train steps yet."""
-        checkpoint = self._job.checkpoint
-        if checkpoint.every_seconds is None or self._run.mode == "eval":
-            return checkpoint.interval
-        return self._read_interval() or 0
-
-    def _read_interval(self) -> int | None:
-        every = self._job.checkpoint.every
-        assert isinstance(every, str), "a time must be text"
-        return read_interval(self._run.checkpoints.root, every)
-
-    def _pace(self, planner: RowPlanner) -> Pace | None:
-        seconds = self._job.checkpoint.every_seconds
-        if seconds is None or planner.checkpoint_every or self._run.mode == "eval":
-            return None
-        if self._run.save_trace is not None:
-            self._log.warning(
-                "no checkpoint before the end: a trace needs their steps; set checkpoint.every to a number of steps"
-            )
-            return None
-        shard, ahead = self._run.shard, plans_ahead(self._job.lookahead.depth)
-        if shard.count == 1:
-            return PaceMeter(seconds, self.train_steps)
-        return AwaitedPace(self._read_interval, ahead) if shard.number else RankPace(seconds, self.train_steps, ahead)
-
-    def _keep_interval(self, steps: int) -> None:
-        checkpoint = self._job.checkpoint
-        assert isinstance(checkpoint.every, str), "a time must be text"
-        if self._run.shard.number == 0:
-            keep_interval(self._run.checkpoints.disk, self._run.checkpoints.root, checkpoint.every, steps)
-        self._log.info("the pace is known", checkpoint_every=checkpoint.every, train_steps=steps)
 
     def _welcome(
         self,
@@ -444,27 +408,12 @@ class PrefetcherAttempt:
         return recorded_stages(timeline, stages, mail="deliver", staging="stage", checkpoint="write")
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
-        """Saves the plans if the run asks for a trace. The returned function is called when the run is over."""
-        if self._run.save_trace is None:
+        path = self._run.save_trace
+        if path is None:
             return lambda: None
-        from rowcast.prefetcher.traces.header import trace_header
-        from rowcast.prefetcher.traces.writer import TraceWriter
+        from rowcast.prefetcher.run.saved_trace import save_plans  # only for a trace
 
-        header = trace_header(self._job, self._run.groups, engine.welcome.slots, self._tier_slots)
-        writer = stack.enter_context(TraceWriter(self._run.save_trace, header))
-        before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
-
-        def on_plan(planned: PlannedStep) -> None:
-            writer.add(planned.batch, planned.plan)
-
-        def finish() -> None:
-            if engine.finished:
-                counted = zip(engine.counters.groups.values(), before, strict=True)
-                flushed = tuple(group.rows_flushed - earlier for group, earlier in counted)
-                writer.finish(flushed, finished=engine.barrier.finished)
-
-        engine.planning.on_plan = on_plan
-        return finish
+        return save_plans(stack, path, self._job, self._run.groups, engine, self._tier_slots)
 
     def _log_end(self, engine: PrefetcherEngine) -> None:
         if self._run.verify:
@@ -484,15 +433,15 @@ class PrefetcherAttempt:
                 )
                 if not counts.keeps_up:
                     self._log.warning("steps may have waited for " + described([counts]), group=group.name)
-        reason, steps = self._run.signals.stop_reason, engine.counters.train_steps
+        reason, steps = self._run.signals.stop_reason, self.train_steps
         if not engine.finished and self._is_over():
             self._log.info("the run has ended without this prefetcher's trainer, which was lost after its last step")
         elif not engine.finished:
             self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
         elif engine.barrier.finished:
-            self._log.info("finished", train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
+            self._log.info("finished", after_train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
         else:
-            self._log.info("stopped in order", train_steps=steps, reason=engine.planning.stop_reason)
+            self._log.info("stopped in order", after_train_steps=steps, reason=engine.planning.stop_reason)
 
     def _until_finished(self, engine: PrefetcherEngine) -> None:
         stopping, run = False, self._run

@@ -16,12 +16,20 @@ from rowcast.runtime.errors import ConfigError
 LEVELS = ("debug", "info", "warning", "error")
 
 
+def write_error_line(line: str) -> None:
+    """To stderr. Goes on without it once nobody reads it: Ctrl-C under `2>&1 | tee` ends tee first."""
+    try:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 class StderrLogger:
     """Writes whole lines to the current `sys.stderr`, which a live progress line replaces while it is shown."""
 
     def msg(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        write_error_line(line)
 
     debug = info = warning = error = critical = exception = msg
 

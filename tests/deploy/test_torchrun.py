@@ -3,12 +3,14 @@
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rowcast.deploy.torchrun import OneAddress, children, pass_on
 from tests.support.processes import Process, Session, proc_text
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as in /proc/net/tcp and tcp6
@@ -19,6 +21,7 @@ import os, signal, socket, sys, time
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 stops = []
 signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
 print("rank", rank, "attempt", attempt, "port", os.environ["MASTER_PORT"],
       "on", os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
@@ -33,6 +36,8 @@ if sys.argv[1] == "fails" and rank == "1":
 while not stops:
     time.sleep(0.02)
 time.sleep(0.5)
+if sys.argv[1] == "fails at a stop":
+    sys.exit(3)
 print("rank", rank, "attempt", attempt, "stops", len(stops), flush=True)
 """
 
@@ -69,6 +74,43 @@ def test_a_killed_trainer_comes_back_at_the_same_port_and_a_stop_is_passed_on_on
     assert ended.code == 0, ended.stderr
     assert sorted(re.findall(r"rank (\d) attempt 1 stops (\d)", ended.stdout)) == [("0", "1"), ("1", "1")]
     assert session.remains() == []
+
+
+def test_trainers_that_start_after_a_stop_get_it_and_children_of_the_shell_before_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OneAddress, "stops", [])
+    with subprocess.Popen(["sleep", "60"]) as tee:
+        others = children()
+        told: dict[int, int] = {}
+        OneAddress.stops.append(signal.SIGTERM)
+        pass_on(others, told)
+        with subprocess.Popen(["sleep", "60"]) as trainer:
+            pass_on(others, told)
+            assert trainer.wait() == -signal.SIGTERM
+        assert tee.poll() is None
+        tee.kill()
+
+
+def test_a_stop_during_imports_starts_no_trainer(session: Session) -> None:
+    """As from a parent that is killed: it has blocked the signal until there is a handler."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        torchrun = started(session, "waits")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    torchrun.signal(signal.SIGTERM)
+    ended = torchrun.ended()
+    assert (ended.code, ended.stdout) == (0, ""), ended.stderr
+
+
+def test_a_trainer_that_fails_after_a_stop_is_not_started_again(session: Session) -> None:
+    torchrun = started(session, "fails at a stop")
+    torchrun.until(lambda: len(re.findall("attempt 0", torchrun.stdout)) == 2, "first attempt of both")
+    torchrun.signal(signal.SIGTERM)
+    ended = torchrun.ended()
+    assert ended.code == 128 + signal.SIGTERM
+    assert "attempt 1" not in ended.stdout
 
 
 def test_it_ends_with_the_code_of_the_trainer_that_failed_first(session: Session) -> None:

@@ -34,7 +34,7 @@ def small_job(
     horizon: int = 8,
     dtypes: Sequence[RowType] = FP32,
     master: bool = False,
-    **sections: dict[str, Any],
+    **sections: Any,
 ) -> Job:
     """Four tables of two different widths, in groups whose features alternate; one table serves two features."""
     pooling = "mean" if bags == "mean" else "sum"

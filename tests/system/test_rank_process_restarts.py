@@ -17,14 +17,16 @@ from tests.support.processes import Session
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {
     "data": {"batch_size": 50, "synthetic": {"samples": 20_000}},
+    "cache": {"capacity": "4KiB"},
     "optimizer": {"dense": {"kind": "adam", "lr": 0.01}},
 }
 STEPS = (5, 8, 12)
+STORES = ({"kind": "memory"}, {"kind": "tiered", "memory": "128 rows"}, {"kind": "mapped"})
 
 
 def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Session) -> None:
-    for ranks, steps in zip((1, 4, 2), STEPS, strict=True):
-        session.write_job(**SMALL, checkpoint={"every": 3}, ranks={"count": ranks, "parts": 4})
+    for ranks, steps, store in zip((1, 4, 2), STEPS, STORES, strict=True):
+        session.write_job(**SMALL, checkpoint={"every": 3}, ranks={"count": ranks, "parts": 4}, store=store)
         session.start("local", "--max-steps", str(steps)).ended(300).quiet()
         manifest = session.manifest()
         assert (manifest.train_steps, len(manifest.shards)) == (steps, ranks)

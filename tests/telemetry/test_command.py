@@ -47,33 +47,39 @@ def test_our_own_bugs_show_their_traceback_and_exit_1(capsys: pytest.CaptureFixt
     assert err.endswith("rowcast prefetcher: unexpected error: ZeroDivisionError: slots\n")
 
 
-def print_without_a_reader(flush: bool) -> tuple[int, str]:
+def without_a_reader(stream: str, main: str) -> subprocess.CompletedProcess[str]:
     script = (
         "import sys; from rowcast.runtime.command import run_command; "
-        f"sys.exit(run_command('trainer', lambda: print('line', flush={flush})))"
+        "from rowcast.runtime.telemetry.logs import get_logger; "
+        f"sys.exit(run_command('trainer', lambda: {main}))"
     )
     read_end, write_end = os.pipe()
     os.close(read_end)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-c", script],
-        stdout=write_end,
-        stderr=subprocess.PIPE,
+        stdout=write_end if stream == "stdout" else subprocess.PIPE,
+        stderr=write_end if stream == "stderr" else subprocess.PIPE,
         env=environment,
         text=True,
         timeout=60,
         check=False,
     )
     os.close(write_end)
-    return done.returncode, done.stderr
+    return done
 
 
 def test_a_reader_that_goes_after_the_work_does_not_change_the_exit_code() -> None:
-    assert print_without_a_reader(flush=False) == (0, "")
+    done = without_a_reader("stdout", "print('line')")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_goes_during_the_work_is_a_sentence() -> None:
-    assert print_without_a_reader(flush=True) == (
-        1,
-        "rowcast trainer: stdout was closed before everything was written\n",
-    )
+    done = without_a_reader("stdout", "print('line', flush=True)")
+    expected = "rowcast trainer: stdout was closed before everything was written\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+def test_work_goes_on_when_nobody_reads_the_log() -> None:
+    done = without_a_reader("stderr", "get_logger().info('one') or get_logger().info('two') or print('the end')")
+    assert (done.returncode, done.stdout) == (0, "the end\n")

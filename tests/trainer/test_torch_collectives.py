@@ -61,7 +61,7 @@ def test_on_a_device_the_host_asks_nothing_and_the_stream_waits(monkeypatch: pyt
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_broken_exchange_names_rank_and_exchange(monkeypatch: pytest.MonkeyPatch, *, on_device: bool) -> None:
     def refuse(*arguments: object, async_op: bool) -> OneWork:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:4242\nmore")
+        raise RuntimeError("[/torch/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242. Advice.\nmore")
 
     start = exchange(monkeypatch, OneWork(1), SimpleNamespace(is_cuda=on_device))
     monkeypatch.setattr(dist, "all_to_all_single", refuse)

@@ -8,6 +8,7 @@ A process that gives up in an exchange must end with `runtime.process.leave_at_o
 it until the group's time-out, abort or not, and an orderly exit waits for them.
 """
 
+import re
 import time
 from collections.abc import Callable
 
@@ -86,10 +87,16 @@ class TorchCollectives:
         return f"rank {self._rank.number} of {self._rank.count}"
 
     def _broken(self, error: RuntimeError) -> PeerLost:
-        first_line = str(error).partition("\n")[0]
         return PeerLost(
-            f"{self._own} lost another rank while they exchanged {self.doing} ({first_line}); that rank's log says why"
+            f"{self._own} lost another rank while they exchanged {self.doing} ({first_sentence(error)}); that rank's "
+            "log says why"
         )
+
+
+def first_sentence(error: BaseException) -> str:
+    """Of what torch or gloo says, without the line of their source in front and the advice behind."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]
 
 
 class PolledWork:

@@ -25,6 +25,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from rowcast.protocol.messages import PROTOCOL_VERSION, Mode
 from rowcast.protocol.session import VERBS
 from rowcast.runtime.errors import ConfigError, Mismatch, PeerLost
+from rowcast.trainer.models.torch_collectives import first_sentence
 from rowcast.trainer.run.launch import Launch
 
 POLL_S = 0.01
@@ -94,8 +95,8 @@ def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> Store | N
         )
     except RuntimeError as error:
         raise PeerLost(
-            f"rank {launch.rank} cannot use the meeting point at {launch.address}:{launch.port} ({first_line(error)}); "
-            "give torchrun another --master-port"
+            f"rank {launch.rank} cannot use the meeting point at {launch.address}:{launch.port} "
+            f"({first_sentence(error)}); give torchrun another --master-port"
         ) from None
 
 
@@ -125,7 +126,7 @@ class Meeting:
             return self._lead() if self._own.rank == 0 else self._follow()
         except RuntimeError as error:  # raised by the store
             raise PeerLost(
-                f"rank {self._own.rank} lost the meeting point of the ranks ({first_line(error)}); it ended with "
+                f"rank {self._own.rank} lost the meeting point of the ranks ({first_sentence(error)}); it ended with "
                 "torchrun or rank 0, whose log says why"
             ) from None
 
@@ -245,7 +246,3 @@ def checked(present: Present, name: str) -> str:
                 "command on each host"
             )
     return name
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -22,9 +22,9 @@ from rowcast.protocol.messages import Mode
 from rowcast.protocol.parts import Rank, rank_of
 from rowcast.runtime.errors import PeerLost
 from rowcast.trainer.models.collectives import Collectives, LocalCollectives
-from rowcast.trainer.models.torch_collectives import TorchCollectives
+from rowcast.trainer.models.torch_collectives import TorchCollectives, first_sentence
 from rowcast.trainer.run.launch import Launch, check_launch
-from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, first_line, new_greeting, open_store
+from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, new_greeting, open_store
 
 Idle = Callable[[], object]
 GO, LEAVE = b"go", b"leave"
@@ -155,8 +155,8 @@ class RankGroup:
             return None if self._decided(call, GO) == LEAVE else [self._store.get(key) for key in keys]
         except RuntimeError as error:  # raised by the store
             raise PeerLost(
-                f"rank {number} lost the meeting point of the ranks ({first_line(error)}); it ended with torchrun or "
-                "rank 0, whose log says why"
+                f"rank {number} lost the meeting point of the ranks ({first_sentence(error)}); it ended with "
+                "torchrun or rank 0, whose log says why"
             ) from None
 
     def _decided(self, call: int, proposal: bytes) -> bytes:
@@ -176,8 +176,9 @@ class RankGroup:
             )
         except RuntimeError as error:
             raise PeerLost(
-                f"rank {self.rank.number} of {self.rank.count} found no way to the other ranks ({first_line(error)}); "
-                "look for one that has ended, or name the network in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+                f"rank {self.rank.number} of {self.rank.count} found no way to the other ranks "
+                f"({first_sentence(error)}); look for one that has ended, or name the network in GLOO_SOCKET_IFNAME or "
+                "NCCL_SOCKET_IFNAME"
             ) from None
         return TorchCollectives(self.rank, self._timeout_s, lambda: ignore(check()))
 

@@ -1,0 +1,37 @@
+"""Saves the plans of an attempt as a trace, for `--save-trace`."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
+from rowcast.prefetcher.traces.header import trace_header
+from rowcast.prefetcher.traces.writer import TraceWriter
+
+
+def save_plans(
+    stack: ExitStack,
+    path: Path,
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    engine: PrefetcherEngine,
+    tier_slots: tuple[int, ...] | None,
+) -> Callable[[], None]:
+    """Writes to `path` what `engine` plans from now on. The returned function is called when the run is over."""
+    writer = stack.enter_context(TraceWriter(path, trace_header(job, groups, engine.welcome.slots, tier_slots)))
+    before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
+
+    def on_plan(planned: PlannedStep) -> None:
+        writer.add(planned.batch, planned.plan)
+
+    def finish() -> None:
+        if engine.finished:
+            counted = zip(engine.counters.groups.values(), before, strict=True)
+            flushed = tuple(group.rows_flushed - earlier for group, earlier in counted)
+            writer.finish(flushed, finished=engine.barrier.finished)
+
+    engine.planning.on_plan = on_plan
+    return finish
