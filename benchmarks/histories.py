@@ -99,7 +99,7 @@ def job_content(kind: str, log: Log, rows: dict[str, int], data: Path) -> dict[s
     return {
         "job": {"run_dir": "unused"},
         "data": {
-            **{"format": "parquet", "path": str(data), "eval_fraction": 0.1},
+            **{"format": "parquet", "path": str(data), "eval_fraction": 0.1, "batch_size": 512},
             **{"columns": {"dense": dense if kind == "din" else [*dense, "log_frequency"]}},
         },
         "tables": [
@@ -271,7 +271,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.ones(1).sqrt()
     torch.set_num_threads(1)
-    torch.sparse.check_sparse_tensor_invariants.disable()
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     print("| log | model | rowcast | plain PyTorch | largest difference of a seed |\n|---|---|---|---|---|")
     for folder in options.folders:
         for kind in options.kinds.split(","):
