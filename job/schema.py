@@ -36,6 +36,7 @@ MIN_RING_BYTES = 2**20
 AUTO_MIRROR_BYTES = 64 * 2**20
 MAX_ROWS_PER_TABLE = 2**48  # a key is table_index << 48 | row
 MAX_TABLES = 2**15
+MAX_LABELS = 64  # a sample; an evaluation counts 4 MiB for each
 MAX_MLP_WIDTH = 2**20
 MLPS = ("bottom_mlp", "top_mlp", "attention_mlp", "final_mlp", "user_mlp", "item_mlp")
 MAX_THREADS = 2**12
@@ -116,6 +117,12 @@ class Columns(Section, frozen=True, kw_only=True):
     """The columns of Parquet and CSV files: see [data.md](data.md). A feature is the column of the same name."""
 
     label: str = "label"  # the column that holds the label
+    # several labels a sample instead of `label`, for a model with a logit for each of them (see
+    # [models.md](models.md#several-labels)): their columns, or their names in formats without column names; a missing
+    # one (null, an empty cell, NaN) is unknown
+    labels: list[str] = []
+    # `binary`: labels are 0 or 1; `real`: any finite numbers, for a model with a `loss` of its own
+    label_values: Literal["binary", "real"] = "binary"
     # the columns that hold dense features; by default all columns named `int_<n>`, in order of n; `[]` means none
     dense: list[str] | None = None
     weights: dict[str, str] = {}  # maps a feature to the column that holds a weight for each of its look-ups
@@ -134,6 +141,24 @@ class Columns(Section, frozen=True, kw_only=True):
         for feature, separator in self.lists.items():
             if not separator:
                 raise ValueError(f'lists.{feature} is empty; give the separator between the ids of a cell, such as "|"')
+        if len(self.labels) == 1:
+            raise ValueError(f'labels names one column; write label = "{self.labels[0]}"')
+        if self.labels and self.label != "label":
+            raise ValueError(f'give either label = "{self.label}" or labels, not both')
+        if len(self.labels) > MAX_LABELS:
+            raise ValueError(f"labels names {len(self.labels)} columns, more than {MAX_LABELS}")
+        for name in self.labels:
+            if self.labels.count(name) > 1:
+                raise ValueError(f"labels names {name} twice")
+
+    @property
+    def label_names(self) -> list[str]:
+        return self.labels or [self.label]
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """The shape of a sample's labels: () for one, (T,) for several."""
+        return (len(self.labels),) if self.labels else ()
 
     def is_hashed(self, feature: str) -> bool:
         return self.hash if isinstance(self.hash, bool) else feature in self.hash
@@ -197,6 +222,10 @@ class Data(Section, frozen=True, kw_only=True):
         if (self.columns.lists or self.columns.delimiter != ",") and not known.text_cells:
             belongs = f"belong to format = {formats_with('text_cells')}"
             raise ValueError(f"columns.lists and columns.delimiter {belongs}, not {self.format!r}; remove them")
+        if (self.columns.labels or self.columns.label_values != "binary") and known.one_label:
+            raise ValueError(
+                f"columns.labels and columns.label_values: {self.format} has one label of 0 or 1 a sample; remove them"
+            )
 
     @property
     def shuffle_window(self) -> int | None:

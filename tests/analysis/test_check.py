@@ -2,13 +2,14 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 import resource
 import socket
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -206,7 +207,7 @@ def factory(name: str, **options: Any) -> dict[str, Any]:
     return {"format": f"tests.analysis.test_check:{name}", "options": options}
 
 
-def made(labels: list[float], num_batches: int = 6) -> list[Batch]:
+def made(labels: Sequence[Any], num_batches: int = 6) -> list[Batch]:
     """Batches of one sample a label; every look-up is of another row."""
     size = len(labels)
     return [
@@ -221,6 +222,11 @@ def made(labels: list[float], num_batches: int = 6) -> list[Batch]:
 
 def labelled(job: Job, labels: list[float]) -> list[Batch]:
     return made(labels)
+
+
+def several(job: Job, values: list[float]) -> list[Batch]:
+    """Labels [2, 3]: values, always 0, unknown."""
+    return made([[value, 0, math.nan] for value in values])
 
 
 def nothing_to_train(job: Job) -> Any:
@@ -256,6 +262,26 @@ def test_labels_that_never_differ_are_a_warning(check: Checked) -> None:
     assert "every label of 12 samples is 1" in only_fault(
         check(whole=True, data=factory("labelled", labels=[1, 1])), "warning", "labels"
     )
+
+
+@pytest.mark.parametrize(
+    ("label_values", "values", "level", "sentence"),
+    [
+        ("binary", [0, 1], "ok", "click: 50.0 % of 12 are positive"),
+        ("real", [-2, 7.5], "ok", "click: 12 labels go from -2 to 7.5"),
+        ("real", [4, 4], "warning", "click: every label of 12 samples is 4, so there is nothing to learn"),
+    ],
+)
+def test_each_of_several_labels_is_looked_at(
+    check: Checked, label_values: str, values: list[float], level: str, sentence: str
+) -> None:
+    columns = {"columns": {"labels": ["click", "buy", "stay"], "label_values": label_values}}
+    found = check(whole=True, data=factory("several", values=values) | columns, model={"kind": "examples.mmoe:build"})
+    of_labels = [(finding.level, finding.sentence) for finding in found if finding.subject == "labels"]
+    assert [own for own, _ in of_labels] == [level, "warning", "warning"]
+    assert of_labels[0][1].startswith(sentence)
+    assert of_labels[1][1].startswith("buy: every label of 12 samples is 0")
+    assert of_labels[2][1].startswith("stay: no label is known")
 
 
 def test_labels_outside_0_to_1_are_an_error(check: Checked) -> None:
