@@ -176,7 +176,7 @@ def two_tower(job: Job, w: Weights, dense: Tensor, rows: Rows, training: bool) -
 
 
 def sampled_softmax(scores: Tensor, labels: Tensor, items: npt.NDArray[np.int64]) -> Tensor:
-    same = torch.from_numpy(items[:, None] == items)
+    same = torch.from_numpy((items[:, None] == items).all(2))
     others = scores.masked_fill(same & ~torch.eye(len(labels), dtype=torch.bool), -1e30)
     return ((others.logsumexp(1) - scores.diagonal()) * labels).mean()
 
@@ -218,10 +218,10 @@ def plain_auc(job: Job, start: Weights) -> float:
 
 
 def item_ids(job: Job, batch: Batch) -> npt.NDArray[np.int64]:
-    """The ids of the job's first feature, which says what item a sample has."""
-    last = batch.size if batch.offsets is None else int(batch.offsets[batch.size])
-    assert last == batch.size, f"{last} items in {batch.size} samples"
-    return batch.ids[:last]
+    """i64 [B, features of the item]: what item a sample has."""
+    offsets = np.arange(len(batch.ids) + 1) if batch.offsets is None else batch.offsets
+    starts = [int(offsets[job.features.index(feature) * batch.size]) for feature in job.model.item_features]
+    return np.stack([batch.ids[start : start + batch.size] for start in starts], axis=1)
 
 
 def area_under_curve(scores: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
