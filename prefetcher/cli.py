@@ -1,6 +1,7 @@
 """The `prefetcher` command."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import load_job, load_own_job
+from rowcast.job.schema import Job
 from rowcast.runtime.command import run_command
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
@@ -162,7 +164,10 @@ def simulate(
     ] = None,
     batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="Repeatable.")] = None,
     shuffles: Annotated[
-        list[str] | None, typer.Option("--shuffle", help="none, window:ROWS or full. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--shuffle", help="none, window:ROWS or full; or with data.hot, such as full+hot-blocks:20. Repeatable."
+        ),
     ] = None,
     ranks: Annotated[
         list[int] | None,
@@ -346,22 +351,47 @@ def timeline(
 @app.command()
 def predict(
     config: Config,
-    run_dir: RunFolder,
+    rates: Annotated[
+        list[Path] | None,
+        typer.Option("--rates", help="A device, from `trainer rates`. Repeatable.", metavar="FILE", show_default=False),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option("--vary", help="A setting to try, as KEY=VALUE. Repeatable; all combinations are tried."),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run", help="Instead of --rates: a run with --timeline.", metavar="DIR", show_default=False),
+    ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--change", help="A task and how long it would take, such as step=0.1. Repeatable."),
+        typer.Option("--change", help="With --run: how long a task would take, such as step=0.1. Repeatable."),
     ] = None,
     overrides: Overrides = None,
     max_steps: Annotated[
-        int | None, typer.Option("--max-steps", min=0, help="As the run had it.", show_default=False)
+        int | None, typer.Option("--max-steps", min=0, help="Train steps; as the run had it.", show_default=False)
     ] = None,
 ) -> None:
-    """Walk a run that was recorded with --timeline again: what bounds its pace, and what a change would give."""
+    """How long a step will take and what bounds it: before a run, or walking a recorded one again."""
 
     def main() -> None:
-        from rowcast.analysis.predict.predict import run_predict
+        if (run_dir is None) == (not rates):
+            raise ConfigError("give either --rates FILE, from `trainer rates`, or --run DIR, a run with --timeline")
+        if run_dir is not None and vary:
+            raise ConfigError("--vary needs --rates; with --run, --change says what would be different")
+        if rates and changes:
+            raise ConfigError("--change needs --run; with --rates, --vary says what would be different")
+        if run_dir is not None:
+            from rowcast.analysis.predict.predict import walk_recorded
 
-        run_predict(load_job(config, tuple(overrides or ())), run_dir, changes or (), max_steps=max_steps)
+            walk_recorded(load_job(config, tuple(overrides or ())), run_dir, changes or (), max_steps=max_steps)
+            return
+        from rowcast.analysis.predict.job import predict_jobs, print_predictions
+
+        def load(settings: Sequence[str]) -> Job:
+            return load_job(config, (*(overrides or ()), *settings))
+
+        print_predictions(predict_jobs(load, rates or (), vary or (), max_steps=max_steps))
 
     raise typer.Exit(run_command("prefetcher", main))
 

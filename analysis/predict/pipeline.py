@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rowcast.analysis.predict.schedule import Task, Thread, Wait
+from rowcast.job.step_kernels import StepCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,18 @@ class PlannedPiece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """What decides how long a step's tasks take."""
+
+    trains: bool  # False: an evaluation step
+    counts: StepCounts
+    first: tuple[int, ...]  # of each group's fetched rows, those that were never fetched before
+    decode_s: float  # processor seconds of decoding the batch, as measured here
+    plan_s: float  # processor seconds of planning the step, as measured here
+    flushed: tuple[int, ...] = ()  # dirty rows of each group that the barrier after it brings home
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """What a step of the plan stream waits for and moves."""
 
@@ -38,6 +51,7 @@ class Planned:
     fill_after: int | None
     pieces: tuple[PlannedPiece, ...]
     barrier: bool  # a barrier follows
+    counted: Counted | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

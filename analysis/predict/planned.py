@@ -1,11 +1,13 @@
 """Plans a whole job, without tables or trainer, and says of each step what it waits for and what it moves."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from rowcast.analysis.predict.pipeline import Planned, PlannedPiece, Wiring
+from rowcast.analysis.predict.pipeline import Counted, Planned, PlannedPiece, Wiring
 from rowcast.job.schema import Job
+from rowcast.job.step_kernels import GroupCounts, StepCounts
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
@@ -16,14 +18,15 @@ from rowcast.prefetcher.readers.worker import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import automatic_threads, job_tier_slots, sizes
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import Piece, cut, plan_block
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 
-def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring]:
-    """Raises ConfigError and DataError as a run would."""
+def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring, int]:
+    """The steps, the pipeline, and dense features of a sample. Raises ConfigError and DataError as a run would."""
     groups = group_specs(job)
-    batches = iter(schedule(job, open_reader(job), max_steps))
+    reader = open_reader(job)
+    batches = Timed(schedule(job, reader, max_steps))
     measured = list(islice(batches, MEASURED_BATCHES))
     slots = job_slots(job, groups, measured)
     own = sizes(job, groups, measured, job.lookahead.depth)
@@ -45,37 +48,101 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         ring_bytes=own.ring_bytes,
         staging_bytes=own.staging_bytes,
     )
-    return list(planned_steps(chain(measured, batches), planner, groups, wiring)), wiring
+    return (
+        list(planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds)),
+        wiring,
+        reader.num_dense,
+    )
+
+
+class Timed:
+    """Batches, and how much processor time each took to decode."""
+
+    def __init__(self, batches: Iterable[ScheduledBatch]) -> None:
+        self._batches = iter(batches)
+        self.seconds: list[float] = []
+
+    def __iter__(self) -> Iterator[ScheduledBatch]:
+        return self
+
+    def __next__(self) -> ScheduledBatch:
+        began_s = time.process_time()
+        batch = next(self._batches)
+        self.seconds.append(time.process_time() - began_s)
+        return batch
 
 
 def planned_steps(
-    batches: Iterator[ScheduledBatch], planner: RowPlanner, groups: tuple[GroupSpec, ...], wiring: Wiring
+    batches: Iterator[ScheduledBatch],
+    planner: RowPlanner,
+    groups: tuple[GroupSpec, ...],
+    wiring: Wiring,
+    decode_s: Sequence[float],
 ) -> Iterator[Planned]:
+    """`decode_s`: seconds of each batch that was taken so far; grows with them."""
     first: int | None = None
     before: Planned | None = None
+    seen: list[set[int]] = [set() for _ in groups]  # keys that were fetched
     while True:
+        plan_s = 0.0
         for scheduled in islice(batches, planner.wants_batch):
             first = scheduled.step if first is None else first
+            began_s = time.process_time()
             planner.add(scheduled)
+            plan_s += time.process_time() - began_s
         if planner.wants_batch:
             planner.end()
         if not planner.ready() or first is None:
             break
         if planner.checkpoint_due:
-            planner.barrier("checkpoint", finished=False)
             assert before is not None, "a checkpoint follows a step"
-            before = with_barrier(before)
+            before = with_barrier(before, planner.barrier("checkpoint", finished=False))
         if before is not None:
             yield before
-        known = planner.num_known
+        known, began_s = planner.num_known, time.process_time()
         scheduled, plan = planner.plan()
-        before = planned(scheduled, plan, groups, wiring, first, known)
+        plan_s += time.process_time() - began_s
+        step = planned(scheduled, plan, groups, wiring, first, known)
+        counted = count(scheduled, plan, seen, decode_s[step.step], plan_s)
+        before = replace(step, counted=counted)
     if before is not None:
-        yield with_barrier(before)
+        yield with_barrier(before, planner.barrier("end", finished=True))
 
 
-def with_barrier(planned: Planned) -> Planned:
-    return replace(planned, barrier=True)
+def with_barrier(planned: Planned, barrier: BarrierPlan) -> Planned:
+    assert planned.counted is not None, "steps of a plan are counted"
+    flushed = tuple(map(len, barrier.dirty))
+    return replace(planned, barrier=True, counted=replace(planned.counted, flushed=flushed))
+
+
+def count(
+    scheduled: ScheduledBatch, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float
+) -> Counted:
+    """Adds the keys that are fetched to those `seen` of each group."""
+    first = []
+    for group, keys in zip(plan.groups, seen, strict=True):
+        before = len(keys)
+        keys.update(group.fetch_keys.tolist())
+        first.append(len(keys) - before)
+    return Counted(
+        trains=scheduled.kind == "train",
+        counts=StepCounts(
+            batch=scheduled.batch.size,
+            plan_bytes=plan_block(scheduled.batch, plan).nbytes,
+            groups=tuple(
+                GroupCounts(
+                    lookups=len(group.slots),
+                    rows=len(group.unique_slots),
+                    fetched=len(group.fetch_keys),
+                    written_back=group.num_dirty,
+                )
+                for group in plan.groups
+            ),
+        ),
+        first=tuple(first),
+        decode_s=decode_s,
+        plan_s=plan_s,
+    )
 
 
 def planned(

@@ -1,5 +1,6 @@
-"""`prefetcher predict`: walks a recorded run again, as it was and with what would be different."""
+"""`prefetcher predict --run`: walks a recorded run again, as it was and with what would be different."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,10 +26,11 @@ CHANGEABLE = ("decode", "read", "plan", "fetch", "send", "copy in", "fill", "ste
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Walked:
     step_s: float  # what a step takes, once the cache is full
+    run_s: float  # from the first batch to the end of the last checkpoint
     bound_by: list[tuple[str, float]]  # tasks of the critical path of steady steps, and their share of it
 
 
-def run_predict(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: int | None = None) -> None:
+def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: int | None = None) -> None:
     """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
     if job.ranks.num_parts > 1:
         raise ConfigError(
@@ -36,7 +38,7 @@ def run_predict(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: i
         )
     factors = [parse_change(change) for change in changes]
     recorded = recorded_run(read_run(run_dir))
-    plan, wiring = plan_job(job, max_steps)
+    plan, wiring, _ = plan_job(job, max_steps)
     if len(plan) != len(recorded.ended):
         raise ConfigError(
             f"the job has {len(plan)} steps, but {run_dir} recorded {len(recorded.ended)}; give the job file of that "
@@ -75,9 +77,15 @@ class Scaled:
         return self.durations(name, step, pieces) * self.factors.get(name, 1.0)
 
 
-def walk(plan: Sequence[Planned], wiring: Wiring, durations: Durations, begins: dict[str, float]) -> Walked:
+def walk(
+    plan: Sequence[Planned],
+    wiring: Wiring,
+    durations: Durations,
+    begins: dict[str, float],
+    cores: float = math.inf,
+) -> Walked:
     pipeline = Pipeline(plan, wiring, durations, begins)
-    run(pipeline.threads)
+    run_s = run(pipeline.threads, cores)
     ended = [task.ended_s for task in pipeline.done]
     first_s = ended[len(ended) // START_SHARE]
     shares: dict[str, float] = defaultdict(float)
@@ -87,6 +95,7 @@ def walk(plan: Sequence[Planned], wiring: Wiring, durations: Durations, begins: 
     spent_s = max(1e-12, sum(shares.values()))
     return Walked(
         step_s=steady(ended),
+        run_s=run_s,
         bound_by=[
             (name, seconds / spent_s) for name, seconds in sorted(shares.items(), key=lambda item: -item[1])[:NAMED]
         ],

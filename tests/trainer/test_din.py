@@ -128,14 +128,16 @@ def test_an_evaluation_takes_the_running_means_and_leaves_them() -> None:
     torch.testing.assert_close(model(dense, embeddings), slow_logits(model, dense, embeddings, training=False))
     assert len(before) == 2 * (2 + 2)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    first = embeddings[0]
+    assert isinstance(first, torch.Tensor)
     alone = (
-        embeddings[0][2:3],
+        first[2:3],
         *(
             Sequences(values=own.values[own.offsets[2] : own.offsets[3]], offsets=own.offsets[2:4] - own.offsets[2])
             for own in embeddings[1:]
             if isinstance(own, Sequences)
         ),
-    )  # type: ignore[index]
+    )
     torch.testing.assert_close(model(dense[2:3], list(alone)), model(dense, embeddings)[2:3])
 
 

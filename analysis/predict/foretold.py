@@ -1,0 +1,98 @@
+"""How long each task of a job takes, before the job runs: the device's from a rates file, the host's measured here.
+
+    decode, plan                          processor time of this job's own batches, while its plans are made
+    fetch, write back                     rows of the step, at the rate of the store of training
+    copy in, fill, step, copy out         the step's kernels, from the rates file
+
+Every duration is that of a core of its own; the walk shares the cores.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rowcast.analysis.advise.cost import COUNTED, probe_rows
+from rowcast.analysis.predict.pipeline import Planned
+from rowcast.job.device_rates import DeviceRates, model_fingerprint
+from rowcast.job.schema import Job
+from rowcast.job.step_kernels import StepCounts, Task, model_calls, moves, row_calls, step_seconds
+from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.runtime.arrays import F64
+
+MESSAGE_S = 2e-4  # from one process to the other: measured in runs on idle cores
+LEAST_MARGIN = 0.05  # of a step: what the walk itself is off by
+UNKNOWN = 0.2  # error of a kernel that was measured at too few shapes to know it
+HANDLING_S = 5e-5  # a batch from its decoder, a piece into the ring
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRow:
+    """Seconds for one row of each group, [groups]."""
+
+    read: F64  # fetched before, so it was probably trained
+    first: F64  # never fetched before: its first value is computed
+    write: F64
+
+
+class Foretold:
+    """Implements `pipeline.Durations`."""
+
+    def __init__(
+        self, job: Job, plan: Sequence[Planned], num_dense: int, device: DeviceRates, row: HostRow | None = None
+    ) -> None:
+        """`row`: measured if it is not given. Raises ConfigError if the rates do not hold for the job."""
+        self._job, self._num_dense, self._device = job, num_dense, device
+        self._groups = group_specs(job)
+        self._row = measured_rows(job, self._groups) if row is None else row
+        self._counted = [step.counted for step in plan if step.counted is not None]
+        self._tasks: list[dict[Task, float]] = []
+        outside: set[str] = set()
+        of_kernels = errors = 0.0
+        for own in self._counted:
+            found = step_seconds(device, job, self._groups, num_dense, own.counts)
+            outside |= found.outside
+            for call in (*moves(self._groups, own.counts), *row_calls(job, self._groups, own.counts)):
+                seconds = call.calls * device.seconds(call.kernel, **call.counts)[0]
+                known = device.kernels[call.kernel].errors
+                of_kernels += seconds
+                errors += seconds * (UNKNOWN if known is None else known.mean)
+            self._tasks.append(found.tasks if own.trains else {**found.tasks, "step": self._evaluation_s(own.counts)})
+        self.margin = max(LEAST_MARGIN, errors / max(1e-12, of_kernels)) * (2 if outside else 1)
+        self.outside = sorted(outside)  # kernels that were not measured at the job's shapes
+
+    def __call__(self, name: str, step: int, pieces: int = 1) -> float:
+        own = self._counted[step]
+        groups = own.counts.groups
+        if name in ("copy in", "fill", "step", "copy out"):
+            return self._tasks[step][name] / pieces  # type: ignore[index]
+        if name == "fetch":
+            first = np.array(own.first)
+            again = np.array([group.fetched for group in groups]) - first
+            return float(again @ self._row.read + first @ self._row.first) / pieces
+        if name == "write back":
+            return float(np.array([group.written_back for group in groups]) @ self._row.write) / pieces
+        if name == "barrier":
+            return float(np.array(own.flushed) @ self._row.write) if own.flushed else 0.0
+        return {"decode": own.decode_s, "plan": own.plan_s, "deliver": MESSAGE_S}.get(name, HANDLING_S)
+
+    def _evaluation_s(self, counts: StepCounts) -> float:
+        """Look-ups and forward alone."""
+        device, job = self._device, self._job
+        calls = [call for call in row_calls(job, self._groups, counts) if call.kernel == "lookup"]
+        total = device.host.per_step
+        if device.model is not None and device.model.fingerprint == model_fingerprint(job):
+            total += device.model.seconds(counts.batch)[0]
+        else:
+            model = model_calls(job, self._num_dense, counts.batch)
+            calls += [call for call in model if call.kernel.endswith("forward")]
+        return total + sum(call.calls * device.seconds(call.kernel, **call.counts)[0] for call in calls)
+
+
+def measured_rows(job: Job, groups: Sequence[GroupSpec]) -> HostRow:
+    found = [probe_rows(group, job.job.seed) for group in groups]
+    # rates that `advise` may rely on are a share of those measured
+    read, first, write = (
+        np.array([COUNTED / getattr(own, name) for own in found]) for name in ("read", "first", "write")
+    )
+    return HostRow(read=read, first=first, write=write)

@@ -1,0 +1,79 @@
+"""`prefetcher predict --rates`: how long the steps of a job will take, and what bounds them, before it runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import typer
+
+from rowcast.analysis.predict.foretold import Foretold, measured_rows
+from rowcast.analysis.predict.planned import plan_job
+from rowcast.analysis.predict.predict import Walked, described, walk
+from rowcast.job.device_rates import read_rates
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.errors import ConfigError
+
+Setting = tuple[str, str]  # key of the job file, value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    settings: tuple[Setting, ...]  # what differs from the job file
+    device: str
+    walked: Walked
+    margin: float  # of step_s, a share: what the errors of the kernels leave open
+    outside: list[str]  # kernels that were not measured at such shapes
+
+
+def predict_jobs(
+    load: Callable[[Sequence[str]], Job], rates: Sequence[Path], vary: Sequence[str], *, max_steps: int | None = None
+) -> list[Prediction]:
+    """One prediction for each combination of the values in `vary` ("key=value"; values of one key are alternatives) and
+    each rates file. `load` reads the job file with such settings. Raises ConfigError and DataError.
+    """
+    devices = [read_rates(path) for path in rates]
+    found = []
+    for settings in combinations(vary):
+        job = load([f"{key}={value}" for key, value in settings])
+        if job.ranks.num_parts > 1:
+            raise ConfigError(f"ranks.parts = {job.ranks.num_parts}: only jobs of one trainer and one part are walked")
+        plan, wiring, num_dense = plan_job(job, max_steps)
+        row = measured_rows(job, group_specs(job))
+        for device in devices:
+            durations = Foretold(job, plan, num_dense, device, row)
+            found.append(
+                Prediction(
+                    settings=settings,
+                    device=device.device,
+                    walked=walk(plan, wiring, durations, {}, usable_cores()),
+                    margin=durations.margin,
+                    outside=durations.outside,
+                )
+            )
+    return found
+
+
+def combinations(vary: Sequence[str]) -> list[tuple[Setting, ...]]:
+    """Raises ConfigError."""
+    axes: dict[str, list[str]] = {}
+    for setting in vary:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--vary {setting}: give a key and a value, such as lookahead.depth=2")
+        axes.setdefault(key, []).append(value)
+    return [tuple(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+
+def print_predictions(found: Sequence[Prediction]) -> None:
+    for own in found:
+        name = ", ".join(["the job" if not own.settings else "", *(f"{key}={value}" for key, value in own.settings)])
+        walked = own.walked
+        typer.echo(
+            f"{name.strip(', ')} on {own.device}: {1e3 * walked.step_s:.1f} ms a step (+-{own.margin:.0%}), "
+            f"{walked.run_s:.1f} s in all, bound by {described(walked)}"
+        )
+        if own.outside:
+            typer.echo(f"  outside what was measured: {', '.join(own.outside)}")

@@ -1,0 +1,147 @@
+"""A job's steps from a made-up device: which task takes how long, and what follows for the pace."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rowcast.analysis.predict.foretold import Foretold, HostRow
+from rowcast.analysis.predict.job import combinations, predict_jobs
+from rowcast.analysis.predict.planned import plan_job
+from rowcast.analysis.predict.predict import walk
+from rowcast.job.device_rates import DeviceRates, HostRates, KernelRates
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.sealed import render, seal
+from tests.support.jobs import laid_over
+
+ROW = HostRow(read=np.array([1e-3]), first=np.array([2e-3]), write=np.array([4e-3]))
+KERNELS = (
+    "copy in", "gather", "scatter", "copy out", "lookup", "update adagrad", "linear forward", "linear backward",
+    "first linear backward", "interaction forward", "interaction backward", "loss forward", "loss backward",
+    "dense sgd",
+)  # fmt: skip
+
+
+def job(**changes: Any) -> Job:
+    content = {
+        "job": {"run_dir": "unused", "seed": 1},
+        "data": {
+            "format": "synthetic",
+            "batch_size": 64,
+            "eval_fraction": 0.1,
+            "synthetic": {"preset": "criteo-kaggle", "scale": 1e-4, "samples": 3000},
+        },
+        "tables_from": {"embedding_dim": 4},
+        "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
+        "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+        "cache": {"capacity": "1000 rows"},
+        "checkpoint": {"every": 20},
+        "lookahead": {"depth": 2},
+    }
+    return parse_job(laid_over(content, changes))
+
+
+def device(per_step: float = 0.0, **kernels: dict[str, float]) -> DeviceRates:
+    """Kernels that are not named take no time."""
+    return DeviceRates(
+        version=1,
+        machine="made up",
+        device="cpu",
+        clock="cpu",
+        torch="2",
+        threads=1,
+        probe=0.01,
+        kernels={
+            name: KernelRates(terms=kernels.get(name.replace(" ", "_"), {"1": 0.0}), measured={}, samples=1)
+            for name in KERNELS
+        },
+        host=HostRates(per_step=per_step),
+    )
+
+
+def test_rows_are_counted_as_the_planner_moves_them() -> None:
+    plan, _, num_dense = plan_job(job())
+    assert num_dense == 13
+    counted = [own.counted for own in plan if own.counted is not None]
+    assert len(counted) == len(plan)
+    [group] = group_specs(job())
+    fetched = sum(own.counts.groups[0].fetched for own in counted)
+    assert 0 < sum(own.first[0] for own in counted) < fetched, "rows come back to so small a cache"
+    assert sum(own.first[0] for own in counted) <= group.num_rows
+    moved = sum(own.counts.groups[0].written_back + sum(own.flushed) for own in counted)
+    assert fetched - 1000 <= moved <= fetched + 1000 * sum(own.barrier for own in plan)
+    assert [own.trains for own in counted].count(False) == 300 // 64 + 1
+
+
+def test_each_task_takes_what_its_counts_and_rates_say() -> None:
+    own = job()
+    plan, _, num_dense = plan_job(own)
+    rates = device(per_step=0.5, scatter={"rows": 1.0}, copy_out={"bytes": 2.0}, update_adagrad={"rows": 3.0})
+    found = Foretold(own, plan, num_dense, rates, ROW)
+    [group] = group_specs(own)
+    for step, planned in enumerate(plan):
+        assert planned.counted is not None
+        [counts], [first] = planned.counted.counts.groups, planned.counted.first
+        assert found("fill", step) == pytest.approx(counts.fetched)
+        assert found("copy out", step) == pytest.approx(2 * counts.written_back * group.record_bytes)
+        assert found("step", step) == pytest.approx(0.5 + (3 * counts.rows if planned.counted.trains else 0))
+        assert found("fetch", step, 2) == pytest.approx((1e-3 * (counts.fetched - first) + 2e-3 * first) / 2)
+        assert found("write back", step) == pytest.approx(4e-3 * counts.written_back)
+
+
+@pytest.mark.parametrize(
+    ("per_step", "row", "bottleneck"),
+    [
+        (1.0, HostRow(read=np.zeros(1), first=np.zeros(1), write=np.zeros(1)), "step"),
+        (0.0, HostRow(read=np.full(1, 1e-3), first=np.full(1, 1e-3), write=np.zeros(1)), "fetch"),
+        (0.0, HostRow(read=np.zeros(1), first=np.zeros(1), write=np.full(1, 1e-2)), "write back"),
+    ],
+)
+def test_the_slowest_task_gives_the_pace(per_step: float, row: HostRow, bottleneck: str) -> None:
+    own = job(checkpoint={"every": 0})
+    plan, wiring, num_dense = plan_job(own)
+    durations = Foretold(own, plan, num_dense, device(per_step), row)
+    walked = walk(plan, wiring, durations, {})
+    assert walked.bound_by[0][0] == bottleneck
+    steady = range(len(plan) // 4, len(plan) - 5)
+    assert walked.step_s == pytest.approx(sum(durations(bottleneck, step) for step in steady) / len(steady), rel=0.2)
+
+
+def test_settings_multiply() -> None:
+    found = combinations(["lookahead.depth=1", "cache.capacity=1MiB", "lookahead.depth=2"])
+    assert found == [
+        (("lookahead.depth", "1"), ("cache.capacity", "1MiB")),
+        (("lookahead.depth", "2"), ("cache.capacity", "1MiB")),
+    ]
+    assert combinations([]) == [()]
+    with pytest.raises(ConfigError, match="--vary depth: give a key and a value, such as"):
+        combinations(["depth"])
+
+
+def test_a_device_twice_as_fast_takes_half_the_time(tmp_path: Path) -> None:
+    paths = []
+    for per_step in (1.0, 0.5):
+        paths.append(tmp_path / f"{per_step}.json")
+        paths[-1].write_bytes(render(seal(device(per_step))))
+
+    def load(settings: Sequence[str]) -> Job:
+        keys = dict(setting.split("=") for setting in settings)
+        return job(lookahead={"depth": int(keys["lookahead.depth"])})
+
+    found = predict_jobs(load, paths, ["lookahead.depth=1", "lookahead.depth=2"])
+    assert [own.settings[0][1] for own in found] == ["1", "1", "2", "2"]
+    for slow, fast in (found[:2], found[2:]):
+        assert slow.walked.step_s == pytest.approx(1.0, rel=0.1)
+        assert fast.walked.step_s == pytest.approx(0.5, rel=0.1)
+
+
+def test_several_parts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_bytes(render(seal(device())))
+    with pytest.raises(ConfigError, match="parts = 2: only jobs of one trainer and one part"):
+        predict_jobs(lambda settings: job(ranks={"parts": 2}), [path], [])
