@@ -102,7 +102,7 @@ class RankPatience(Patience):
         get_logger().warning("the prefetchers look again at the newest checkpoint", because=str(error))
 
 
-def transport_of_ranks(transport: Transport, ranks_timeout: str) -> Transport:
+def transport_of_ranks(transport: Transport, ranks_timeout: str | float) -> Transport:
     """For the prefetcher of one of several ranks, whose trainer comes again after all of them have ended. A prefetcher
     that was started again waits as long."""
     least_s = max(LEAST_REJOIN_S, parse_seconds(ranks_timeout) + TRAINERS_RESTART_S)
