@@ -75,8 +75,7 @@ def reader_of(job: Job) -> RowReader:
 
 
 def are_hot(ids: I64) -> Bools:
-    found: Bools = (ids.reshape(3, -1) < 6).all(axis=0)
-    return found
+    return np.asarray((ids.reshape(3, -1) < 6).all(axis=0))
 
 
 def test_a_sample_is_hot_if_all_of_its_ids_are(tmp_path: Path) -> None:
