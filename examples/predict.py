@@ -2,9 +2,10 @@
 
     python -m examples.predict --config job.toml --model model.safetensors --data new.csv
 
-prints one probability per line, in the order of the rows; for a model with its own `loss`, it prints its `logits`, or
-what it returns. The job's reader reads the rows, so columns, hashing and missing values are those of training. The
-label column must exist; it may be all 0. It loads whole tables, so it is for models that fit in memory.
+prints one probability per line, in the order of the rows, or a list of them with several labels; for a model with its
+own `loss`, it prints its `logits`, or what it returns. The job's reader reads the rows, so columns, hashing and missing
+values are those of training. The label column must exist; it may be all 0. It loads whole tables, so it is for models
+that fit in memory.
 """
 
 import argparse

@@ -16,10 +16,11 @@ class Format:
     in_columns: bool = False  # ids can be read without dense features and labels
     named_columns: bool = False  # data.columns names the columns, including weights and hashed ids
     text_cells: bool = False  # data.columns.delimiter and .lists separate its cells and the ids in them
+    one_label: bool = False  # the format itself has one label of 0 or 1 a sample
 
 
 FORMATS = {
-    "criteo-tsv": Format(f"{READERS}.criteo_tsv", file_names=r"(.*\.(tsv|txt)|day_\d+)(\.gz)?"),
+    "criteo-tsv": Format(f"{READERS}.criteo_tsv", file_names=r"(.*\.(tsv|txt)|day_\d+)(\.gz)?", one_label=True),
     "criteo-npy": Format(
         f"{READERS}.criteo_npy",
         note="the torchrec day layout",

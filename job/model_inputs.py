@@ -6,6 +6,7 @@ from rowcast.runtime.name_lists import nearest
 
 
 def check_model_inputs(job: Job) -> None:
+    check_labels(job)
     check_widths(job)
     check_sequences(job)
     check_linear(job)
@@ -13,6 +14,15 @@ def check_model_inputs(job: Job) -> None:
         check_targets(job)
     if job.model.kind == "two-tower":
         check_item_features(job)
+
+
+def check_labels(job: Job) -> None:
+    labels = job.data.columns.labels
+    if labels and job.model.kind in BUILT_IN_MODELS:
+        raise ValueError(
+            f"data.columns.labels names {len(labels)} labels, and {job.model.kind} has one logit a sample; name one as "
+            "data.columns.label, or use a model of your own, such as examples.mmoe:build"
+        )
 
 
 def check_widths(job: Job) -> None:

@@ -16,7 +16,7 @@ class Batch:
     """B samples of F features. Arrays are C-contiguous and never change."""
 
     dense: F32  # [B, D], finite
-    labels: F32  # [B]
+    labels: F32  # [B], or [B, T] with T labels a sample (data.columns.labels), where NaN is unknown
     # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
     ids: I64
     # [F * B + 1] into ids, or None if every bag holds exactly one id (N = F * B)

@@ -26,6 +26,7 @@ class Counts:
 
     samples: int
     dense_features: int = 0
+    labels: int = 0  # names in data.columns.labels; 0 for one label a sample
     lookups: int = 0
     unique: int = 0  # distinct rows
     bags: int = 0
@@ -107,7 +108,7 @@ def has_sequences(counts: Counts) -> bool:
     return counts.sequences > 0
 
 
-B, D, N, U, G = map(Size, ("samples", "dense_features", "lookups", "unique", "bags"))
+B, D, T, N, U, G = map(Size, ("samples", "dense_features", "labels", "lookups", "unique", "bags"))
 S, L = map(Size, ("sequences", "sequence_lookups"))
 FETCH, ASKED_FETCH, ASKED_EVICT, SLOTS = map(Size, ("fetch", "asked_fetch", "asked_evict", "slots"))
 READABLE, SENT, RETURNED, TRAINED = map(Size, ("readable", "sent", "returned", "trained"))
@@ -178,6 +179,7 @@ def layouts(arrays: type) -> dict[str, ArrayLayout]:
 
 
 BATCH_ARRAYS = {"dense": ArrayLayout("f4", (B, D)), "labels": ArrayLayout("f4", (B,))}
+SEVERAL_LABELS = BATCH_ARRAYS | {"labels": ArrayLayout("f4", (B, T))}
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
 EXCHANGE_ARRAYS = layouts(ExchangeArrays)

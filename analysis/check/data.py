@@ -1,5 +1,6 @@
 """Checks of a job against its data: whether it opens, what a sample contains, and whether batches fit the cache."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,10 +19,11 @@ from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.shards import Shards
-from rowcast.runtime.arrays import I64
+from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
 
 SAMPLE = Amount(share=0.05, least_batches=64)
@@ -31,17 +33,36 @@ TIGHT = 0.9  # share of the slots taken by the largest batch of the sample; an u
 
 
 @dataclass(kw_only=True, slots=True)
+class SeenLabel:
+    """One label of the samples; a label that is NaN is unknown."""
+
+    num_known: int = 0
+    num_positive: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    outside: float | None = None  # the first that is not from 0 to 1
+
+    def add(self, labels: F32) -> None:
+        known = labels[~np.isnan(labels)]
+        self.num_known += len(known)
+        self.num_positive += int(np.count_nonzero(known > 0.5))
+        self.low, self.high = min(self.low, known.min(initial=self.low)), max(self.high, known.max(initial=self.high))
+        outside = (known < 0) | (known > 1)
+        if outside.any() and self.outside is None:
+            self.outside = float(known[np.argmax(outside)])
+
+
+@dataclass(kw_only=True, slots=True)
 class Seen:
     groups: tuple[GroupSpec, ...]
     count: int = 1  # ranks: rows are counted of the shard that has most of them
     measured: list[ScheduledBatch] = field(default_factory=list)  # the run's first batches
     reader: Reader | None = None  # None: the data does not open
     num_samples: int = 0
-    num_positive: int = 0
+    labels: list[SeenLabel] = field(default_factory=list)  # of a sample, one or several
     lookups: list[int] = field(default_factory=list)  # by table, in the job's order
     largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample, on one rank
     largest_batch_bytes: int = 0  # of the batch's arrays
-    bad_label: float | None = None
     _touched: Touched | None = None
 
     def __post_init__(self) -> None:
@@ -56,10 +77,10 @@ class Seen:
             for table, own in zip(group.tables, np.diff(lookups.table_starts).tolist(), strict=True):
                 self.lookups[table.index] += own
         self.num_samples += batch.size
-        self.num_positive += int(np.count_nonzero(batch.labels > 0.5))
-        outside = (batch.labels < 0) | (batch.labels > 1)
-        if outside.any() and self.bad_label is None:
-            self.bad_label = float(batch.labels[np.argmax(outside)])
+        columns = batch.labels.reshape(batch.size, -1).T
+        self.labels = self.labels or [SeenLabel() for _ in columns]
+        for seen, column in zip(self.labels, columns, strict=True):
+            seen.add(column)
         self.largest_batch_bytes = max(self.largest_batch_bytes, bytes_of(batch))
 
     @property
@@ -134,22 +155,42 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
         )
     else:
         yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} are inside their tables")
-    yield label_finding(seen)
+    columns = job.data.columns
+    for name, label in zip(columns.label_names, seen.labels, strict=False):
+        yield label_finding(label, f"{name}: " if columns.labels else "", is_binary=columns.label_values == "binary")
 
 
-def label_finding(seen: Seen) -> Finding:
-    if seen.bad_label is not None:
-        return error("labels", f"a label is {seen.bad_label:g}; binary cross entropy needs labels from 0 to 1")
-    if seen.num_samples and seen.num_positive in (0, seen.num_samples):
-        value = int(seen.num_positive > 0)
+def check_order(job: Job, seen: Seen) -> Iterator[Finding]:
+    if job.data.order is None or not isinstance(seen.reader, RowReader):
+        return
+    hot = seen.reader.hot_samples
+    share = f"{hot.num_hot:,} of {hot.num_rows:,} training samples are hot: all their ids are in {job.data.hot}"
+    if 0 < hot.num_hot < hot.num_rows:
+        yield ok("order", share)
+    else:
+        yield warning(
+            "order",
+            f"{share}; so the blocks of data.order change nothing, give data.hot "
+            f"{'fewer' if hot.num_hot else 'more'} rows or remove data.order",
+        )
+
+
+def label_finding(seen: SeenLabel, name: str, *, is_binary: bool) -> Finding:
+    if is_binary and seen.outside is not None:
+        return error("labels", f"{name}a label is {seen.outside:g}; binary cross entropy needs labels from 0 to 1")
+    if not seen.num_known:
+        return warning("labels", f"{name}no label is known, so there is nothing to learn; look at the label column")
+    if (seen.num_positive in (0, seen.num_known)) if is_binary else seen.low == seen.high:
+        value = int(seen.num_positive > 0) if is_binary else seen.low
         return warning(
             "labels",
-            f"every label of {seen.num_samples:,} samples is {value}, so there is nothing to learn; look at the label "
-            "column",
+            f"{name}every label of {seen.num_known:,} samples is {value:g}, so there is nothing to learn; look at the "
+            "label column",
         )
+    if not is_binary:
+        return ok("labels", f"{name}{seen.num_known:,} labels go from {seen.low:g} to {seen.high:g}")
     return ok(
-        "labels",
-        f"{percent_number(seen.num_positive / max(1, seen.num_samples))} % of {seen.num_samples:,} are positive",
+        "labels", f"{name}{percent_number(seen.num_positive / seen.num_known)} % of {seen.num_known:,} are positive"
     )
 
 

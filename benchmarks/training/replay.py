@@ -224,6 +224,7 @@ class Replay:
                 results=self.results,
                 counters=self.counters,
                 clock=clock,
+                labels=job.data.columns.labels,
             )
         )
         self.peer = Peer(theirs, recording.messages, job.lookahead.depth, RingReader(recording.back_buffer))

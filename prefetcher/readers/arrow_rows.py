@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rowcast.job.schema import Columns
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
@@ -16,16 +17,18 @@ from rowcast.runtime.errors import DataError
 
 
 class RowDecoder:
-    def __init__(self, roles: Roles, ids: IdCheck) -> None:
-        self._roles, self._ids = roles, ids
+    def __init__(self, roles: Roles, ids: IdCheck, columns: Columns) -> None:
+        self._roles, self._ids, self._columns = roles, ids, columns
 
     def dense(self, table: Any, location: Location) -> DenseBatch:
         roles = self._roles
         with np.errstate(over="ignore"):  # values beyond fp32 become infinite, which the checks refuse
-            labels, *dense = (floats(table[name]) for name in (roles.label, *roles.dense))
+            labels, dense = ([floats(table[name]) for name in names] for names in (roles.labels, roles.dense))
         stacked = np.stack(dense, axis=1) if dense else np.zeros((table.num_rows, 0), np.float32)
+        own_labels = np.stack(labels, axis=1) if self._columns.labels else labels[0]
         return DenseBatch(
-            dense=check_dense(stacked, roles.dense, location), labels=check_labels(labels, roles.label, location)
+            dense=check_dense(stacked, roles.dense, location),
+            labels=check_labels(own_labels, self._columns, location),
         )
 
     def ids(self, table: Any, location: Location) -> IdsBatch:

@@ -1,4 +1,4 @@
-"""Decides which columns of a file with named columns are the label, dense features, ids and weights."""
+"""Decides which columns of a file with named columns are labels, dense features, ids and weights."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +14,7 @@ from rowcast.runtime.name_lists import listed, nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roles:
-    label: str
+    labels: list[str]
     dense: list[str]
     features: list[Feature]
 
@@ -23,7 +23,7 @@ class Roles:
         return [feature.weights_column for feature in self.features if feature.weights_column is not None]
 
     def names(self, columns: Columns = "all") -> list[str]:
-        dense = [self.label, *self.dense]
+        dense = [*self.labels, *self.dense]
         ids = [*(feature.name for feature in self.features), *self.weights]
         return list(dict.fromkeys({"all": dense + ids, "ids": ids, "dense": dense}[columns]))
 
@@ -38,7 +38,7 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
     if dense is None:
         numbered = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"int_(\d+)", name)))
         dense = [name for _, name in numbered]
-    roles = Roles(label=columns.label, dense=dense, features=features)
+    roles = Roles(labels=columns.label_names, dense=dense, features=features)
     require_columns(job, roles, path, names)
     if columns.dense is None and not dense and job.model.bottom_mlp:
         used, numbers = roles.names(), numeric()
@@ -49,7 +49,12 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
 def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) -> None:
     """Raises ConfigError for a column that the file does not have."""
     require_features(job, names, f"{path}, which has {listed(names)}")
-    key_of = {roles.label: "label", **dict.fromkeys(roles.dense, "dense"), **dict.fromkeys(roles.weights, "weights")}
+    key = "labels" if job.data.columns.labels else "label"
+    key_of = {
+        **dict.fromkeys(roles.labels, key),
+        **dict.fromkeys(roles.dense, "dense"),
+        **dict.fromkeys(roles.weights, "weights"),
+    }
     for name, key in key_of.items():
         if name not in names:
             raise ConfigError(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from rowcast.job.formats import formats_with
-from rowcast.job.schema import Job
+from rowcast.job.schema import Columns, Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
@@ -129,12 +129,20 @@ def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
     return dense
 
 
-def check_labels(labels: Floats, name: str, location: Location) -> Floats:
-    """Returns `labels` f32 [n]. Raises DataError for one that is neither 0 nor 1."""
-    valid = (labels == 0) | (labels == 1)
+def check_labels(labels: Floats, columns: Columns, location: Location) -> Floats:
+    """Returns `labels` f32 [n], or [n, T] with data.columns.labels. Raises DataError for one that `columns` does not
+    allow."""
+    is_binary = columns.label_values == "binary"
+    valid = (labels == 0) | (labels == 1) if is_binary else np.isfinite(labels)
+    if columns.labels:
+        valid |= np.isnan(labels)  # unknown
     if not valid.all():
-        row = int(np.argmin(valid))
-        raise DataError(f"{location(row)}, column {name}: label {labels[row]} is not 0 or 1")
+        row, column = divmod(int(np.argmin(valid)), len(columns.label_names))
+        allowed = "0 or 1" if is_binary else "finite in fp32"
+        raise DataError(
+            f"{location(row)}, column {columns.label_names[column]}: label {labels.flat[np.argmin(valid)]} is not "
+            f"{allowed}"
+        )
     return labels
 
 

@@ -229,6 +229,8 @@ METRICS = (
     Metric("rowcast_eval_auc", "gauge", (), "AUC of the last evaluation.", TRAINER),
     Metric("rowcast_eval_logloss", "gauge", (), "Log loss of the last evaluation.", TRAINER),
     Metric("rowcast_eval_accuracy", "gauge", (), "Accuracy of the last evaluation.", TRAINER),
+    Metric("rowcast_eval_task_auc", "gauge", ("task",), "The same AUC of each of several labels.", TRAINER),
+    Metric("rowcast_eval_task_logloss", "gauge", ("task",), "The same log loss of each of several labels.", TRAINER),
     Metric("rowcast_loss", "gauge", (), "Loss of the last training step.", TRAINER),
     Metric(
         "rowcast_rank_imbalance",

@@ -2,13 +2,14 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 import resource
 import socket
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -206,7 +207,7 @@ def factory(name: str, **options: Any) -> dict[str, Any]:
     return {"format": f"tests.analysis.test_check:{name}", "options": options}
 
 
-def made(labels: list[float], num_batches: int = 6) -> list[Batch]:
+def made(labels: Sequence[Any], num_batches: int = 6) -> list[Batch]:
     """Batches of one sample a label; every look-up is of another row."""
     size = len(labels)
     return [
@@ -221,6 +222,11 @@ def made(labels: list[float], num_batches: int = 6) -> list[Batch]:
 
 def labelled(job: Job, labels: list[float]) -> list[Batch]:
     return made(labels)
+
+
+def several(job: Job, values: list[float]) -> list[Batch]:
+    """Labels [2, 3]: values, always 0, unknown."""
+    return made([[value, 0, math.nan] for value in values])
 
 
 def nothing_to_train(job: Job) -> Any:
@@ -258,6 +264,26 @@ def test_labels_that_never_differ_are_a_warning(check: Checked) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("label_values", "values", "level", "sentence"),
+    [
+        ("binary", [0, 1], "ok", "click: 50.0 % of 12 are positive"),
+        ("real", [-2, 7.5], "ok", "click: 12 labels go from -2 to 7.5"),
+        ("real", [4, 4], "warning", "click: every label of 12 samples is 4, so there is nothing to learn"),
+    ],
+)
+def test_each_of_several_labels_is_looked_at(
+    check: Checked, label_values: str, values: list[float], level: str, sentence: str
+) -> None:
+    columns = {"columns": {"labels": ["click", "buy", "stay"], "label_values": label_values}}
+    found = check(whole=True, data=factory("several", values=values) | columns, model={"kind": "examples.mmoe:build"})
+    of_labels = [(finding.level, finding.sentence) for finding in found if finding.subject == "labels"]
+    assert [own for own, _ in of_labels] == [level, "warning", "warning"]
+    assert of_labels[0][1].startswith(sentence)
+    assert of_labels[1][1].startswith("buy: every label of 12 samples is 0")
+    assert of_labels[2][1].startswith("stay: no label is known")
+
+
 def test_labels_outside_0_to_1_are_an_error(check: Checked) -> None:
     sentence = only_fault(check(whole=True, data=factory("labelled", labels=[0, 1, -1])), "error", "labels")
     assert sentence == "a label is -1; binary cross entropy needs labels from 0 to 1"
@@ -277,6 +303,22 @@ def test_what_a_factory_raises_is_a_finding_and_the_other_checks_go_on(
     assert "unexpected error: FileNotFoundError: no such bucket; the log has" in only_fault(findings, "error", "data")
     assert findings[-1].subject == "disk"
     assert "Traceback" in "".join(capsys.readouterr())
+
+
+# hot blocks
+
+
+def test_the_share_of_hot_samples_is_shown_and_an_order_without_any_is_a_warning(check: Checked) -> None:
+    def in_blocks(num_rows: int) -> list[Finding]:
+        hot = {"order": "hot-blocks:4", "hot": pins(check, num_rows)["pin"]}
+        return check(data={"format": "synthetic", "synthetic": {"samples": 500}, **hot})
+
+    sentence = one(in_blocks(1500), "ok", "order")
+    assert re.fullmatch(r"[1-9]\d* of 500 training samples are hot: all their ids are in .*pins", sentence)
+    assert "give data.hot fewer rows or remove data.order" in only_fault(in_blocks(2000), "warning", "order")
+    sentence = only_fault(in_blocks(1), "warning", "order")
+    assert "0 of 500 training samples are hot" in sentence
+    assert "give data.hot more rows or remove data.order" in sentence
 
 
 # capacity and pins

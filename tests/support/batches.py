@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rowcast.job.schema import Job, RowType
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.runtime.arrays import F32
 from rowcast.trainer.models import Embedded, Sequences
 from tests.support import jobs
 
@@ -22,6 +23,10 @@ UNPOOLED = {  # tables with pooling = "none"
 }
 FP32: tuple[RowType, ...] = ("fp32", "fp32", "fp32", "fp32")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+SEVERAL_LABELS: dict[str, Any] = {  # sections of a job
+    "data": {"columns": {"labels": ["click", "buy", "stay"]}},
+    "model": {"kind": "examples.mmoe:build", "options": {"num_experts": 2, "expert_mlp": [6, 5], "tower_mlp": [3]}},
+}
 BATCH_SIZE = 64
 NUM_DENSE = 4
 
@@ -91,11 +96,19 @@ def make_batch(job: Job, bags: Bags, size: int, rng: np.random.Generator) -> Bat
     weights = rng.normal(1, 0.3, len(ids)).astype(np.float32) if "weighted" in bags else None
     return Batch(
         dense=rng.normal(size=(size, NUM_DENSE)).astype(np.float32),
-        labels=rng.integers(0, 2, size).astype(np.float32),
+        labels=make_labels(job, size, rng),
         ids=ids,
         offsets=None if "single" in bags else offsets,
         weights=weights,
     )
+
+
+def make_labels(job: Job, size: int, rng: np.random.Generator) -> F32:
+    """Of several labels about a third is unknown."""
+    labels = rng.integers(0, 2, (size, *job.data.columns.label_shape)).astype(np.float32)
+    if job.data.columns.labels:
+        labels[rng.random(labels.shape) < 1 / 3] = np.nan
+    return labels
 
 
 def bag_counts(bags: Bags, num_bags: int, rng: np.random.Generator) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":

@@ -355,6 +355,7 @@ class InProcessRun:
                 counters=counters,
                 clock=clock,
                 rank=rank,
+                labels=self.job.data.columns.labels,
             )
         )
         self.saved: list[bytes] = []  # model states that the trainer has packed for checkpoints

@@ -25,7 +25,7 @@ from rowcast.runtime.telemetry.build import build_info, versions
 from rowcast.runtime.telemetry.health import Health
 from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from rowcast.trainer.execute.metrics import new_counters as new_trainer_counters
-from rowcast.trainer.report.report_json import Evaluation, RunFacts
+from rowcast.trainer.report.report_json import Evaluation, RunFacts, TaskEvaluation
 
 RECORD_BYTES = (64, 128)
 PAYLOAD = RingRef(position=0, nbytes=4096, end=8192)
@@ -175,6 +175,7 @@ def trainer_gauges() -> TrainerGauges:
         auc=0.75,
         logloss=0.5,
         accuracy=0.875,
+        tasks=[TaskEvaluation(label="buy", num_labels=7, auc=0.625, logloss=0.25)],
         queue_depths={"steps": 2, "rows_back": 1},
         ring_used_bytes=2048,
         ring_size_bytes=2**20,

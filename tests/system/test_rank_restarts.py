@@ -4,7 +4,7 @@ Pairs of prefetcher and trainer run in one thread, with their stores and checkpo
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.logs import get_logger
-from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
 from tests.support.driver import Past, Settings, start_state
 from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
@@ -110,9 +110,11 @@ def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor
     assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
 
 
-def restarts(folder: Path, optimizer: str, parts: int, every: int | None = None, **more: Any) -> Restarts:
-    sections: dict[str, Any] = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
-    job = small_job(optimizer, "multi", **sections)
+def restarts(
+    folder: Path, optimizer: str, parts: int, every: int | None = None, sections: Mapping[str, Any] = {}, **more: Any
+) -> Restarts:
+    checkpoint: dict[str, Any] = {} if every is None else {"checkpoint": {"every": every, "keep": 2}}
+    job = small_job(optimizer, "multi", **checkpoint, **sections)
     return Restarts(folder, job, small_batches(job, "multi", num_steps=NUM_STEPS, eval_at=(3, 9)), parts, **more)
 
 
@@ -147,13 +149,17 @@ def test_ranks_that_are_killed_at_any_moment_go_on_from_a_checkpoint_of_all(tmp_
     assert_ends_as(run, plain(own, 4), tmp_path)
 
 
-@pytest.mark.parametrize("counts", [(1, 4, 2), (4, 2, 1)], ids=str)
-def test_an_evaluation_goes_on_with_another_number_of_ranks(tmp_path: Path, counts: Sequence[int]) -> None:
+@pytest.mark.parametrize(
+    ("counts", "sections"), [((1, 4, 2), {}), ((4, 2, 1), {}), ((1, 4, 2), SEVERAL_LABELS)], ids=str
+)
+def test_an_evaluation_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, counts: Sequence[int], sections: dict[str, Any]
+) -> None:
     """To the same AUC, log loss and accuracy as one that one rank began and ended."""
     evaluations = []
     for name, lives in (("whole", [(1, None)]), ("interrupted", list(zip(counts, (5, 7, None), strict=True)))):
         (tmp_path / name).mkdir()
-        own = restarts(tmp_path / name, "adagrad", 4)
+        own = restarts(tmp_path / name, "adagrad", 4, sections=sections)
         own.batches = small_batches(own.job, "multi", num_steps=6, eval_at=range(3, 9))
         for ranks, num_steps in lives:
             run = own.live(ranks, num_steps)

@@ -22,7 +22,17 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.execute.streams import RankWait
 from tests.support import jobs
-from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, make_batch, slots_for, small_batches, small_job
+from tests.support.batches import (
+    BAGS,
+    NUM_DENSE,
+    OPTIMIZERS,
+    SEVERAL_LABELS,
+    Bags,
+    make_batch,
+    slots_for,
+    small_batches,
+    small_job,
+)
 from tests.support.driver import Settings, StuckError, start_state
 from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
@@ -160,6 +170,22 @@ def test_evaluations_do_not_depend_on_the_number_of_ranks() -> None:
         results.append(run.pairs[-1].results.evaluations)
     assert results[0] == results[1] == results[2]
     assert all(own.auc is not None and 0 < own.auc < 1 for own in results[0])
+
+
+def test_several_labels_have_the_same_bits_and_evaluations_on_any_number_of_ranks() -> None:
+    """The first evaluation knows no label `buy`, the fourth train batch none at all."""
+    job = small_job("adagrad", "multi", **SEVERAL_LABELS)
+    batches = small_batches(job, "multi", num_steps=6, eval_at=(2, 5, 7))
+    batches[2].batch.labels[:, 1] = batches[4].batch.labels[:] = np.nan
+    expected, results = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 4), []
+    for ranks in (1, 4):
+        run = ranked(job, batches, ranks, 4, "everything", seed=ranks)
+        assert_equal_bits(run, expected)
+        results.append(run.pairs[-1].results.evaluations)
+    assert results[0] == results[1]
+    assert [task.label for task in results[0][0].tasks] == job.data.columns.labels
+    assert results[0][0].tasks[1].auc is None, "no label of the first evaluation is known"
+    assert all(task.auc is not None for evaluation in results[0][1:] for task in evaluation.tasks)
 
 
 # the waits

@@ -12,7 +12,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.report.history import HistoryMark
-from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.report_json import Evaluation, TaskEvaluation
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, TensorBoardWriter, check_board
 from rowcast.trainer.run.trainer_run import run_trainer
@@ -64,7 +64,8 @@ def test_a_mark_and_an_evaluation_come_back(tmp_path: Path, folder: Path) -> Non
     with TensorBoardWriter(folder, results_with(tmp_path, losses=4), 0) as board:
         board.marked(mark(10.0, 0), mark(12.0, 4, waited_s=0.5))
         board.evaluation(Evaluation(train_step=4, auc=0.75, logloss=0.5, accuracy=0.25))
-        board.evaluation(Evaluation(train_step=4, auc=None, logloss=0.5, accuracy=0.25))
+        tasks = (TaskEvaluation(label="buy", num_labels=9, auc=0.5, logloss=None),)
+        board.evaluation(Evaluation(train_step=4, auc=None, logloss=0.5, accuracy=0.25, tasks=tasks))
     found = read(folder)
     assert found["loss"] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
     assert found["speed/samples_per_s"] == [(4, 200.0)]
@@ -73,6 +74,8 @@ def test_a_mark_and_an_evaluation_come_back(tmp_path: Path, folder: Path) -> Non
     assert found["cache/hit_ratio"][0] == pytest.approx((4, 0.8))
     assert found["eval/auc"] == [(4, 0.75)]
     assert len(found["eval/logloss"]) == 2
+    assert found["eval/auc/buy"] == [(4, 0.5)]
+    assert "eval/logloss/buy" not in found
 
 
 def test_many_steps_between_two_marks_are_put_together(tmp_path: Path, folder: Path) -> None:

@@ -22,6 +22,7 @@ ALLOWED_LABELS = {
     "kind",
     "reason",
     "phase",
+    "task",
     "queue",
     "side",
     "state",
@@ -207,7 +208,8 @@ def test_what_is_not_known_yet_has_no_sample() -> None:
             trainer, lambda: TrainerGauges(train_step=2, learning_rates={}), build_info("trainer", "retail"), Health()
         )
     )
-    for name in ("rowcast_expected_train_steps", "rowcast_eval_auc", "rowcast_eval_logloss", "rowcast_eval_accuracy"):
+    gauges = [metric.name for metric in METRICS if metric.name.startswith("rowcast_eval_") and metric.type == "gauge"]
+    for name in ("rowcast_expected_train_steps", *gauges):
         assert found[name].samples == []
 
 

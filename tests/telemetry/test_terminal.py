@@ -2,12 +2,13 @@ import io
 import os
 import sys
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
-from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.report_json import Evaluation, TaskEvaluation
 from rowcast.trainer.report.terminal import TerminalProgress
 from tests.support import three_steps
 
@@ -95,6 +96,23 @@ def test_evaluations_are_lines_as_they_come() -> None:
         progress.evaluation(Evaluation(train_step=6, auc=None, logloss=2.5, accuracy=None))
     assert "eval after 1 train step: AUC undefined, log loss" in file.getvalue()
     assert "eval after 6 train steps: loss 2.500000\n" in file.getvalue()
+
+
+def test_an_evaluation_of_several_labels_names_each() -> None:
+    console, file = plain_console()
+    tasks = (
+        TaskEvaluation(label="click", num_labels=2000, auc=0.75, logloss=0.25),
+        TaskEvaluation(label="buy", num_labels=3, auc=None, logloss=0.5),
+        TaskEvaluation(label="stay", num_labels=0, auc=None, logloss=None),
+        TaskEvaluation(label="price", num_labels=9, auc=None, logloss=None),
+    )
+    with TerminalProgress(new_counters(three_steps.groups()), None, console=console, clock=Clock()) as progress:
+        progress.evaluation(msgspec.structs.replace(RESULT, tasks=tasks))
+    assert file.getvalue() == (
+        "eval after 2 train steps: AUC 0.712346, log loss 0.500000, accuracy 0.800000; click: AUC 0.750000, log loss "
+        "0.250000, 2,000 known; buy: AUC undefined, log loss 0.500000, 3 known; stay: no known label; price: no log "
+        "loss\n"
+    )
 
 
 def test_a_long_line_is_not_folded_in_a_pipe() -> None:

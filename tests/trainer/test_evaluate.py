@@ -116,6 +116,63 @@ def test_labels_that_are_not_0_or_1_leave_auc_and_accuracy_out() -> None:
     assert (result.num_samples, result.auc, result.logloss, result.accuracy) == (3, None, 0.25, None)
 
 
+def several(num_samples: int = 20_000) -> tuple[Tensor, Tensor]:
+    """Logits and labels [n, 3], some unknown; no label of the last is known."""
+    columns = [predictions(spread, num_samples=num_samples) for spread in (1.0, 3.0, 0.5)]
+    logits, labels = (torch.stack(own, dim=1) for own in zip(*columns, strict=True))
+    labels[::3, 0] = labels[:, 2] = float("nan")
+    return logits, labels
+
+
+def metrics_of_several(logits: Tensor, labels: Tensor, batch_size: int = 7_001) -> EvalMetrics:
+    metrics = EvalMetrics(num_labels=3)
+    for own_logits, own_labels in zip(torch.split(logits, batch_size), torch.split(labels, batch_size), strict=True):
+        metrics.update(own_logits, own_labels)
+    return metrics
+
+
+def test_each_of_several_labels_has_the_metrics_of_its_known_samples() -> None:
+    logits, labels = several()
+    result = metrics_of_several(logits, labels).compute()
+    assert [task.num_labels for task in result.tasks] == [13_333, 20_000, 0]
+    assert (result.tasks[2].auc, result.tasks[2].logloss, result.auc) == (None, None, None)
+    for task, own_logits, own_labels in zip(result.tasks[:2], logits.T, labels.T, strict=False):
+        known = ~own_labels.isnan()
+        alone = metrics_of(own_logits[known], own_labels[known]).compute()
+        assert task.auc == alone.auc
+        assert task.logloss == pytest.approx(alone.logloss, rel=1e-12)
+        assert task.auc == pytest.approx(float(binary_auroc(own_logits[known], own_labels[known].long())), abs=1e-4)
+    known = ~labels.isnan()
+    assert result.accuracy == ((logits > 0) == (labels > 0))[known].double().mean().item()
+    total = sum(task.logloss * task.num_labels for task in result.tasks if task.logloss is not None)
+    assert result.logloss == pytest.approx(total / labels.numel(), rel=1e-12), "as the loss that is trained on"
+    both = metrics_of_several(logits, torch.where(known, labels, 0.0).index_fill(0, torch.tensor(0), 1.0)).compute()
+    aucs = [task.auc for task in both.tasks if task.auc is not None]
+    assert both.auc == pytest.approx(sum(aucs) / 3)
+
+
+def test_an_evaluation_of_several_labels_goes_on_from_its_state() -> None:
+    logits, labels = several(1000)
+    whole, second = metrics_of_several(logits, labels, 300), EvalMetrics(num_labels=3)
+    assert second.restore(metrics_of_several(logits[:300], labels[:300]).state())
+    for own in (slice(300, 600), slice(600, 900), slice(900, None)):
+        second.update(logits[own], labels[own])
+    assert second.compute() == whole.compute() == whole.close().result()
+    assert whole.compute() == EvalMetrics(num_labels=3).compute()
+
+
+@pytest.mark.parametrize("are_logits", [True, False])
+def test_several_labels_of_a_model_with_its_own_loss_have_results_where_known_ones_are_0_or_1(are_logits: bool) -> None:
+    labels = torch.tensor([[1.0, 0.0, 2.5], [0.0, float("nan"), 1.0], [1.0, 1.0, 0.0]])
+    logits = torch.tensor([[1.0, -1.0, 0.0], [-2.0, 9.0, 0.0], [0.5, 2.0, 0.0]])
+    metrics = EvalMetrics(num_labels=3)
+    metrics.update(logits if are_logits else {"left": logits}, labels, torch.tensor(0.25))
+    result = metrics.compute()
+    assert (result.num_samples, result.logloss, result.auc, result.accuracy) == (3, 0.25, None, None)
+    assert [task.num_labels for task in result.tasks] == [3, 2, 3]
+    assert [task.auc for task in result.tasks] == ([1.0, 1.0, None] if are_logits else [None] * 3)
+
+
 @pytest.mark.parametrize("are_logits", [True, False])
 def test_an_evaluation_goes_on_from_its_state(are_logits: bool) -> None:
     logits, labels = predictions(1.0, num_samples=1000)

@@ -118,3 +118,47 @@ def test_every_half_precision_tensor_of_the_outputs_becomes_fp32() -> None:
     assert outputs["b"].first.dtype == torch.float32
     assert outputs["b"].second == "text"
     assert as_fp32(OrderedDict(a=half))["a"].dtype == torch.float32
+
+
+NAN = float("nan")
+SEVERAL = torch.tensor([[1.0, 0.0], [NAN, 1.0], [NAN, NAN], [0.0, NAN]])
+
+
+def test_an_unknown_label_has_no_loss_and_no_gradient_and_counts_in_the_mean() -> None:
+    logits = torch.randn(4, 2, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    loss = mean_loss(logits, SEVERAL)
+    torch.autograd.backward(loss)
+    known = ~SEVERAL.isnan()
+    expected = nn.functional.binary_cross_entropy_with_logits(
+        logits[known].double(), SEVERAL[known].double(), reduction="sum"
+    )
+    assert loss.item() == pytest.approx(expected.item() / 8, rel=1e-6)
+    assert logits.grad is not None
+    assert torch.equal(logits.grad != 0, known)
+
+
+def test_the_loss_of_a_batch_is_that_of_its_parts_by_their_share_of_the_samples() -> None:
+    logits = torch.randn(4, 2, generator=torch.Generator().manual_seed(2))
+    parts = [mean_loss(logits[own], SEVERAL[own]) * (len(logits[own]) / 4) for own in (slice(0, 1), slice(1, 4))]
+    assert mean_loss(logits, SEVERAL).item() == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
+
+
+def test_a_batch_without_a_known_label_has_loss_0_and_no_gradient() -> None:
+    logits = torch.randn(3, 2, requires_grad=True)
+    loss = mean_loss(logits, torch.full((3, 2), NAN))
+    torch.autograd.backward(loss)
+    assert loss.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_known_labels_have_the_bits_of_unmasked_cross_entropy() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, labels = torch.randn(50, 3, generator=generator), torch.rand(50, 3, generator=generator).round()
+    assert torch.equal(mean_loss(logits, labels), nn.functional.binary_cross_entropy_with_logits(logits, labels))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3), (2, 4)])
+def test_several_labels_need_a_logit_each(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"return one logit per sample and label, shape \[4, 2\], or give the model"):
+        mean_loss(torch.zeros(shape), SEVERAL)

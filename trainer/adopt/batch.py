@@ -68,7 +68,7 @@ class LoadedBatch:
     def __init__(self, step: ArrivedStep, part: Slice, session: object, keys: Sequence[str]) -> None:
         self.dense_features = copied(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
         self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
-        self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B], on the device
+        self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B] or [B, T], on the device
         self.is_last = part.is_last  # the last micro-batch of a step: the optimizer steps after it
         self.share = part.size / step.header.batch_size  # share of the step's samples
         self.kind: Kind = step.header.kind

@@ -165,7 +165,7 @@ class CurrentStep:
         self.step, self._sliced = None, None
 
     def labels(self) -> torch.Tensor:
-        """f32 [size], of the current slice."""
+        """f32 [size] or [size, T], of the current slice."""
         assert self.step is not None, "labels come after begin"
         return self.step.arrays["labels"][self.slice.start : self.slice.stop]
 

@@ -259,7 +259,8 @@ class Loader:
         """Records results of the current batch for /metrics, losses.f32 and the run's report.
 
         loss: the mean over the samples of a train batch or micro-batch. Record it for every train batch or for none.
-        logits: f32 [B], predictions for an evaluation batch with labels 0 or 1; `evaluation` is computed from them.
+        logits: f32 [B], or [B, T] with several labels, predictions for an evaluation batch with labels 0 or 1;
+        `evaluation` is computed from them.
 
         Raises RuntimeError if the current batch is not of that kind.
         """

@@ -1,5 +1,7 @@
 """Holds what a checkpoint keeps of the script: its objects, completed epochs, losses and evaluations."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -18,14 +20,16 @@ COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has end
 class ScriptState:
     """Implements `loop.ModelState`."""
 
-    def __init__(self, dense: StatefulObjects | None, device: torch.device) -> None:
+    def __init__(self, dense: StatefulObjects | None, device: torch.device, labels: Sequence[str] = ()) -> None:
+        """`labels`: data.columns.labels."""
         self.evaluating = False  # logits were recorded since the last evaluation was closed
         self.epochs = EpochCount()
-        self._metrics = EvalMetrics(device)
+        self._labels = labels
+        self._metrics = EvalMetrics(device, num_labels=len(labels))
         self._dense = dense
 
     def record(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """`logits` and `labels`: f32 [size], of an evaluation batch."""
+        """`logits` and `labels`: f32 [size], or [size, T] with several labels, of an evaluation batch."""
         self._metrics.update(logits, labels)
         self.evaluating = True
 
@@ -34,9 +38,7 @@ class ScriptState:
         self.evaluating = False
         result = self._metrics.compute()
         self._metrics.close()
-        if result.logloss is None or result.accuracy is None:
-            return None
-        return Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy)
+        return None if result.accuracy is None else result.evaluation(train_steps, self._labels)
 
     def issue_state(self, streams: Streams) -> None:
         pass

@@ -94,7 +94,7 @@ class ScriptSession:
         self._crew = Crew("trainer", self._bell, owns_process=False)
         self._counters = new_counters(self._groups)
         self._telemetry = ScriptTelemetry(parts.job, parts.device, self._counters, self._crew.dead_stage)
-        self._script_state = ScriptState(parts.dense, parts.device)
+        self._script_state = ScriptState(parts.dense, parts.device, parts.job.data.columns.labels)
         self._stack = ExitStack()
         self._connection: Connection | None = None
         self._current: CurrentStep | None = None
@@ -339,7 +339,8 @@ class ScriptSession:
             weighted = torch.as_tensor(loss, dtype=torch.float32).detach().mean() * share
             self._loss = weighted if self._loss is None else self._loss + weighted
         if logits is not None:
-            self._script_state.record(logits.detach().float().reshape(-1), self.current.labels())
+            labels = self.current.labels()
+            self._script_state.record(logits.detach().float().reshape(labels.shape), labels)
         self.current.stream_order.record()
 
     def _close_evaluation(self) -> None:

@@ -102,5 +102,6 @@ class ScriptTelemetry:
             auc=None if evaluation is None else evaluation.auc,
             logloss=None if evaluation is None else evaluation.logloss,
             accuracy=None if evaluation is None else evaluation.accuracy,
+            tasks=() if evaluation is None else evaluation.tasks,
         )
         return idle if self._met is None else engine_gauges(idle, self._met[0])

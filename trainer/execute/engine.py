@@ -1,6 +1,6 @@
 """Wires the trainer's stages to each other and to one conversation; holds no thread, socket or clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +72,7 @@ class TrainerParts:
     counters: TrainerCounters
     clock: PhaseClock = field(default_factory=HostClock)  # times the phases of each step
     rank: Rank | None = None  # None: the trainer is alone
+    labels: Sequence[str] = ()  # data.columns.labels
 
 
 class TrainerEngine:
@@ -92,10 +93,15 @@ class TrainerEngine:
             welcome.staging_bytes,
             is_tcp=rings.fetch.is_mirror,
             rank=parts.rank,
+            num_labels=len(parts.labels),
         )
         fetch_ring = FetchRing(rings.fetch, rings.fetch_memory, send)
         training = TrainingState(
-            model=parts.model, steps=parts.steps, results=parts.results, train_steps=welcome.first_train_step
+            model=parts.model,
+            steps=parts.steps,
+            results=parts.results,
+            train_steps=welcome.first_train_step,
+            labels=parts.labels,
         )
         self.slots = Slots(parts.groups, parts.records, parts.streams)
         self.sender = Sender(parts.streams, rings.back, rings.back_memory, self.counters, send)

@@ -24,6 +24,7 @@ With a training script (`trainer/adopt/`), the script does the work between `beg
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,6 +95,7 @@ class TrainingState:
     model: ModelState
     steps: Steps | None  # None: a training script computes the steps
     results: Results
+    labels: Sequence[str] = ()  # data.columns.labels
     train_steps: int  # train steps of the run that were issued, in this attempt or before it
     evaluating: bool = False  # an evaluation has begun and is not closed
 
@@ -301,10 +303,9 @@ class TrainingLoop:
         return True
 
     def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
-        if result.logloss is not None:
-            self._training.results.evaluation(
-                Evaluation(train_step=train_steps, auc=result.auc, logloss=result.logloss, accuracy=result.accuracy)
-            )
+        evaluation = result.evaluation(train_steps, self._training.labels)
+        if evaluation is not None:
+            self._training.results.evaluation(evaluation)
 
     def _finish_step(self, issued: Issued, step: ArrivedStep) -> None:
         loss = None

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
 from rowcast.protocol.messages import PlanHeader
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.metrics import Sample
+
+if TYPE_CHECKING:  # the report imports this module
+    from rowcast.trainer.report.report_json import TaskEvaluation
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
 Phase = Literal["gather", "fill", "exchange", "lookup", "forward", "backward", "update"]
@@ -92,6 +95,7 @@ class TrainerGauges:
     auc: float | None = None  # the last evaluation's
     logloss: float | None = None
     accuracy: float | None = None
+    tasks: "Sequence[TaskEvaluation]" = ()  # of each of several labels
     queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
     ring_used_bytes: int = 0  # back ring
     ring_size_bytes: int = 0
@@ -142,3 +146,7 @@ class TrainerCollector(CountersCollector):
         for name, value in results.items():
             if value is not None:
                 yield name, (), value
+        for task in gauges.tasks:
+            for name, value in (("rowcast_eval_task_auc", task.auc), ("rowcast_eval_task_logloss", task.logloss)):
+                if value is not None:
+                    yield name, (task.label,), value

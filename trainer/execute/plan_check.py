@@ -45,6 +45,7 @@ from rowcast.protocol.plan_layout import (
     EXCHANGE_ARRAYS,
     GROUP_ARRAYS,
     ITEM_BYTES,
+    SEVERAL_LABELS,
     ArrayLayout,
     Counts,
     Dtype,
@@ -122,13 +123,14 @@ class PlanCheck:
         *,
         is_tcp: bool,
         rank: Rank | None = None,
+        num_labels: int = 0,
     ) -> None:
         """`slots` of each group; `num_dense` features per sample; `staging_bytes` for the rows of a piece; `rank`: None
-        if the trainer is alone.
+        if the trainer is alone; `num_labels`: names in data.columns.labels, 0 for one label a sample.
         """
         self._groups = tuple(groups)
         self._num_slots = tuple(slots)
-        self._num_dense = num_dense
+        self._num_dense, self._num_labels = num_dense, num_labels
         self._train_step = first_train_step  # the next plan's
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
@@ -247,8 +249,8 @@ class PlanCheck:
         return group_counts
 
     def _plan_arrays(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> Iterator[ExpectedArray]:
-        batch_counts = Counts(samples=plan.batch_size, dense_features=self._num_dense)
-        yield from expected_arrays("", BATCH_ARRAYS, batch_counts)
+        batch_counts = Counts(samples=plan.batch_size, dense_features=self._num_dense, labels=self._num_labels)
+        yield from expected_arrays("", SEVERAL_LABELS if self._num_labels else BATCH_ARRAYS, batch_counts)
         for arrays in ((GROUP_ARRAYS | EXCHANGE_ARRAYS), ASKED_SLOTS):
             for index, counts in enumerate(group_counts):
                 yield from expected_arrays(f"{index}.", arrays, counts)

@@ -5,10 +5,12 @@ separately; a pair within one bin counts half, as a tie. Bins are narrow where l
 
     logit            0        +-1       +-4       +-16      +-100
     width of a bin   3.1e-05  4.8e-05   1.2e-04   7.6e-04   2.1e-02
+
+With several labels a sample each has counts of its own, of the samples where it is known.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,40 +18,79 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rowcast.trainer.models.ordered import sum_in_order
+from rowcast.trainer.report.report_json import Evaluation, TaskEvaluation
 
 NUM_BINS = 2**18  # 4 MiB of counts
 HALF_RANGE = 4.0  # half of the bins are within +- this logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TaskResult:
+    """Of one of several labels. None if outputs are not logits, if none is known or if known ones are not 0 or 1."""
+
+    num_labels: int  # known ones
+    auc: float | None  # also None if all known labels are equal
+    logloss: float | None  # mean over the known labels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
     num_samples: int
-    auc: float | None  # None if all labels are equal, or if accuracy is None
+    # None if all labels are equal, or if accuracy is None; of several labels the mean of their AUCs, None if one is
+    auc: float | None
     # natural logarithm, mean over samples, or the mean of the model's own loss; None without samples
     logloss: float | None
-    # at probability 0.5; None without samples, or if outputs are not logits or labels are not 0 or 1
+    # at probability 0.5, of known labels; None without any, or if outputs are not logits or labels are not 0 or 1
     accuracy: float | None
+    tasks: tuple[TaskResult, ...] = ()  # of each of several labels
+
+    def evaluation(self, train_step: int, labels: Sequence[str]) -> Evaluation | None:
+        """For the run's results; `labels`: the names of several. None without samples."""
+        if self.logloss is None:
+            return None
+        return Evaluation(
+            train_step=train_step,
+            auc=self.auc,
+            logloss=self.logloss,
+            accuracy=self.accuracy,
+            tasks=tuple(
+                TaskEvaluation(label=label, num_labels=task.num_labels, auc=task.auc, logloss=task.logloss)
+                for label, task in zip(labels, self.tasks, strict=True)
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EvalCounts:
-    """The counts of an evaluation so far."""
+    """The counts of an evaluation so far. T is the number of labels a sample if there are several, else 0."""
 
-    histogram: Tensor  # i64 [2, NUM_BINS]: negatives, positives
-    num_correct: Tensor  # i64 []
+    histogram: Tensor  # i64 [2, NUM_BINS] or [T, 2, NUM_BINS]: negatives, positives
+    num_correct: Tensor  # i64 [] or [T]
     loss_sum: Tensor  # f64 [parts] of a batch, see `protocol/parts.py`; one if there are none
     num_samples: Tensor  # i64 []; more than in the histogram if outputs are not logits or labels are not 0 or 1
+    num_labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # i64 [T] known labels
+    task_loss_sum: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # f64 [parts, T]
 
     def result(self) -> EvalResult:
         """Reads the counts; waits for the device if they are on one."""
-        negatives, positives = self.histogram.cpu().double()
-        num_samples = int(self.num_samples)
-        are_all = int(negatives.sum() + positives.sum()) == num_samples > 0
+        histograms = self.histogram.cpu().double().view(-1, 2, NUM_BINS)
+        num_samples, num_known = int(self.num_samples), self.num_labels.tolist()
+        counted = histograms.sum((1, 2)).long().tolist()
+        are_all = counted == (num_known or [num_samples]) and sum(counted) > 0
+        aucs = [area_under_curve(*own) for own in histograms]
+        mean_auc = None if None in aucs else sum(auc for auc in aucs if auc is not None) / len(aucs)
+        losses = sum_in_order(self.task_loss_sum.unbind()).tolist()
         return EvalResult(
             num_samples=num_samples,
-            auc=area_under_curve(negatives, positives) if are_all else None,
+            auc=mean_auc if are_all else None,
             logloss=sum_in_order(self.loss_sum.unbind()).item() / num_samples if num_samples else None,
-            accuracy=self.num_correct.item() / num_samples if are_all else None,
+            accuracy=int(self.num_correct.sum()) / sum(counted) if are_all else None,
+            tasks=tuple(
+                TaskResult(num_labels=known, auc=auc, logloss=loss / known)
+                if known == own > 0
+                else TaskResult(num_labels=known, auc=None, logloss=None)
+                for known, own, auc, loss in zip(num_known, counted, aucs, losses, strict=False)
+            ),
         )
 
     def named(self) -> dict[str, Tensor]:
@@ -57,7 +98,7 @@ class EvalCounts:
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint."""
-        return {f"metrics.{name}": counts for name, counts in self.named().items()}
+        return {f"metrics.{name}": counts for name, counts in self.named().items() if counts.numel()}
 
     @classmethod
     def saved(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,24 +110,32 @@ class EvalCounts:
 class EvalMetrics:
     """Metrics of one evaluation after another."""
 
-    def __init__(self, device: torch.device | None = None, parts: int = 1) -> None:
-        """Counts on `device`; None is the CPU."""
+    def __init__(self, device: torch.device | None = None, parts: int = 1, num_labels: int = 0) -> None:
+        """Counts on `device`; None is the CPU. `num_labels`: how many labels a sample has if there are several."""
         self._begun = False
+        of_each = (num_labels,) if num_labels else ()
         self.counts = EvalCounts(
-            torch.zeros(2, NUM_BINS, dtype=torch.int64, device=device),
-            torch.zeros((), dtype=torch.int64, device=device),
-            torch.zeros(parts, dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.int64, device=device),
+            histogram=torch.zeros(*of_each, 2, NUM_BINS, dtype=torch.int64, device=device),
+            num_correct=torch.zeros(of_each, dtype=torch.int64, device=device),
+            loss_sum=torch.zeros(parts, dtype=torch.float64, device=device),
+            num_samples=torch.zeros((), dtype=torch.int64, device=device),
+            num_labels=torch.zeros(num_labels, dtype=torch.int64, device=device),
+            task_loss_sum=torch.zeros(parts, num_labels, dtype=torch.float64, device=device),
         )
+        self._starts = 2 * NUM_BINS * torch.arange(num_labels, device=device)  # of each label's histogram
 
     def update(self, outputs: Any, labels: Tensor, own_loss: Tensor | None = None, part: int = 0) -> None:
         """Counts one batch: logits f32 [B], labels f32 [B], 0 or 1, on the metrics' device. Issues work, reads nothing.
 
-        `own_loss`: [], the batch's mean of the model's own loss. Outputs may then be anything and labels any numbers;
-        samples that have a logit and a label of 0 or 1 count for AUC and accuracy.
+        With several labels both are [B, T], and a label may be NaN: unknown. `own_loss`: [], the batch's mean of the
+        model's own loss. Outputs may then be anything and labels any numbers; samples that have a logit and a label of
+        0 or 1 count for AUC and accuracy.
         """
         self._begun = True
         self.counts.num_samples.add_(len(labels))
+        if labels.dim() > 1:
+            self._update_tasks(outputs, labels, own_loss, part)
+            return
         if own_loss is None:
             self.counts.loss_sum[part].add_(
                 binary_cross_entropy_with_logits(outputs.double(), labels.double(), reduction="sum")
@@ -97,11 +146,28 @@ class EvalMetrics:
         if isinstance(outputs, Tensor) and outputs.shape == labels.shape:
             self._count(outputs, labels, ((labels == 0) | (labels == 1)).long())
 
+    def _update_tasks(self, outputs: Any, labels: Tensor, own_loss: Tensor | None, part: int) -> None:
+        self.counts.num_labels.add_((~labels.isnan()).sum(0))
+        if isinstance(outputs, Tensor) and outputs.shape == labels.shape:
+            counts = (labels == 0) | (labels == 1)
+            losses = binary_cross_entropy_with_logits(
+                outputs.double(), labels.where(counts, 0.0).double(), counts.double(), reduction="none"
+            ).sum(0)
+            self.counts.task_loss_sum[part].add_(losses)
+            self._count(outputs, labels, counts.long())
+            if own_loss is None:
+                self.counts.loss_sum[part].add_(losses.sum() / labels.shape[1])
+        if own_loss is not None:
+            self.counts.loss_sum[part].add_(own_loss.double() * len(labels))
+
     def _count(self, logits: Tensor, labels: Tensor, counts: Tensor) -> None:
-        """`counts`: i64 [B], 1 for samples that count and 0 for others."""
+        """`counts`: i64 as labels, 1 for those that count and 0 for others."""
         positive = labels > 0.5
-        self.counts.histogram.view(-1).index_add_(0, bins(logits) + positive * NUM_BINS, counts)
-        self.counts.num_correct.add_((((logits > 0) == positive) * counts).sum())
+        places = bins(logits) + positive * NUM_BINS
+        if labels.dim() > 1:
+            places = places + self._starts
+        self.counts.histogram.view(-1).index_add_(0, places.flatten(), counts.flatten())
+        self.counts.num_correct.add_((((logits > 0) == positive) * counts).sum(0))
 
     def state(self) -> dict[str, Tensor]:
         """The counts of an evaluation in progress, for a checkpoint; empty otherwise. Waits for the device."""

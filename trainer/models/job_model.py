@@ -40,6 +40,11 @@ class JobModel:
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
         self.own_loss = own_loss(self.model)  # None: binary cross entropy
+        if self.own_loss is None and job.data.columns.label_values != "binary":
+            raise ConfigError(
+                f'data.columns.label_values = "{job.data.columns.label_values}": binary cross entropy needs labels of '
+                "0 or 1; give the model a method loss(outputs, labels), or remove it"
+            )
         self._own_logits: Callable[[Any], Tensor] | None = (
             None if self.own_loss is None else getattr(self.model, "logits", None)
         )
@@ -53,7 +58,7 @@ class JobModel:
         torch.manual_seed(job.job.seed)
 
     def forward(self, dense: Tensor, rows: Sequence[Embedded], *, training: bool) -> Any:
-        """Logits f32 [B], or the input of the model's own loss.
+        """Logits f32 [B] or [B, T], or the input of the model's own loss.
 
         dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences. Computes gradients if
         they are enabled.
@@ -67,7 +72,7 @@ class JobModel:
         return as_fp32(outputs) if self._autocasts else outputs
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        """f32 [], the mean over the batch, from the outputs of `forward` and labels f32 [B]. Raises ConfigError."""
+        """f32 [], the batch's mean, from the outputs of `forward` and labels f32 [B] or [B, T]. Raises ConfigError."""
         return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
 
     def logits(self, outputs: Any) -> Any:

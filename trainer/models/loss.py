@@ -13,13 +13,22 @@ OwnLoss = Callable[[Any, Tensor], Tensor]
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross entropy, the mean over the batch. logits and labels f32 [B]; raises ConfigError for other shapes."""
+    """Binary cross entropy, the mean over the batch. logits and labels f32 [B], or both [B, T] with several labels.
+
+    An unknown label, NaN, has no loss and no gradient, but counts in the mean: it divides by B * T. So what a sample
+    contributes does not depend on the others, and the parts of a batch add up to it. Raises ConfigError for other
+    shapes.
+    """
     found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.shape != labels.shape:
+        needed = "one logit per sample" if labels.dim() == 1 else "one logit per sample and label"
         raise ConfigError(
-            f"the model returned {found}; return one logit per sample, shape {list(labels.shape)}, or give the model a "
-            "method loss(outputs, labels)"
+            f"the model returned {found}; return {needed}, shape {list(labels.shape)}, or give the model a method "
+            "loss(outputs, labels)"
         )
+    if labels.dim() > 1:
+        known = ~labels.isnan()
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels.where(known, 0.0), known.to(logits.dtype))
     return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 

@@ -89,7 +89,7 @@ class StepRunner:
         self.model = self._side.model
         kernels = kernels or choose_kernels(self.device, job)
         self._embeddings = Embeddings(groups, job.optimizer.sparse, records, kernels, self._clock.lap)
-        self._metrics = EvalMetrics(self.device)
+        self._metrics = EvalMetrics(self.device, num_labels=len(job.data.columns.labels))
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
         streams.compute.run(lambda: self.train(step, loss))

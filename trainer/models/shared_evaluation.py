@@ -13,20 +13,21 @@ from torch import Tensor
 
 from rowcast.protocol.parts import Rank
 from rowcast.trainer.execute.streams import Streams
-from rowcast.trainer.models.evaluate import NUM_BINS, EvalCounts, EvalMetrics, to_host
+from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
 from rowcast.trainer.models.exchanges import Exchanges
 from rowcast.trainer.models.ordered import padded
 
-NUM_COUNTS = 2 * NUM_BINS + 2  # the histogram, correct samples, all samples
+LOSSES = {"loss_sum", "task_loss_sum"}  # f64 [parts, ...]; all other counts are integers
 
 
 class SharedEvaluation:
     """One evaluation after another. Its collectives come at the same places in the plans of all ranks."""
 
-    def __init__(self, rank: Rank, exchanges: Exchanges, device: torch.device) -> None:
+    def __init__(self, rank: Rank, exchanges: Exchanges, device: torch.device, num_labels: int) -> None:
         self._rank = rank
         self._exchanges = exchanges
-        self._metrics = EvalMetrics(device, parts=rank.parts_per_rank)
+        self._metrics = EvalMetrics(device, parts=rank.parts_per_rank, num_labels=num_labels)
+        self._losses_per_part = 1 + num_labels
         self._in_progress = False  # on all ranks, also if this one has had no sample
         self._of_all: EvalCounts | None = None  # of an evaluation in progress, for a checkpoint
 
@@ -63,26 +64,32 @@ class SharedEvaluation:
         if saved:
             own = self._rank.own_parts
             counts = {name: counts if self._rank.number == 0 else counts * 0 for name, counts in saved.items()}
-            counts["loss_sum"] = saved["loss_sum"][own.start : own.stop]
+            for name in LOSSES & saved.keys():
+                counts[name] = saved[name][own.start : own.stop]
             self._metrics.continue_from(counts)
         self._in_progress = bool(saved)
         return self._in_progress
 
     def _issue_gather(self, streams: Streams, take: Callable[[EvalCounts], None]) -> None:
-        counts = self._exchanges.sum_memory("counts", padded(NUM_COUNTS, self._rank.count), torch.int64)
-        losses = self._exchanges.gather_memory("loss sums", self._rank.parts_per_rank, torch.float64)
+        own = self._metrics.counts.named()
+        integers = {name: tensor for name, tensor in own.items() if name not in LOSSES}
+        sizes = [tensor.numel() for tensor in integers.values()]
+        counts = self._exchanges.sum_memory("counts", padded(sum(sizes), self._rank.count), torch.int64)
+        losses = self._exchanges.gather_memory(
+            "loss sums", self._rank.parts_per_rank * self._losses_per_part, torch.float64
+        )
 
         def pack() -> None:
-            own = self._metrics.counts
             counts.own.zero_()
-            counts.own[:NUM_COUNTS] = torch.cat(
-                [own.histogram.view(-1), own.num_correct.view(1), own.num_samples.view(1)]
-            )
-            losses.own.copy_(own.loss_sum)
+            counts.own[: sum(sizes)] = torch.cat([tensor.view(-1) for tensor in integers.values()])
+            losses.own.copy_(torch.cat([own["loss_sum"][:, None], own["task_loss_sum"]], dim=1).view(-1))
 
         def unpack() -> None:
-            total = to_host(counts.total[:NUM_COUNTS])
-            take(EvalCounts(total[:-2].view(2, NUM_BINS), total[-2], to_host(losses.all), total[-1]))
+            totals = torch.split(to_host(counts.total[: sum(sizes)]), sizes)
+            found = {name: total.view(own[name].shape) for name, total in zip(integers, totals, strict=True)}
+            of_parts = losses.all.view(-1, self._losses_per_part)
+            loss_sum, task_loss_sum = of_parts[:, 0].contiguous(), of_parts[:, 1:].contiguous()
+            take(EvalCounts(**found, loss_sum=to_host(loss_sum), task_loss_sum=to_host(task_loss_sum)))
 
         streams.compute.run(pack)
         self._exchanges.name("the counts of an evaluation")

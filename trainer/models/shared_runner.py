@@ -90,7 +90,7 @@ class SharedRunner:
         self._places = sorted(range(len(positions)), key=positions.__getitem__)  # as in `Embeddings`
         self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=2 * rank.count)
         self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
-        self._evaluation = SharedEvaluation(rank, self._exchanges, self.device)
+        self._evaluation = SharedEvaluation(rank, self._exchanges, self.device, len(job.data.columns.labels))
         self._balanced = balanced
         # for each step, f32 on the host: [ranks] not 0 if one was asked to stop, and of a train step [ranks] rows owned
         self._told: dict[int, Tensor] = {}

@@ -10,13 +10,24 @@ from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.execute.metrics import TrainerCounters
 
 
+class TaskEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The result for one of several labels. Values are None if outputs are not logits, or if no label is known."""
+
+    label: str
+    num_labels: int  # samples whose label is known
+    auc: float | None  # also None if all known labels are equal
+    logloss: float | None  # mean over the known labels
+
+
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one pass over the evaluation batches."""
 
     train_step: int  # train steps before it
-    auc: float | None  # None if all labels are equal, or if accuracy is None
-    logloss: float  # or the mean of the model's own loss
-    accuracy: float | None  # None if the model's outputs are not logits
+    # None if all labels are equal, or if accuracy is None; of several labels the mean of their AUCs, None if one is
+    auc: float | None
+    logloss: float  # the loss that is trained on, its mean over the samples
+    accuracy: float | None  # None if the model's outputs are not logits; of several labels the share of known ones
+    tasks: tuple[TaskEvaluation, ...] = ()  # of several labels, each
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +61,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     auc: float | None  # the last evaluation's; None without one
     logloss: float | None
     accuracy: float | None
+    tasks: tuple[TaskEvaluation, ...] = msgspec.field(default=())  # each of several labels, by the last evaluation
     lookups: int
     unique_rows: int
     rows_fetched: int
@@ -122,6 +134,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         auc=evaluation.auc if evaluation else None,
         logloss=evaluation.logloss if evaluation else None,
         accuracy=evaluation.accuracy if evaluation else None,
+        tasks=evaluation.tasks if evaluation else (),
         lookups=counters.total("lookups"),
         unique_rows=unique_rows,
         rows_fetched=counters.total("rows_fetched"),

@@ -14,7 +14,7 @@ from rowcast.runtime.telemetry.format_numbers import (
     stdout_console,
 )
 from rowcast.trainer.report.report_json import Report
-from rowcast.trainer.report.terminal import evaluation_text, write
+from rowcast.trainer.report.terminal import evaluation_text, task_text, write
 
 BESIDE = ("gather", "fill")
 
@@ -61,6 +61,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
     if report.logloss is not None:
         rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy)))
+    rows += [(f"label {task.label}", task_text(task)) for task in report.tasks]
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [
         *rows,

@@ -89,6 +89,8 @@ class TensorBoardWriter:
 
     def evaluation(self, result: Evaluation) -> None:
         values = {"auc": result.auc, "logloss": result.logloss, "accuracy": result.accuracy}
+        for task in result.tasks:
+            values |= {f"auc/{task.label}": task.auc, f"logloss/{task.label}": task.logloss}
         for name, value in values.items():
             if value is not None:
                 self._add(f"eval/{name}", value, result.train_step)

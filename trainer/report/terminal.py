@@ -24,7 +24,7 @@ from rowcast.runtime.telemetry.format_numbers import (
 )
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.report.report_json import Evaluation, TaskEvaluation
 
 LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
@@ -108,6 +108,7 @@ class TerminalProgress:
         self._print(
             f"eval after {plural(result.train_step, 'train step')}: "
             f"{evaluation_text(result.auc, result.logloss, result.accuracy)}"
+            + "".join(f"; {task.label}: {task_text(task)}" for task in result.tasks)
         )
 
     def close(self) -> None:
@@ -217,4 +218,15 @@ def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -
     """Without AUC and accuracy if a model with a loss of its own has no logits."""
     if accuracy is None:
         return f"loss {logloss:.6f}"
-    return f"AUC {'undefined' if auc is None else f'{auc:.6f}'}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
+    return f"{auc_text(auc)}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
+
+
+def task_text(task: TaskEvaluation) -> str:
+    """Of one of several labels."""
+    if task.logloss is None:
+        return "no log loss" if task.num_labels else "no known label"
+    return f"{auc_text(task.auc)}, log loss {task.logloss:.6f}, {task.num_labels:,} known"
+
+
+def auc_text(auc: float | None) -> str:
+    return f"AUC {'undefined' if auc is None else f'{auc:.6f}'}"

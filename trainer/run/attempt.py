@@ -168,6 +168,7 @@ class TrainerAttempt:
             auc=evaluation.auc if evaluation else None,
             logloss=evaluation.logloss if evaluation else None,
             accuracy=evaluation.accuracy if evaluation else None,
+            tasks=evaluation.tasks if evaluation else (),
         )
         return idle if engine is None else engine_gauges(idle, engine)
 

@@ -181,6 +181,7 @@ class Connection:
                 counters=parts.counters,
                 clock=clock,
                 rank=parts.rank,
+                labels=parts.job.data.columns.labels,
             )
         )
         crash_point("model built")

@@ -1,6 +1,7 @@
 """Reads TorchRec's layout of Criteo as .npy files, three per day.
 
-    day_<N>_dense.npy fp32 [n, D], day_<N>_sparse.npy int32 or int64 [n, F], day_<N>_labels.npy [n] or [n, 1]
+    day_<N>_dense.npy fp32 [n, D], day_<N>_sparse.npy int32 or int64 [n, F], day_<N>_labels.npy [n] or [n, 1],
+    with data.columns.labels [n, T]
 
 Files are memory-mapped, so any row is at hand and `shuffle = "full"` is allowed. Dense values and ids are used as they
 are; with data.hash an id is read as unsigned and taken modulo its table's rows. Feature cat_<i> is column i.
@@ -46,7 +47,9 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path, file or column, DataError for files that are torn or disagree."""
     refuse_weights(job)
     ids = IdCheck(job)
-    return open_files(job, ids, lambda paths: NpyRows(job, ids, open_days(paths), columns))
+    return open_files(
+        job, ids, lambda paths: NpyRows(job, ids, open_days(paths, len(job.data.columns.labels)), columns)
+    )
 
 
 class NpyRows:
@@ -54,7 +57,7 @@ class NpyRows:
 
     def __init__(self, job: Job, ids: IdCheck, days: list[Day], columns: Columns) -> None:
         self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
-        self._part = columns
+        self._part, self._label_columns = columns, job.data.columns
         self._columns = numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy")
         self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
         self.file_sizes = sizes_of([part_path(day.name, part) for day in days for part in PARTS])
@@ -78,15 +81,13 @@ class NpyRows:
     def _dense(self, taken: FileRows) -> DenseBatch:
         name, dense, _, labels = self._days[taken.file]
         where = as_slice(taken.rows)
+        with np.errstate(over="ignore"):  # a label beyond fp32 becomes infinite, which the check refuses
+            own_labels = labels[where].astype(np.float32).reshape(-1, *self._label_columns.label_shape)
         return DenseBatch(
             dense=check_dense(
                 np.array(dense[where]), dense_names(self.num_dense), row_location(part_path(name, "dense"), taken.rows)
             ),
-            labels=check_labels(
-                labels[where].astype(np.float32).reshape(-1),
-                "label",
-                row_location(part_path(name, "labels"), taken.rows),
-            ),
+            labels=check_labels(own_labels, self._label_columns, row_location(part_path(name, "labels"), taken.rows)),
         )
 
     def _checked_ids(self, taken: FileRows) -> IdsBatch:
@@ -104,7 +105,7 @@ class NpyRows:
         )
 
 
-def open_days(paths: list[Path]) -> list[Day]:
+def open_days(paths: list[Path], num_labels: int) -> list[Day]:
     """Maps every day of which a file is named, in name order, and checks that its files agree."""
     names: dict[Path, None] = {}
     for file in paths:
@@ -112,10 +113,10 @@ def open_days(paths: list[Path]) -> list[Day]:
         if match is None:
             raise ConfigError(f"{file} is not named day_<N>_dense.npy, day_<N>_sparse.npy or day_<N>_labels.npy")
         names[file.parent / match[1]] = None
-    return [open_day(name) for name in names]
+    return [open_day(name, num_labels) for name in names]
 
 
-def open_day(name: Path) -> Day:
+def open_day(name: Path, num_labels: int) -> Day:
     day = Day(
         name, *(map_array(name, part, ranks) for part, ranks in (("dense", (2,)), ("sparse", (2,)), ("labels", (1, 2))))
     )
@@ -125,10 +126,9 @@ def open_day(name: Path) -> Day:
                 f"{name}_{part}.npy holds {array.dtype}; "
                 f"it must hold {'float32' if part == 'dense' else 'int32 or int64'}"
             )
-    if day.labels.dtype.kind not in "iufb" or day.labels.size != len(day.labels):
-        raise DataError(
-            f"{name}_labels.npy holds {day.labels.dtype} {day.labels.shape}; it must hold one number per row"
-        )
+    if day.labels.dtype.kind not in "iufb" or day.labels.size != len(day.labels) * max(num_labels, 1):
+        needed = f"{num_labels} numbers per row, as data.columns.labels says" if num_labels else "one number per row"
+        raise DataError(f"{name}_labels.npy holds {day.labels.dtype} {day.labels.shape}; it must hold {needed}")
     if not len(day.dense) == len(day.sparse) == len(day.labels):
         raise DataError(
             f"{name}_*.npy: dense, sparse and labels have {len(day.dense)}, {len(day.sparse)} and "

@@ -1,6 +1,6 @@
 """Reads CSV with a header, plain or gzip: the columns that data.columns and the features name, typed by their roles.
 
-    label, dense, weights    numbers; True and False if a column starts with one of them; an empty cell is NaN (refused)
+    label, dense, weights    numbers; True and False if a column starts with one of them; an empty cell is NaN
     ids                      integers, or text under data.columns.hash, whose bytes are hashed; an empty cell is missing
     data.columns.lists       several items in a cell, between separators; an empty cell is an empty bag, an empty item
                              is missing
@@ -66,7 +66,7 @@ class CsvRows:
         self.layout = CsvLayout(
             header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
         )
-        self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids)
+        self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids, job.data.columns)
         self.file_sizes = sizes_of(paths)
         self.index = TextIndex(paths, lines_folder(job))
         self.bounds = cumulative(rows_of_files(self.index, paths))
@@ -163,9 +163,9 @@ def split_cells(texts: Any, cell: Cell) -> Any:
 
 def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
-    for name in (roles.label, *roles.dense):
+    for name in (*roles.labels, *roles.dense):
         kind: CellKind = "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
-        cells[name] = Cell(kind=kind, required=name == roles.label)
+        cells[name] = Cell(kind=kind, required=name in roles.labels and not job.data.columns.labels)
     for feature in roles.features:
         separator = job.data.columns.lists.get(feature.name)
         cells[feature.name] = Cell(kind="text" if feature.hashed else "integer", separator=separator)

@@ -1,8 +1,8 @@
 """Reads Parquet: a feature is the column of its name, with one id per sample or a list of ids (a bag; null = empty).
 
 Ids are integers or, under data.columns.hash, strings. A null id is missing, in a list too. data.columns names the
-label and the dense columns, whose values are used as they are. A feature's weights are a column of numbers, or of lists
-as long as its lists of ids. `parquet_files.py` reads the files.
+labels and the dense columns, whose values are used as they are. A feature's weights are a column of numbers, or of
+lists as long as its lists of ids. `parquet_files.py` reads the files.
 """
 
 from contextlib import AbstractContextManager, closing
@@ -46,7 +46,7 @@ class ParquetRows:
         for path, schema in zip(paths, self.files.schemas, strict=True):
             require_columns(job, self.roles, path, schema.names)
             check_types(self.roles, path, schema)
-        self.decoder = RowDecoder(self.roles, ids)
+        self.decoder = RowDecoder(self.roles, ids, job.data.columns)
 
     @property
     def num_dense(self) -> int:
@@ -90,7 +90,7 @@ def check_types(roles: Roles, path: Path, schema: Any) -> None:
             raise DataError(
                 f"{path}, column {feature.name}: the type is {kind}; it must be integers or lists of integers{remedy}"
             )
-    for name in [roles.label, *roles.dense, *roles.weights]:
+    for name in [*roles.labels, *roles.dense, *roles.weights]:
         kind = schema.field(name).type
         if not is_number(kind.value_type if is_list(kind) and name in roles.weights else kind):
             raise DataError(f"{path}, column {name}: the type is {kind}; it must be numbers")

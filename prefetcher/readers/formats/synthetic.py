@@ -7,7 +7,7 @@ and a run can continue at any batch. The label is drawn from a hidden logistic m
 
 with a label rate of about 0.26. Together the effects have deviation SIGMA; most of it is in features with few or very
 frequent ids, which a model learns first. At the Criteo cardinalities the true model's AUC is about 0.85, and 0.54 from
-the dense features alone.
+the dense features alone. Several labels (data.columns.labels) are independent draws from the same model.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -48,8 +48,11 @@ class SyntheticRows:
         self.file_sizes: list[int] = []
         self.num_rows = job.data.synthetic.samples
         features = job_features(job)
-        keys = streams(job.job.seed, NUM_DENSE + 1 + 3 * len(features))
-        self._label_key, self._dense_keys = keys[0], keys[1 : NUM_DENSE + 1, None]
+        more_labels = len(job.data.columns.label_names) - 1
+        keys = streams(job.job.seed, NUM_DENSE + 1 + 3 * len(features) + more_labels)
+        keys, more_keys = np.split(keys, [len(keys) - more_labels])
+        self._label_keys, self._dense_keys = np.array([keys[0], *more_keys]), keys[1 : NUM_DENSE + 1, None]
+        self._label_shape = job.data.columns.label_shape
         self._columns = [
             SyntheticColumn(feature, job.data.synthetic.zipf, own)
             for feature, own in zip(features, keys[NUM_DENSE + 1 :].reshape(-1, 3), strict=True)
@@ -69,8 +72,8 @@ class SyntheticRows:
             logits += self._scales[i] * effects
         dense = self._dense(counters)
         logits += DENSE_SIGMA * (dense.sum(axis=1, dtype=np.float64) - NUM_DENSE) / NUM_DENSE**0.5
-        labels = uniform(self._label_key, counters) < sigmoid(logits)
-        return Batch(dense=dense, labels=labels.astype(np.float32), ids=ids.ravel())
+        labels = uniform(self._label_keys, counters[:, None]) < sigmoid(logits)[:, None]
+        return Batch(dense=dense, labels=labels.astype(np.float32).reshape(-1, *self._label_shape), ids=ids.ravel())
 
     def _dense(self, counters: U64) -> Floats:
         """Exponential with mean and variance 1: never negative, like the logarithms of counts."""

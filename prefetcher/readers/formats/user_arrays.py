@@ -8,7 +8,9 @@ No framework is imported: `numpy.asarray` converts tensors.
                                                    label)
     (dense, sparse, labels)                        a tuple or list
 
-where `sparse` is one of
+where `labels` are [B], or [B, T] with data.columns.labels,
+
+`sparse` is one of
 
     a KeyedJaggedTensor                            or any object with keys(), values() and lengths() or offsets():
                                                    features by name, in any order
@@ -37,15 +39,18 @@ SHAPES = (
 )
 
 
-def as_batch(offered: Any, features: Sequence[str], where: str) -> Batch:
-    """`features`: names in the job's order. Raises DataError that starts with `where`; `BatchCheck` checks values."""
+def as_batch(offered: Any, features: Sequence[str], where: str, *, one_label: bool = True) -> Batch:
+    """`features`: names in the job's order. With `one_label`, labels of any shape become [B]. Raises DataError that
+    starts with `where`; `BatchCheck` checks values.
+    """
     if isinstance(offered, Batch):
         return offered
     parts = parts_of(offered)
     if parts is None:
         raise DataError(f"{where} is {type(offered).__name__}; {SHAPES}")
     dense, sparse, labels = parts
-    own_labels = as_array(labels, np.float32, f"{where}: labels").reshape(-1)
+    own_labels = as_array(labels, np.float32, f"{where}: labels")
+    own_labels = own_labels.reshape(-1) if one_label else np.atleast_1d(own_labels)
     own_dense = (
         np.zeros((len(own_labels), 0), np.float32) if dense is None else as_array(dense, np.float32, f"{where}: dense")
     )

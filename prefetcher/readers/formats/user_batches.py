@@ -10,7 +10,7 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
 from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_by_position
-from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, dense_names, job_features
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, check_labels, dense_names, job_features
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError
 
@@ -24,6 +24,7 @@ class BatchCheck:
         self._names = [feature.name for feature in self._features]
         self._weighted = bool(job.data.columns.weights)
         self._ids = IdCheck(job)
+        self._columns = job.data.columns
         self.num_dense: int | None = None  # None: any number
         self.pairing = ""  # of the first batch whose ids came by position: each feature with its column
 
@@ -34,7 +35,7 @@ class BatchCheck:
     def check(self, offered: Any, where: str) -> Batch:
         """Returns a batch, given in any shape that `user_arrays.py` reads, with contiguous arrays, checked ids and no
         needless offsets. Raises DataError that starts with `where`."""
-        batch = as_batch(offered, self._names, where)
+        batch = as_batch(offered, self._names, where, one_label=not self._columns.labels)
         self._check_shapes(batch, where)
         self._check_values(batch, where)
         by_position = len(self._features) > 1 and is_by_position(offered)
@@ -50,10 +51,11 @@ class BatchCheck:
         )
 
     def _check_shapes(self, batch: Batch, where: str) -> None:
-        num_samples, num_bags = np.size(batch.labels), len(self._features) * np.size(batch.labels)
+        num_samples = len(batch.labels) if np.ndim(batch.labels) else 1
+        num_bags = len(self._features) * num_samples
         if not num_samples:
             raise DataError(f"{where} has no samples; yield batches of at least one")
-        require_array(batch.labels, f"{where}: labels", "float32", (num_samples,))
+        require_array(batch.labels, f"{where}: labels", "float32", (num_samples, *self._columns.label_shape))
         require_array(batch.dense, f"{where}: dense", "float32", (num_samples, self.num_dense))
         require_array(batch.ids, f"{where}: ids", "int64", (None,) if batch.offsets is not None else (num_bags,))
         if batch.offsets is not None:
@@ -69,7 +71,10 @@ class BatchCheck:
 
     def _check_values(self, batch: Batch, where: str) -> None:
         check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_location(where))
-        check_dense(batch.labels[:, None], ["label"], sample_location(where))
+        if self._columns.labels:
+            check_labels(batch.labels, self._columns, sample_location(where))
+        else:  # one may be any number, as it is the data set that knows what the model's loss takes
+            check_dense(batch.labels[:, None], ["label"], sample_location(where))
         if batch.weights is not None:
             check_dense(batch.weights[:, None], ["weights"], lookup_location(where, 0))
 

@@ -112,7 +112,21 @@ def steps_axis(run: RunRecord) -> Axis:
 def auc_chart(run: RunRecord) -> Chart | NoChart:
     found = [evaluation for evaluation in run.evaluations if evaluation.auc is not None]
     caption = "Area under the ROC curve on the evaluation samples: 0.5 is guessing, 1 is a perfect order."
+    if any(evaluation.tasks for evaluation in run.evaluations):
+        caption += " It is the mean of the AUCs of all labels."
     return evaluation_chart(run, "AUC", caption, found, lambda evaluation: evaluation.auc or 0.0)
+
+
+def task_auc_charts(run: RunRecord) -> list[Chart | NoChart]:
+    """One for each of several labels."""
+    labels = [task.label for task in run.evaluations[-1].tasks] if run.evaluations else []
+    return [task_auc_chart(run, index, label) for index, label in enumerate(labels)]
+
+
+def task_auc_chart(run: RunRecord, index: int, label: str) -> Chart | NoChart:
+    found = [evaluation for evaluation in run.evaluations if evaluation.tasks[index].auc is not None]
+    caption = f"Area under the ROC curve on the evaluation samples whose label {label} is known."
+    return evaluation_chart(run, f"AUC of {label}", caption, found, lambda own: own.tasks[index].auc or 0.0)
 
 
 def logloss_chart(run: RunRecord) -> Chart | NoChart:

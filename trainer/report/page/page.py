@@ -11,7 +11,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.page.axis import share
 from rowcast.trainer.report.page.chart import Chart, NoChart
 from rowcast.trainer.report.page.facts import continuation, job_sections, machine_rows, table_rows
-from rowcast.trainer.report.page.learning import auc_chart, logloss_chart, loss_chart
+from rowcast.trainer.report.page.learning import auc_chart, logloss_chart, loss_chart, task_auc_charts
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
 from rowcast.trainer.report.summary import RANKS, rank_rows, summary_rows, summary_title
@@ -61,7 +61,8 @@ def render(run: RunRecord) -> str:
 
 
 def charts(run: RunRecord, section: str) -> list[Chart | NoChart]:
-    return [chart(run) for chart in SECTIONS[section]]
+    found = [chart(run) for chart in SECTIONS[section]]
+    return [*found, *task_auc_charts(run)] if section == "Learning" else found
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -71,7 +72,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     found = [
         ("samples a second", human_count(report.samples_per_s), f"{report.samples:,} samples"),
         ("loss", number(report.loss), "of the last 100 steps"),
-        ("AUC", number(report.auc), "last evaluation"),
+        ("AUC", number(report.auc), "last evaluation, mean of the labels" if report.tasks else "last evaluation"),
         ("log loss", number(report.logloss), "last evaluation"),
         ("waited for rows", share(report.stall_share), "of the time"),
         ("hit ratio", "none" if report.hit_ratio is None else share(report.hit_ratio), "of distinct rows"),

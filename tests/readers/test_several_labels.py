@@ -1,0 +1,183 @@
+"""data.columns.labels in each format: shapes, unknown labels, and the sentence for what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError, DataError
+from tests.support import jobs
+from tests.support.data_files import table
+
+TABLES = [table("items", 10, "cat_0")]
+NAN = float("nan")
+LABELS = [[1, 0], [0, NAN], [NAN, 1], [NAN, NAN]]
+SEVERAL = {"labels": ["click", "buy"]}
+REAL = SEVERAL | {"label_values": "real"}
+
+
+def job_of(format: str, columns: dict[str, Any], **data: Any) -> Job:
+    return jobs.job(
+        data={"format": format, "columns": columns} | data, tables=TABLES, model={"kind": "examples.mmoe:build"}
+    )
+
+
+def write(kind: str, folder: Path, labels: Any) -> Path:
+    """Rows with these labels [n, 2]; NaN is null in Parquet, an empty cell in CSV, NaN in npy."""
+    rows = np.array(labels, np.float64)
+    ids = np.arange(len(rows)) % 10
+    if kind == "parquet":
+        columns = {name: pa.array(own, from_pandas=True) for name, own in zip(SEVERAL["labels"], rows.T, strict=True)}
+        pq.write_table(pa.table(columns | {"int_0": ids * 0.5, "cat_0": ids, "label": ids % 2}), folder / "a.pq")
+        return folder / "a.pq"
+    if kind == "csv":
+        cells = [["" if np.isnan(value) else f"{value:g}" for value in row] for row in rows]
+        lines = [f"{click},{buy},0.5,{own},{own % 2}" for (click, buy), own in zip(cells, ids, strict=True)]
+        (folder / "a.csv").write_text("\n".join(["click,buy,int_0,cat_0,label", *lines, ""]))
+        return folder / "a.csv"
+    for part, array in (("dense", np.zeros((len(rows), 1), np.float32)), ("sparse", ids[:, None]), ("labels", rows)):
+        np.save(folder / f"day_0_{part}.npy", array)
+    return folder
+
+
+FORMATS = {"parquet": "parquet", "csv": "csv", "npy": "criteo-npy"}
+
+
+def read(kind: str, folder: Path, labels: Any, columns: dict[str, Any]) -> Batch:
+    path = write(kind, folder, labels)
+    job = job_of(FORMATS[kind], columns, path=str(path))
+    [batch] = open_reader(job).batches("train", 0)
+    return batch
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_each_label_is_a_column_and_a_missing_one_is_nan(kind: str, tmp_path: Path) -> None:
+    found = read(kind, tmp_path, LABELS, SEVERAL).labels
+    assert found.dtype == np.float32
+    assert found.flags.c_contiguous
+    assert np.array_equal(found, np.array(LABELS, np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("values", [[True, None, False], [1, None, 0], [1.0, None, NAN]], ids=["bool", "int", "float"])
+def test_a_null_is_unknown_whatever_the_type_of_its_column(values: list[Any], tmp_path: Path) -> None:
+    columns = {"click": pa.array(values), "buy": [1, 0, 1], "int_0": [0.5] * 3, "cat_0": [1, 2, 3]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    job = job_of("parquet", SEVERAL, path=str(tmp_path))
+    [batch] = open_reader(job).batches("train", 0)
+    expected = np.array([[NAN if value is None else value for value in values], [1, 0, 1]], np.float32).T
+    assert np.array_equal(batch.labels, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("columns", "value", "sentence"),
+    [
+        (SEVERAL, 2, "column buy: label 2.0 is not 0 or 1"),
+        (REAL, float("inf"), "column buy: label inf is not finite in fp32"),
+        (REAL, 1e300, "column buy: label inf is not finite in fp32"),
+    ],
+)
+def test_a_label_that_the_job_does_not_allow_is_named(
+    kind: str, columns: dict[str, Any], value: float, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=sentence) as caught:
+        read(kind, tmp_path, [[0, 1], [1, 0], [NAN, value]], columns)
+    assert ("line 4" if kind == "csv" else "row 2") in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_real_labels_are_any_finite_numbers(kind: str, tmp_path: Path) -> None:
+    labels = [[0.5, -3], [NAN, 1e30]]
+    found = read(kind, tmp_path, labels, REAL).labels
+    assert np.array_equal(found, np.array(labels, np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_one_real_label_may_not_be_missing(kind: str, tmp_path: Path) -> None:
+    columns = {"label": "buy", "label_values": "real"}
+    assert read(kind, tmp_path, [[0, 2.5], [1, -7]], columns).labels.tolist() == [2.5, -7]
+    with pytest.raises(DataError, match=r"column buy: .*(not finite|empty)"):
+        read(kind, tmp_path, [[0, 2.5], [1, NAN]], columns)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_label_without_a_column_is_named(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.columns.labels: .* has no column buys, the nearest is buy"):
+        read(kind, tmp_path, LABELS, {"labels": ["click", "buys"]})
+
+
+def test_an_npy_file_has_a_number_for_each_label(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"\(4, 2\); it must hold 3 numbers per row, as data.columns.labels says"):
+        read("npy", tmp_path, LABELS, {"labels": ["a", "b", "c"]})
+    with pytest.raises(DataError, match=r"\(4, 2\); it must hold one number per row"):
+        read("npy", tmp_path, LABELS, {})
+
+
+def test_the_synthetic_stream_draws_each_label_and_leaves_the_first_as_it_is() -> None:
+    data: dict[str, Any] = {"batch_size": 5000, "synthetic": {"samples": 5000}}
+    one, several = (
+        next(iter(open_reader(job_of("synthetic", columns, **data)).batches("train", 0)))
+        for columns in (dict[str, Any](), SEVERAL)
+    )
+    assert (one.labels.shape, several.labels.shape) == ((5000,), (5000, 2))
+    assert np.array_equal(one.labels, several.labels[:, 0])
+    assert np.array_equal(one.ids, several.ids)
+    assert np.array_equal(one.dense, several.dense)
+    assert several.labels[:, 1].mean() == pytest.approx(0.26, abs=0.05)
+    assert not np.array_equal(several.labels[:, 0], several.labels[:, 1])
+
+
+def batches(job: Any, labels: Any, *, as_tuple: bool = False) -> Any:
+    own = np.array(labels, np.float32)
+    ids = np.arange(len(own)) % 10
+    whole = Batch(dense=np.zeros((len(own), 1), np.float32), labels=own, ids=ids)
+    return [(whole.dense, {"cat_0": ids}, own) if as_tuple else whole]
+
+
+def read_custom(labels: Any, columns: dict[str, Any], **options: Any) -> Batch:
+    name = "tests.readers.test_several_labels:batches"
+    job = job_of(name, columns, options={"labels": labels, **options})
+    [batch] = open_reader(job).batches("train", 0)
+    return batch
+
+
+@pytest.mark.parametrize("as_tuple", [False, True], ids=["a batch", "a tuple"])
+def test_a_data_set_of_ones_own_gives_a_column_for_each_label(as_tuple: bool) -> None:
+    assert np.array_equal(
+        read_custom(LABELS, SEVERAL, as_tuple=as_tuple).labels, np.array(LABELS, np.float32), equal_nan=True
+    )
+    for labels, sentence in (
+        ([0, 1, 1], r"labels are float32\[3\]; give float32\[3, 2\]"),
+        ([[0, 1, 1]] * 4, r"labels are float32\[4, 3\]; give float32\[4, 2\]"),
+        ([[0, 1], [1, 5]], "sample 1, column buy: label 5.0 is not 0 or 1"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            read_custom(labels, SEVERAL, as_tuple=as_tuple)
+    assert read_custom([[0, 5]], REAL, as_tuple=as_tuple).labels.tolist() == [[0, 5]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"labels": ["click"]}, 'labels names one column; write label = "click"'),
+        ({"labels": ["a", "b", "a"]}, "labels names a twice"),
+        ({"labels": ["a", "b"], "label": "c"}, 'give either label = "c" or labels, not both'),
+        ({"labels": [f"l{i}" for i in range(65)]}, "labels names 65 columns, more than 64"),
+        ({"label_values": "any"}, "label_values"),
+    ],
+)
+def test_labels_that_make_no_sense_are_refused_at_the_job_file(columns: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        job_of("synthetic", columns)
+
+
+@pytest.mark.parametrize("columns", [SEVERAL, {"label_values": "real"}])
+def test_criteo_tsv_has_one_label(columns: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="criteo-tsv has one label of 0 or 1 a sample; remove them"):
+        job_of("criteo-tsv", columns, path="days")
