@@ -69,7 +69,7 @@ import time
 from rowcast.trainer.execute.cache import DeviceCache
 copy_in = DeviceCache._copy_in
 def slow_copy(self, arrived, piece, room):
-    time.sleep(0.02 / piece.message.num_pieces)
+    time.sleep(0.1 / piece.message.num_pieces)
     return copy_in(self, arrived, piece, room)
 DeviceCache._copy_in = slow_copy
 """
@@ -86,8 +86,8 @@ class Forced:
 
 
 FORCED = {
-    "slow decoder": Forced(expected={"decode"}, settings={"data.options": {"sleep_ms": 30}}),
-    "slow store": Forced(expected={"fetch"}, prefetcher=SLOW_STORE.format(read_s=0.03, write_s=0)),
+    "slow decoder": Forced(expected={"decode"}, settings={"data.options": {"sleep_ms": 100}}),
+    "slow store": Forced(expected={"fetch"}, prefetcher=SLOW_STORE.format(read_s=0.1, write_s=0)),
     "small ring": Forced(
         expected={"ring"},
         settings={
