@@ -75,8 +75,7 @@ def reader_of(job: Job) -> RowReader:
 
 
 def are_hot(ids: I64) -> Bools:
-    late, again, last = ids.reshape(3, -1) < 6
-    return late & again & last
+    return np.asarray((ids.reshape(3, -1) < 6).all(axis=0))
 
 
 def test_a_sample_is_hot_if_all_of_its_ids_are(tmp_path: Path) -> None:
