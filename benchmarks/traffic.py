@@ -28,14 +28,17 @@ RESULTS = Path(__file__).parent / "results"
 HORIZONS: tuple[Horizon, ...] = ("auto", 8, 32)
 
 
-def log_job(folder: Path, batch_size: int) -> Job:
+def log_cardinalities(folder: Path) -> list[int]:
     sparse = [np.load(path, mmap_mode="r") for path in sorted(folder.glob("day_*_sparse.npy"))]
-    cardinalities = [1 + max(int(part[:, column].max()) for part in sparse) for column in range(sparse[0].shape[1])]
+    return [1 + max(int(part[:, column].max()) for part in sparse) for column in range(sparse[0].shape[1])]
+
+
+def log_job(folder: Path, batch_size: int) -> Job:
     return parse_job(
         {
             "job": {"run_dir": "unused"},
             "data": {"format": "criteo-npy", "path": str(folder), "batch_size": batch_size},
-            "tables_from": {"cardinalities": cardinalities, "embedding_dim": 16},
+            "tables_from": {"cardinalities": log_cardinalities(folder), "embedding_dim": 16},
             "model": {"kind": "dlrm", "bottom_mlp": [16], "top_mlp": [1]},
             "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1GiB"},

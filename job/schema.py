@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.formats import CUSTOM, FORMATS, format_of, formats_with
+from rowcast.job.formats import CUSTOM, FORMATS, Format, format_of, formats_with
 from rowcast.job.models import BUILT_IN_MODELS, ONE
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.server_url import parse_server_url
@@ -102,8 +102,8 @@ class JobSection(Section, frozen=True, kw_only=True):
     name: str = "rowcast"  # only used as a label of the metric `rowcast_build_info`
     seed: int = 0  # seeds every random number: first values of rows, dense weights, shuffles
     # the folder that receives `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation
-    # steps too) and `lines` (line counts of text files, which save the next start from counting again); only one run
-    # at a time can use it
+    # steps too), `lines` (line counts of text files, which save the next start from counting again) and `order` (which
+    # samples are hot, for `data.order`); only one run at a time can use it
     run_dir: str
 
     def __post_init__(self) -> None:
@@ -190,6 +190,11 @@ class Data(Section, frozen=True, kw_only=True):
     # `none`, `window:65536` (within blocks of 65536 rows) or `full` (not for TSV, CSV and Parquet); the order depends
     # on the seed and the epoch
     shuffle: str = "none"
+    # `hot-blocks:20`: samples whose ids are all in `hot` and samples with others take turns, in 20 blocks of each an
+    # epoch (criteo-npy and synthetic); both kinds stay in the order of `shuffle`, see [orders.md](orders.md)
+    order: str | None = None
+    # `order`: a file of hot rows, which `prefetcher profile --out` writes; `cache.pin` may name it too, or another
+    hot: str | None = None
     # what happens to an id that is outside its table or missing (null in Parquet, an empty cell in CSV): `error` stops
     # the run and names file, line, column and id; `zero` uses row 0; `modulo` uses the remainder, and row 0 for a
     # missing id; `zero` and `modulo` count such ids. A missing hash in Criteo TSV is always row 0
@@ -216,6 +221,7 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f'shuffle = "full" needs random access, which {self.format} does not have; use "window:65536"'
             )
+        self._check_order(known)
         if self.columns.hash and not known.named_columns:
             belongs = f"belongs to format = {formats_with('named_columns')}"
             raise ValueError(f"columns.hash {belongs}, not {self.format!r}; remove it")
@@ -226,6 +232,40 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"columns.labels and columns.label_values: {self.format} has one label of 0 or 1 a sample; remove them"
             )
+
+    def _check_order(self, known: Format) -> None:
+        if self.order is None and self.hot is not None:
+            raise ValueError('hot belongs to order = "hot-blocks:N"; set that, or remove hot')
+        if self.order is None:
+            return
+        if self.order == "hot-blocks:auto":
+            raise ValueError(
+                'order = "hot-blocks:auto" is refused: blocks that follow the test loss would make plans depend on '
+                'results, so no look-ahead could cross a block; give a number of blocks, such as "hot-blocks:20"'
+            )
+        if not re.fullmatch(r"hot-blocks:[1-9]\d{0,5}", self.order):
+            raise ValueError(f"order = {self.order!r} is not hot-blocks:N, with N from 1 to 999999")
+        if known is CUSTOM:
+            raise ValueError(f"order = {self.order!r}: {self.format} decides the order of its samples; remove it")
+        if not known.random_access:
+            raise ValueError(
+                f"order = {self.order!r} needs random access, which {self.format} does not have; "
+                f"use {formats_with('random_access')}"
+            )
+        if self.hot is None:
+            raise ValueError(
+                f'order = {self.order!r} needs hot = "...", the hot rows; `prefetcher profile --out` writes them'
+            )
+
+    @property
+    def num_hot_blocks(self) -> int | None:
+        """Blocks of hot samples in an epoch, and as many of others; None without them."""
+        return None if self.order is None else int(self.order.removeprefix("hot-blocks:"))
+
+    @property
+    def whole_order(self) -> str:
+        """Both keys in one: `full`, or `full+hot-blocks:20`."""
+        return self.shuffle if self.order is None else f"{self.shuffle}+{self.order}"
 
     @property
     def shuffle_window(self) -> int | None:
@@ -840,13 +880,21 @@ class Job(Section, frozen=True, kw_only=True):
             content["store"].pop(key)
         return digest(content)
 
-    def training_digest(self, file_sizes: list[int]) -> str:
-        """The digest that a checkpoint compares: all that decides the results, not where or how fast they are made."""
+    def training_digest(self, file_sizes: list[int], hot_rows: str = "") -> str:
+        """The digest that a checkpoint compares: all that decides the results, not where or how fast they are made.
+
+        `hot_rows`: the checksum of the rows of data.hot, or "" without.
+        """
         content = msgspec.to_builtins(self)
         kept = {name: content[name] for name in ("tables", "model", "optimizer")}
-        data = {name: value for name, value in content["data"].items() if name not in ("path", "eval_path", "epochs")}
+        data = {name: value for name, value in content["data"].items() if name not in NOT_IN_DIGEST}
         parts = self.ranks.num_parts
-        return digest([kept, data, self.job.seed, file_sizes, *([parts] if parts > 1 else [])])
+        order = [] if self.data.order is None else [{"order": self.data.order, "hot_rows": hot_rows}]
+        return digest([kept, data, self.job.seed, file_sizes, *([parts] if parts > 1 else []), *order])
+
+
+# of [data]: where files are, how often they are read, and the order, which counts with the rows of data.hot
+NOT_IN_DIGEST = ("path", "eval_path", "epochs", "order", "hot")
 
 
 def digest(content: object) -> str:

@@ -164,7 +164,10 @@ def simulate(
     ] = None,
     batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="Repeatable.")] = None,
     shuffles: Annotated[
-        list[str] | None, typer.Option("--shuffle", help="none, window:ROWS or full. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--shuffle", help="none, window:ROWS or full; or with data.hot, such as full+hot-blocks:20. Repeatable."
+        ),
     ] = None,
     ranks: Annotated[
         list[int] | None,

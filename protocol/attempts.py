@@ -19,6 +19,7 @@ class Attempt(Protocol):
 
 
 LEAST_REJOIN_S = 120.0  # of several ranks
+TRAINERS_RESTART_S = 60.0  # once one of them has given up waiting for the others
 MOST_LOOKS = 5
 AttemptT = TypeVar("AttemptT", bound=Attempt)
 
@@ -101,9 +102,10 @@ class RankPatience(Patience):
         get_logger().warning("the prefetchers look again at the newest checkpoint", because=str(error))
 
 
-def transport_of_ranks(transport: Transport) -> Transport:
+def transport_of_ranks(transport: Transport, ranks_timeout: str | float) -> Transport:
     """For the prefetcher of one of several ranks, whose trainer comes again after all of them have ended. A prefetcher
     that was started again waits as long."""
+    least_s = max(LEAST_REJOIN_S, parse_seconds(ranks_timeout) + TRAINERS_RESTART_S)
     names = ("connect_timeout", "rejoin_timeout")
-    longer = {name: max(LEAST_REJOIN_S, parse_seconds(getattr(transport, name))) for name in names}
+    longer = {name: max(least_s, parse_seconds(getattr(transport, name))) for name in names}
     return msgspec.structs.replace(transport, **longer)

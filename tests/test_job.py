@@ -86,6 +86,24 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"format": "parquet", "path": "x", "shuffle": "full"}},
         'shuffle = "full" needs random access, which parquet does not have',
     ),
+    "hot rows without an order": (
+        {"data": {"hot": "hot"}},
+        'hot belongs to order = "hot-blocks:N"; set that, or remove',
+    ),
+    "order without hot rows": ({"data": {"order": "hot-blocks:20"}}, "order = 'hot-blocks:20' needs hot = \"...\""),
+    "order": ({"data": {"order": "hot-blocks:0", "hot": "hot"}}, "order = 'hot-blocks:0' is not hot-blocks:N"),
+    "order that follows the loss": (
+        {"data": {"order": "hot-blocks:auto", "hot": "hot"}},
+        'order = "hot-blocks:auto" is refused: blocks that follow the test loss would make plans depend on results',
+    ),
+    "order of a stream": (
+        {"data": {"format": "parquet", "path": "x", "order": "hot-blocks:20", "hot": "hot"}},
+        'needs random access, which parquet does not have; use "criteo-npy" or "synthetic"',
+    ),
+    "order of own code": (
+        {"data": {"format": "own.data:make", "order": "hot-blocks:20", "hot": "hot"}},
+        "order = 'hot-blocks:20': own.data:make decides the order of its samples; remove it",
+    ),
     "no tables": ({"tables": []}, "no tables; give [[tables]] or [tables_from]"),
     "empty table": (table(num_embeddings=0), "table t: num_embeddings = 0 must be from 1 to 2**48"),
     "endless table": (

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
 MOST_BYTES = 60_000
-FIGURES = ["skew-plot", "cache-plot", "trace-plot", "future-plot", "loss-plot"]
+FIGURES = ["skew-plot", "cache-plot", "trace-plot", "future-plot", "loss-plot", "fae-plot"]
 FINDINGS = """
 import json
 
@@ -25,6 +25,9 @@ print(json.dumps({
     "auc": report.auc,
     "knows_nothing": float(knows_nothing), "losses": losses.tolist(), "plain_losses": plain_losses.tolist(),
     "differing_losses": int(differing_losses), "differing": differing, "compared": len(theirs), "moved": len(moved),
+    "hot_share": hot_samples.num_hot / hot_samples.num_rows, "chosen": chosen["shares"]["inputs"],
+    "covered": covered, "as_read": as_read.tolist(), "in_blocks": in_blocks.tolist(),
+    "fae": [fae.rows_fetched, fae.auc],
     "left_behind": work.exists(),
 }))
 """
@@ -136,6 +139,18 @@ def test_the_run_has_the_bits_of_the_plain_loop(found: dict[str, Any]) -> None:
     assert (found["differing_losses"], found["differing"]) == (0, [])
     assert found["losses"] == found["plain_losses"]
     assert found["compared"] == found["moved"] == 26 + 26 + 12
+
+
+def test_hot_blocks_move_the_rows_of_their_own_order_and_reach_its_auc(found: dict[str, Any]) -> None:
+    accesses, inputs = found["covered"]["accesses"], found["covered"]["inputs"]
+    assert all(few < many for few, many in zip(inputs, accesses, strict=True))
+    assert inputs == sorted(inputs)
+    assert found["chosen"]["high"] < found["hot_share"] < 1.3 * found["chosen"]["high"], "half of them chose the rows"
+    as_read, in_blocks = found["as_read"], found["in_blocks"]
+    assert sum(in_blocks) == found["fae"][0] == pytest.approx(sum(as_read), rel=0.05)
+    assert sum(as_read) == found["reported"]
+    assert max(in_blocks[31:38]) < min(in_blocks[20:28]), "a block of hot samples, and the cold one before it"
+    assert found["fae"][1] == pytest.approx(found["auc"], abs=0.01)
 
 
 def test_the_tutorial_leaves_no_files_behind(found: dict[str, Any]) -> None:

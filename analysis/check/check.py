@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rowcast.analysis.check.data import ALL, SAMPLE, Seen, check_capacity, check_opens, check_pins, check_samples
+from rowcast.analysis.check.data import (
+    ALL,
+    SAMPLE,
+    Seen,
+    check_capacity,
+    check_opens,
+    check_order,
+    check_pins,
+    check_samples,
+)
 from rowcast.analysis.check.findings import Finding, Level, findings_of, ok
 from rowcast.analysis.check.machine import (
     Device,
@@ -70,6 +79,7 @@ def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterato
     yield from opened
     if all(finding.level == "ok" for finding in opened):
         yield from findings_of("data", lambda: check_samples(job, seen, ALL if whole else SAMPLE))
+    yield from findings_of("order", lambda: check_order(job, seen))
     if seen.measured:
         yield from findings_of("capacity", lambda: check_capacity(job, seen))
     yield from findings_of("pins", lambda: check_pins(job, seen))

@@ -19,6 +19,7 @@ from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.shards import Shards
@@ -157,6 +158,21 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
     columns = job.data.columns
     for name, label in zip(columns.label_names, seen.labels, strict=False):
         yield label_finding(label, f"{name}: " if columns.labels else "", is_binary=columns.label_values == "binary")
+
+
+def check_order(job: Job, seen: Seen) -> Iterator[Finding]:
+    if job.data.order is None or not isinstance(seen.reader, RowReader):
+        return
+    hot = seen.reader.hot_samples
+    share = f"{hot.num_hot:,} of {hot.num_rows:,} training samples are hot: all their ids are in {job.data.hot}"
+    if 0 < hot.num_hot < hot.num_rows:
+        yield ok("order", share)
+    else:
+        yield warning(
+            "order",
+            f"{share}; so the blocks of data.order change nothing, give data.hot "
+            f"{'fewer' if hot.num_hot else 'more'} rows or remove data.order",
+        )
 
 
 def label_finding(seen: SeenLabel, name: str, *, is_binary: bool) -> Finding:

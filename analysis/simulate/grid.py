@@ -20,6 +20,7 @@ BOUND = "belady"
 SIMULATED = ("window", "ttl", BOUND)  # exist only in the simulator
 POLICIES = (*EVICTION_POLICIES, *SIMULATED)
 AUTO_BATCHES = 64
+SOME_HOT_ROWS = Data(format="synthetic", order="hot-blocks:1", hot="any")
 WITH_TIER = ("lookahead", BOUND)  # the others are simulated for the device alone
 # the others know no future, or all of it
 LOOKING_AHEAD = (*(name for name, own in EVICTION_POLICIES.items() if own.looks_ahead), "window", "ttl")
@@ -34,7 +35,7 @@ class Grid:
     memories: Sequence[str | int] = ()  # as in store.memory; a store without a memory tier is then simulated as tiered
     horizons: Sequence[Horizon] = ()
     batch_sizes: Sequence[int] = ()
-    shuffles: Sequence[str] = ()  # as in data.shuffle
+    shuffles: Sequence[str] = ()  # as in data.shuffle, or with a data.order made of it: "full+hot-blocks:20"
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -73,13 +74,18 @@ def batches_jobs(job: Job, grid: Grid) -> list[Job]:
     """One job per batch size and order: each reads the data differently. Raises ConfigError before anything is read."""
     for shuffle in grid.shuffles:
         check_order(job.data, shuffle)
-    sizes, shuffles = (
-        dict.fromkeys(own) for own in (grid.batch_sizes or [job.data.batch_size], grid.shuffles or [job.data.shuffle])
-    )
+    sizes = dict.fromkeys(grid.batch_sizes or [job.data.batch_size])
+    shuffles = dict.fromkeys(grid.shuffles or [job.data.whole_order])
     return [
-        with_values(job, {"data": {"batch_size": size, "shuffle": shuffle}})
+        with_values(job, {"data": {"batch_size": size, **order_values(job.data, shuffle)}})
         for size, shuffle in product(sizes, shuffles)
     ]
+
+
+def order_values(data: Data, shuffle: str) -> dict[str, str | None]:
+    """The keys of [data] for a value of --shuffle, which is `Data.whole_order` of a job."""
+    shuffle, _, order = shuffle.partition("+")
+    return {"shuffle": shuffle, "order": order or None, "hot": data.hot if order else None}
 
 
 def check_order(data: Data, shuffle: str) -> None:
@@ -88,17 +94,21 @@ def check_order(data: Data, shuffle: str) -> None:
         raise ConfigError(f"--shuffle {shuffle}: batches of {data.format} have a fixed order; omit --shuffle")
     able = [name for name in FORMATS if can_have(name, shuffle)]
     if not able:
-        raise ConfigError(f"--shuffle {shuffle} is not one of none, full, window:ROWS")
+        raise ConfigError(
+            f"--shuffle {shuffle} is not one of none, full, window:ROWS, nor one of them with +hot-blocks:N"
+        )
     if data.format not in able:
         raise ConfigError(
             f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use "
             "window:65536"
         )
+    if "+" in shuffle and data.hot is None:
+        raise ConfigError(f"--shuffle {shuffle} needs data.hot, the hot rows; `prefetcher profile --out` writes them")
 
 
 def can_have(format: str, shuffle: str) -> bool:
     try:
-        Data(format=format, path="any", shuffle=shuffle)
+        Data(format=format, path="any", **order_values(SOME_HOT_ROWS, shuffle))  # type: ignore[arg-type]
     except ValueError:
         return False
     return True

@@ -58,7 +58,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     capacity_rows: int | None = None  # slots of all groups
     horizon: Horizon | None  # None: the policy looks at no future, or at all of it
     batch_size: int
-    shuffle: str | None = None  # data.shuffle; None: the order is that of a trace
+    shuffle: str | None = None  # with data.order, if there is one; None: the order is that of a trace
     skipped: str | None = None
     steps: int | None = None  # training steps
     eval_steps: int | None = None
@@ -105,7 +105,7 @@ def make_result(recording: RunRecording, outcome: Outcome, bound: Moves, *, per_
         capacity_rows=sum(outcome.slots),
         horizon=setting.horizon,
         batch_size=setting.job.data.batch_size,
-        shuffle=setting.job.data.shuffle,
+        shuffle=setting.job.data.whole_order,
         steps=recording.num_train,
         eval_steps=len(recording) - recording.num_train,
         lookups=recording.num_lookups,
@@ -164,7 +164,7 @@ def skipped_result(setting: Setting, sentence: str) -> Simulation:
         capacity=job.cache.capacity,
         horizon=setting.horizon,
         batch_size=job.data.batch_size,
-        shuffle=job.data.shuffle,
+        shuffle=job.data.whole_order,
         skipped=sentence,
     )
 

@@ -183,7 +183,7 @@ def description(setting: Setting) -> str:
     """`lookahead, horizon 64, capacity 70000 rows, batches of 2048`."""
     horizon = "" if setting.horizon is None else f", horizon {setting.horizon}"
     data = setting.job.data
-    order = "" if data.shuffle == "none" else f", shuffle {data.shuffle}"
+    order = "" if data.whole_order == "none" else f", shuffle {data.whole_order}"
     tier = f", memory {setting.job.store.memory}" if STORES[setting.job.store.kind].has_tier else ""
     return (
         f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}{tier}, batches of {data.batch_size}{order}"

@@ -31,6 +31,7 @@ from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records
@@ -50,7 +51,7 @@ ROW_TYPES: dict[str, RowType] = {words: dtype for dtype, words in DTYPES.items()
 def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
     """Makes the checkpoint. Raises ConfigError if the source does not fit the job or the directory holds a run."""
     opened = open_source(job, source)
-    digest = job.training_digest(open_reader(job).file_sizes)
+    digest = job.training_digest(open_reader(job).file_sizes, hot_rows_checksum(job))
     with RunDirectory(job.run_dir, "prefetcher"):
         checkpoints = Checkpoints(job.run_dir, RealDisk())
         carry_out(checkpoints.settle(get_logger()))

@@ -3,8 +3,8 @@
     <table>       i64 [n], row numbers, ascending            one tensor per table with pinned rows
     __metadata__  format, version, checksum of the tensors, and where the rows came from
 
-`prefetcher profile` writes them, `cache.pin` names one. The numbers count within a table, so a file fits any job whose
-tables have these names, in any order and of any width.
+`prefetcher profile` writes them, `cache.pin` names one, and `data.hot` names one whose rows make samples hot. The
+numbers count within a table, so a file fits any job whose tables have these names, in any order and of any width.
 """
 
 from collections.abc import Mapping
@@ -47,19 +47,8 @@ def load_pins(path: Path, groups: tuple[GroupSpec, ...]) -> tuple[I64, ...]:
     Raises ConfigError if there is no such file or it does not fit the job's tables, DataError if it is damaged.
     """
     rows = read_pins(path)
-    tables = {table.name: table for group in groups for table in group.tables}
-    for name, own in rows.items():
-        if name not in tables:
-            raise ConfigError(
-                f"cache.pin = {str(path)!r}: table {name} is not a table of this job; "
-                "make the file with this job's own profile"
-            )
-        if own[-1] >= tables[name].num_embeddings:
-            raise ConfigError(
-                f"cache.pin = {str(path)!r}: row {own[-1]} is outside table {name} "
-                f"(num_embeddings = {tables[name].num_embeddings}); "
-                "make the file with this job's own profile"
-            )
+    tables = {table.name: table.num_embeddings for group in groups for table in group.tables}
+    check_tables(rows, tables, f"cache.pin = {str(path)!r}")
     none = np.zeros(0, np.int64)
     return tuple(
         np.concatenate(
@@ -69,9 +58,24 @@ def load_pins(path: Path, groups: tuple[GroupSpec, ...]) -> tuple[I64, ...]:
     )
 
 
-def read_pins(path: Path) -> dict[str, I64]:
-    """Returns rows i64 [n] of each table, n at least 1, ascending from 0. Raises as `load_pins`."""
-    where = f"cache.pin = {str(path)!r}"
+def check_tables(rows: Mapping[str, I64], tables: Mapping[str, int], where: str) -> None:
+    """Raises ConfigError, which begins with `where`, unless all rows are in `tables`: name -> number of rows."""
+    for name, own in rows.items():
+        if name not in tables:
+            raise ConfigError(
+                f"{where}: table {name} is not a table of this job; make the file with this job's own profile"
+            )
+        if own[-1] >= tables[name]:
+            raise ConfigError(
+                f"{where}: row {own[-1]} is outside table {name} (num_embeddings = {tables[name]}); "
+                "make the file with this job's own profile"
+            )
+
+
+def read_pins(path: Path, key: str = "cache.pin") -> dict[str, I64]:
+    """Returns rows i64 [n] of each table, n at least 1, ascending from 0. Raises as `load_pins`, with the job file's
+    `key` that names the file."""
+    where = f"{key} = {str(path)!r}"
     try:
         with safe_open(path, framework="numpy") as file:
             facts = file.metadata() or {}

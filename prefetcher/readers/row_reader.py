@@ -2,7 +2,7 @@
 
 A format implements `DataSetRows`: the number of rows, and a `Cursor` that reads any of them.
 
-    data.batch_size, data.shuffle -> rows of batch k -> Cursor.take -> Batch
+    data.batch_size, data.shuffle, data.order -> rows of batch k -> Cursor.take -> Batch
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +16,10 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Part
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, data_files, eval_path, split_rows
+from rowcast.prefetcher.readers.hot_samples import HotSamples, hot_samples
 from rowcast.prefetcher.readers.id_check import IdCheck
 from rowcast.prefetcher.readers.reader import Pending, decoded
-from rowcast.prefetcher.readers.shuffle import RowOrder
+from rowcast.prefetcher.readers.shuffle import HotBlocks, RowOrder
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import DataError
 
@@ -67,6 +68,7 @@ class RowReader:
         self._job, self._ids = job, ids
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
+        self._hot: HotSamples | None = None
         self.num_dense = rows.num_dense
         self.file_sizes = [*rows.file_sizes, *(evaluation.file_sizes if evaluation else [])]
 
@@ -82,13 +84,27 @@ class RowReader:
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
         size, span = self._job.data.batch_size, self._spans[split]
-        window = self._job.data.shuffle_window if split == "train" else None
-        order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=span.num_rows, window=window)
+        order = self._order(split, epoch)
         with self._rows[split].cursor() as cursor:
             for first in range(start * size, span.num_rows, size):
                 yield PendingRows(
                     cursor=cursor, order=order, origin=span.start, start=first, stop=min(first + size, span.num_rows)
                 )
+
+    @property
+    def hot_samples(self) -> HotSamples:
+        """Those of the training rows. The first call may read the ids of all of them; raises as `hot_samples`."""
+        if self._hot is None:
+            self._hot = hot_samples(self._job, self._spans["train"].num_rows)
+        return self._hot
+
+    def _order(self, split: Kind, epoch: int) -> RowOrder | HotBlocks:
+        data, num_rows, train = self._job.data, self._spans[split].num_rows, split == "train"
+        window = data.shuffle_window if train else None
+        order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=num_rows, window=window)
+        if data.num_hot_blocks is None or not train or not num_rows:
+            return order
+        return HotBlocks(order, self.hot_samples, data.num_hot_blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +112,7 @@ class PendingRows:
     """The batch at positions start to stop of a split whose first row is `origin`."""
 
     cursor: Cursor
-    order: RowOrder
+    order: RowOrder | HotBlocks
     origin: int
     start: int
     stop: int

@@ -28,6 +28,7 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
 from rowcast.prefetcher.readers.schedule import PlacedBatch
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.prefetcher.run.checkpoint_interval import AttemptInterval
@@ -237,16 +238,17 @@ class PrefetcherAttempt:
     def _check_belongs(self) -> None:
         """Raises if the checkpoint belongs to another job, or if there is nothing to evaluate."""
         if self.newest is not None and self.newest.training_digest not in ("", self._training_digest()):
+            hot = "" if self._job.data.hot is None else f" the rows of data.hot = {self._job.data.hot!r},"
             raise Mismatch(
                 f"the checkpoint after {self.newest.train_steps} train steps in {self._job.run_dir} is of another job: "
-                "data, tables, model, optimizers or seed differ; use the job file that wrote it, or set another "
+                f"data,{hot} tables, model, optimizers or seed differ; use the job file that wrote it, or set another "
                 f"job.run_dir, and add --from {self._job.run_dir} to train its model on new data"
             )
         if self._run.mode == "eval" and self._source.info().num_eval == 0:
             raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
 
     def _training_digest(self) -> str:
-        return self._job.training_digest(self._source.info().file_sizes)
+        return self._job.training_digest(self._source.info().file_sizes, hot_rows_checksum(self._job))
 
     def _serve(self, stack: ExitStack, conversation: Conversation, measured: list[PlacedBatch]) -> None:
         run = self._run

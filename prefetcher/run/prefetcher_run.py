@@ -44,7 +44,8 @@ class PrefetcherRun:
         self._directory = RunDirectory(pair_folder(job.run_dir, number, count), "prefetcher")
         self._checkpoints = Checkpoints(job.run_dir, RealDisk())
         self._groups = group_specs(job)
-        transport = self._job.transport if count == 1 else transport_of_ranks(self._job.transport)
+        own, ranks = self._job.transport, self._job.ranks
+        transport = own if count == 1 else transport_of_ranks(own, ranks.timeout)
         self._attempts: Attempts[PrefetcherAttempt] = Attempts("prefetcher", "trainer", transport, signals)
         self._health = self._attempts.health
         self._counters = new_counters(self._groups, number)
@@ -112,10 +113,10 @@ class PrefetcherRun:
         if last is None or parts.mode == "eval" or not last.connected:
             return False
         parts.tables.close(at=last.newest)
-        if last.finished and not self._checkpoints.are_fresh:  # otherwise the run in the directory is the earlier one
+        # with a fresh run that has no checkpoint, the run in the directory is the earlier one
+        if last.finished and not self._checkpoints.are_fresh and self._shard.number == 0:
             crash_point("run not marked complete")
-            if self._shard.number == 0:
-                RunDirectory(self._job.run_dir, "prefetcher").mark_complete(self._completion(last.train_steps))
+            RunDirectory(self._job.run_dir, "prefetcher").mark_complete(self._completion(last.train_steps))
         return last.finished
 
     def _is_complete(self) -> bool:

@@ -305,6 +305,22 @@ def test_what_a_factory_raises_is_a_finding_and_the_other_checks_go_on(
     assert "Traceback" in "".join(capsys.readouterr())
 
 
+# hot blocks
+
+
+def test_the_share_of_hot_samples_is_shown_and_an_order_without_any_is_a_warning(check: Checked) -> None:
+    def in_blocks(num_rows: int) -> list[Finding]:
+        hot = {"order": "hot-blocks:4", "hot": pins(check, num_rows)["pin"]}
+        return check(data={"format": "synthetic", "synthetic": {"samples": 500}, **hot})
+
+    sentence = one(in_blocks(1500), "ok", "order")
+    assert re.fullmatch(r"[1-9]\d* of 500 training samples are hot: all their ids are in .*pins", sentence)
+    assert "give data.hot fewer rows or remove data.order" in only_fault(in_blocks(2000), "warning", "order")
+    sentence = only_fault(in_blocks(1), "warning", "order")
+    assert "0 of 500 training samples are hot" in sentence
+    assert "give data.hot more rows or remove data.order" in sentence
+
+
 # capacity and pins
 
 

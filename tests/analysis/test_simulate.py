@@ -374,8 +374,25 @@ def test_each_order_is_read_with_each_batch_size_and_compared_with_its_own_bound
             "full",
             "--shuffle full: parquet cannot be read in this order; criteo-npy and synthetic can, or use window:65536",
         ),
-        ("synthetic", "random", "--shuffle random is not one of none, full, window:ROWS"),
-        ("synthetic", "window:0", "--shuffle window:0 is not one of none, full, window:ROWS"),
+        *(
+            (
+                "synthetic",
+                order,
+                f"--shuffle {order} is not one of none, full, window:ROWS, nor one of them with +hot-blocks:N",
+            )
+            for order in ("random", "window:0", "full+blocks:3")
+        ),
+        (
+            "synthetic",
+            "full+hot-blocks:3",
+            "--shuffle full+hot-blocks:3 needs data.hot, the hot rows; `prefetcher profile --out` writes them",
+        ),
+        (
+            "parquet",
+            "none+hot-blocks:3",
+            "--shuffle none+hot-blocks:3: parquet cannot be read in this order; criteo-npy and synthetic can, or use "
+            "window:65536",
+        ),
         (
             "my_data:batches",
             "none",

@@ -88,11 +88,13 @@ def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(s
     assert session.remains(killed=True) == []
 
 
-@pytest.mark.parametrize("point", ["Bye not sent", "Bye sent"])
+@pytest.mark.parametrize("point", ["Bye not sent", "Bye sent", "run not marked complete"])
 def test_a_first_rank_that_is_killed_after_the_last_step_comes_back_or_is_not_missed(
     point: str, session: Session
 ) -> None:
-    session.write_job(**SMALL, ranks={"count": 2})
+    session.write_job(
+        **SMALL, ranks={"count": 2, "timeout": "20s"}
+    )  # so long the other waits until the run is complete
     crash = f"{point}:1:SIGKILL:{session.folder / 'once'}"
     ended = session.start("local", "--max-steps", str(STEPS), ROWCAST_CRASH=crash).ended(300)
     assert ended.code == 0, ended.stderr

@@ -54,7 +54,7 @@ class Paper(nn.Module):
 
 
 def embedding(rows: Tensor) -> nn.Embedding:
-    return nn.Embedding(*rows.shape, _weight=rows.clone())
+    return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows.clone())
 
 
 @pytest.mark.parametrize("kind", ["wide-deep", "deepfm"])

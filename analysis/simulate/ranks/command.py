@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
-from rowcast.analysis.simulate.grid import Grid, check_order, with_values
+from rowcast.analysis.simulate.grid import Grid, check_order, order_values, with_values
 from rowcast.analysis.simulate.ranks.counts import RunCounts, StepExchange, ranks_on_host, step_exchange
 from rowcast.analysis.simulate.ranks.owners import Owners, measured_keys, owners_slots
 from rowcast.analysis.simulate.ranks.rates import Rates, load_rates
@@ -59,18 +59,18 @@ def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:
         with_values(
             job,
             {
-                "data": {"batch_size": size, "shuffle": shuffle},
+                "data": {"batch_size": size, **order_values(job.data, shuffle)},
                 "ranks": {"count": count, "parts": parts_for(job, count), "per_host": None},
                 "cache": {"capacity": capacity, "policy": policy},
                 "lookahead": {"horizon": horizon},
             },
         )
-        for shuffle in dict.fromkeys(options.shuffles or [job.data.shuffle])
+        for shuffle in dict.fromkeys(options.shuffles or [job.data.whole_order])
         for count in dict.fromkeys(options.ranks)
         for size in batch_sizes(job, options, count)
         for capacity, policy, horizon in product(capacities, options.policies or [job.cache.policy], horizons)
     ]
-    return sorted(found, key=lambda own: (own.data.batch_size, own.data.shuffle))  # stable
+    return sorted(found, key=lambda own: (own.data.batch_size, own.data.whole_order))  # stable
 
 
 def parts_for(job: Job, count: int) -> int:
@@ -149,7 +149,7 @@ def simulate_ranks(
     """A result for each job, in their order; those with the same batches must be neighbours. Raises ConfigError where
     hosts would not be full, and what reading the data raises."""
     results: list[RanksSimulation] = []
-    for _, neighbours in groupby(jobs, key=lambda job: (job.data.batch_size, job.data.shuffle)):
+    for _, neighbours in groupby(jobs, key=lambda job: (job.data.batch_size, job.data.whole_order)):
         own = list(neighbours)
         wanted = own[0].ranks.per_host if rates is None else rates.ranks_per_host
         hosts = {job.ranks.count: ranks_on_host(job.ranks.count, wanted) for job in own}

@@ -1,0 +1,129 @@
+"""Which samples are hot: those all of whose ids are among the rows of data.hot. One bit for each training row.
+
+    data.hot, ids of every training row (one pass, without dense features where the format allows) -> bits
+    <run_dir>/order/hot-samples     what they were made from (32 hex digits), their checksum (16), the bits
+
+The bits are a function of the data, the job and data.hot, so a file that was made from something else is made again.
+The process that makes it holds a lock, and others wait for it and map the same bits.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from rowcast.job.formats import format_of
+from rowcast.job.schema import Job, digest
+from rowcast.prefetcher.planner.pin_files import check_tables, checksum, read_pins
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
+from rowcast.prefetcher.readers.data_files import data_files
+from rowcast.prefetcher.readers.line_index import counting_lock, file_state, path_text
+from rowcast.prefetcher.readers.reader import open_reader, stream_columns
+from rowcast.runtime.arrays import I64, Bools, Bytes
+from rowcast.runtime.checkpoint_manifest import write_durably
+
+KEY = "data.hot"
+PASS_SAMPLES = 65536  # in a batch of the pass; a multiple of 8
+KEY_BYTES, CHECKSUM_BYTES = 32, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotSamples:
+    num_rows: int
+    bits: Bytes  # [ceil(num_rows / 8)], the first row in the highest bit
+    _counts: dict[int, I64] = field(default_factory=dict)  # by rows in a block
+
+    def are_hot(self, start: int, stop: int) -> Bools:
+        """bool [stop - start]."""
+        own = np.unpackbits(self.bits[start // 8 : -(-stop // 8)])
+        return own[start % 8 :][: stop - start].astype(np.bool_)
+
+    def counts(self, block_rows: int) -> I64:
+        """Hot rows of each block of the training rows, i64 [blocks]."""
+        if block_rows not in self._counts:
+            starts = range(0, self.num_rows, block_rows)
+            found = [self.are_hot(start, min(start + block_rows, self.num_rows)).sum() for start in starts]
+            self._counts[block_rows] = np.array(found, np.int64)
+        return self._counts[block_rows]
+
+    @property
+    def num_hot(self) -> int:
+        return int(self.counts(PASS_SAMPLES).sum())
+
+
+def hot_rows_checksum(job: Job) -> str:
+    """The checksum of the rows of data.hot, 16 hex digits; "" if the job has none. Raises as `read_pins`."""
+    return "" if job.data.hot is None else checksum(read_pins(Path(job.data.hot), KEY))
+
+
+def hot_samples(job: Job, num_rows: int) -> HotSamples:
+    """Returns those of the job's `num_rows` training rows, kept or made. Raises ConfigError and DataError."""
+    assert job.data.hot is not None, "the job file refuses an order of hot blocks without data.hot"
+    hot = read_pins(Path(job.data.hot), KEY)
+    check_tables(hot, {table.name: table.num_embeddings for table in job.tables}, f"{KEY} = {job.data.hot!r}")
+    folder = job.run_dir / "order"
+    made_from = origin(job, checksum(hot), num_rows)
+    bits = load_bits(folder / "hot-samples", made_from, num_rows)
+    if bits is not None:
+        return HotSamples(num_rows=num_rows, bits=bits)
+    with counting_lock(folder) if job.run_dir.is_dir() else nullcontext():
+        bits = load_bits(folder / "hot-samples", made_from, num_rows)  # another process may have made them meanwhile
+        if bits is None:
+            bits = np.concatenate([np.zeros(0, np.uint8), *(np.packbits(own) for own in passes(job, hot))])
+            if folder.is_dir():
+                with suppress(OSError):
+                    write_durably(folder / "hot-samples", made_from + bits_checksum(bits) + bits.tobytes())
+    return HotSamples(num_rows=num_rows, bits=bits)
+
+
+def passes(job: Job, hot: Mapping[str, I64]) -> Iterator[Bools]:
+    """Which samples are hot, in the files' order."""
+    plain = {"order": None, "hot": None, "shuffle": "none", "batch_size": PASS_SAMPLES}
+    plain_job = msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, **plain))
+    nothing = np.zeros(0, np.int64)
+    features = [hot.get(table.name, nothing) for table in job.tables for _ in table.features]
+    for decode in open_reader(plain_job, stream_columns(job)[0]).pending("train", 0):
+        batch = decode()
+        assert not isinstance(batch, DenseBatch), "a stream of ids gives ids"
+        assert batch.offsets is None, f"{job.data.format} is read row by row, and has one id for each feature"
+        are_hot = np.ones(batch.size, np.bool_)
+        for ids, rows in zip(batch.ids.reshape(len(features), batch.size), features, strict=True):
+            are_hot &= contained(ids, rows)
+        yield are_hot
+
+
+def contained(ids: I64, rows: I64) -> Bools:
+    """Whether each id is among the ascending `rows`."""
+    if not len(rows):
+        return np.zeros(len(ids), np.bool_)
+    found: Bools = rows[np.minimum(np.searchsorted(rows, ids), len(rows) - 1)] == ids
+    return found
+
+
+def origin(job: Job, hot_rows: str, num_rows: int) -> bytes:
+    known, path = format_of(job.data.format), job.data.path
+    paths = data_files(path, "data.path", known.file_names) if known.has_files and path is not None else []
+    files = [(path_text(own), *file_state(own)) for own in paths]
+    return digest([job.training_digest([], hot_rows), files, num_rows]).encode()
+
+
+def load_bits(path: Path, made_from: bytes, num_rows: int) -> Bytes | None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(KEY_BYTES + CHECKSUM_BYTES)
+            nbytes = os.fstat(file.fileno()).st_size
+        if head[:KEY_BYTES] != made_from or nbytes != len(head) + -(-num_rows // 8):
+            return None
+        bits = np.memmap(path, np.uint8, "r", offset=len(head))
+    except (OSError, ValueError):
+        return None
+    return bits if head[KEY_BYTES:] == bits_checksum(bits) else None
+
+
+def bits_checksum(bits: Bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(bits.data).encode()
