@@ -87,7 +87,8 @@ def test_an_id_outside_its_table_names_the_column_that_it_was_taken_from(tmp_pat
 
 
 def test_a_script_has_several_labels_of_a_sample_and_the_auc_of_each(tmp_path: Path, launches: Launches) -> None:
-    model, optimizer = make(tmp_path, **{"data.columns.labels": ["click", "buy"]})
+    labels: dict[str, Any] = {"data.columns.labels": ["click", "buy"]}
+    model, optimizer = make(tmp_path, **labels)
     with rowcast.connect(model.ebc, "tests.adopt.clicks:two_tasks", evaluate=True) as loader:
         for batch in loader:
             assert batch.labels.shape == (8, 2)
