@@ -2,6 +2,7 @@
 
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
