@@ -56,7 +56,7 @@ LOGS = {
 
 
 def made_data(folder: Path, samples: int, out: Path) -> tuple[Log, dict[str, int]]:
-    """Writes a log's first samples with the columns `history` and `log_frequency`; returns what it has, and tables' rows."""
+    """Writes a log's first samples, with histories and log_frequency; returns its columns and the rows of tables."""
     names = [column["meaning"] for column in json.loads((folder / "columns.json").read_text())]
     log = LOGS[next(name for name in names if name in LOGS)]
     data = pq.read_table(folder / "train.parquet")[:samples].rename_columns(

@@ -54,6 +54,16 @@ def lists(batches: int = 4) -> Callable[[Kind, int], list[Any]]:
     return lambda split, epoch: [batch(step) for step in range(batches if split == "train" else 2)]
 
 
+def two_tasks() -> Callable[[Kind, int], list[Any]]:
+    """Labels [B, 2], of which every second of the second column is unknown."""
+    batches = [
+        (dense, ids, np.stack([clicked, clicked], axis=1).astype(np.float32)) for dense, ids, clicked in listed()
+    ]
+    for _, _, labels in batches:
+        labels[::2, 1] = np.nan
+    return lambda split, epoch: batches
+
+
 def by_name() -> list[Any]:
     """One batch, whose ids say whose they are."""
     dense, ids, labels = batch(0)

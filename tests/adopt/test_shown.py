@@ -2,6 +2,7 @@
 
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -84,6 +85,27 @@ def test_an_id_outside_its_table_names_the_column_that_it_was_taken_from(tmp_pat
         DataError, match=rf"column c: id \d+ is outside table small .* ids come by position: {pairs}; where that is not"
     ):
         next(iter(rowcast.connect(model.ebc, "tests.adopt.clicks:mixed_up")))
+
+
+def test_a_script_has_several_labels_of_a_sample_and_the_auc_of_each(tmp_path: Path, launches: Launches) -> None:
+    labels: dict[str, Any] = {"data.columns.labels": ["click", "buy"]}
+    model, optimizer = make(tmp_path, **labels)
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:two_tasks", evaluate=True) as loader:
+        for batch in loader:
+            assert batch.labels.shape == (8, 2)
+            assert batch.labels.isnan().sum(0).tolist() == [0, 4]
+            if batch.kind == "train":
+                train_on(model, optimizer, (*tuple(batch)[:2], batch.labels[:, 0]))
+            else:
+                logits = model.eval()(batch.dense_features, batch.sparse_features)
+                loader.record(logits=torch.stack([logits, -logits], dim=1))
+                model.train()
+        assert loader.evaluation is not None
+        click, buy = loader.evaluation.tasks
+    assert (click.label, click.num_labels, buy.label, buy.num_labels) == ("click", 32, "buy", 16)
+    assert click.auc is not None
+    assert buy.auc is not None
+    assert loader.evaluation.auc == pytest.approx((click.auc + buy.auc) / 2)
 
 
 def test_a_scripts_run_serves_its_metrics_and_leaves_a_report(tmp_path: Path, launches: Launches) -> None:
