@@ -367,6 +367,10 @@ def predict(
         list[str] | None,
         typer.Option("--change", help="With --run: how long a task would take, such as step=0.1. Repeatable."),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="With --run: draw the critical path.", metavar="FILE", show_default=False),
+    ] = None,
     overrides: Overrides = None,
     max_steps: Annotated[
         int | None, typer.Option("--max-steps", min=0, help="Train steps; as the run had it.", show_default=False)
@@ -381,10 +385,14 @@ def predict(
             raise ConfigError("--vary needs --rates; with --run, --change says what would be different")
         if rates and changes:
             raise ConfigError("--change needs --run; with --rates, --vary says what would be different")
+        if rates and plot is not None:
+            raise ConfigError("--plot needs --run: it draws the critical path of a recorded run")
         if run_dir is not None:
             from rowcast.analysis.predict.predict import walk_recorded
 
-            walk_recorded(load_job(config, tuple(overrides or ())), run_dir, changes or (), max_steps=max_steps)
+            walk_recorded(
+                load_job(config, tuple(overrides or ())), run_dir, changes or (), max_steps=max_steps, plot=plot
+            )
             return
         from rowcast.analysis.predict.job import predict_jobs, print_predictions
 

@@ -3,23 +3,30 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import typer
 
 from rowcast.analysis.predict.pipeline import Durations, Pipeline, Planned, Wiring
 from rowcast.analysis.predict.planned import plan_job
+from rowcast.analysis.predict.plot import plot_tasks
 from rowcast.analysis.predict.recorded import recorded_run
-from rowcast.analysis.predict.schedule import critical_path, run
+from rowcast.analysis.predict.schedule import critical_path, run, waits
+from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.recording import read_run
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 
 START_SHARE = 4  # the first quarter of the steps fills the cache; the rate is that of the others
 LAST_STEPS = 4  # at the end nothing is left to do ahead
+NUM_DRAWN = 8  # steps
 NAMED = 3  # tasks of the critical path that are told
+OFTEN = 0.05  # times a step, or share of the time, from which it is told
+LIMITS = {"ahead", "barrier", "checkpoint", "credit", "queue", "ring", "staging", "write_back"}
+WHOSE = {"planning": "planner", "fetcher": "fetcher", "main": "trainer"}  # thread -> whose waits are told
 CHANGEABLE = ("decode", "read", "plan", "fetch", "send", "copy in", "fill", "step", "copy out", "write back")
 
 
@@ -28,10 +35,36 @@ class Walked:
     step_s: float  # what a step takes, once the cache is full
     run_s: float  # from the first batch to the end of the last checkpoint
     bound_by: list[tuple[str, float]]  # tasks of the critical path of steady steps, and their share of it
+    through: list[tuple[str, float]]  # what holds back earlier work there: its word as a stall, times a step
+    waits: dict[str, float]  # "trainer: rows" -> share of the time of steady steps
 
 
-def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: int | None = None) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steady:
+    """The steps that tell a rate: without the first quarter and the last few."""
+
+    first: int
+    last: int
+    began_s: float  # the end of the first one
+    ended_s: float
+
+    @property
+    def step_s(self) -> float:
+        return (self.ended_s - self.began_s) / (self.last - self.first)
+
+    def share(self, began_s: float, ended_s: float) -> float:
+        """How much of its time lies between two moments."""
+        return max(0.0, min(ended_s, self.ended_s) - max(began_s, self.began_s)) / max(
+            1e-12, self.ended_s - self.began_s
+        )
+
+
+def walk_recorded(
+    job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: int | None = None, plot: Path | None = None
+) -> None:
     """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
+    if plot is not None:
+        check_plot(plot)
     if job.ranks.num_parts > 1:
         raise ConfigError(
             f"ranks.parts = {job.ranks.num_parts}: only runs of one trainer and one part are walked again"
@@ -44,13 +77,19 @@ def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps:
             f"the job has {len(plan)} steps, but {run_dir} recorded {len(recorded.ended)}; give the job file of that "
             "run, and its --max-steps"
         )
-    measured = steady(recorded.ended)
+    measured = steady(recorded.ended).step_s
     again = walk(plan, wiring, recorded, recorded.begins)
+    if plot is not None:
+        pipeline = Pipeline(plan, wiring, recorded, recorded.begins)
+        run(pipeline.threads)
+        middle = len(plan) // 2
+        plot_tasks(pipeline.threads, pipeline.done[max(0, middle - NUM_DRAWN // 2) : middle + NUM_DRAWN // 2 + 1], plot)
     typer.echo(f"{run_dir}: {len(plan)} steps, {1e3 * measured:.1f} ms a step")
     typer.echo(
         f"walked again: {1e3 * again.step_s:.1f} ms a step ({again.step_s / measured - 1:+.1%}), bound by "
         f"{described(again)}"
     )
+    typer.echo(f"  waits: {described_waits(again)}")
     for change, factor in zip(changes, factors, strict=True):
         found = walk(plan, wiring, Scaled(recorded, dict([factor])), recorded.begins)
         typer.echo(
@@ -86,30 +125,46 @@ def walk(
 ) -> Walked:
     pipeline = Pipeline(plan, wiring, durations, begins)
     run_s = run(pipeline.threads, cores)
-    ended = [task.ended_s for task in pipeline.done]
-    first_s = ended[len(ended) // START_SHARE]
-    shares: dict[str, float] = defaultdict(float)
-    for task, _ in critical_path(pipeline.done[-1]):
-        if task.ended_s > first_s:
-            shares[task.name] += task.ended_s - max(first_s, task.began_s)
-    spent_s = max(1e-12, sum(shares.values()))
+    found = steady([task.ended_s for task in pipeline.done])
+    shares, limits = defaultdict[str, float](float), defaultdict[str, float](float)
+    path = critical_path(pipeline.done[found.last])
+    for task, _ in path:
+        shares[task.name] += found.share(task.began_s, task.ended_s)
+    for (task, reason), (held, _) in pairwise(path):
+        # where news of it comes first, it is what waits for the news that is held back
+        if reason in LIMITS and held.name != "deliver" and task.ended_s > found.began_s:
+            limits[reason] += 1 / (found.last - found.first)
+    waited: dict[str, float] = defaultdict(float)
+    for thread in pipeline.threads:
+        for reason, began_s, ended_s in waits(thread) if thread.name in WHOSE else ():
+            waited[f"{WHOSE[thread.name]}: {reason}"] += found.share(began_s, ended_s)
     return Walked(
-        step_s=steady(ended),
+        step_s=found.step_s,
         run_s=run_s,
-        bound_by=[
-            (name, seconds / spent_s) for name, seconds in sorted(shares.items(), key=lambda item: -item[1])[:NAMED]
-        ],
+        bound_by=ordered(shares)[:NAMED],
+        through=[(reason, times) for reason, times in ordered(limits) if times >= OFTEN],
+        waits={name: share for name, share in ordered(waited) if share > 0},
     )
 
 
-def steady(ended: Sequence[float]) -> float:
-    """Seconds between the ends of steps, without the first quarter and the last few."""
+def ordered(shares: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(shares.items(), key=lambda item: -item[1])
+
+
+def steady(ended: Sequence[float]) -> Steady:
+    """`ended`: when each step was done, in seconds."""
     first = len(ended) // START_SHARE
     last = max(first + 1, len(ended) - 1 - LAST_STEPS)
     if last >= len(ended):
         raise ConfigError(f"{len(ended)} steps are too few to tell a rate; record a longer run")
-    return (ended[last] - ended[first]) / (last - first)
+    return Steady(first=first, last=last, began_s=ended[first], ended_s=ended[last])
 
 
 def described(walked: Walked) -> str:
-    return ", ".join(f"{name} {share:.0%}" for name, share in walked.bound_by)
+    tasks = ", ".join(f"{name} {share:.0%}" for name, share in walked.bound_by)
+    through = ", ".join(f"{reason} {times:.1f}" for reason, times in walked.through)
+    return f"{tasks}; limited by {through} times a step" if through else tasks
+
+
+def described_waits(walked: Walked) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in walked.waits.items() if share >= OFTEN) or "none"

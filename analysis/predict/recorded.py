@@ -7,6 +7,7 @@ from itertools import chain
 from statistics import median
 
 from rowcast.analysis.timeline.recording import MAIN, Recordings, TimelineRecording, ended_ns, lives, shared_ns
+from rowcast.analysis.timeline.trace_events import track_name
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import TimelineSpan
 
@@ -51,7 +52,7 @@ def recorded_run(recordings: Recordings) -> RecordedRun:
     for span, own_ns in own_work(recordings.trainer):
         if span.step is not None:
             seconds[TASKS.get(span.name, span.name)][span.step] += own_ns / 1e9
-    began_ns = min(span.began_ns for recording in recordings.both for span in recording.spans)
+    began_ns = first_recorded_ns(recordings)
     message_s = message_seconds(recordings)
     for step, barrier_ns in between_steps(recordings, dict(zip(numbers, map(ended_ns, steps), strict=True))):
         seconds["barrier"][step] = max(0.0, barrier_ns / 1e9 - message_s)
@@ -65,6 +66,19 @@ def recorded_run(recordings: Recordings) -> RecordedRun:
         },
         ended=[(ended_ns(span) - began_ns) / 1e9 for span in steps],
     )
+
+
+def waited(recordings: Recordings) -> Iterator[tuple[str, float, float]]:
+    """What the threads waited for, as recorded: track and reason ("main: rows"), from, to; seconds as in `ended`."""
+    began_ns = first_recorded_ns(recordings)
+    for recording in recordings.both:
+        for span in recording.spans:
+            if span.kind == "wait":
+                yield (
+                    f"{track_name(span)}: {span.name}",
+                    (span.began_ns - began_ns) / 1e9,
+                    (ended_ns(span) - began_ns) / 1e9,
+                )
 
 
 def own_work(trainer: TimelineRecording) -> list[tuple[TimelineSpan, int]]:
@@ -110,6 +124,10 @@ def message_seconds(recordings: Recordings) -> float:
         for left, arrived in zip(sorted(leaving), sorted(taken[step]), strict=False)
     ]
     return median(way.duration_ns - sum(shared for _, shared in shared_ns(way, busy)) for way in ways) / 1e9
+
+
+def first_recorded_ns(recordings: Recordings) -> int:
+    return min(span.began_ns for recording in recordings.both for span in recording.spans)
 
 
 def first_ns(recording: TimelineRecording, track: str) -> int:

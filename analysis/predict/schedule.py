@@ -16,7 +16,7 @@ Where more threads work than there are cores, each gets an equal share of them.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 BUSY = "busy"  # the cause is the task before on the same thread
@@ -65,7 +65,7 @@ class Thread:
         self.lanes: list[Lane] = []
         self.task: Task | None = None  # under way
         self.left_s = 0.0  # what is left of it, on a core of its own
-        self.last: Task | None = None  # ended last
+        self.done: list[Task] = []  # in the order in which they ran
 
     def lane(self) -> Lane:
         """Lanes made earlier come first."""
@@ -80,15 +80,16 @@ class Thread:
         task = self.task = lane.waiting.popleft()
         self.left_s, task.began_s = task.seconds, now_s
         task.cause = task.awaited
-        if self.last is not None and self.last.ended_s >= task.ready_s:
-            task.cause = self.last, BUSY
+        if self.done and self.done[-1].ended_s >= task.ready_s:
+            task.cause = self.done[-1], BUSY
         return True
 
     def end(self, now_s: float) -> list[Task]:
         """Ends the task under way; returns those that it was the last to be waited for by."""
         task, self.task = self.task, None
         assert task is not None, f"thread {self.name} has nothing to end"
-        self.last, task.ended_s = task, now_s
+        task.ended_s = now_s
+        self.done.append(task)
         freed = []
         for follower, reason in task.followers:
             follower.missing -= 1
@@ -123,6 +124,15 @@ def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
     stuck = [lane.waiting[0] for thread in threads for lane in thread.lanes if lane.waiting]
     assert not stuck, f"tasks wait for each other: {', '.join(f'{task.name} {task.step}' for task in stuck)}"
     return now_s
+
+
+def waits(thread: Thread) -> Iterator[tuple[str, float, float]]:
+    """What a thread that has run waited for: reason, from, to."""
+    ended_s = 0.0
+    for task in thread.done:
+        if task.began_s > ended_s and task.cause is not None:
+            yield task.cause[1], ended_s, task.began_s
+        ended_s = task.ended_s
 
 
 def critical_path(last: Task) -> list[tuple[Task, str]]:

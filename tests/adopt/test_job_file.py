@@ -40,6 +40,17 @@ def train(session: Session) -> list[float]:
     return train_all(model, optimizer, rowcast.connect(model.ebc))
 
 
+def test_a_job_file_with_linear_weights_is_refused(tmp_path: Path) -> None:
+    content = jobs.job_content(
+        tmp_path / "run",
+        tables=[jobs.table("wide", 50, 4, "a", linear=True)],
+        model={"kind": "wide-deep", "bottom_mlp": None},
+    )
+    path = jobs.write_job(tmp_path / "job.toml", content)
+    with pytest.raises(ConfigError, match="table wide has linear = true, and an EmbeddingBagCollection returns one"):
+        EmbeddingBagCollection(job=path)
+
+
 @contextmanager
 def prefetcher_starts_once_awaited(session: Session, monkeypatch: pytest.MonkeyPatch, *options: str) -> Iterator[None]:
     """`prefetcher run` starts after the script has looked for the note of a failure."""

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rowcast.analysis.predict.pipeline import Planned, PlannedPiece, Wiring, room
-from rowcast.analysis.predict.predict import walk
+from rowcast.analysis.predict.pipeline import Pipeline, Planned, PlannedPiece, Wiring, room
+from rowcast.analysis.predict.plot import plot_tasks
+from rowcast.analysis.predict.predict import Walked, described, walk
+from rowcast.analysis.predict.schedule import run
 from rowcast.protocol.transport.ring import GUARD_BYTES, RingWriter
+from rowcast.runtime.errors import ConfigError
 
 STEPS, DEPTH, HORIZON = 200, 4, 8
 MIB = 2**20
@@ -54,12 +58,15 @@ def plan(**changes: object) -> list[Planned]:
 
 def paced(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> tuple[float, str]:
     """Seconds a step, and the task that most of the critical path is of."""
+    found = walked(plan, durations, wiring)
+    return found.step_s, found.bound_by[0][0]
 
+
+def walked(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> Walked:
     def seconds(name: str, step: int, pieces: int = 1) -> float:
         return (SECONDS | dict(durations))[name] / pieces
 
-    found = walk(plan, wiring, seconds, {"planning": 5.0, "main": 20.0})
-    return found.step_s, found.bound_by[0][0]
+    return walk(plan, wiring, seconds, {"planning": 5.0, "main": 20.0})
 
 
 def test_a_large_model_is_bound_by_its_steps() -> None:
@@ -122,6 +129,37 @@ def test_a_depth_of_one_step_lets_rows_wait_for_the_step_before_the_last() -> No
     assert deep_s == near(3.0 + MOVES, rel=0.002)
     # two steps for: fill, copy out, message, write back, fetch, send, message, copy in
     assert step_s == near((0.1 + 2.9 + 0.05 + 2.9 + 2.9 + 0.1 + 0.05 + 0.1) / 2, rel=0.01)
+
+
+def test_what_limits_the_pace_is_told_in_the_words_of_stalls() -> None:
+    tight = [replace(planned, after_step=planned.step - 1 if planned.step else None) for planned in plan()]
+    for own, wiring, durations, through in (
+        (plan(), WIRING, {}, []),
+        (plan(), replace(WIRING, ring_bytes=int(1.5 * MIB)), {"fetch": 5.0}, [("ring", near(1.0, rel=0.02))]),
+        (tight, WIRING, {"write back": 2.5}, [("write_back", near(1.0, rel=0.02))]),
+    ):
+        found = walked(own, durations, wiring)
+        assert found.through == through
+        assert all(f"limited by {reason} 1.0 times a step" in described(found) for reason, _ in through)
+
+
+def test_waits_are_shares_of_the_time_of_steady_steps() -> None:
+    fast, slow = walked(plan()).waits, walked(plan(), {"fetch": 6.0}).waits
+    assert "trainer: rows" not in fast
+    # of 6.1 s between steps the trainer works 3.2 s
+    assert slow["trainer: rows"] == near((6.1 - 3.0 - MOVES) / 6.1, rel=0.02)
+    assert "fetcher: plans" not in slow
+
+
+def test_the_critical_path_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pipeline = Pipeline(plan(), WIRING, lambda name, step, pieces=1: SECONDS[name] / pieces, {})
+    run(pipeline.threads)
+    plot_tasks(pipeline.threads, pipeline.done[100:109], tmp_path / "path.svg")
+    drawn = (tmp_path / "path.svg").read_text()
+    assert drawn.count("<svg") == 1
+    with pytest.raises(ConfigError, match="cannot be written"):
+        plot_tasks(pipeline.threads, pipeline.done[100:109], tmp_path / "nowhere" / "path.svg")
 
 
 @pytest.mark.parametrize("every", [5, 20])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rowcast.analysis.predict.schedule import BUSY, Lane, Task, Thread, critical_path, run
+from rowcast.analysis.predict.schedule import BUSY, Lane, Task, Thread, critical_path, run, waits
 
 SEEDS = range(60)
 
@@ -97,6 +97,17 @@ def test_the_critical_path_has_no_gap_and_lasts_as_long_as_the_run(seed: int) ->
     total_s = run(made.threads)
     path = critical_path(max(made.tasks, key=lambda task: task.ended_s))
     assert math.isclose(sum(task.seconds for task, _ in path), total_s)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_thread_works_or_waits_until_its_last_task_ends(seed: int) -> None:
+    made = Random(seed)
+    run(made.threads)
+    for thread in made.threads:
+        waited_s = sum(ended_s - began_s for _, began_s, ended_s in waits(thread))
+        last_s = thread.done[-1].ended_s if thread.done else 0.0
+        assert math.isclose(waited_s + sum(task.seconds for task in thread.done), last_s, abs_tol=1e-9)
+        assert all(reason == "why" for reason, _, _ in waits(thread))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,13 +1,29 @@
 """Tables with linear weights through planner, cache and write-back: the plain loop's bits."""
 
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from examples.plain_loop import run_plain_loop
+from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
-from tests.support.comparisons import assert_equal_bits
-from tests.support.driver import InProcessRun, Settings, start_state
+from rowcast.prefetcher.checkpoints.export import export_run
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import get_logger
+from tests.support.batches import NUM_DENSE, Bags, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
+from tests.support.driver import InProcessRun, Past, Settings, start_state
+from tests.support.full_capacity import bits
 from tests.support.jobs import table
+from tests.support.ranked_run import RankedRun
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -24,3 +40,88 @@ def test_its_bits_are_the_plain_loops(kind: str, optimizer: str, dtype: str) -> 
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
     assert_equal_bits(run, losses, end)
+
+
+def mixed_job(optimizer: str, **sections: Any) -> Job:
+    """Two widths and three dtypes; of each width, some tables have linear weights and some have none."""
+    tables = [
+        table("a", 60, 4, "a0", "a1", linear=True, pooling="mean"),
+        table("b", 400, 4, linear=True, dtype="fp16"),
+        table("c", 50, 5),  # as wide as a, with its linear weights
+        table("d", 90, 7, linear=True, dtype="bf16", init="normal:0.1"),
+    ]
+    return small_job(optimizer, master=True, tables=tables, model={"kind": "wide-deep", "top_mlp": [6, 1]}, **sections)
+
+
+@pytest.mark.parametrize(("optimizer", "bags"), [("sgd", "weighted"), ("adagrad", "multi"), ("adam", "empty")])
+def test_tables_with_and_without_them_in_every_dtype_have_the_plain_loops_bits(optimizer: str, bags: Bags) -> None:
+    job = mixed_job(optimizer)
+    if bags == "weighted":  # a weighted mean is refused
+        job = msgspec.structs.replace(job, tables=[msgspec.structs.replace(t, pooling="sum") for t in job.tables])
+    batches = small_batches(job, bags)
+    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
+    for seed, capacity in enumerate(("one batch", "more")):
+        settings = Settings(
+            slots=slots_for(group_specs(job), batches, capacity), seed=seed, late_store=bool(seed), verify=0.5
+        )
+        run = InProcessRun(job, batches, settings).run()
+        assert_equal_bits(run, losses, end)
+        assert_tested_what_it_claims(run, job)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_have_the_bits_of_the_plain_loop_in_parts(ranks: int) -> None:
+    job = mixed_job("adagrad")
+    batches = small_batches(job, "multi", num_steps=5, eval_at=(2,))
+    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 4)
+    settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"), seed=ranks)
+    run = RankedRun(job, batches, settings, ranks=ranks, parts=4).run()
+    assert np.array(run.losses(), np.float32).tobytes() == np.array(losses, np.float32).tobytes()
+    state = run.state()
+    assert state.keys() == end.keys()
+    assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_an_import_of_its_export_is_exported_the_same(tmp_path: Path) -> None:
+    runs = [tmp_path / "first", tmp_path / "second"]
+    job, second = (mixed_job("adam", job={"run_dir": str(run)}, data={"format": "synthetic"}) for run in runs)
+    runs[0].mkdir()
+    batches = small_batches(job, "multi")
+    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
+    checkpoints = Checkpoints(job.run_dir, RealDisk())
+    settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"))
+    InProcessRun(job, batches[:6], settings, Past(checkpoints=checkpoints, newest=None)).run()
+    past = Past(checkpoints=checkpoints, newest=checkpoints.choose(None, get_logger()))
+    assert_equal_bits(InProcessRun(job, batches, settings, past).run(), losses, end)
+    export_run(job.run_dir, tmp_path / "whole", get_logger())
+    export_run(job.run_dir, tmp_path / "trained", get_logger(), trained_only=True)
+    import_run(second, tmp_path / "whole", fresh=False)
+    export_run(second.run_dir, tmp_path / "again", get_logger())
+    whole, trained, again = (load_file(tmp_path / name) for name in ("whole", "trained", "again"))
+    assert whole.keys() == again.keys() == end.keys()
+    for name, tensor in end.items():
+        assert torch.equal(bits(whole[name]), bits(tensor)), name
+        assert torch.equal(bits(again[name]), bits(tensor)), name
+        if name.startswith(("embedding_bags.", "optimizer.")):
+            tensor = tensor[trained[f"embedding_bags.{name.split('.')[1]}.rows"]]
+        assert torch.equal(bits(trained[name]), bits(tensor)), name
+    assert 0 < len(trained["embedding_bags.b.rows"]) < 400
+
+
+def test_an_export_of_a_table_without_them_is_refused(tmp_path: Path) -> None:
+    plain = small_job("sgd", tables=[table("a", 60, 4)], job={"run_dir": str(tmp_path)})
+    batches = small_batches(plain, "single", num_steps=1, eval_at=())
+    past = Past(checkpoints=Checkpoints(tmp_path, RealDisk()), newest=None)
+    InProcessRun(plain, batches, Settings(slots=slots_for(group_specs(plain), batches, "more")), past).run()
+    export_run(tmp_path, tmp_path / "file", get_logger())
+    job = small_job(
+        "sgd",
+        tables=[table("a", 60, 4, linear=True)],
+        model={"kind": "wide-deep", "top_mlp": [1]},
+        job={"run_dir": str(tmp_path / "other")},
+    )
+    with pytest.raises(ConfigError, match=r"a\.weight is F32 \[60, 4\], but the job file needs F32 \[60, 5\]"):
+        import_run(job, tmp_path / "file", fresh=False)
+    with pytest.raises(ConfigError, match=r"its rows are of table a \[60, 4\] .*, but the job file has"):
+        import_run(job, tmp_path, fresh=False)

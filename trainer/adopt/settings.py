@@ -133,10 +133,14 @@ def init_of(config: Any) -> str:
 def file_content(path: Path, configs: Sequence[Any]) -> dict[str, Any]:
     """The content of a job file. Raises ConfigError if `configs` are given and differ from its tables."""
     content = read_content(path)
-    tables = [
-        described(table.name, table.num_embeddings, table.embedding_dim, table.features)
-        for table in parse_job(content, str(path)).tables
-    ]
+    job_tables = parse_job(content, str(path)).tables
+    for table in job_tables:
+        if table.linear:
+            raise ConfigError(
+                f"{path}: table {table.name} has linear = true, and an EmbeddingBagCollection returns one vector for "
+                "each feature; give linear weights a table of their own, with embedding_dim = 1"
+            )
+    tables = [described(table.name, table.num_embeddings, table.embedding_dim, table.features) for table in job_tables]
     given = [
         described(config.name, config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs
     ]
