@@ -363,6 +363,15 @@ def predict(
         Path | None,
         typer.Option("--run", help="Instead of --rates: a run with --timeline.", metavar="DIR", show_default=False),
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare",
+            help="With --rates: a run of this job with --timeline, told task by task.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--change", help="With --run: how long a task would take, such as step=0.1. Repeatable."),
@@ -381,8 +390,10 @@ def predict(
     def main() -> None:
         if (run_dir is None) == (not rates):
             raise ConfigError("give either --rates FILE, from `trainer rates`, or --run DIR, a run with --timeline")
-        if run_dir is not None and vary:
-            raise ConfigError("--vary needs --rates; with --run, --change says what would be different")
+        if run_dir is not None and (vary or compare is not None):
+            raise ConfigError("--vary and --compare need --rates; with --run, --change says what would be different")
+        if compare is not None and (vary or len(rates or ()) > 1):
+            raise ConfigError("--compare takes the job as it ran, and one --rates; remove --vary and other devices")
         if rates and changes:
             raise ConfigError("--change needs --run; with --rates, --vary says what would be different")
         if rates and plot is not None:
@@ -394,12 +405,17 @@ def predict(
                 load_job(config, tuple(overrides or ())), run_dir, changes or (), max_steps=max_steps, plot=plot
             )
             return
-        from rowcast.analysis.predict.job import predict_jobs, print_predictions
+        from rowcast.analysis.predict import job
+
+        if compare is not None and rates:
+            own = load_job(config, tuple(overrides or ()))
+            job.print_compared(job.compare(own, rates[0], compare, max_steps=max_steps))
+            return
 
         def load(settings: Sequence[str]) -> Job:
             return load_job(config, (*(overrides or ()), *settings))
 
-        print_predictions(predict_jobs(load, rates or (), vary or (), max_steps=max_steps))
+        job.print_predictions(job.predict_jobs(load, rates or (), vary or (), max_steps=max_steps))
 
     raise typer.Exit(run_command("prefetcher", main))
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import typer
 
 from rowcast.analysis.predict.foretold import Foretold, measured_rows
+from rowcast.analysis.predict.pipeline import Durations
 from rowcast.analysis.predict.planned import plan_job
-from rowcast.analysis.predict.predict import Walked, described, walk
+from rowcast.analysis.predict.predict import CHANGEABLE, Walked, check_steps, described, steady, walk
+from rowcast.analysis.predict.recorded import recorded_run
+from rowcast.analysis.timeline.recording import read_run
 from rowcast.job.device_rates import read_rates
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -54,6 +57,42 @@ def predict_jobs(
                 )
             )
     return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """Seconds a step, the mean over the steady ones."""
+
+    task: str
+    foretold_s: float
+    recorded_s: float
+
+
+def compare(job: Job, rates: Path, run_dir: Path, *, max_steps: int | None = None) -> list[Compared]:
+    """What the rates foretell beside what the run recorded with --timeline: each task, then the whole step. Raises
+    ConfigError and DataError."""
+    recorded = recorded_run(read_run(run_dir))
+    plan, wiring, num_dense = plan_job(job, max_steps)
+    check_steps(plan, recorded, run_dir)
+    durations = Foretold(job, plan, num_dense, read_rates(rates))
+    measured = steady(recorded.ended)
+    steps = range(measured.first + 1, measured.last + 1)
+
+    def mean(of: Durations, task: str) -> float:
+        return sum(of(task, step) for step in steps) / len(steps)
+
+    walked = walk(plan, wiring, durations, recorded.begins, usable_cores())
+    found = [
+        Compared(task=task, foretold_s=mean(durations, task), recorded_s=mean(recorded, task)) for task in CHANGEABLE
+    ]
+    return [*found, Compared(task="a step of the run", foretold_s=walked.step_s, recorded_s=measured.step_s)]
+
+
+def print_compared(found: Sequence[Compared]) -> None:
+    typer.echo(f"{'ms a step':<18}{'foretold':>10}{'recorded':>10}{'off by':>10}")
+    for own in found:
+        off = f"{own.foretold_s / own.recorded_s - 1:+.0%}" if own.recorded_s else ""
+        typer.echo(f"{own.task:<18}{1e3 * own.foretold_s:>10.2f}{1e3 * own.recorded_s:>10.2f}{off:>10}")
 
 
 def combinations(vary: Sequence[str]) -> list[tuple[Setting, ...]]:

@@ -13,7 +13,7 @@ import typer
 from rowcast.analysis.predict.pipeline import Durations, Pipeline, Planned, Wiring
 from rowcast.analysis.predict.planned import plan_job
 from rowcast.analysis.predict.plot import plot_tasks
-from rowcast.analysis.predict.recorded import recorded_run
+from rowcast.analysis.predict.recorded import RecordedRun, recorded_run
 from rowcast.analysis.predict.schedule import critical_path, run, waits
 from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.recording import read_run
@@ -72,11 +72,7 @@ def walk_recorded(
     factors = [parse_change(change) for change in changes]
     recorded = recorded_run(read_run(run_dir))
     plan, wiring, _ = plan_job(job, max_steps)
-    if len(plan) != len(recorded.ended):
-        raise ConfigError(
-            f"the job has {len(plan)} steps, but {run_dir} recorded {len(recorded.ended)}; give the job file of that "
-            "run, and its --max-steps"
-        )
+    check_steps(plan, recorded, run_dir)
     measured = steady(recorded.ended).step_s
     again = walk(plan, wiring, recorded, recorded.begins)
     if plot is not None:
@@ -95,6 +91,15 @@ def walk_recorded(
         typer.echo(
             f"with {change}: {1e3 * found.step_s:.1f} ms a step ({again.step_s / found.step_s:.2f} times as fast), "
             f"bound by {described(found)}"
+        )
+
+
+def check_steps(plan: Sequence[Planned], recorded: RecordedRun, run_dir: Path) -> None:
+    """Raises ConfigError if the plan is not that of the run."""
+    if len(plan) != len(recorded.ended):
+        raise ConfigError(
+            f"the job has {len(plan)} steps, but {run_dir} recorded {len(recorded.ended)}; give the job file of that "
+            "run, and its --max-steps"
         )
 
 

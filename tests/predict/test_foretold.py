@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rowcast.analysis.predict import job as predict_job
 from rowcast.analysis.predict.foretold import Foretold, HostRow
-from rowcast.analysis.predict.job import combinations, predict_jobs
+from rowcast.analysis.predict.job import combinations, compare, predict_jobs, print_compared
+from rowcast.analysis.predict.pipeline import Pipeline
 from rowcast.analysis.predict.planned import plan_job
-from rowcast.analysis.predict.predict import walk
-from rowcast.job.device_rates import DeviceRates, HostRates, KernelRates
+from rowcast.analysis.predict.predict import CHANGEABLE, walk
+from rowcast.analysis.predict.recorded import RecordedRun
+from rowcast.analysis.predict.schedule import run
+from rowcast.job.device_rates import DeviceRates, HostRates, KernelRates, read_rates
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -145,3 +149,37 @@ def test_several_parts_are_refused(tmp_path: Path) -> None:
     path.write_bytes(render(seal(device())))
     with pytest.raises(ConfigError, match="parts = 2: only jobs of one trainer and one part"):
         predict_jobs(lambda settings: job(ranks={"parts": 2}), [path], [])
+
+
+def test_a_run_that_took_what_was_foretold_is_off_by_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = job(checkpoint={"every": 0})
+    path = tmp_path / "rates.json"
+    path.write_bytes(render(seal(device(per_step=1.0, scatter={"rows": 1e-3}))))
+    plan, wiring, num_dense = plan_job(own)
+    durations = Foretold(own, plan, num_dense, read_rates(path))
+    pipeline = Pipeline(plan, wiring, durations, {})
+    run(pipeline.threads)
+    recorded = RecordedRun(
+        first_step=0,
+        seconds={name: {step: durations(name, step) for step in range(len(plan))} for name in CHANGEABLE},
+        message_s=durations("deliver", 0),
+        begins={},
+        ended=[task.ended_s for task in pipeline.done],
+    )
+    monkeypatch.setattr(predict_job, "read_run", lambda run_dir: None)
+    monkeypatch.setattr(predict_job, "recorded_run", lambda recordings: recorded)
+    found = {of.task: of for of in compare(own, path, tmp_path)}
+    for name in ("copy in", "fill", "step", "copy out"):
+        assert found[name].foretold_s == pytest.approx(found[name].recorded_s, rel=1e-6), name
+    whole = found["a step of the run"]  # on the cores that there are
+    assert whole.foretold_s == pytest.approx(whole.recorded_s, rel=0.05)
+    assert whole.recorded_s > 1.0
+    print_compared(list(found.values()))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("a step of the run")
+    assert last.endswith("+0%")
+    recorded.ended.pop()
+    with pytest.raises(ConfigError, match=f"the job has {len(plan)} steps, but {tmp_path} recorded {len(plan) - 1};"):
+        compare(own, path, tmp_path)
