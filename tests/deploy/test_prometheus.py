@@ -233,4 +233,5 @@ def test_killing_the_trainer_fires_the_alerts_that_say_so_and_no_other(run: Watc
 
 def test_when_the_run_has_ended_in_order_nothing_fires(run: WatchedRun) -> None:
     assert run.firing_at_the_end == set()
-    assert run.progress[0].value > 0.9
+    # of the last scrape; what came after it in so short a run is not known
+    assert run.progress[0].value > run.records["job:rowcast_progress:ratio"][0].value
