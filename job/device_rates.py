@@ -100,11 +100,12 @@ class ModelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceRates(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds are of the processor on a CPU (`cpu`), so that other programs do not count, and of the device on CUDA."""
+    """Seconds are of the processor on a CPU with one thread (`cpu`), so that other programs do not count, `wall` with
+    several, and of the device on CUDA."""
 
     machine: str  # processor and system
     device: str  # "cpu", or the GPU's name
-    clock: Literal["cpu", "device"]
+    clock: Literal["cpu", "wall", "device"]
     torch: str
     threads: int  # of torch, and of the compiled kernels
     probe: float  # seconds of one fixed matrix product, to notice that the machine runs at another speed

@@ -46,8 +46,14 @@ class KernelCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeconds:
-    tasks: dict[Task, float]  # of the device; on a CPU of the main thread, the host's own work included in "step"
+    tasks: dict[Task, float]  # of all kernels: of the device, or of the main thread on a CPU
+    host: float  # of the main thread for everything else: added to `tasks` on a CPU, beside them on a device
     outside: frozenset[str]  # kernels that were not measured at such counts
+
+    @property
+    def on_one_thread(self) -> float:
+        """What a step takes of a trainer on a CPU."""
+        return sum(self.tasks.values()) + self.host
 
 
 def step_seconds(
@@ -72,8 +78,8 @@ def step_seconds(
         tasks[call.task] += call.calls * seconds
         if not inside:
             outside.add(call.kernel)
-    tasks["step"] += rates.host.per_step + rates.host.per_lookup * sum(own.lookups for own in counts.groups)
-    return StepSeconds(tasks=tasks, outside=frozenset(outside))
+    host = rates.host.per_step + rates.host.per_lookup * sum(own.lookups for own in counts.groups)
+    return StepSeconds(tasks=tasks, host=host, outside=frozenset(outside))
 
 
 def refuse_unless_counted(job: Job) -> None:

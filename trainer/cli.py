@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rowcast.job.file import load_own_job
+from rowcast.job.file import load_job, load_own_job
 from rowcast.runtime.command import run_command
 from rowcast.runtime.process import Signals, leave_at_once
 from rowcast.runtime.telemetry.logs import setup_logging
@@ -66,6 +66,32 @@ def run(
             run_trainer(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard)
 
     raise typer.Exit(ended(run_command("trainer", start)))
+
+
+@app.command()
+def rates(
+    out: Annotated[Path, typer.Option("--out", help="The file to write.", metavar="FILE")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="A job whose model is measured as a whole.", metavar="job.toml", show_default=False
+        ),
+    ] = None,
+    num_dense: Annotated[int, typer.Option("--num-dense", min=0, help="Dense features of that job's samples.")] = 13,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch, as trainer.threads.")] = 1,
+    overrides: Overrides = None,
+) -> None:
+    """Measure this device for `prefetcher predict --rates`: kernels, copies, and the host's share of a step."""
+
+    def start() -> None:
+        setup_logging("trainer", "warning", None)
+        job = None if config is None else load_job(config, tuple(overrides or ()))
+        from rowcast.trainer.rates.command import measure_and_say
+
+        measure_and_say(out, device, threads, job, num_dense)
+
+    raise typer.Exit(run_command("trainer", start))
 
 
 @app.command(name="eval")

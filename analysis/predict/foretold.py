@@ -57,7 +57,10 @@ class Foretold:
                 known = device.kernels[call.kernel].errors
                 of_kernels += seconds
                 errors += seconds * (UNKNOWN if known is None else known.mean)
-            self._tasks.append(found.tasks if own.trains else {**found.tasks, "step": self._evaluation_s(own.counts)})
+            step_s = found.tasks["step"] if own.trains else self._evaluation_s(own.counts)
+            # a device computes while the host issues what follows
+            step_s = max(step_s, found.host) if device.clock == "device" else step_s + found.host
+            self._tasks.append({**found.tasks, "step": step_s})
         self.margin = max(LEAST_MARGIN, errors / max(1e-12, of_kernels)) * (2 if outside else 1)
         self.outside = sorted(outside)  # kernels that were not measured at the job's shapes
 
@@ -80,7 +83,7 @@ class Foretold:
         """Look-ups and forward alone."""
         device, job = self._device, self._job
         calls = [call for call in row_calls(job, self._groups, counts) if call.kernel == "lookup"]
-        total = device.host.per_step
+        total = 0.0
         if device.model is not None and device.model.fingerprint == model_fingerprint(job):
             total += device.model.seconds(counts.batch)[0]
         else:

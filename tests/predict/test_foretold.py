@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rowcast.analysis.predict import foretold
 from rowcast.analysis.predict import job as predict_job
 from rowcast.analysis.predict.foretold import Foretold, HostRow
 from rowcast.analysis.predict.job import combinations, compare, predict_jobs, print_compared
@@ -127,7 +128,8 @@ def test_settings_multiply() -> None:
         combinations(["depth"])
 
 
-def test_a_device_twice_as_fast_takes_half_the_time(tmp_path: Path) -> None:
+def test_a_device_twice_as_fast_takes_half_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict_job, "measured_rows", lambda job, groups: ROW)
     paths = []
     for per_step in (1.0, 0.5):
         paths.append(tmp_path / f"{per_step}.json")
@@ -154,6 +156,7 @@ def test_several_parts_are_refused(tmp_path: Path) -> None:
 def test_a_run_that_took_what_was_foretold_is_off_by_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(foretold, "measured_rows", lambda job, groups: ROW)
     own = job(checkpoint={"every": 0})
     path = tmp_path / "rates.json"
     path.write_bytes(render(seal(device(per_step=1.0, scatter={"rows": 1e-3}))))

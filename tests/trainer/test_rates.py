@@ -1,0 +1,124 @@
+"""`trainer rates`: fits to made-up times, and that every kernel a step calls is measured. No time is asserted."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rowcast.job.device_rates import model_fingerprint, read_rates
+from rowcast.job.file import parse_job
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.schema import Job
+from rowcast.job.step_kernels import GroupCounts, StepCounts, step_seconds
+from rowcast.job.tables import group_specs
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.cli import app
+from rowcast.trainer.rates import layers, rows, stopwatch
+from rowcast.trainer.rates.fit import Sample, fitted, not_below_zero, tabulated
+from rowcast.trainer.rates.measure import measure, write_rates
+from rowcast.trainer.rates.model import model_rates
+from rowcast.trainer.rates.rows import RowShapes
+from rowcast.trainer.rates.stopwatch import Stopwatch
+from tests.support.jobs import laid_over
+
+CPU = torch.device("cpu")
+COUNTS = StepCounts(batch=16, plan_bytes=64, groups=(GroupCounts(lookups=416, rows=90, fetched=20, written_back=10),))
+
+
+def job(**changes: Any) -> Job:
+    content = {
+        "job": {"run_dir": "unused"},
+        "data": {"format": "synthetic", "synthetic": {"preset": "criteo-kaggle", "scale": 0.001}},
+        "tables_from": {"embedding_dim": 4},
+        "model": {"kind": "dlrm", "bottom_mlp": [16, 4], "top_mlp": [8, 1]},
+        "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+        "cache": {"capacity": "1MiB"},
+    }
+    return parse_job(laid_over(content, changes))
+
+
+def test_a_fit_finds_the_rates_that_made_the_times() -> None:
+    rng = np.random.default_rng(3)
+    samples = [
+        Sample({"rows": rows, "dim": dim}, 2.0 + 3e-3 * rows + 5e-4 * rows * dim)
+        for rows, dim in rng.integers(1, 1000, (40, 2)).astype(float).tolist()
+    ]
+    found = fitted(samples, ("1", "rows", "rows*dim"))
+    assert found.terms == pytest.approx({"1": 2.0, "rows": 3e-3, "rows*dim": 5e-4})
+    assert found.errors is not None
+    assert found.errors.worst < 1e-6
+    assert found.measured["dim"] == (
+        min(own.counts["dim"] for own in samples),
+        max(own.counts["dim"] for own in samples),
+    )
+
+
+def test_no_rate_is_below_zero() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        factors = rng.random((12, 3))
+        found = not_below_zero(factors, rng.random(12))
+        assert (found >= 0).all()
+        assert found.any()
+
+
+def test_a_table_has_the_times_of_its_points_and_is_judged_between_them() -> None:
+    def seconds(counts: dict[str, float]) -> float:
+        return counts["batch"] ** 2 * counts["inputs"]
+
+    found = tabulated({"batch": (2, 8, 32), "inputs": (1, 4)}, seconds, [{"batch": 4.0, "inputs": 2.0}])
+    assert found.seconds({"batch": 8.0, "inputs": 4.0}) == pytest.approx(256.0)
+    assert found.errors is not None
+    assert found.errors.worst < 1e-3, "a power law is a straight line between logarithms"
+
+
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(stopwatch.SWEPT_BYTES, "cpu", 4096)
+    monkeypatch.setattr(stopwatch, "REPEATS", 1)
+    monkeypatch.setitem(layers.BATCHES, "cpu", (8, 16))
+    monkeypatch.setitem(layers.BETWEEN, "cpu", (10, 12))
+    monkeypatch.setattr(layers, "WIDTHS", (2, 4))
+    monkeypatch.setattr(layers, "OUTPUTS", (1, 4))
+    small = RowShapes(
+        dims=(4, 8), batches=(16, 32), shares=(0.5,), moved_rows=(8, 16), record_floats=(8, 16), copied_bytes=(64, 256)
+    )
+    monkeypatch.setitem(rows.SHAPES, "cpu", small)
+
+
+def test_every_kernel_of_a_counted_step_is_measured(small_shapes: None, tmp_path: Path) -> None:
+    own = job(model={"kind": "dcnv2", "cross_rank": 3})
+    found = measure(CPU, 1, own, 13)
+    assert found.host.per_step >= 0
+    assert found.model is not None
+    assert found.model.fingerprint == model_fingerprint(own)
+    write_rates(found, tmp_path / "rates.json")
+    rates = read_rates(tmp_path / "rates.json")
+    assert rates.kernels == found.kernels
+    for kind in ("dlrm", "dcnv2"):
+        for sparse in ROW_OPTIMIZERS:
+            for dense in ("sgd", "adagrad", "adam"):
+                optimizer = {"sparse": {"kind": sparse, "lr": 0.1}, "dense": {"kind": dense, "lr": 0.1}}
+                counted = job(optimizer=optimizer, model={"kind": kind})
+                seconds = step_seconds(rates, counted, group_specs(counted), 13, COUNTS)
+                assert all(of_task >= 0 for of_task in seconds.tasks.values())
+                assert seconds.tasks["step"] > 0
+
+
+def test_a_model_of_sequences_is_refused() -> None:
+    tables = [{"name": "t", "num_embeddings": 9, "embedding_dim": 4, "features": ["a"], "pooling": "none"}]
+    own = job(
+        tables=tables, tables_from=None, model={"kind": "tests.system.odd_models:dropout_model", "bottom_mlp": []}
+    )
+    with pytest.raises(ConfigError, match='table t has pooling = "none": the time of the model depends on'):
+        model_rates(Stopwatch(CPU, 1), own, 13, (8,))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "rates.json"):
+        found = CliRunner().invoke(app, ["rates", f"--out={path}"])
+        assert found.exit_code == 2
+        assert "cannot be written; name a file in a folder that exists" in " ".join(found.output.split())
