@@ -363,6 +363,11 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """`cpu`, or the GPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def make_streams(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else PlainStreams()
 

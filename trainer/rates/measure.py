@@ -10,6 +10,7 @@ import torch
 from rowcast.job.device_rates import RATES_VERSION, DeviceRates, HostRates, KernelRates
 from rowcast.job.schema import Job
 from rowcast.runtime.sealed import render, seal
+from rowcast.trainer.execute.streams import device_name
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.rates.layers import BATCHES, layer_kernels
 from rowcast.trainer.rates.model import host_rates, model_rates
@@ -37,7 +38,7 @@ def measure(
     without_host = DeviceRates(
         version=RATES_VERSION,
         machine=f"{processor()}, {platform.system()} {platform.machine()}",
-        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        device=device_name(device),
         clock=watch.clock,
         torch=str(torch.__version__),
         threads=threads,
