@@ -10,6 +10,7 @@
     steady         nothing waits for the device in the steady loop; the share of copies that lies under compute
     speed          batch 16,384: every row on the device, replay, both processes, tables in host memory; where time goes
     speed-large    the same, batch 65,536
+    rates          what the device does, for `prefetcher predict`: build/gpu-check-device-rates.json
     peers          FBGEMM's managed caching, where it is installed
     more-kernels   the other cases
 
@@ -35,6 +36,7 @@ LIMITS_S = {  # of each part, in the order in which they run, with all of BUDGET
     "steady": 75.0,
     "speed": 120.0,
     "speed-large": 120.0,
+    "rates": 75.0,
     "peers": 60.0,
     "more-kernels": 120.0,
 }
@@ -59,7 +61,7 @@ def run_parts(names: list[str], device: str, budget_s: float, out: Path) -> dict
                 parts[name] = run_part(
                     [*command, f"--out={findings}", f"--until={time.monotonic() + limit_s}"], findings, limit_s
                 )
-                keep_profile(Path(folder), out)
+                keep_files(Path(folder), out)
             found = {**verdict(parts), "took_s": round(time.monotonic() - began_s, 1), **summary(parts), "parts": parts}
             write_json(out, found)
             print(f"{name}: {said(parts[name])}", file=sys.stderr, flush=True)
@@ -90,11 +92,11 @@ def said(part: dict[str, Any]) -> str:
     return f"{part['status']}, {', '.join(filter(None, facts))}{running}"
 
 
-def keep_profile(folder: Path, out: Path) -> None:
-    """Puts the profiler's trace beside `out`, if a part has made one."""
-    for profile in folder.glob("*.json.gz"):
-        out.with_name(f"{out.stem}-{profile.name}").write_bytes(profile.read_bytes())
-        profile.unlink()
+def keep_files(folder: Path, out: Path) -> None:
+    """Puts the profiler's trace and the device's rates beside `out`, if a part has made them."""
+    for file in (*folder.glob("*.json.gz"), *folder.glob("device-rates.json")):
+        out.with_name(f"{out.stem}-{file.name}").write_bytes(file.read_bytes())
+        file.unlink()
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_check import environment, equality, kernels, peers, speed, steady
+from benchmarks.gpu_check import environment, equality, kernels, peers, rates, speed, steady
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import sizes
 from rowcast.trainer.execute.streams import choose_device, on_device
@@ -24,6 +24,7 @@ PARTS: dict[str, Work] = {
     "steady": lambda findings, device, folder: steady.check_steady(findings, device, folder),
     "speed": lambda findings, device, folder: speed.check_speed(findings, device, sizes(device)[0]),
     "speed-large": lambda findings, device, folder: speed.check_speed(findings, device, sizes(device)[1]),
+    "rates": lambda findings, device, folder: rates.check_rates(findings, device, folder),
     "peers": lambda findings, device, folder: peers.check_peers(findings, device),
     "more-kernels": lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.REST),
 }

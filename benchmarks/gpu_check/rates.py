@@ -1,0 +1,26 @@
+"""What this device does, as `trainer rates` measures it: a file that makes it a device of `prefetcher predict`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.findings import Findings
+from rowcast.trainer.rates.measure import measure, write_rates
+
+FILE = "device-rates.json"
+
+
+def check_rates(findings: Findings, device: torch.device, folder: Path) -> None:
+    """Writes `FILE` to the folder; finds how far each kernel's estimate is off at shapes that it was not made from."""
+
+    def measured() -> dict[str, Any]:
+        rates = measure(device, 1, None, 0)
+        write_rates(rates, folder / FILE)
+        errors = {name: kernel.errors.mean for name, kernel in rates.kernels.items() if kernel.errors is not None}
+        return {
+            "host_ms": 1e3 * rates.host.per_step,
+            "mean_error": {name: round(error, 3) for name, error in errors.items()},
+        }
+
+    findings.item("rates", measured, guess_s=45.0)
