@@ -79,6 +79,7 @@ def test_a_table_has_the_times_of_its_points_and_is_judged_between_them() -> Non
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(stopwatch.SWEPT_BYTES, "cpu", 4096)
     monkeypatch.setattr(stopwatch, "REPEATS", 1)
+    monkeypatch.setattr(stopwatch, "MOST_REPEATS", 1)
     monkeypatch.setitem(layers.BATCHES, "cpu", (8, 16))
     monkeypatch.setitem(layers.BETWEEN, "cpu", (10, 12))
     monkeypatch.setattr(layers, "WIDTHS", (2, 4))

@@ -30,8 +30,9 @@ def measure(
     samples. `say` gets every kernel once it is measured. Raises ConfigError."""
     torch.set_num_threads(threads)
     watch, kernels = Stopwatch(device, threads), choose_kernels(device)
+    warm = Stopwatch(device, threads, cold=False)
     found: dict[str, KernelRates] = {}
-    for measured in (row_kernels(watch, kernels), move_kernels(watch), layer_kernels(watch)):
+    for measured in (row_kernels(watch, kernels), move_kernels(watch), layer_kernels(warm)):
         for name, rates in measured:
             found[name] = rates
             say(name, rates)
@@ -45,9 +46,9 @@ def measure(
         probe=probe_seconds(watch),
         kernels=found,
         host=HostRates(per_step=0.0),
-        model=None if job is None else model_rates(watch, job, num_dense, BATCHES[device.type]),
+        model=None if job is None else model_rates(warm, job, num_dense, BATCHES[device.type]),
     )
-    return msgspec.structs.replace(without_host, host=host_rates(watch, kernels, without_host))
+    return msgspec.structs.replace(without_host, host=host_rates(warm, kernels, without_host))
 
 
 def write_rates(rates: DeviceRates, path: Path) -> None:

@@ -20,7 +20,7 @@ from rowcast.trainer.rates.rows import FEATURES, random_lookup
 from rowcast.trainer.rates.stopwatch import Stopwatch
 
 NUM_DENSE = 13
-HOST_BATCH, HOST_DIM = 64, 8
+HOST_BATCH, HOST_DIM = 128, 8
 
 
 class TimedModel:

@@ -1,8 +1,11 @@
-"""Times a piece of work whose data is in no cache, as in a step, where other rows were touched since.
+"""Times a piece of work as it runs in a step.
+
+rows    in no cache: other rows were touched since. A sweep over more memory than the caches hold comes before
+layers  in the caches, where the layer before has just left its output
 
 CPU, one thread     processor time, so that other programs do not count
 CPU, more threads   wall time: the processor time of threads that work at once would be added up
-CUDA                marks on the stream; the sweep before the work lets the host run ahead, so no launch is waited for
+CUDA                marks on the stream; the sweep before all work lets the host run ahead, so no launch waits
 """
 
 import time
@@ -15,7 +18,8 @@ import torch
 from rowcast.trainer.execute.streams import make_streams
 
 SWEPT_BYTES = {"cpu": 48 * 2**20, "cuda": 512 * 2**20}  # more than the last-level caches hold
-REPEATS = 3
+REPEATS, MOST_REPEATS = 3, 12
+LEAST_S = 4e-3  # spent on one shape
 Clock = Literal["cpu", "wall", "device"]
 
 
@@ -24,23 +28,27 @@ def nothing() -> None:
 
 
 class Stopwatch:
-    def __init__(self, device: torch.device, threads: int) -> None:
+    def __init__(self, device: torch.device, threads: int, *, cold: bool = True) -> None:
+        """`cold`: the work's data is in no cache of a CPU."""
         self.device = device
         self.streams = make_streams(device)
         self.clock: Clock = "device" if device.type == "cuda" else "cpu" if threads == 1 else "wall"
+        self._cold = cold
         self._swept = torch.zeros(SWEPT_BYTES[device.type] // 4, device=device)
 
     def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = nothing) -> float:
-        """The median of a few times, after one that is not counted. `prepare` runs before each and is not timed."""
-        found = []
-        for _ in range(REPEATS + 1):
+        """The median of a few times, of more where they are short, after one that is not counted. `prepare` runs before
+        each and is not timed."""
+        found = list[float]()
+        while len(found) <= REPEATS or (len(found) < MOST_REPEATS and sum(found) < LEAST_S):
             prepare()
             found.append(self._once(work))
         return median(found[1:])
 
     def _once(self, work: Callable[[], object]) -> float:
         if self.clock != "device":
-            self._swept.add_(1.0)
+            if self._cold:
+                self._swept.add_(1.0)
             now = time.process_time if self.clock == "cpu" else time.perf_counter
             began_s = now()
             work()
