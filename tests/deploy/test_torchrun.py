@@ -23,8 +23,10 @@ stops = []
 signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-print("rank", rank, "attempt", attempt, "port", os.environ["MASTER_PORT"],
-      "on", os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], flush=True)
+def say(*words):  # in one write: torchrun makes stdout unbuffered, and two processes share it
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+say("rank", rank, "attempt", attempt, "port", os.environ["MASTER_PORT"],
+    "on", os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
 if sys.argv[1] == "waits" and rank == "1" and attempt == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "loses" and attempt == 0:
@@ -38,7 +40,7 @@ while not stops:
 time.sleep(0.5)
 if sys.argv[1] == "fails at a stop":
     sys.exit(3)
-print("rank", rank, "attempt", attempt, "stops", len(stops), flush=True)
+say("rank", rank, "attempt", attempt, "stops", len(stops))
 """
 
 
