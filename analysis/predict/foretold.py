@@ -51,7 +51,8 @@ class Foretold:
         of_kernels = errors = 0.0
         for own in self._counted:
             found = step_seconds(device, job, self._groups, num_dense, own.counts)
-            outside |= found.outside
+            if own.counts.batch == job.data.batch_size:  # an epoch's last batch may be small
+                outside |= found.outside
             for call in (*moves(self._groups, own.counts), *row_calls(job, self._groups, own.counts)):
                 seconds = call.calls * device.seconds(call.kernel, **call.counts)[0]
                 known = device.kernels[call.kernel].errors
