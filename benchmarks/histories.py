@@ -36,7 +36,7 @@ from tests.support.driver import start_state
 
 LONGEST, DIM, ROWS_LR, DENSE_LR, TEMPERATURE = 20, 16, 0.05, 0.002, 0.2
 Weights = dict[str, Tensor]
-Rows = dict[str, tuple[Tensor, Tensor]]  # of each feature: rows [n, D], and the sample of each, i64 [n]
+Rows = dict[str, tuple[Tensor, Tensor]]  # feature -> its rows [n, D], and the sample that each belongs to, i64 [n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,12 +278,14 @@ def main() -> None:
         for kind in options.kinds.split(","):
             with tempfile.TemporaryDirectory() as work:
                 found = run(kind, folder, options.samples, Path(work), range(1, options.seeds + 1), options.set)
-            ours, theirs = np.array(found).T
-            spread = [f"{own.mean():.4f} +- {own.std(ddof=min(1, len(own) - 1)):.4f}" for own in (ours, theirs)]
-            print(
-                f"| {folder.name} | {kind} | {spread[0]} | {spread[1]} | {np.abs(ours - theirs).max():.4f} |",
-                flush=True,
-            )
+            print_pairs(folder.name, kind, found)
+
+
+def print_pairs(log: str, kind: str, found: Sequence[tuple[float, float]]) -> None:
+    """A row of the table, from the AUC of rowcast and of plain PyTorch for each seed."""
+    ours, theirs = np.array(found).T
+    spread = [f"{own.mean():.4f} +- {own.std(ddof=min(1, len(own) - 1)):.4f}" for own in (ours, theirs)]
+    print(f"| {log} | {kind} | {spread[0]} | {spread[1]} | {np.abs(ours - theirs).max():.5f} |", flush=True)
 
 
 if __name__ == "__main__":

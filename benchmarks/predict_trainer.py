@@ -81,7 +81,7 @@ def random_job(chance: random.Random) -> tuple[Job, str, float]:
 def foretold_seconds(
     job: Job, batches: list[ScheduledBatch], slots: tuple[int, ...], device: DeviceRates
 ) -> tuple[list[float], frozenset[str]]:
-    """Of each step."""
+    """Seconds of each step, and the kernels that were not measured at such counts."""
     groups, found, outside = group_specs(job), list[float](), set[str]()
     for scheduled, recorded in zip(batches, recorded_plans(job, batches, slots), strict=True):
         counted = count(scheduled, recorded.plan, [set() for _ in groups], 0.0, 0.0)

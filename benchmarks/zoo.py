@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.histories import Weights, area_under_curve, mlp
+from benchmarks.histories import Weights, area_under_curve, mlp, print_pairs
 from examples.plain_loop import PlainTable, run_plain_loop
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
@@ -195,12 +195,7 @@ def main() -> None:
                     job = job_of(kind, Path(data), rows, seed)
                     start = first_values(job, num_dense)
                     found.append((our_auc(job, start, num_dense), paper_auc(job, start)))
-                ours, theirs = np.array(found).T
-                spread = [f"{own.mean():.4f} +- {own.std(ddof=min(1, len(own) - 1)):.4f}" for own in (ours, theirs)]
-                print(
-                    f"| {folder.name} | {kind} | {spread[0]} | {spread[1]} | {np.abs(ours - theirs).max():.5f} |",
-                    flush=True,
-                )
+                print_pairs(folder.name, kind, found)
 
 
 if __name__ == "__main__":

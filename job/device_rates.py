@@ -107,7 +107,7 @@ class DeviceRates(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device: str  # "cpu", or the GPU's name
     clock: Literal["cpu", "wall", "device"]
     torch: str
-    threads: int  # of torch, and of the compiled kernels
+    threads: int  # that torch and the compiled kernels may use
     probe: float  # seconds of one fixed matrix product, to notice that the machine runs at another speed
     kernels: dict[str, KernelRates]
     host: HostRates
@@ -125,7 +125,7 @@ class DeviceRates(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def product(term: str, counts: Mapping[str, float]) -> float:
-    """Of the counts that a term names: "lookups*dim"; "1" is 1."""
+    """Multiplies the counts that a term names, such as "lookups*dim"; "1" is 1."""
     return 1.0 if term == "1" else math.prod(counts[name] for name in term.split("*"))
 
 

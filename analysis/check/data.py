@@ -59,7 +59,7 @@ class Seen:
     measured: list[ScheduledBatch] = field(default_factory=list)  # the run's first batches
     reader: Reader | None = None  # None: the data does not open
     num_samples: int = 0
-    labels: list[SeenLabel] = field(default_factory=list)  # of a sample, one or several
+    labels: list[SeenLabel] = field(default_factory=list)  # one or several
     lookups: list[int] = field(default_factory=list)  # by table, in the job's order
     largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample, on one rank
     largest_batch_bytes: int = 0  # of the batch's arrays

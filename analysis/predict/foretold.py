@@ -21,7 +21,7 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.runtime.arrays import F64
 
 MESSAGE_S = 2e-4  # from one process to the other: measured in runs on idle cores
-LEAST_MARGIN = 0.05  # of a step: what the walk itself is off by
+LEAST_MARGIN = 0.05  # share of a step's time that the walk itself is off by
 UNKNOWN = 0.2  # error of a kernel that was measured at too few shapes to know it
 HANDLING_S = 5e-5  # a batch from its decoder, a piece into the ring
 

@@ -27,7 +27,7 @@ class Prediction:
     settings: tuple[Setting, ...]  # what differs from the job file
     device: str
     walked: Walked
-    margin: float  # of step_s, a share: what the errors of the kernels leave open
+    margin: float  # the share of step_s that the kernels' errors leave open
     outside: list[str]  # kernels that were not measured at such shapes
 
 

@@ -35,7 +35,7 @@ class Counted:
 
     trains: bool  # False: an evaluation step
     counts: StepCounts
-    first: tuple[int, ...]  # of each group's fetched rows, those that were never fetched before
+    first: tuple[int, ...]  # how many of each group's fetched rows were never fetched before
     decode_s: float  # processor seconds of decoding the batch, as measured here
     plan_s: float  # processor seconds of planning the step, as measured here
     flushed: tuple[int, ...] = ()  # dirty rows of each group that the barrier after it brings home

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rowcast.analysis.predict.schedule import Task, Thread, critical_path, waits
+from rowcast.analysis.simulate.plot import save_plot
 from rowcast.analysis.timeline.plot import ROW_INCHES, WIDTH_INCHES, draw, joined
 from rowcast.analysis.timeline.trace_events import Window, overlaps
-from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import TimelineSpan
 
 LEFT_OUT = ("mail", "trainer's mail")  # messages are too short to see
@@ -40,12 +40,7 @@ def plot_tasks(threads: Sequence[Thread], steps: Sequence[Task], path: Path) -> 
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot {path}: cannot be written ({error.strerror}); choose another file or free space"
-        ) from None
+    save_plot(figure, path, dpi=120)
 
 
 def spans_of(thread: Thread) -> Iterator[TimelineSpan]:

@@ -101,8 +101,13 @@ def plot_results(results: Sequence[Simulation], path: Path) -> None:
                 panel.set_axis_off()
         row[0].set_ylabel(kind.y_label)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    save_plot(figure, path, dpi=160)
+
+
+def save_plot(figure: Any, path: Path, dpi: int) -> None:
+    """`figure` is matplotlib's. Raises ConfigError."""
     try:
-        figure.savefig(path, dpi=160)
+        figure.savefig(path, dpi=dpi)
     except OSError as error:
         raise ConfigError(
             f"--plot {path}: cannot be written ({error.strerror}); choose another file or free space"

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from rowcast.analysis.simulate.plot import save_plot
 from rowcast.analysis.timeline.recording import Recordings, TimelineRecording, ended_ns, lives
 from rowcast.analysis.timeline.trace_events import Window, overlaps, track_name, tracks
-from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import TimelineSpan
 
 # distinguishable with red-green colour blindness
@@ -45,12 +45,7 @@ def plot_steps(recordings: Recordings, window: Window, path: Path) -> None:
     if ("prefetcher", "fetcher") in where and ("trainer", "main") in where:
         draw_ways(axes, where["prefetcher", "fetcher"], where["trainer", "main"], recordings, window)
     dress(axes, rows, window)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot {path}: cannot be written ({error.strerror}); choose another file or free space"
-        ) from None
+    save_plot(figure, path, dpi=120)
 
 
 def on_track(recording: TimelineRecording, name: str) -> Iterator[TimelineSpan]:
