@@ -893,7 +893,7 @@ class Job(Section, frozen=True, kw_only=True):
         return digest([kept, data, self.job.seed, file_sizes, *([parts] if parts > 1 else []), *order])
 
 
-# of [data]: where files are, how often they are read, and the order, which counts with the rows of data.hot
+# keys of [data]: where files are, how often they are read, and the order, which counts with the rows of data.hot
 NOT_IN_DIGEST = ("path", "eval_path", "epochs", "order", "hot")
 
 

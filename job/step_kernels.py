@@ -32,7 +32,7 @@ class GroupCounts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCounts:
     batch: int
-    plan_bytes: int  # of the plan's arrays
+    plan_bytes: int  # what the plan's arrays take
     groups: tuple[GroupCounts, ...]
 
 
@@ -46,8 +46,8 @@ class KernelCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeconds:
-    tasks: dict[Task, float]  # of all kernels: of the device, or of the main thread on a CPU
-    host: float  # of the main thread for everything else: added to `tasks` on a CPU, beside them on a device
+    tasks: dict[Task, float]  # the time of all kernels: on a CPU the main thread's
+    host: float  # what else the main thread does: after the kernels on a CPU, beside them on a device
     outside: frozenset[str]  # kernels that were not measured at such counts
 
     @property
