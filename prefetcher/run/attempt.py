@@ -53,7 +53,7 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, Mismatch, RowcastError
+from rowcast.runtime.errors import ConfigError, Mismatch, PeerLost, RowcastError
 from rowcast.runtime.position import Position
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import failure_since
@@ -142,7 +142,13 @@ class PrefetcherAttempt:
                     conversation.send(Bye())
             except BaseException as error:
                 tell_peer(conversation, error)
-                self._settle_checkpoint()
+                try:
+                    self._settle_checkpoint()
+                except RowcastError as later:
+                    if isinstance(error, PeerLost):
+                        raise
+                    # both processes end with the sentence of the first error; it usually caused this one
+                    self._log.warning("the checkpoint in progress was lost", error=str(later))
                 raise
 
     @property

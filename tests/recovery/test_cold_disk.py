@@ -74,14 +74,23 @@ SegmentFile.read = gated
 """.strip()
 
 
-def start_gated(session: Session, seconds: float = 0.0) -> tuple[Path, Process, Process]:
+SETTLING_FAILS = """
+from rowcast.prefetcher.run.attempt import PrefetcherAttempt
+from rowcast.runtime.errors import DataError
+def settle(self):
+    raise DataError("the rows of a checkpoint cannot be read")
+PrefetcherAttempt._settle_checkpoint = settle
+""".strip()
+
+
+def start_gated(session: Session, seconds: float = 0.0, patch: str = "") -> tuple[Path, Process, Process]:
     """Both processes on a disk that reads nothing ahead while there is a file, and each batch `seconds` late then.
-    Returns once it was asked to.
+    Returns once it was asked to. `patch`: more lines to run in the prefetcher first.
     """
     session.write_job(**sections(transport=TRANSPORT, **COLD))
     gate, reached = session.folder / "gate", session.folder / "reached"
     gate.touch()
-    patch = GATED.format(gate=str(gate), reached=str(reached), seconds=seconds)
+    patch = GATED.format(gate=str(gate), reached=str(reached), seconds=seconds) + f"\n{patch}".rstrip()
     prefetcher, trainer = (
         session.start_patched("prefetcher", patch, f"--max-steps={NUM_TRAIN}"),
         session.start("trainer"),
@@ -111,6 +120,19 @@ def test_a_disk_that_loses_bytes_ends_both_and_a_restart_has_the_same_bits(
     assert sentence in trainer.ended(END_TIMEOUT_S).refused(DAMAGED)
     assert Recovering(session, transport=TRANSPORT, **COLD).finish().differs(undisturbed) == []
     assert session.remains() == []
+
+
+def test_a_checkpoint_in_progress_that_fails_as_well_leaves_both_with_the_first_sentence(session: Session) -> None:
+    gate, prefetcher, trainer = start_gated(session, patch=SETTLING_FAILS)
+    for file in cold_files(prefetcher):
+        cut_short(file)
+        os.close(file)
+    gate.unlink()
+    ended = prefetcher.ended(END_TIMEOUT_S)
+    sentence = ended.refused(DAMAGED)
+    assert "cannot be read at page " in sentence
+    assert "the rows of a checkpoint cannot be read" in ended.stderr
+    assert sentence in trainer.ended(END_TIMEOUT_S).refused(DAMAGED)
 
 
 def test_a_disk_that_freezes_and_is_slow_then_makes_steps_wait_and_nothing_else(

@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from tests.support.redis_server import BOUND
@@ -43,6 +44,15 @@ class Proxy:
     def heal(self) -> None:
         """What was under way is lost."""
         self._drop()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is sent meanwhile arrives afterwards."""
+        self._flows.clear()
+        try:
+            yield
+        finally:
+            self._flows.set()
 
     def lead_to(self, port: int) -> None:
         """New connections; those that stand are closed."""
