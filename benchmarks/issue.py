@@ -2,8 +2,8 @@
 
 Method, by part:
 
-issue       The trainer's engine, fed from recorded plans (`training/replay.py`) on plain streams, where work runs as it
-            is issued. In place of the model, a stand-in looks up and updates through kernels that compute nothing;
+issue       The trainer's engine, fed from recorded plans (`trainer/rates/replay.py`) on plain streams, where work runs
+            as it is issued. In place of the model, a stand-in looks up and updates by kernels that compute nothing;
             the batch is so small that moving rows costs little. 26 tables of one width, then of six, hence one group
             and six; each group has a row that is looked up often enough to be cut into chunks. The time of a step
             is that of the calls of `TrainingLoop.advance` that did something between two steps' ends: of the thread's
@@ -34,8 +34,7 @@ from torch import Tensor
 from benchmarks.machine import machine
 from benchmarks.processes import terminate
 from benchmarks.training.free_cores import free_cores
-from benchmarks.training.recorded import slots_for, touched, train_batches
-from benchmarks.training.replay import Recording, Replay
+from benchmarks.training.recorded import record, slots_for, touched, train_batches
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
@@ -48,6 +47,7 @@ from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalCounts
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import step_lookups
+from rowcast.trainer.rates.replay import Replay
 from rowcast.trainer.report.report_json import read_report
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
@@ -150,7 +150,7 @@ def replay_of(num_groups: int, batch_size: int, steps: int) -> Iterator[Replay]:
     def make_runner(groups: tuple[GroupSpec, ...], records: list[Tensor], num_dense: int) -> NoModel:
         return NoModel(Embeddings(groups, job.optimizer.sparse, records, NoKernels()))
 
-    with Recording(job, batches, slots, torch.device("cpu")) as recording:
+    with record(job, batches, slots, torch.device("cpu")) as recording:
         yield Replay(recording, job, make_runner)
 
 

@@ -1,7 +1,7 @@
 """How many launches does a step issue outside the model? Counted without a device, so the figures are no timings.
 
-Method: the trainer of `benchmarks.training.replay` on a CPU, whose plans and rows are in the ring. Triton's kernels get
-as far as their launch, with the driver of a device that is absent; what they would compute comes from plain torch
+Method: the trainer of `rowcast.trainer.rates.replay` on a CPU, whose plans and rows are in the ring. Triton's kernels
+get as far as their launch, with the driver of a device that is absent; what they would compute comes from plain torch
 operations, which are not counted. Every other torch operator of the thread is counted, unless it launches nothing: on a
 device, each of these is at least one launch or one copy.
 
@@ -25,8 +25,7 @@ import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.training.recorded import train_batches
-from benchmarks.training.replay import Recording, Replay
+from benchmarks.training.recorded import record, train_batches
 from rowcast.job.file import parse_job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import group_specs
@@ -37,6 +36,7 @@ from rowcast.trainer.models import runner
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.rates.replay import Replay
 
 SCALE, BATCH_SIZE = 0.002, 512  # of Criteo Kaggle's tables: the small ones have rows with very many look-ups
 STEPS, FEWER_STEPS = 24, 16  # what the longer of two runs counts more is that of its additional steps
@@ -245,7 +245,7 @@ def count_run(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...
     with (
         noted_launches(counts.launched),
         patch.object(runner, "choose_kernels", lambda device, job: kernels),
-        Recording(job, batches, slots, torch.device("cpu")) as recording,
+        record(job, batches, slots, torch.device("cpu")) as recording,
     ):
         replay = Replay(recording, job)
         with counts.attributed(), counts:

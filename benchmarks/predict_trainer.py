@@ -2,8 +2,8 @@
 
 Method: random jobs (DLRM and DCNv2, batches of 256 to 4,096, dimensions of 8 to 64, four row optimizers, caches of 3 to
 50 % of the rows that the job touches), each through the trainer's side alone: its plans and rows lie in a ring before
-the clock starts (`training/replay.py`). Processor time of one thread, so that other programs hardly count, steps of
-the second half, once the cache is full. Foretold is what `prefetcher predict` takes for the main thread: the step's
+the clock starts (`trainer/rates/replay.py`). Processor time of one thread, so that other programs hardly count, steps
+of the second half, once the cache is full. Foretold is what `prefetcher predict` takes for the main thread: the step's
 kernels and the host's share. No job was used to fit anything. The probe, one matrix product, is timed beside each job:
 where it differs from that of the rates file, the machine runs at another speed now.
 
@@ -13,7 +13,6 @@ where it differs from that of the rates file, the machine runs at another speed 
 import argparse
 import random
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.training.free_cores import free_cores
-from benchmarks.training.recorded import recorded_plans, slots_for, touched, train_batches
-from benchmarks.training.replay import Recording, Replay
+from benchmarks.training.recorded import record, recorded_plans, slots_for, touched, train_batches
 from rowcast.analysis.predict.planned import count
 from rowcast.job.device_rates import DeviceRates, read_rates
 from rowcast.job.file import parse_job
@@ -32,6 +30,8 @@ from rowcast.job.schema import Job
 from rowcast.job.step_kernels import step_seconds
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.memory import keep_freed_memory
+from rowcast.trainer.rates.replay import Replay
 from rowcast.trainer.rates.stopwatch import Stopwatch, probe_seconds
 
 STEPS = 24
@@ -99,12 +99,10 @@ def held_out(job: Job, name: str, share: float, device: DeviceRates) -> Found:
     foretold, outside = foretold_seconds(job, batches, slots, device)
     watch = Stopwatch(CPU, 1)
     before = probe_seconds(watch)
-    with Recording(job, batches, slots, CPU) as recording:
+    with record(job, batches, slots, CPU) as recording:
         replay = Replay(recording, job)
         replay.run(half)
-        began_s = time.process_time()
-        replay.run()
-        measured_s = (time.process_time() - began_s) / (len(batches) - half)
+        measured_s = sum(replay.timed(watch.now).values()) / (len(batches) - half)
     probe = statistics.mean((before, probe_seconds(watch))) / device.probe
     return Found(
         name=name,
@@ -138,6 +136,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a trainer on a CPU does
     device, chance = read_rates(options.rates), random.Random(options.seed)
     print(f"{machine()}, {free_cores():.1f} cores free")
     print("| job | measured ms | foretold ms | off by | probe | outside what was measured |\n|---|---|---|---|---|---|")

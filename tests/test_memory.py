@@ -1,6 +1,11 @@
 """What the kernel's files say about memory."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from rowcast.runtime.memory import free_memory, memory_limit
 
@@ -51,3 +56,29 @@ def test_the_older_kind_of_group_counts_too(tmp_path: Path) -> None:
 
 def test_this_machine_has_free_memory() -> None:
     assert 2**20 < free_memory() < memory_limit() < 2**50
+
+
+PAGES_BACK = """
+import resource
+import numpy as np
+from rowcast.runtime.memory import keep_freed_memory
+if {kept}:
+    keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [np.ones(600_000) for _ in range(20)]  # 5 MB each, less than what numpy asks large pages for
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+for _ in range(3):
+    last = faults()
+print(last)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told what to keep")
+def test_memory_that_is_kept_costs_no_page_faults_when_it_comes_back() -> None:
+    def faults(*, kept: bool) -> int:
+        code = PAGES_BACK.format(kept=kept)
+        return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+    assert faults(kept=True) < 100 < faults(kept=False)

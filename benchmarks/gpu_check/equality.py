@@ -22,10 +22,10 @@ import xxhash
 
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, write_job
-from benchmarks.training.recorded import slots_for, touched
-from benchmarks.training.replay import Recording, Replay
+from benchmarks.training.recorded import record, slots_for, touched
 from benchmarks.training.resident import ResidentRun, wait_for
 from rowcast.job.schema import Job
+from rowcast.trainer.rates.replay import Replay
 
 Losses = npt.NDArray[np.float32]
 SIZE = Size(batch_size=1024, steps=16, dim=16, scale=0.01, bottom_mlp=(64, 16), top_mlp=(64, 1))
@@ -56,7 +56,7 @@ class Equality:
     def replayed(self) -> dict[str, Any]:
         """Through staging and streams, in a cache that no row leaves."""
         slots = slots_for(self._job, self._batches, self._known.rows)
-        with Recording(self._job, self._batches, slots, self._device) as recording:
+        with record(self._job, self._batches, slots, self._device) as recording:
             replay = Replay(recording, self._job)
             replay.run()
             return self._compared(np.array(replay.results.losses, np.float32))

@@ -21,12 +21,12 @@ from benchmarks.gpu_check.host_tables import HostTables
 from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, with_touched_rows
 from benchmarks.gpu_check.live import live
 from benchmarks.gpu_check.timed import WARM, timed
-from benchmarks.training.recorded import slots_for, touched
-from benchmarks.training.replay import Recording, Replay
+from benchmarks.training.recorded import record, slots_for, touched
 from benchmarks.training.resident import ResidentRun, wait_for
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.rates.replay import Recording, Replay
 
 # of the rows that the run touches, and at least one batch, which is 6 % of those of 48 batches of 16,384 and 10 % of
 # those of 24 batches of 65,536
@@ -81,7 +81,7 @@ class Speed:
     def _record(self, share: float) -> Recording:
         job = self.job("fp32")  # plans do not depend on the precision
         slots = slots_for(job, self._batches, capacity_of(self._known, share))
-        return self._stack.enter_context(Recording(job, self._batches, slots, self._device))
+        return self._stack.enter_context(record(job, self._batches, slots, self._device))
 
     def _resident(self, job: Job) -> ResidentRun:
         run = self._all_rows

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_check.findings import NO_DEVICE, Findings, LeftOut
 from benchmarks.gpu_check.jobs import batches_of, capacity_of, make_job, sizes
 from benchmarks.gpu_check.trace import read_trace, told
-from benchmarks.training.recorded import slots_for, touched
-from benchmarks.training.replay import Recording, Replay
+from benchmarks.training.recorded import record, slots_for, touched
+from rowcast.trainer.rates.replay import Replay
 
 SHARE = 0.2
 WAITS = "no call of the steady loop waits for the device"
@@ -29,7 +29,7 @@ def check_steady(findings: Findings, device: torch.device, folder: Path) -> None
     size = sizes(device)[0]
     job, batches = make_job(size, device), batches_of(size, device)
     slots = slots_for(job, batches, capacity_of(touched(job, batches), SHARE))
-    with Recording(job, batches, slots, device) as recording:
+    with record(job, batches, slots, device) as recording:
         replay = Replay(recording, job)
         third = replay.num_steps // 3
         findings.item("warm-up", lambda: ran(replay, third))

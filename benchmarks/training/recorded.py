@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -13,14 +14,9 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.protocol.batch import Batch, ScheduledBatch
-from rowcast.protocol.plan import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedPlan:
-    batch: Batch
-    plan: StepPlan
+from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.trainer.rates.replay import RecordedPlan, Recording
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,3 +56,14 @@ def recorded_plans(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int
             planner.end() if following is None else planner.add(following)
         scheduled, plan = planner.plan()
         yield RecordedPlan(scheduled.batch, plan)
+
+
+def record(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device) -> Recording:
+    """The rows are those of untrained tables."""
+    return Recording(
+        group_specs(job),
+        recorded_plans(job, batches, slots),
+        slots,
+        device,
+        lambda group, keys: first_records(group, job.job.seed, keys).reshape(-1),
+    )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
-from benchmarks.training.recorded import RecordedPlan, recorded_plans, slots_for, touched, train_batches
+from benchmarks.training.recorded import recorded_plans, slots_for, touched, train_batches
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -31,6 +31,7 @@ from rowcast.trainer.execute.plan_memory import unpack
 from rowcast.trainer.execute.streams import choose_device
 from rowcast.trainer.kernels.chunks import chunk_arrays
 from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.rates.replay import RecordedPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ class Place:
         self.server.start()
 
     def evict(self) -> None:
-        # both at once: it may not look as if it could evict before it has. No row comes between: it would find no memory
+        # both at once: it may not look as if it could evict before it has. A row between them would find no memory
         with self.proxy.held(), self.server.client() as client:
             client.execute_command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru", "maxmemory", 1)
             client.config_set("maxmemory", 0)

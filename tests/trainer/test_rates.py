@@ -16,8 +16,10 @@ from rowcast.job.step_kernels import GroupCounts, StepCounts, step_seconds
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.cli import app
-from rowcast.trainer.rates import layers, rows, stopwatch
+from rowcast.trainer.rates import host, kernel, layers, rows, stopwatch
 from rowcast.trainer.rates.fit import Sample, fitted, not_below_zero, tabulated
+from rowcast.trainer.rates.kernel import ROUNDS, Kernel, Shape, measured
+from rowcast.trainer.rates.layers import shapes
 from rowcast.trainer.rates.measure import measure, write_rates
 from rowcast.trainer.rates.model import model_rates
 from rowcast.trainer.rates.rows import RowShapes
@@ -65,14 +67,36 @@ def test_no_rate_is_below_zero() -> None:
         assert found.any()
 
 
+BETWEEN = {"batch": 4.0, "inputs": 2.0}
+
+
 def test_a_table_has_the_times_of_its_points_and_is_judged_between_them() -> None:
     def seconds(counts: dict[str, float]) -> float:
         return counts["batch"] ** 2 * counts["inputs"]
 
-    found = tabulated({"batch": (2, 8, 32), "inputs": (1, 4)}, seconds, [{"batch": 4.0, "inputs": 2.0}])
+    axes = {"batch": (2, 8, 32), "inputs": (1, 4)}
+    grid, between = ([Sample(own, seconds(own)) for own in points] for points in (shapes(**axes), [BETWEEN]))
+    found = tabulated(axes, grid, between)
     assert found.seconds({"batch": 8.0, "inputs": 4.0}) == pytest.approx(256.0)
     assert found.errors is not None
     assert found.errors.worst < 1e-3, "a power law is a straight line between logarithms"
+
+
+def test_a_time_in_which_the_machine_was_slow_falls_on_no_kernel() -> None:
+    calls = 0
+
+    def seconds() -> float:
+        nonlocal calls
+        calls += 1
+        return 0.1 if 3 <= calls < 11 else 1e-3  # eight shapes in a row, of two kernels with eight shapes each
+
+    kernels = [
+        Kernel(name=name, shapes=[Shape({"rows": rows}, seconds) for rows in map(float, range(8))], terms=("1",))
+        for name in ("lookup", "gather")
+    ]
+    found = measured(kernels)
+    assert [rates.terms for rates in found.values()] == 2 * [{"1": pytest.approx(1e-3)}]
+    assert calls == 2 * 8 * ROUNDS
 
 
 @pytest.fixture
@@ -82,8 +106,12 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopwatch, "MOST_REPEATS", 1)
     monkeypatch.setitem(layers.BATCHES, "cpu", (8, 16))
     monkeypatch.setitem(layers.BETWEEN, "cpu", (10, 12))
-    monkeypatch.setattr(layers, "WIDTHS", (2, 4))
-    monkeypatch.setattr(layers, "OUTPUTS", (1, 4))
+    for name in ("INPUTS", "OUTPUTS", "FIRST_INPUTS", "FIRST_OUTPUTS"):
+        monkeypatch.setattr(layers, name, (2, 4))
+    monkeypatch.setattr(kernel, "ROUNDS", 1)
+    monkeypatch.setattr(host, "STEPS", 6)
+    monkeypatch.setattr(host, "WARM_STEPS", 2)
+    monkeypatch.setattr(host, "BATCHES", (8, 64))
     small = RowShapes(
         dims=(4, 8), batches=(16, 32), shares=(0.5,), moved_rows=(8, 16), record_floats=(8, 16), copied_bytes=(64, 256)
     )

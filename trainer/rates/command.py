@@ -21,9 +21,12 @@ def measure_and_say(out: Path, device: str, threads: int, job: Job | None, num_d
     except ValueError as error:
         raise ConfigError(f"--device {device}: {error}") from None
     began_s = time.perf_counter()
-    typer.echo(f"{'kernel':<24}{'shapes':>8}{'mean error':>12}{'worst':>8}")
-    found = measure(chosen, threads, job, num_dense, say)
+    typer.echo("measuring; this takes about a minute")
+    found = measure(chosen, threads, job, num_dense)
     write_rates(found, out)
+    typer.echo(f"{'kernel':<24}{'shapes':>8}{'mean error':>12}{'worst':>8}")
+    for name, rates in found.kernels.items():
+        say(name, rates)
     typer.echo(
         f"{out}: {len(found.kernels)} kernels, {1e3 * found.host.per_step:.2f} ms of the host a step, in "
         f"{time.perf_counter() - began_s:.0f} s"

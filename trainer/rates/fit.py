@@ -3,7 +3,7 @@
 A rate is never below 0: a term that would need one is left out, the one with the largest such share first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -56,24 +56,16 @@ def not_below_zero(factors: F64, results: F64) -> F64:
     return found
 
 
-def tabulated(
-    axes: dict[str, Sequence[float]],
-    seconds: Callable[[dict[str, float]], float],
-    others: Sequence[dict[str, float]],
-) -> KernelRates:
-    """Measures every point of a grid by `seconds`, and `others` to judge the table by."""
-    names = list(axes)
-    points: list[dict[str, float]] = [{}]
-    for name in names:
-        points = [point | {name: float(value)} for point in points for value in axes[name]]
-    samples = [Sample(point, seconds(point)) for point in points]
+def tabulated(axes: Mapping[str, Sequence[float]], grid: Sequence[Sample], others: Sequence[Sample]) -> KernelRates:
+    """A table of the grid's times, the last axis fastest, judged by `others`."""
     rates = KernelRates(
         axes={name: [float(value) for value in values] for name, values in axes.items()},
-        table=[sample.seconds for sample in samples],
-        measured=ranges(samples),
-        samples=len(samples) + len(others),
+        table=[sample.seconds for sample in grid],
+        measured=ranges(grid),
+        samples=len(grid) + len(others),
     )
-    return msgspec.structs.replace(rates, errors=errors([rates.seconds(own) / seconds(own) for own in others]))
+    ratios = [rates.seconds(own.counts) / own.seconds for own in others]
+    return msgspec.structs.replace(rates, errors=errors(ratios))
 
 
 def ranges(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:

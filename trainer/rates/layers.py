@@ -1,31 +1,33 @@
 """Times the parts of the built-in models, forward and backward, from the pooled embeddings on.
 
-A backward pass is timed by itself; what only starting one takes belongs to the host's time of a step.
+A backward pass is timed by itself; what only starting one takes belongs to the host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.device_rates import KernelRates
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.trainer.models import build_dense_optimizer, mean_loss
 from rowcast.trainer.models.dcnv2 import LowRankCross
 from rowcast.trainer.models.dlrm import DLRM
-from rowcast.trainer.rates.fit import Sample, fitted, tabulated
+from rowcast.trainer.rates.kernel import Kernel, Shape
 from rowcast.trainer.rates.stopwatch import Stopwatch
 
-BATCHES = {"cpu": (128, 256, 1024, 4096), "cuda": (512, 2048, 8192, 65_536)}
-BETWEEN = {"cpu": (180, 700, 3000), "cuda": (1000, 5000, 30_000)}  # batches that the tables are judged by
-WIDTHS = (16, 64, 256, 1024)
+BATCHES = {"cpu": (128, 400, 1280, 4096), "cuda": (512, 2048, 8192, 65_536)}
+BETWEEN = {"cpu": (200, 700, 3000), "cuda": (1000, 5000, 30_000)}  # batches that the tables are judged by
+INPUTS = (4, 16, 64, 256, 1024)
 OUTPUTS = (1, 8, 32, 128, 512, 1024)
-FIRST_INPUTS = (4, 13, 64)
+FIRST_INPUTS = (4, 13, 64)  # 13 is what Criteo's samples have
+FIRST_OUTPUTS = (16, 64, 256, 1024)
 DENSE_TERMS = ("1", "tensors", "parameters")
 DENSE_KINDS = ("sgd", "adagrad", "adam")
+
+SHORT_S, TOGETHER = 1e-3, 5  # layers that are passed backward together where one takes no longer than this
 
 Made = Callable[[], Tensor]  # runs a forward pass
 
@@ -36,10 +38,8 @@ class Layers:
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
         self.batches, self.between = BATCHES[watch.device.type], BETWEEN[watch.device.type]
-        leaf = torch.zeros(8, requires_grad=True, device=watch.device)
-        self._start = self._backward(lambda: leaf.view_as(leaf))
 
-    def tables(
+    def kernels(
         self,
         name: str,
         make: Callable[[dict[str, float]], Made],
@@ -47,23 +47,34 @@ class Layers:
         others: Sequence[dict[str, float]],
         *,
         directions: Sequence[str] = ("forward", "backward"),
-    ) -> Iterator[tuple[str, KernelRates]]:
-        if "forward" in directions:
-            yield f"{name} forward", tabulated(axes, lambda counts: self._watch.seconds(make(counts)), others)
-        if "backward" in directions:
-            yield f"{name} backward", tabulated(axes, lambda counts: self._own_backward(make(counts)), others)
+    ) -> Iterator[Kernel]:
+        for direction in directions:
+            time = self._forward if direction == "forward" else self._backward
+            yield Kernel(
+                name=f"{name} {direction}",
+                shapes=[Shape(counts, partial(time, make, counts)) for counts in shapes(**axes)],
+                axes=axes,
+                held_out=[Shape(counts, partial(time, make, counts)) for counts in others],
+            )
 
-    def _own_backward(self, forward: Made) -> float:
-        whole = self._backward(forward)
-        return max(whole - self._start, whole / 10)
+    def _forward(self, make: Callable[[dict[str, float]], Made], counts: dict[str, float]) -> float:
+        return self._watch.seconds(make(counts))
 
-    def _backward(self, forward: Made) -> float:
+    def _backward(self, make: Callable[[dict[str, float]], Made], counts: dict[str, float]) -> float:
+        """Of one layer. Starting a backward pass takes as long as several small layers: they are passed together."""
+        alone = self._together([make(counts)])
+        if alone > SHORT_S:
+            return alone
+        several = self._together([make(counts) for _ in range(TOGETHER)])
+        return max((several - alone) / (TOGETHER - 1), several / TOGETHER / 10)
+
+    def _together(self, forwards: Sequence[Made]) -> float:
         passed: list[Tensor] = []
         grads: list[Tensor] = []
 
         def prepare() -> None:
-            passed[:] = [forward()]
-            grads[:] = [torch.ones_like(passed[0])]
+            passed[:] = [forward() for forward in forwards]
+            grads[:] = [torch.ones_like(output) for output in passed]
 
         return self._watch.seconds(lambda: torch.autograd.backward(passed, grads), prepare)
 
@@ -86,7 +97,7 @@ class Layers:
 
         def forward() -> Tensor:
             bottom.grad = pooled.grad = None
-            return model.interact(bottom, list(torch.tensor_split(pooled, vectors - 1)))
+            return model.interact(bottom, list(pooled.split_with_sizes([batch] * (vectors - 1))))
 
         return forward
 
@@ -97,7 +108,7 @@ class Layers:
 
         def forward() -> Tensor:
             bottom.grad = pooled.grad = None
-            return torch.cat([bottom, *torch.tensor_split(pooled, vectors - 1)], dim=1)
+            return torch.cat([bottom, *pooled.split_with_sizes([batch] * (vectors - 1))], dim=1)
 
         return forward
 
@@ -128,43 +139,43 @@ class Layers:
         return lambda: mean_loss(logits.squeeze(1), labels)
 
 
-def layer_kernels(watch: Stopwatch) -> Iterator[tuple[str, KernelRates]]:
+def layer_kernels(watch: Stopwatch) -> Iterator[Kernel]:
     layers = Layers(watch)
     batches, between = layers.batches, layers.between
-    yield from layers.tables(
+    yield from layers.kernels(
         "linear",
         layers.linear,
-        {"batch": batches, "inputs": WIDTHS, "outputs": OUTPUTS},
-        shapes(batch=between[:2], inputs=(40, 420), outputs=(20, 90, 300)),
+        {"batch": batches, "inputs": INPUTS, "outputs": OUTPUTS},
+        shapes(batch=between, inputs=(32, 420), outputs=(20, 300)),
     )
-    yield from layers.tables(
+    yield from layers.kernels(
         "first linear",
         lambda counts: layers.linear(counts, is_first=True),
-        {"batch": batches, "inputs": FIRST_INPUTS, "outputs": WIDTHS},
+        {"batch": batches, "inputs": FIRST_INPUTS, "outputs": FIRST_OUTPUTS},
         shapes(batch=between, inputs=(9, 30), outputs=(100, 400)),
         directions=("backward",),
     )
-    yield from layers.tables(
+    yield from layers.kernels(
         "interaction",
         layers.interaction,
         {"batch": batches, "vectors": (9, 27, 41), "dim": (8, 16, 32, 64)},
-        shapes(batch=between, vectors=(14, 27), dim=(12, 48)),
+        shapes(batch=between, vectors=(12, 22), dim=(12, 48)),
     )
-    yield from layers.tables(
+    yield from layers.kernels(
         "concatenation",
         layers.concatenation,
-        {"batch": batches, "vectors": (9, 27, 41), "width": (200, 500, 1700)},
-        shapes(batch=between, vectors=(14, 27), width=(300, 900)),
+        {"batch": batches, "vectors": (9, 27, 41), "width": (200, 450, 900, 1700)},
+        shapes(batch=between, vectors=(14, 27), width=(300, 1200)),
     )
-    yield from layers.tables(
+    yield from layers.kernels(
         "cross layer",
         layers.cross,
-        {"batch": batches, "width": (200, 500, 1700), "rank": (16, 64, 256)},
-        shapes(batch=between, width=(300, 900), rank=(32, 128)),
+        {"batch": batches, "width": (200, 450, 900, 1700), "rank": (16, 64, 256)},
+        shapes(batch=between, width=(300, 1200), rank=(32, 128)),
     )
-    yield from layers.tables("loss", layers.loss, {"batch": batches}, shapes(batch=between))
+    yield from layers.kernels("loss", layers.loss, {"batch": batches}, shapes(batch=between))
     for kind in DENSE_KINDS:
-        yield f"dense {kind}", fitted(list(dense_samples(watch, kind)), DENSE_TERMS)
+        yield Kernel(name=f"dense {kind}", shapes=list(dense_shapes(watch, kind)), terms=DENSE_TERMS)
 
 
 def shapes(**values: Sequence[float]) -> list[dict[str, float]]:
@@ -175,21 +186,26 @@ def ints(counts: dict[str, float], *names: str) -> list[int]:
     return [int(counts[name]) for name in names]
 
 
-def dense_samples(watch: Stopwatch, kind: str) -> Iterator[Sample]:
+def dense_shapes(watch: Stopwatch, kind: str) -> Iterator[Shape]:
     job = small_job(1, 4, kind)
-    for tensors, parameters in product((4, 12, 24), (10**4, 10**5, 10**6)):
+
+    def time(tensors: int, parameters: int) -> float:
         weights = [nn.Parameter(torch.zeros(parameters // tensors, device=watch.device)) for _ in range(tensors)]
         optimizer = build_dense_optimizer(job, weights)
 
-        def prepare(own: list[nn.Parameter] = weights) -> None:
-            for weight in own:
+        def prepare() -> None:
+            for weight in weights:
                 weight.grad = torch.ones_like(weight)
 
-        def step(own: torch.optim.Optimizer = optimizer) -> None:
-            own.step()
-            own.zero_grad(set_to_none=True)
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
-        yield Sample({"tensors": float(tensors), "parameters": float(parameters)}, watch.seconds(step, prepare))
+        return watch.seconds(step, prepare)
+
+    for tensors, parameters in product((4, 12, 24), (10**4, 10**5, 10**6)):
+        counts = {"tensors": float(tensors), "parameters": float(parameters)}
+        yield Shape(counts, partial(time, tensors, parameters))
 
 
 @cache

@@ -1,19 +1,20 @@
 """`trainer rates`: measures what this device does, for `prefetcher predict`."""
 
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 
-from rowcast.job.device_rates import RATES_VERSION, DeviceRates, HostRates, KernelRates
+from rowcast.job.device_rates import RATES_VERSION, DeviceRates
 from rowcast.job.schema import Job
+from rowcast.runtime.memory import keep_freed_memory
 from rowcast.runtime.sealed import render, seal
 from rowcast.trainer.execute.streams import device_name
 from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.rates.host import host_rates
+from rowcast.trainer.rates.kernel import measured
 from rowcast.trainer.rates.layers import BATCHES, layer_kernels
-from rowcast.trainer.rates.model import host_rates, model_rates
+from rowcast.trainer.rates.model import model_rates
 from rowcast.trainer.rates.rows import move_kernels, row_kernels
 from rowcast.trainer.rates.stopwatch import Stopwatch, probe_seconds
 from rowcast.trainer.report.page.facts import processor
@@ -24,19 +25,16 @@ def measure(
     threads: int,
     job: Job | None,
     num_dense: int,
-    say: Callable[[str, KernelRates], None] = lambda name, rates: None,
 ) -> DeviceRates:
     """About a minute of a CPU core. `job`: its model is measured as a whole too; `num_dense`: dense features of its
-    samples. `say` gets every kernel once it is measured. Raises ConfigError."""
+    samples. Raises ConfigError."""
     torch.set_num_threads(threads)
+    if device.type == "cpu":
+        keep_freed_memory()  # as a trainer does
     watch, kernels = Stopwatch(device, threads), choose_kernels(device)
     warm = Stopwatch(device, threads, cold=False)
-    found: dict[str, KernelRates] = {}
-    for measured in (row_kernels(watch, kernels), move_kernels(watch), layer_kernels(warm)):
-        for name, rates in measured:
-            found[name] = rates
-            say(name, rates)
-    without_host = DeviceRates(
+    found = measured([*row_kernels(watch, kernels), *move_kernels(watch), *layer_kernels(warm)])
+    return DeviceRates(
         version=RATES_VERSION,
         machine=f"{processor()}, {platform.system()} {platform.machine()}",
         device=device_name(device),
@@ -45,10 +43,9 @@ def measure(
         threads=threads,
         probe=probe_seconds(watch),
         kernels=found,
-        host=HostRates(per_step=0.0),
+        host=host_rates(watch, found),
         model=None if job is None else model_rates(warm, job, num_dense, BATCHES[device.type]),
     )
-    return msgspec.structs.replace(without_host, host=host_rates(warm, kernels, without_host))
 
 
 def write_rates(rates: DeviceRates, path: Path) -> None:

@@ -1,26 +1,15 @@
-"""Times a job's model as a whole, and what a step takes of the host beside its kernels."""
+"""Times a job's model as a whole."""
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.job.device_rates import DeviceRates, HostRates, ModelRates, model_fingerprint
+from rowcast.job.device_rates import ModelRates, model_fingerprint
 from rowcast.job.schema import Job
-from rowcast.job.step_kernels import GroupCounts, StepCounts, model_calls, row_calls
-from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.kernels import Kernels
-from rowcast.trainer.kernels.self_check import moved
-from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.job_model import JobModel
-from rowcast.trainer.rates.layers import small_job
-from rowcast.trainer.rates.rows import FEATURES, random_lookup
 from rowcast.trainer.rates.stopwatch import Stopwatch
-
-NUM_DENSE = 13
-HOST_BATCH, HOST_DIM = 128, 8
 
 
 class TimedModel:
@@ -72,29 +61,3 @@ def model_rates(watch: Stopwatch, job: Job, num_dense: int, batches: Sequence[in
         backward=[watch.seconds(own.backward, own.forward) for own in models],
         update=[watch.seconds(own.update, own.up_to_backward) for own in models],
     )
-
-
-def host_rates(watch: Stopwatch, kernels: Kernels, measured: DeviceRates) -> HostRates:
-    """A step of a small job as the trainer computes it, without the time of its kernels.
-
-    Messages, and checks of plans, are not in it: they need a prefetcher.
-    """
-    job = small_job(FEATURES, HOST_DIM)
-    [group] = group_specs(job)
-    lookup = random_lookup(HOST_BATCH, 0.5, np.random.default_rng(0))
-    on_device = moved(lookup, watch.device)
-    records = torch.zeros(int(lookup.slots.max()) + 1, group.record_floats, device=watch.device)
-    embeddings = Embeddings([group], job.optimizer.sparse, [records], kernels)
-    side = JobModel(job, NUM_DENSE, watch.device)
-    dense, labels = torch.ones(HOST_BATCH, NUM_DENSE, device=watch.device), torch.ones(HOST_BATCH, device=watch.device)
-
-    def step() -> None:
-        outputs = side.forward(dense, embeddings([on_device], 0), training=True)
-        torch.autograd.backward(side.loss(outputs, labels))
-        side.step(0)
-
-    rows = GroupCounts(lookups=len(lookup.slots), rows=len(lookup.unique_slots), fetched=0, written_back=0)
-    counts = StepCounts(batch=HOST_BATCH, plan_bytes=0, groups=(rows,))
-    calls = [*row_calls(job, [group], counts), *model_calls(job, NUM_DENSE, HOST_BATCH)]
-    of_kernels = sum(call.calls * measured.seconds(call.kernel, **call.counts)[0] for call in calls)
-    return HostRates(per_step=max(0.0, watch.seconds(step) - of_kernels))

@@ -1,6 +1,6 @@
 """Times look-ups and row updates of each row optimizer, and the moves of rows, as a step makes them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.job.device_rates import KernelRates
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import SparseOptimizer
 from rowcast.job.tables import record_parts
@@ -16,7 +15,7 @@ from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.kernels.self_check import moved
-from rowcast.trainer.rates.fit import Sample, fitted
+from rowcast.trainer.rates.kernel import Kernel, Shape
 from rowcast.trainer.rates.stopwatch import Stopwatch
 
 FEATURES = 26
@@ -58,37 +57,49 @@ SHAPES = {
 }
 
 
-def row_kernels(watch: Stopwatch, kernels: Kernels) -> Iterator[tuple[str, KernelRates]]:
+def row_kernels(watch: Stopwatch, kernels: Kernels) -> Iterator[Kernel]:
     shapes, rng = SHAPES[watch.device.type], np.random.default_rng(0)
     lookups = [random_lookup(batch, share, rng) for batch in shapes.batches for share in shapes.shares]
     on_device = [moved(lookup, watch.device) for lookup in lookups]
-    looked_up: list[Sample] = []
+    most = max(len(lookup.slots) for lookup in lookups) * max(shapes.dims)
+    values = torch.randn(most, device=watch.device)
+
+    def update(kind: str, dim: int, lookup: GroupLookup) -> float:
+        rows = random_rows(kind, dim, lookup, watch.device)
+        grads = values[: len(lookup.slots) * dim].view(-1, dim)
+        rule = Rule(kind=kind, lr=0.01, eps=1e-8, betas=(0.9, 0.999), step=3)
+        return watch.seconds(partial(kernels.update, rows, grads, lookup, None, rule))
+
+    def look_up(kind: str, dim: int, lookup: GroupLookup) -> float:
+        return watch.seconds(partial(kernels.lookup, random_rows(kind, dim, lookup, watch.device), lookup, None))
+
+    def made(time: Callable[[str, int, GroupLookup], float], kind: str) -> list[Shape]:
+        return [
+            Shape(row_counts(kind, dim, lookup), partial(time, kind, dim, lookup))
+            for dim in shapes.dims
+            for lookup in on_device
+        ]
+
     for kind in ROW_OPTIMIZERS:
-        updated = []
-        for dim in shapes.dims:
-            for lookup in on_device:
-                rows, counts = random_rows(kind, dim, lookup, watch.device)
-                grads = torch.randn(len(lookup.slots), dim, device=watch.device)
-                rule = Rule(kind=kind, lr=0.01, eps=1e-8, betas=(0.9, 0.999), step=3)
-                update = partial(kernels.update, rows, grads, lookup, None, rule)
-                updated.append(Sample(counts, watch.seconds(update)))
-                if kind in ("sgd", "adam"):
-                    looked_up.append(Sample(counts, watch.seconds(partial(kernels.lookup, rows, lookup, None))))
-        yield f"update {kind}", fitted(updated, UPDATE_TERMS)
-    yield "lookup", fitted(looked_up, LOOKUP_TERMS)
+        yield Kernel(name=f"update {kind}", shapes=made(update, kind), terms=UPDATE_TERMS)
+    yield Kernel(name="lookup", shapes=[*made(look_up, "sgd"), *made(look_up, "adam")], terms=LOOKUP_TERMS)
 
 
-def random_rows(kind: str, dim: int, lookup: GroupLookup, device: torch.device) -> tuple[RecordViews, dict[str, float]]:
-    parts, record_bytes = record_parts(SparseOptimizer(kind=kind, lr=0.01, eps=1e-8), "fp32", dim)
-    records = torch.zeros(SLOTS_PER_ROW * len(lookup.unique_slots), record_bytes // 4, device=device)
-    views = {part.name: part_of(records, part) for part in parts}
-    counts = {
+def row_counts(kind: str, dim: int, lookup: GroupLookup) -> dict[str, float]:
+    _, record_bytes = record_parts(SparseOptimizer(kind=kind, lr=0.01, eps=1e-8), "fp32", dim)
+    return {
         "lookups": float(len(lookup.slots)),
         "rows": float(len(lookup.unique_slots)),
         "dim": float(dim),
         "record_floats": record_bytes / 4,
     }
-    return RecordViews(weight=views.pop("weight"), master=None, states=tuple(views.values())), counts
+
+
+def random_rows(kind: str, dim: int, lookup: GroupLookup, device: torch.device) -> RecordViews:
+    parts, record_bytes = record_parts(SparseOptimizer(kind=kind, lr=0.01, eps=1e-8), "fp32", dim)
+    records = torch.zeros(SLOTS_PER_ROW * len(lookup.unique_slots), record_bytes // 4, device=device)
+    views = {part.name: part_of(records, part) for part in parts}
+    return RecordViews(weight=views.pop("weight"), master=None, states=tuple(views.values()))
 
 
 def random_lookup(batch: int, share: float, rng: np.random.Generator) -> GroupLookup:
@@ -108,27 +119,34 @@ def random_lookup(batch: int, share: float, rng: np.random.Generator) -> GroupLo
     )
 
 
-def move_kernels(watch: Stopwatch) -> Iterator[tuple[str, KernelRates]]:
+def move_kernels(watch: Stopwatch) -> Iterator[Kernel]:
     shapes, fill = SHAPES[watch.device.type], watch.streams.compute
-    gathered, scattered = [], []
-    for width in shapes.record_floats:
-        for count in shapes.moved_rows:
-            records = torch.zeros(4 * count, width, device=watch.device)
-            staged = torch.zeros(count, width, device=watch.device)
-            slots = torch.randperm(4 * count)[:count].to(watch.device)
-            counts = {"rows": float(count), "record_floats": float(width)}
-            gather = partial(fill.gather, records, slots.int(), staged)
-            gathered.append(Sample(counts, watch.seconds(gather)))
-            scattered.append(Sample(counts, watch.seconds(partial(fill.scatter, staged, slots, records))))
-    yield "gather", fitted(gathered, MOVE_TERMS)
-    yield "scatter", fitted(scattered, MOVE_TERMS)
-    yield "copy in", fitted([copied(watch, nbytes, into=True) for nbytes in shapes.copied_bytes], COPY_TERMS)
-    yield "copy out", fitted([copied(watch, nbytes, into=False) for nbytes in shapes.copied_bytes], COPY_TERMS)
 
+    def move(count: int, width: int, *, into_slots: bool) -> float:
+        records = torch.zeros(4 * count, width, device=watch.device)
+        staged = torch.zeros(count, width, device=watch.device)
+        slots = torch.randperm(4 * count)[:count].to(watch.device)
+        if into_slots:
+            return watch.seconds(partial(fill.scatter, staged, slots, records))
+        return watch.seconds(partial(fill.gather, records, slots.int(), staged))
 
-def copied(watch: Stopwatch, nbytes: int, *, into: bool) -> Sample:
-    """Between the ring, which is page-locked where there is a device, and staging."""
-    ring: Tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
-    staging = torch.zeros(nbytes, dtype=torch.uint8, device=watch.device)
-    source, out = (ring, staging) if into else (staging, ring)
-    return Sample({"bytes": float(nbytes)}, watch.seconds(partial(watch.streams.compute.copy, source, out)))
+    def copy(nbytes: int, *, into: bool) -> float:
+        """Between the ring, which is page-locked where there is a device, and staging."""
+        ring: Tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
+        staging = torch.zeros(nbytes, dtype=torch.uint8, device=watch.device)
+        source, out = (ring, staging) if into else (staging, ring)
+        return watch.seconds(partial(fill.copy, source, out))
+
+    for name, into_slots in (("gather", False), ("scatter", True)):
+        moves = [
+            Shape(
+                {"rows": float(count), "record_floats": float(width)},
+                partial(move, count, width, into_slots=into_slots),
+            )
+            for width in shapes.record_floats
+            for count in shapes.moved_rows
+        ]
+        yield Kernel(name=name, shapes=moves, terms=MOVE_TERMS)
+    for name, into in (("copy in", True), ("copy out", False)):
+        copies = [Shape({"bytes": float(nbytes)}, partial(copy, nbytes, into=into)) for nbytes in shapes.copied_bytes]
+        yield Kernel(name=name, shapes=copies, terms=COPY_TERMS)

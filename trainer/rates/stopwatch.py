@@ -1,7 +1,7 @@
 """Times a piece of work as it runs in a step.
 
-rows    in no cache: other rows were touched since. A sweep over more memory than the caches hold comes before
-layers  in the caches, where the layer before has just left its output
+rows    in no cache of a CPU: other rows were touched since. A sweep over more memory than they hold comes before
+layers  in the last cache: weights and gradients were used a step ago. The sweep is over the caches of a core
 
 CPU, one thread     processor time, so that other programs do not count
 CPU, more threads   wall time: the processor time of threads that work at once would be added up
@@ -18,8 +18,9 @@ import torch
 from rowcast.trainer.execute.streams import make_streams
 
 SWEPT_BYTES = {"cpu": 48 * 2**20, "cuda": 512 * 2**20}  # more than the last-level caches hold
-REPEATS, MOST_REPEATS = 3, 12
-LEAST_S = 4e-3  # spent on one shape
+CORE_BYTES = 4 * 2**20  # more than the caches of one core hold
+REPEATS, MOST_REPEATS = 1, 4
+LEAST_S = 1e-3  # spent on one shape at a time
 Clock = Literal["cpu", "wall", "device"]
 
 
@@ -29,12 +30,13 @@ def nothing() -> None:
 
 class Stopwatch:
     def __init__(self, device: torch.device, threads: int, *, cold: bool = True) -> None:
-        """`cold`: the work's data is in no cache of a CPU."""
+        """`cold`: the work's data is in no cache of a CPU; otherwise it is in the last one."""
         self.device = device
         self.streams = make_streams(device)
         self.clock: Clock = "device" if device.type == "cuda" else "cpu" if threads == 1 else "wall"
-        self._cold = cold
-        self._swept = torch.zeros(SWEPT_BYTES[device.type] // 4, device=device)
+        self.now = time.process_time if self.clock == "cpu" else time.perf_counter
+        swept_bytes = SWEPT_BYTES[device.type] if cold or device.type == "cuda" else CORE_BYTES
+        self._swept = torch.zeros(swept_bytes // 4, device=device)
 
     def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = nothing) -> float:
         """The median of a few times, of more where they are short, after one that is not counted. `prepare` runs before
@@ -47,12 +49,10 @@ class Stopwatch:
 
     def _once(self, work: Callable[[], object]) -> float:
         if self.clock != "device":
-            if self._cold:
-                self._swept.add_(1.0)
-            now = time.process_time if self.clock == "cpu" else time.perf_counter
-            began_s = now()
+            self._swept.add_(1.0)
+            began_s = self.now()
             work()
-            return now() - began_s
+            return self.now() - began_s
         stream = self.streams.compute
         found: list[float] = []
 

@@ -16,6 +16,7 @@ from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.memory import keep_freed_memory
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal
@@ -105,6 +106,8 @@ class TrainerRun:
 
     def _parts(self, device: torch.device, *, fresh: bool) -> TrainerRunParts:
         threads = set_threads(self._job.trainer.threads, self._launch.local_world_size)
+        if device.type == "cpu":
+            keep_freed_memory()
         return TrainerRunParts(
             job=self._job,
             groups=self._groups,

@@ -1,20 +1,19 @@
 """The trainer fed from a recorded stream: plans and rows are in the ring before the clock starts, as if the prefetcher
 cost nothing.
 
-What remains besides the step is the trainer's share of rowcast: copies both ways, fills, evictions, messages. Its time
-over that of `resident.py`, which has every row on the device, is what the overlap fails to hide.
+What remains besides the step is the trainer's share of rowcast: copies both ways, fills, evictions, messages.
 
     recorded plans + rows -> one ring, never reused
     Peer    StepReady(p) once step p - depth - 1 is done; takes RowsBack and releases its bytes
 
 A `Recording` is made once; each `Replay` of it begins with empty slots and an untrained model.
 
-The rows are those of an untrained table: a row that returns has its first value again. So speeds are meaningful here,
-and losses only if no row leaves the cache.
+A row that returns has the values it had when it first came. So speeds are meaningful here, and losses only if no row
+leaves the cache.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +23,18 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from benchmarks.training.recorded import RecordedPlan, recorded_plans
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, aligned, group_specs
-from rowcast.prefetcher.stores.first_values import first_records
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.job.tables import GroupSpec, aligned
+from rowcast.protocol.batch import Batch
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
 from rowcast.protocol.packing import ArrayBlock, Piece, cut, plan_block, plan_header, plan_stamp
+from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
+from rowcast.runtime.arrays import I64, Bytes
 from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.loop import ModelState, Steps
 from rowcast.trainer.execute.metrics import new_counters
@@ -50,6 +49,15 @@ from rowcast.trainer.run.handshake import hello
 
 BACK_PLANS = 4  # plans whose victims the back ring holds
 GUARDS = 4096  # bytes of a piece besides its payload, at most
+
+
+FirstRecords = Callable[[GroupSpec, I64], Bytes]  # the records of rows, by key, one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPlan:
+    batch: Batch
+    plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class Peer:
         self, conversation: Conversation, messages: Sequence[StepReady], depth: int, back_ring: RingReader
     ) -> None:
         self.done_s: list[float] = []  # when each step was reported done
+        self.last = len(messages)  # no step from this one on is sent
         self._conversation = conversation
         self._messages = messages
         self._depth = depth
@@ -83,7 +92,7 @@ class Peer:
 
     def advance(self) -> bool:
         heard = self._conversation.advance()
-        if self._num_sent == len(self._messages) or self._num_sent > len(self.done_s) + self._depth:
+        if self._num_sent == self.last or self._num_sent > len(self.done_s) + self._depth:
             return heard
         self._conversation.send(self._messages[self._num_sent])
         self._num_sent += 1
@@ -115,20 +124,21 @@ class Recording:
 
     def __init__(
         self,
-        job: Job,
-        batches: Sequence[ScheduledBatch],
+        groups: tuple[GroupSpec, ...],
+        plans: Iterable[RecordedPlan],
         slots: tuple[int, ...],
         device: torch.device,
+        first_records: FirstRecords,
     ) -> None:
-        self.groups = group_specs(job)
-        packed = [pack(recorded, self.groups) for recorded in recorded_plans(job, batches, slots)]
+        self.groups = groups
+        packed = [pack(recorded, self.groups) for recorded in plans]
         self.rows_moved = sum(len(own.fetch) for each in packed for own in each.recorded.plan.groups)
         payloads = [own.pieces[0].nbytes for own in packed]
         self.slots, self.device = slots, device
         self.fetch_buffer = in_memory_buffer(sum(payloads) + GUARDS * len(payloads) + 2 * max(payloads))
         self.back_buffer = in_memory_buffer(aligned(BACK_PLANS * 2 * max(payloads), 4096))
         writer = RingWriter(self.fetch_buffer)
-        self.messages = [self._message(own, writer, job.job.seed) for own in packed]
+        self.messages = [self._message(own, writer, first_records) for own in packed]
         self.num_dense = packed[0].recorded.batch.dense.shape[1]
         self.staging_bytes = 2 * aligned(max(payloads), 64)
         self._stack = ExitStack()
@@ -142,14 +152,14 @@ class Recording:
     ) -> None:
         self._stack.close()
 
-    def _message(self, packed: Packed, writer: RingWriter, seed: int) -> StepReady:
+    def _message(self, packed: Packed, writer: RingWriter, first_records: FirstRecords) -> StepReady:
         (piece,), plan = packed.pieces, packed.recorded.plan
         slot = writer.try_allocate(piece.nbytes)
         assert slot is not None, "the ring was made for all plans"
         packed.block.write(0, slot.payload[: packed.block.nbytes])
         for span in piece.rows:
             keys = plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
-            rows = first_records(self.groups[span.group], seed, keys).reshape(-1)
+            rows = first_records(self.groups[span.group], keys)
             slot.payload[span.offset : span.offset + len(rows)] = rows
         return StepReady(
             step=plan.step,
@@ -230,10 +240,24 @@ class Replay:
         self.peer = Peer(theirs, recording.messages, job.lookahead.depth, RingReader(recording.back_buffer))
 
     def run(self, steps: int | None = None) -> list[float]:
-        """Runs until `steps` steps of the run are done, or all. Seconds between the ends of successive steps."""
-        last = self.num_steps if steps is None else steps
+        """Runs until `steps` steps of the run are done, or all, and begins no other. Seconds between the ends of
+        successive steps."""
+        self.peer.last = last = self.num_steps if steps is None else steps
         advances = [stage.advance for stage in (*self.engine.stages.values(), self.peer)]
         while len(self.peer.done_s) < last:
             for advance in advances:
                 advance()
         return np.diff(self.peer.done_s).tolist()
+
+    def timed(self, now: Callable[[], float]) -> dict[str, float]:
+        """Runs to the end. Seconds of each stage's turns in which it had something to do, by the clock `now`; those of
+        the peer are not the trainer's."""
+        self.peer.last = self.num_steps
+        spent = dict.fromkeys(self.engine.stages, 0.0)
+        while len(self.peer.done_s) < self.num_steps:
+            self.peer.advance()
+            for name, stage in self.engine.stages.items():
+                began_s = now()
+                if stage.advance():
+                    spent[name] += now() - began_s
+        return spent
