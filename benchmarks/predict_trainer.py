@@ -2,7 +2,7 @@
 
 Method: random jobs (DLRM and DCNv2, batches of 256 to 4,096, dimensions of 8 to 64, four row optimizers, caches of 3 to
 50 % of the rows that the job touches), each through the trainer's side alone: its plans and rows lie in a ring before
-the clock starts (`trainer/rates/replay.py`). Processor time of one thread, so that other programs hardly count, steps
+the clock starts (`trainer/rates/replay.py`). Processor time of its threads, so that other programs hardly count, steps
 of the second half, once the cache is full. Foretold is what `prefetcher predict` takes for the main thread: the step's
 kernels and the host's share. No job was used to fit anything. The probe, one matrix product, is timed beside each job:
 where it differs from that of the rates file, the machine runs at another speed now.
@@ -13,6 +13,7 @@ where it differs from that of the rates file, the machine runs at another speed 
 import argparse
 import random
 import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def held_out(job: Job, name: str, share: float, device: DeviceRates) -> Found:
     with record(job, batches, slots, CPU) as recording:
         replay = Replay(recording, job)
         replay.run(half)
-        measured_s = sum(replay.timed(watch.now).values()) / (len(batches) - half)
+        measured_s = sum(replay.in_threads(time.thread_time).values()) / (len(batches) - half)
     probe = statistics.mean((before, probe_seconds(watch))) / device.probe
     return Found(
         name=name,

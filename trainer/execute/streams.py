@@ -20,6 +20,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from rowcast.runtime.stages import Stage
+
 Closure = Callable[[], None]
 
 # only where ranks share a batch
@@ -380,6 +382,18 @@ def adopted_streams(device: torch.device) -> Streams:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` torch's current device, on which kernels are launched; does nothing on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class OnDevice:
+    """A stage that works on `device`. A thread begins on the first device, which must not be touched for another."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        self._stage = stage
+        self._device = device
+
+    def advance(self) -> bool:
+        with on_device(self._device):
+            return self._stage.advance()
 
 
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:

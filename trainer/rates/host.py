@@ -4,8 +4,10 @@ The trainer itself is run: a small job, with plans made up here and rows that li
 subtracted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from rowcast.trainer.rates.stopwatch import Stopwatch
 
 NUM_DENSE = 13
 BATCHES, DIM = (128, 2048), 8
-STEPS, WARM_STEPS = 40, 8
+STEPS, WARM_STEPS, RUNS = 40, 8, 7
 FETCHED_SHARE = 4  # one in so many rows of a step is fetched
 
 
@@ -32,7 +34,7 @@ class HostSeconds:
     """Of a step, with all kernels on a CPU."""
 
     all: float
-    mail: float  # messages and checks of plans, no kernel
+    mail: float  # messages and checks of plans
 
 
 class HostedJob:
@@ -76,13 +78,20 @@ class HostedJob:
             plan = StepPlan(step=step, kind="train", train_step=step, epoch=0, after_step=None, groups=(group,))
             yield RecordedPlan(batch, plan)
 
-    def seconds(self, now: Callable[[], float]) -> HostSeconds:
+    def seconds(self) -> HostSeconds:
+        """The median of several runs: how often threads take Python's lock from each other differs between them."""
+        found = []
         with self._recording as recording:
-            replay = Replay(recording, self.job)
-            replay.run(WARM_STEPS)
-            spent = replay.timed(now)
+            for _ in range(RUNS):
+                replay = Replay(recording, self.job)
+                replay.run(WARM_STEPS)
+                # each thread's own time: while one computes, the others wait for the lock
+                found.append(replay.in_threads(time.thread_time))
         steps = STEPS - WARM_STEPS
-        return HostSeconds(all=sum(spent.values()) / steps, mail=spent["mail"] / steps)
+        return HostSeconds(
+            all=median(sum(spent.values()) for spent in found) / steps,
+            mail=median(spent["mail"] for spent in found) / steps,
+        )
 
 
 def counted(recorded: RecordedPlan) -> StepCounts:
@@ -103,7 +112,7 @@ def counted(recorded: RecordedPlan) -> StepCounts:
 
 def host_rates(watch: Stopwatch, kernels: Mapping[str, KernelRates]) -> HostRates:
     small, large = (HostedJob(batch, watch.device) for batch in BATCHES)
-    small_s, large_s = small.seconds(watch.now), large.seconds(watch.now)
+    small_s, large_s = small.seconds(), large.seconds()
     # on a device, kernels take none of the host's time but that of their launch, which belongs to the host
     of_kernels = kernel_seconds(small, kernels) if watch.device.type == "cpu" else 0.0
     lookups = large.counts.groups[0].lookups - small.counts.groups[0].lookups

@@ -35,18 +35,21 @@ from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
-from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts, ring_ends
+from rowcast.runtime.process import Crew
+from rowcast.runtime.stages import POLL_S, Doorbell, Stage
+from rowcast.trainer.execute.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.loop import ModelState, Steps
 from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.phases import phase_clock
 from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import make_streams
+from rowcast.trainer.execute.streams import OnDevice, make_streams
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
 
+LOOP = "loop"  # the stage that the main thread advances
 BACK_PLANS = 4  # plans whose victims the back ring holds
 GUARDS = 4096  # bytes of a piece besides its payload, at most
 
@@ -185,7 +188,9 @@ class Replay:
     def __init__(self, recording: Recording, job: Job, make_runner: MakeRunner | None = None) -> None:
         """`job` differs from the recorded one in its model only. `make_runner`: None makes the job's own model."""
         device = recording.device
-        near, far = inproc_pair()
+        self._device, self._bell = device, Doorbell()
+        self._crew = Crew("replay", self._bell, owns_process=False)
+        near, far = inproc_pair((partial(self._crew.wake, "peer"), partial(self._crew.wake, "mail")))
         theirs, ours = Conversation(Session("prefetcher", 1), near), Conversation(Session("trainer"), far)
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -237,6 +242,7 @@ class Replay:
                 labels=job.data.columns.labels,
             )
         )
+        ours.on_message = self._crew.wake_after
         self.peer = Peer(theirs, recording.messages, job.lookahead.depth, RingReader(recording.back_buffer))
 
     def run(self, steps: int | None = None) -> list[float]:
@@ -249,15 +255,36 @@ class Replay:
                 advance()
         return np.diff(self.peer.done_s).tolist()
 
-    def timed(self, now: Callable[[], float]) -> dict[str, float]:
-        """Runs to the end. Seconds of each stage's turns in which it had something to do, by the clock `now`; those of
-        the peer are not the trainer's."""
+    def in_threads(self, now: Callable[[], float]) -> dict[str, float]:
+        """Runs to the end with a thread a stage, as a trainer does. Seconds of each stage's turns in which it had
+        something to do, by the clock `now`, such as a thread's processor time."""
         self.peer.last = self.num_steps
-        spent = dict.fromkeys(self.engine.stages, 0.0)
-        while len(self.peer.done_s) < self.num_steps:
-            self.peer.advance()
-            for name, stage in self.engine.stages.items():
-                began_s = now()
-                if stage.advance():
-                    spent[name] += now() - began_s
-        return spent
+        stages = {name: TimedStage(stage, now) for name, stage in self.engine.stages.items()}
+        others: dict[str, Stage] = {
+            name: OnDevice(stage, self._device) for name, stage in stages.items() if name != LOOP
+        }
+        self._crew.start({**others, "peer": self.peer}, {}, WAKES, self.engine.polls)
+        try:
+            while len(self.peer.done_s) < self.num_steps:
+                self._bell.hush()
+                self._crew.check()
+                if stages[LOOP].advance():
+                    self._crew.wake_after("main")
+                else:
+                    self._bell.wait(POLL_S)  # what ends this loop rings no bell
+        finally:
+            self._crew.stop()
+        return {name: stage.seconds for name, stage in stages.items()}
+
+
+class TimedStage:
+    def __init__(self, stage: Stage, now: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self._stage, self._now = stage, now
+
+    def advance(self) -> bool:
+        began_s = self._now()
+        moved = self._stage.advance()
+        if moved:
+            self.seconds += self._now() - began_s
+        return moved

@@ -48,7 +48,7 @@ from rowcast.trainer.execute.page_locking import page_locked
 from rowcast.trainer.execute.phases import PhaseClock, phase_clock
 from rowcast.trainer.execute.plan_check import check_welcome_fits
 from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import Streams, on_device, release_memory
+from rowcast.trainer.execute.streams import OnDevice, Streams, release_memory
 from rowcast.trainer.run.gauges import stall_clocks
 from rowcast.trainer.run.handshake import await_welcome, hello
 
@@ -261,18 +261,6 @@ class Connection:
         if self.conversation is not None:
             self.conversation.close()
         self.engine = self.conversation = self._watch = None
-
-
-class OnDevice:
-    """A stage that works on `device`. A thread begins on the first device, which must not be touched for another."""
-
-    def __init__(self, stage: Stage, device: torch.device) -> None:
-        self._stage = stage
-        self._device = device
-
-    def advance(self) -> bool:
-        with on_device(self._device):
-            return self._stage.advance()
 
 
 def progress_of(engine: TrainerEngine | None) -> ProcessProgress:

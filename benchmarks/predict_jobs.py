@@ -1,0 +1,145 @@
+"""How far is a run that was foretold from a rates file off what both processes take, for jobs never measured?
+
+Method: random jobs, each run by both processes as a user starts them, with `--timeline`, for 300 steps. Each is
+foretold as `prefetcher predict --rates` does it, before it runs. Measured and foretold are the pace of steady steps:
+without the first quarter and the last few. No job was used to fit anything. Wall time, so other programs count: the
+load of the machine stands beside each job.
+
+    python -m benchmarks.predict_jobs --rates rates.json [--jobs 24] [--seed 1]
+"""
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import machine
+from benchmarks.predict_runs import TIMEOUT_S, sections
+from benchmarks.processes import terminate
+from benchmarks.training.free_cores import free_cores
+from benchmarks.training.recorded import touched, train_batches
+from rowcast.analysis.predict.job import predict_jobs
+from rowcast.analysis.predict.predict import described, steady
+from rowcast.analysis.predict.recorded import recorded_run
+from rowcast.analysis.timeline.recording import read_run
+from rowcast.job.file import load_job
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+
+STEPS = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    name: str
+    measured_s: float  # a step
+    foretold_s: float
+    margin: float
+    bound_by: str
+    load: float
+
+    @property
+    def error(self) -> float:
+        return self.foretold_s / self.measured_s - 1
+
+
+def random_settings(chance: random.Random) -> tuple[dict[str, object], str, float]:
+    """Settings of a job file, its name, and its cache as a share of the rows touched."""
+    batch, dim = chance.choice((256, 512, 1024, 2048)), chance.choice((8, 16, 32))
+    kind, sparse = chance.choice(("dlrm", "dcnv2")), chance.choice(list(ROW_OPTIMIZERS))
+    dense, share = chance.choice(("sgd", "adagrad", "adam")), chance.choice((0.03, 0.1, 0.25, 0.5))
+    hidden, depth = chance.choice((64, 128, 256)), chance.choice((1, 2, 4))
+    model: dict[str, object] = {"kind": kind, "bottom_mlp": [hidden, dim], "top_mlp": [hidden, hidden // 2, 1]}
+    if kind == "dcnv2":
+        model |= {"cross_layers": chance.choice((1, 2)), "cross_rank": chance.choice((16, 64))}
+    settings: dict[str, object] = {
+        "job.name": "random",
+        "job.seed": chance.randrange(1000),
+        "data.format": "synthetic",
+        "data.batch_size": batch,
+        "data.synthetic": {"preset": "criteo-kaggle", "scale": 0.02, "samples": batch * STEPS},
+        "tables_from.embedding_dim": dim,
+        "model": model,
+        "optimizer.sparse": {"kind": sparse, "lr": 0.01},
+        "optimizer.dense": {"kind": dense, "lr": 0.01},
+        "lookahead.depth": depth,
+        "checkpoint.every": 0,
+        "prefetcher.threads": 1,
+        "trainer.threads": 1,
+        "metrics.prefetcher": "127.0.0.1:0",
+        "metrics.trainer": "127.0.0.1:0",
+    }
+    name = f"{kind} {hidden}, batch {batch}, dim {dim}, {sparse}, {dense}, cache {share:.0%}, depth {depth}"
+    return settings, name, share
+
+
+def held_out(settings: Mapping[str, object], name: str, share: float, rates: Path) -> Found:
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
+        config, run_dir = Path(folder) / "job.toml", Path(folder) / "run"
+
+        def write(capacity: str) -> None:
+            values = {**settings, "cache.capacity": capacity, "job.run_dir": str(run_dir)}
+            config.write_text("".join(sections(values)))
+
+        write("1MiB")
+        job = load_job(config)
+        seen = touched(job, train_batches(job, STEPS))
+        write(f"{max(int(2.5 * seen.largest_batch), int(share * seen.rows))} rows")
+        (foretold,) = predict_jobs(lambda changes: load_job(config, tuple(changes)), [rates], [])
+        started = {
+            process: subprocess.Popen(
+                [sys.executable, "-m", f"rowcast.{process}", "run", f"--config={config}", "--timeline"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for process in ("prefetcher", "trainer")
+        }
+        terminate(started, TIMEOUT_S)
+        return Found(
+            name=name,
+            measured_s=steady(recorded_run(read_run(run_dir)).ended).step_s,
+            foretold_s=foretold.walked.step_s,
+            margin=foretold.margin,
+            bound_by=described(foretold.walked),
+            load=os.getloadavg()[0],
+        )
+
+
+def said(found: list[Found]) -> str:
+    errors = sorted(abs(own.error) for own in found)
+    return (
+        f"{len(found)} jobs: mean error {statistics.mean(errors):.1%}, geometric mean "
+        f"{statistics.geometric_mean([max(1e-4, error) for error in errors]):.1%}, nine of ten within "
+        f"{errors[int(0.9 * len(errors)) - 1]:.1%}, worst {errors[-1]:.1%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    print(f"{machine()}, {free_cores():.1f} cores free")
+    print("| job | measured ms | foretold ms | off by | margin | bound by | load |\n" + "|---" * 7 + "|")
+    found = []
+    for _ in range(options.jobs):
+        own = held_out(*random_settings(chance), options.rates)
+        found.append(own)
+        print(
+            f"| {own.name} | {1e3 * own.measured_s:.2f} | {1e3 * own.foretold_s:.2f} | {own.error:+.0%} | "
+            f"{own.margin:.0%} | {own.bound_by} | {own.load:.1f} |",
+            flush=True,
+        )
+    print(said(found))
+
+
+if __name__ == "__main__":
+    main()
