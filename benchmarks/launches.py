@@ -42,6 +42,7 @@ SCALE, BATCH_SIZE = 0.002, 512  # of Criteo Kaggle's tables: the small ones have
 STEPS, FEWER_STEPS = 24, 16  # what the longer of two runs counts more is that of its additional steps
 FIRST_EVALUATION = 5  # in a run that evaluates
 DIMS = {"DLRM": (16,), "DCNv2": (4, 8, 12, 16, 24, 32)}
+CROSS = {"DCNv2": {"cross_rank": 8}}
 CACHED = 0.6  # share of the rows that all batches touch, so that rows come and leave in every step
 # operators that launch nothing, besides those that make views: allocations, a number read on the host, profiling
 LAUNCH_NOTHING = {
@@ -203,7 +204,12 @@ def job_of(model: str, optimizer: str, pooling: str) -> Job:
                 }
                 for number, rows in enumerate(CRITEO_KAGGLE_CARDINALITIES)
             ],
-            "model": {"kind": model.lower(), "bottom_mlp": [64, DIMS[model][0]], "top_mlp": [64, 1], "cross_rank": 8},
+            "model": {
+                "kind": model.lower(),
+                "bottom_mlp": [64, DIMS[model][0]],
+                "top_mlp": [64, 1],
+                **CROSS.get(model, {}),
+            },
             "optimizer": {"sparse": {"kind": optimizer, "lr": 0.02}, "dense": {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1GiB"},
             "trainer": {"device": "cpu"},
