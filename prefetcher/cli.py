@@ -246,6 +246,15 @@ def advise(
         float | None,
         typer.Option("--gather-gbs", help="10^9 bytes/s of rows from and to the tables.", show_default="measured"),
     ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            "--rates",
+            help="A device, from `trainer rates`: foretell a step with what is recommended.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Tell how much cache a job needs, from its data: a curve, the memory it takes, and the sections to paste."""
@@ -260,6 +269,7 @@ def advise(
             step_ms=step_ms,
             link_gbs=link_gbs,
             gather_gbs=gather_gbs,
+            rates=rates,
             json=as_json,
         )
         run_advise(load_job(config, tuple(overrides or ())), options)

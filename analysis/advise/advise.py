@@ -8,10 +8,13 @@ this machine's rates, a step's time -------------------------> what moving them 
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rowcast.analysis.advise.cost import (
+    COUNTED,
     Assumed,
     Rates,
     device_memory,
@@ -37,8 +40,11 @@ from rowcast.analysis.advise.recommend import (
 from rowcast.analysis.advise.server import server_rate
 from rowcast.analysis.advise.show import Facts, notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
+from rowcast.analysis.predict.foretold import host_row
+from rowcast.analysis.predict.job import Prediction, check_parts, predict_job
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
+from rowcast.job.device_rates import DeviceRates, read_rates
 from rowcast.job.schema import Job, parse_bytes
 from rowcast.job.stores import STORES
 from rowcast.prefetcher.planner.auto_horizon import SHARE
@@ -55,6 +61,7 @@ LARGER_BATCH = 1.1  # than any batch that was read, unless all were read
 # a larger id budget, as a multiple of the job's, is recommended if it saves this share of the rows
 LARGER_BUDGET, WORTH = 4, 0.01
 USUAL_SHARE = 0.05
+FORETOLD_STEPS = 300  # train steps that are walked
 MEMORY_SHARE = 0.5  # share of the free memory that the followed rows may take
 
 
@@ -67,6 +74,7 @@ class AdviseRequest:
     step_ms: float | None = None
     link_gbs: float | None = None  # in each direction
     gather_gbs: float | None = None  # rows read from the tables, or written to them
+    device: DeviceRates | None = None  # what the recommended sections are walked with
     memory_bytes: float  # host memory that the followed rows may take
     progress: AnalysisProgress = field(default_factory=Silent)
 
@@ -82,6 +90,8 @@ class AdviseRequest:
 
 def advise_job(job: Job, request: AdviseRequest) -> Advice:
     """Reads the data, then simulates. Raises ConfigError and DataError."""
+    if request.device is not None:
+        check_parts(job)
     reader = open_reader(job, stream_columns(job)[0])
     tick = request.progress.begin("reading the data", num_steps(job, reader, request))
     observed = observe(job, reader, request.sample, request.max_steps, request.memory_bytes, tick)
@@ -118,7 +128,7 @@ def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity
 class Adviser:
     def __init__(self, job: Job, request: AdviseRequest, observed: Observed, rates: Rates, trials: Trials) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
-        self._progress = request.progress
+        self._request, self._progress = request, request.progress
         self._step_ms = request.step_ms or STEP_MS
         self._assumed = assumed(request, observed, rates)
         self._points = Points(observed, trials, rates, self._step_ms / 1e3, job.lookahead.depth)
@@ -169,8 +179,20 @@ class Adviser:
             ),
             device=device,
             tier=tier,
+            foretold=self._foretold(sections(chosen, tier)),
             notes=tuple(notes(facts)),
         )
+
+    def _foretold(self, recommended: dict[str, dict[str, str | int]]) -> Prediction | None:
+        """Of the run's first steps: a walk needs whole plans, and the curve keeps counts of the followed rows."""
+        request = self._request
+        if request.device is None:
+            return None
+        cache: dict[str, Any] = {**recommended["cache"], "pin": None, "groups": {}}
+        job = with_values(self._job, {**recommended, "cache": cache})
+        steps = FORETOLD_STEPS if request.max_steps is None else min(FORETOLD_STEPS, request.max_steps)
+        row = host_row(self._rates.rows, COUNTED if request.gather_gbs is None else 1.0)
+        return predict_job(job, [request.device], row, max_steps=steps)[0]
 
     def _tier(self, capacity_bytes: int) -> TierAdvice | None:
         kind = STORES[self._job.store.kind]
@@ -242,6 +264,7 @@ class AdviseOptions:
     step_ms: float | None = None
     link_gbs: float | None = None
     gather_gbs: float | None = None
+    rates: Path | None = None
     json: bool = False
 
 
@@ -256,6 +279,7 @@ def run_advise(job: Job, options: AdviseOptions) -> None:
             step_ms=options.step_ms,
             link_gbs=options.link_gbs,
             gather_gbs=options.gather_gbs,
+            device=None if options.rates is None else read_rates(options.rates),
             memory_bytes=MEMORY_SHARE * free_memory(),
             progress=progress,
         )

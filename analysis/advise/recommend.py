@@ -12,6 +12,7 @@ from rowcast.analysis.advise.cost import Assumed, Demand, DeviceMemory, HostMemo
 from rowcast.analysis.advise.curve import Traffic, Trials, capacity_slots
 from rowcast.analysis.advise.read import Observed, Read, WorkingSet
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
+from rowcast.analysis.predict.job import Prediction
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, size_text
 
@@ -65,6 +66,7 @@ class Advice:
     tier: (
         TierAdvice | None
     )  # at the recommended capacity, or the job's if that is smaller; None: the job's store has no memory tier
+    foretold: Prediction | None  # of the first steps with the recommended sections; None: no rates were given
     notes: tuple[str, ...]  # what is guessed, and what else matters
 
 

@@ -12,6 +12,8 @@ from rowcast.analysis.advise.cost import Assumed
 from rowcast.analysis.advise.read import Read
 from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Choice, Point
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
+from rowcast.analysis.predict.job import Prediction
+from rowcast.analysis.predict.predict import described
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
 
@@ -233,7 +235,24 @@ def sentences(advice: Advice) -> Iterator[str]:
             f"Half of it, {human_bytes(half.capacity_bytes)}, would fetch {half.lookahead.rows_fetched_per_step:,.0f} "
             f"rows per step, {percent_number(max(0.0, more))} % more"
         )
+    if advice.foretold is not None:
+        yield from foretold_sentences(advice.foretold, advice.assumed)
     yield assumptions(advice.assumed)
+
+
+def foretold_sentences(foretold: Prediction, assumed: Assumed) -> Iterator[str]:
+    step_ms, compute_ms = 1e3 * foretold.walked.step_s, 1e3 * foretold.compute_s
+    yield (
+        f"Foretold for {foretold.device} with the sections below, from the first {plural(foretold.steps, 'step')}: "
+        f"{step_ms:.3g} ms a step (± {percent_number(foretold.margin)} %), bound by {described(foretold.walked)}"
+    )
+    if foretold.outside:
+        yield f"Outside what was measured: {', '.join(foretold.outside)}"
+    if abs(compute_ms / assumed.step_ms - 1) > foretold.margin:
+        yield (
+            f"To compute a step is foretold to take {compute_ms:.3g} ms, not {assumed.step_ms:g}: "
+            f"give --step-ms {compute_ms:.3g} and advise again"
+        )
 
 
 def assumptions(assumed: Assumed) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rowcast.analysis.advise.cost import COUNTED, probe_rows
+from rowcast.analysis.advise.cost import COUNTED, RowRates, probe_rows
 from rowcast.analysis.predict.pipeline import Planned
 from rowcast.job.device_rates import DeviceRates, model_fingerprint
 from rowcast.job.schema import Job
@@ -94,9 +94,13 @@ class Foretold:
 
 
 def measured_rows(job: Job, groups: Sequence[GroupSpec]) -> HostRow:
-    found = [probe_rows(group, job.job.seed) for group in groups]
     # rates that `advise` may rely on are a share of those measured
+    return host_row([probe_rows(group, job.job.seed) for group in groups], COUNTED)
+
+
+def host_row(rates: Sequence[RowRates], share: float) -> HostRow:
+    """`share`: what the rates are of what was measured."""
     read, first, write = (
-        np.array([COUNTED / getattr(own, name) for own in found]) for name in ("read", "first", "write")
+        np.array([share / getattr(own, name) for own in rates]) for name in ("read", "first", "write")
     )
     return HostRow(read=read, first=first, write=write)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import typer
 
-from rowcast.analysis.predict.foretold import Foretold, measured_rows
+from rowcast.analysis.predict.foretold import Foretold, HostRow, measured_rows
 from rowcast.analysis.predict.pipeline import Durations
 from rowcast.analysis.predict.planned import plan_job
-from rowcast.analysis.predict.predict import CHANGEABLE, Walked, check_steps, described, steady, walk
+from rowcast.analysis.predict.predict import CHANGEABLE, START_SHARE, Walked, check_steps, described, steady, walk
 from rowcast.analysis.predict.recorded import recorded_run
 from rowcast.analysis.timeline.recording import read_run
-from rowcast.job.device_rates import read_rates
+from rowcast.job.device_rates import DeviceRates, read_rates
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.cores import usable_cores
@@ -26,7 +26,9 @@ Setting = tuple[str, str]  # key of the job file, value
 class Prediction:
     settings: tuple[Setting, ...]  # what differs from the job file
     device: str
+    steps: int  # walked, evaluation steps among them
     walked: Walked
+    compute_s: float  # the mean of the task "step" of train steps, without the first
     margin: float  # the share of step_s that the kernels' errors leave open
     outside: list[str]  # kernels that were not measured at such shapes
 
@@ -41,22 +43,45 @@ def predict_jobs(
     found = []
     for settings in combinations(vary):
         job = load([f"{key}={value}" for key, value in settings])
-        if job.ranks.num_parts > 1:
-            raise ConfigError(f"ranks.parts = {job.ranks.num_parts}: only jobs of one trainer and one part are walked")
-        plan, wiring, num_dense = plan_job(job, max_steps)
-        row = measured_rows(job, group_specs(job))
-        for device in devices:
-            durations = Foretold(job, plan, num_dense, device, row)
-            found.append(
-                Prediction(
-                    settings=settings,
-                    device=device.device,
-                    walked=walk(plan, wiring, durations, {}, usable_cores()),
-                    margin=durations.margin,
-                    outside=durations.outside,
-                )
-            )
+        check_parts(job)
+        found += predict_job(job, devices, measured_rows(job, group_specs(job)), settings, max_steps=max_steps)
     return found
+
+
+def predict_job(
+    job: Job,
+    devices: Sequence[DeviceRates],
+    row: HostRow,
+    settings: tuple[Setting, ...] = (),
+    *,
+    max_steps: int | None = None,
+) -> list[Prediction]:
+    """One prediction for each device. Raises ConfigError and DataError."""
+    plan, wiring, num_dense = plan_job(job, max_steps)
+    found = []
+    for device in devices:
+        durations = Foretold(job, plan, num_dense, device, row)
+        walked = walk(plan, wiring, durations, {}, usable_cores())
+        later = range(len(plan) // START_SHARE, len(plan))
+        compute_s = [durations("step", at) for at in later if (own := plan[at].counted) is not None and own.trains]
+        found.append(
+            Prediction(
+                settings=settings,
+                device=device.device,
+                steps=len(plan),
+                walked=walked,
+                compute_s=sum(compute_s) / len(compute_s),
+                margin=durations.margin,
+                outside=durations.outside,
+            )
+        )
+    return found
+
+
+def check_parts(job: Job) -> None:
+    """Raises ConfigError."""
+    if job.ranks.num_parts > 1:
+        raise ConfigError(f"ranks.parts = {job.ranks.num_parts}: only jobs of one trainer and one part are walked")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rowcast.analysis.advise.advise import AdviseRequest, advise_job
+from rowcast.analysis.advise.read import SamplingPlan
+from rowcast.analysis.advise.recommend import Advice
+from rowcast.analysis.advise.show import foretold_sentences
 from rowcast.analysis.predict import foretold
 from rowcast.analysis.predict import job as predict_job
 from rowcast.analysis.predict.foretold import Foretold, HostRow
@@ -153,6 +157,38 @@ def test_several_parts_are_refused(tmp_path: Path) -> None:
     path.write_bytes(render(seal(device())))
     with pytest.raises(ConfigError, match="parts = 2: only jobs of one trainer and one part"):
         predict_jobs(lambda settings: job(ranks={"parts": 2}), [path], [])
+
+
+def test_what_is_advised_is_foretold() -> None:
+    """A trainer that takes a second a step takes one with the recommended sections too, whatever the curve says."""
+    rates = device(per_step=1.0, update_adagrad={"rows": 1e-4})
+    sample = SamplingPlan(share=1.0, samples=None)
+
+    def advised(**values: Any) -> Advice:
+        return advise_job(job(), AdviseRequest(sample=sample, memory_bytes=1e9, gather_gbs=1.0, **values))
+
+    advice = advised(device=rates, max_steps=40)
+    own = advice.foretold
+    assert own is not None
+    assert own.steps == 40 + 300 // 64 + 1
+    plan, _, num_dense = plan_job(job(cache={"capacity": advice.recommended.capacity}), 40)
+    durations = Foretold(job(), plan, num_dense, rates, ROW)
+    assert own.compute_s == pytest.approx(sum(durations("step", step) for step in range(11, 40)) / 29)
+    assert own.walked.step_s == pytest.approx(own.compute_s, rel=0.05)
+    compute_ms = 1e3 * own.compute_s
+    first, *_, last = foretold_sentences(own, advice.assumed)
+    assert first.startswith("Foretold for cpu with the sections below, from the first 45 steps: ")
+    assert last.endswith(f"give --step-ms {compute_ms:.3g} and advise again")
+    again = advised(device=rates, max_steps=40, step_ms=compute_ms)
+    assert again.foretold is not None
+    assert not any("--step-ms" in sentence for sentence in foretold_sentences(again.foretold, again.assumed))
+    assert advised(max_steps=10).foretold is None
+
+
+def test_several_parts_are_not_foretold_by_advise() -> None:
+    sample = SamplingPlan(share=1.0, samples=None)
+    with pytest.raises(ConfigError, match="parts = 2: only jobs of one trainer and one part"):
+        advise_job(job(ranks={"parts": 2}), AdviseRequest(sample=sample, memory_bytes=1e9, device=device()))
 
 
 def test_a_run_that_took_what_was_foretold_is_off_by_nothing(
