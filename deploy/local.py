@@ -57,6 +57,10 @@ def main(
         bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")
     ] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Record a timeline for `prefetcher timeline`.")] = False,
+    rates: Annotated[
+        Path | None,
+        typer.Option("--rates", help="Foretell the pace first, with a file of `trainer rates`.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Run the prefetcher and the trainer of one job on this host."""
 
@@ -78,6 +82,7 @@ def main(
         flags = [*(["--fresh"] if fresh else []), *(["--timeline"] if timeline else [])]
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags]
         steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
+        steps += [] if rates is None else ["--rates", str(rates)]
         first = ended_together(start_both(job, shared, steps, run_dir / "prefetcher.log"))
         if first is not None:
             raise ended_badly(first)

@@ -79,6 +79,10 @@ def run(
             "--unfinished-code", min=0, max=125, help="Exit with this code if the run was stopped before its end."
         ),
     ] = 0,
+    rates: Annotated[
+        Path | None,
+        typer.Option("--rates", help="Foretell the pace first, with a file of `trainer rates`.", metavar="FILE"),
+    ] = None,
     host: Annotated[
         int, typer.Option("--host", min=0, help="Several ranks on several hosts: which host this is, from 0.")
     ] = 0,
@@ -92,6 +96,11 @@ def run(
     def main() -> int:
         setup_logging("prefetcher", log_level, log_json or None, rank=rank)
         job = load_own_job("prefetcher", config, tuple(overrides or ()))
+        prediction = None
+        if rates is not None and not evaluate:
+            from rowcast.analysis.predict.before_run import foretell_run
+
+            prediction = foretell_run(job, rates, max_steps=max_steps, fresh=fresh)
         with Signals() as signals:
             from rowcast.prefetcher.run.options import RunOptions
             from rowcast.prefetcher.run.prefetcher_run import run_prefetcher
@@ -105,6 +114,7 @@ def run(
                 mode="eval" if evaluate else "train",
                 checkpoint=checkpoint,
                 verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
+                prediction=prediction,
                 host=host,
                 rank=rank,
             )

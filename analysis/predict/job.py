@@ -55,9 +55,10 @@ def predict_job(
     settings: tuple[Setting, ...] = (),
     *,
     max_steps: int | None = None,
+    first: int | None = None,
 ) -> list[Prediction]:
-    """One prediction for each device. Raises ConfigError and DataError."""
-    plan, wiring, num_dense = plan_job(job, max_steps)
+    """One prediction for each device; of the `first` steps alone. Raises ConfigError and DataError."""
+    plan, wiring, num_dense = plan_job(job, max_steps, first)
     found = []
     for device in devices:
         durations = Foretold(job, plan, num_dense, device, row)
@@ -70,7 +71,7 @@ def predict_job(
                 device=device.device,
                 steps=len(plan),
                 walked=walked,
-                compute_s=sum(compute_s) / len(compute_s),
+                compute_s=sum(compute_s) / max(1, len(compute_s)),
                 margin=durations.margin,
                 outside=durations.outside,
             )

@@ -22,11 +22,12 @@ from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 
-def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring, int]:
-    """The steps, the pipeline, and dense features of a sample. Raises ConfigError and DataError as a run would."""
+def plan_job(job: Job, max_steps: int | None = None, first: int | None = None) -> tuple[list[Planned], Wiring, int]:
+    """The steps, or only the `first` ones, the pipeline, and dense features of a sample. Raises ConfigError,
+    DataError as a run would."""
     groups = group_specs(job)
     reader = open_reader(job)
-    batches = Timed(schedule(job, reader, max_steps))
+    batches = Timed(islice(schedule(job, reader, max_steps), first))
     measured = list(islice(batches, MEASURED_BATCHES))
     slots = job_slots(job, groups, measured)
     own = sizes(job, groups, measured, job.lookahead.depth)

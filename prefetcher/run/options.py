@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rowcast.job.prediction import RunPrediction
 from rowcast.protocol.messages import Mode
 
 
@@ -16,5 +17,6 @@ class RunOptions:
     mode: Mode = "train"
     verify: float = 0.0  # share of the rows whose checksums are followed
     checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest
+    prediction: RunPrediction | None = None  # written into the run directory
     host: int = 0  # which of the hosts that have ranks
     rank: int | None = None  # serve this rank alone; None: all ranks of the host

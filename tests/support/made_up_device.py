@@ -1,0 +1,55 @@
+"""A small job, and the rates of a made-up device for it."""
+
+from typing import Any
+
+import numpy as np
+
+from rowcast.analysis.predict.foretold import HostRow
+from rowcast.job.device_rates import DeviceRates, HostRates, KernelRates
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from tests.support.jobs import laid_over
+
+FREE = HostRow(read=np.zeros(1), first=np.zeros(1), write=np.zeros(1))
+KERNELS = (
+    "copy in", "gather", "scatter", "copy out", "lookup", "update adagrad", "linear forward", "linear backward",
+    "first linear backward", "interaction forward", "interaction backward", "loss forward", "loss backward",
+    "dense sgd",
+)  # fmt: skip
+
+
+def job(**changes: Any) -> Job:
+    content = {
+        "job": {"run_dir": "unused", "seed": 1},
+        "data": {
+            "format": "synthetic",
+            "batch_size": 64,
+            "eval_fraction": 0.1,
+            "synthetic": {"preset": "criteo-kaggle", "scale": 1e-4, "samples": 3000},
+        },
+        "tables_from": {"embedding_dim": 4},
+        "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
+        "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
+        "cache": {"capacity": "1000 rows"},
+        "checkpoint": {"every": 20},
+        "lookahead": {"depth": 2},
+    }
+    return parse_job(laid_over(content, changes))
+
+
+def device(per_step: float = 0.0, **kernels: dict[str, float]) -> DeviceRates:
+    """Kernels that are not named take no time."""
+    return DeviceRates(
+        version=1,
+        machine="made up",
+        device="cpu",
+        clock="cpu",
+        torch="2",
+        threads=1,
+        probe=0.01,
+        kernels={
+            name: KernelRates(terms=kernels.get(name.replace(" ", "_"), {"1": 0.0}), measured={}, samples=1)
+            for name in KERNELS
+        },
+        host=HostRates(per_step=per_step),
+    )
