@@ -187,7 +187,7 @@ def scraped(samples: int) -> tuple[dict[str, list[float]], dict[str, int], Repor
         while all(process.poll() is None for process in started.values()):
             for name in PROCESSES:
                 seconds, page = scrape(folder / f"{name}.log")
-                if b'rowcast_state{state="running"} 1' in page:
+                if b'state="running"} 1' in page:
                     times[name].append(seconds)
                     sizes[name] = len(page)
             time.sleep(EVERY_S)

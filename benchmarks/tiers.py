@@ -247,7 +247,8 @@ def drop_mappings(pid: int, folder: Path) -> None:
 def simulated(shared: Sequence[str], memory_rows: int) -> dict[str, int]:
     """What `prefetcher simulate` says of `tiered`, its bound included."""
     command = [sys.executable, "-m", "rowcast.prefetcher", "simulate", f"--config={DEMO}", *shared, "--json"]
-    asked = subprocess.run([*command, f"--store-memory={memory_rows} rows"], capture_output=True, text=True, check=True)
+    command.append(f"--store-memory={memory_rows} rows")
+    asked = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (result,) = json.loads(asked.stdout)["results"]
     return dict(result)
 

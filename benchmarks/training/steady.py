@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need at least 2")
     settings = (*options.overrides, "data.eval_fraction=0")
     job = load_job(options.config, (*settings, 'cache.capacity="1GiB"', "data.epochs=1"))
     rows = touched(job, train_batches(job, None))

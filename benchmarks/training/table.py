@@ -121,6 +121,8 @@ def main() -> None:
     parser.add_argument("--name", default="table", help="of the file in benchmarks/results: speed-NAME.json")
     parser.add_argument("--only", action="append", default=[], help="npy, tsv, adagrad, sgd, 16 or 64; repeatable")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need at least 2")
     lines, content = [HEAD, "|---" * (HEAD.count("|") - 1) + "|"], []
     for cell in cells(options.only):
         found, free = measured(cell, options.folder.resolve(), options.rounds, options.seconds)
