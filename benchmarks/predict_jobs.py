@@ -130,7 +130,7 @@ def held_out(settings: Mapping[str, object], name: str, share: float, rates: Pat
 
 
 def processor_seconds(trainer: "subprocess.Popen[str]", address: str) -> float:
-    """Of a step, between a quarter of the steps and the last moment at which the trainer was seen."""
+    """What a step takes of the processor, from a quarter of the steps on until the last look at the trainer."""
     seen: list[tuple[float, float]] = []  # steps, seconds
     while trainer.poll() is None:
         with suppress(OSError):

@@ -18,7 +18,7 @@ BEGINNING = HistoryMark(
 
 
 def marks(*moments: tuple[float, int]) -> list[HistoryMark]:
-    """At each moment (seconds) so many steps were done."""
+    """`moments`: seconds, and the number of steps done by then."""
     return [replace(BEGINNING, time_s=time_s, steps=steps) for time_s, steps in moments]
 
 

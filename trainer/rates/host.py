@@ -30,12 +30,12 @@ from rowcast.trainer.rates.stopwatch import Stopwatch
 NUM_DENSE = 13
 BATCHES, DIM = (128, 2048), 8
 STEPS, WARM_STEPS, RUNS = 40, 8, 5
-FETCHED_SHARE = 4  # one in so many rows of a step is fetched
+FETCHED_SHARE = 4  # a step fetches one row in four
 
 
 @dataclass(frozen=True, slots=True)
 class HostSeconds:
-    """Of a step, with all kernels on a CPU."""
+    """Of the processor, for a step; on a CPU its kernels are included."""
 
     all: float
     mail: float  # messages and checks of plans
