@@ -29,7 +29,7 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
 from rowcast.runtime.memory import free_memory
 
-CAPACITIES = 4  # of the curve, evenly apart
+CAPACITIES = 4  # points of the curve, evenly spaced
 STEPS_MS = (0.5, 1.0, 2.0, 10.0)
 
 

@@ -2,22 +2,30 @@
 
 Method: random jobs, each run by both processes as a user starts them, with `--timeline`, for 300 steps. Each is
 foretold as `prefetcher predict --rates` does it, before it runs. Measured and foretold are the pace of steady steps:
-without the first quarter and the last few. No job was used to fit anything. Wall time, so other programs count: the
-load of the machine stands beside each job.
+without the first quarter and the last few. No job was used to fit anything. Other programs count in the pace: the load
+of the machine stands beside each job, and the processor time that the trainer took for a step, which is its pace where
+nothing else wants its cores and it waits for nothing.
 
-    python -m benchmarks.predict_jobs --rates rates.json [--jobs 24] [--seed 1]
+    python -m benchmarks.predict_jobs [--rates rates.json] [--jobs 24] [--seed 1]
 """
 
 import argparse
+import math
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.machine import machine
 from benchmarks.predict_runs import TIMEOUT_S, sections
@@ -32,12 +40,16 @@ from rowcast.job.file import load_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 
 STEPS = 300
+MEASURED_EVERY = 8
+STEPS_COUNTED, PROCESSOR = "rowcast_train_steps", "process_cpu_seconds"  # metrics
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     name: str
     measured_s: float  # a step
+    processor_s: float  # a step, of all threads of the trainer
     foretold_s: float
     margin: float
     bound_by: str
@@ -46,6 +58,10 @@ class Found:
     @property
     def error(self) -> float:
         return self.foretold_s / self.measured_s - 1
+
+    @property
+    def processor_error(self) -> float:
+        return self.foretold_s / self.processor_s - 1
 
 
 def random_settings(chance: random.Random) -> tuple[dict[str, object], str, float]:
@@ -72,7 +88,7 @@ def random_settings(chance: random.Random) -> tuple[dict[str, object], str, floa
         "prefetcher.threads": 1,
         "trainer.threads": 1,
         "metrics.prefetcher": "127.0.0.1:0",
-        "metrics.trainer": "127.0.0.1:0",
+        "metrics.trainer": f"127.0.0.1:{free_port()}",
     }
     name = f"{kind} {hidden}, batch {batch}, dim {dim}, {sparse}, {dense}, cache {share:.0%}, depth {depth}"
     return settings, name, share
@@ -100,10 +116,12 @@ def held_out(settings: Mapping[str, object], name: str, share: float, rates: Pat
             )
             for process in ("prefetcher", "trainer")
         }
+        processor_s = processor_seconds(started["trainer"], str(settings["metrics.trainer"]))
         terminate(started, TIMEOUT_S)
         return Found(
             name=name,
             measured_s=steady(recorded_run(read_run(run_dir)).ended).step_s,
+            processor_s=processor_s,
             foretold_s=foretold.walked.step_s,
             margin=foretold.margin,
             bound_by=described(foretold.walked),
@@ -111,10 +129,36 @@ def held_out(settings: Mapping[str, object], name: str, share: float, rates: Pat
         )
 
 
-def said(found: list[Found]) -> str:
-    errors = sorted(abs(own.error) for own in found)
+def processor_seconds(trainer: "subprocess.Popen[str]", address: str) -> float:
+    """What a step takes of the processor, from a quarter of the steps on until the last look at the trainer."""
+    seen: list[tuple[float, float]] = []  # steps, seconds
+    while trainer.poll() is None:
+        with suppress(OSError):
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+            values = {
+                family.name: sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
+                for family in text_string_to_metric_families(text)
+                if family.name in (STEPS_COUNTED, PROCESSOR)
+            }
+            seen.append((values[STEPS_COUNTED], values[PROCESSOR]))
+        time.sleep(LOOK_S)
+    steady_ones = [own for own in seen if own[0] >= STEPS / 4]
+    if len(steady_ones) < 2:
+        return math.nan  # it failed
+    (first, first_s), (last, last_s) = steady_ones[0], steady_ones[-1]
+    return (last_s - first_s) / (last - first)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def said(found: list[Found], name: str, errors: list[float]) -> str:
+    errors = sorted(map(abs, errors))
     return (
-        f"{len(found)} jobs: mean error {statistics.mean(errors):.1%}, geometric mean "
+        f"{name}, {len(found)} jobs: mean error {statistics.mean(errors):.1%}, geometric mean "
         f"{statistics.geometric_mean([max(1e-4, error) for error in errors]):.1%}, nine of ten within "
         f"{errors[int(0.9 * len(errors)) - 1]:.1%}, worst {errors[-1]:.1%}"
     )
@@ -122,23 +166,37 @@ def said(found: list[Found]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=Path, required=True)
+    parser.add_argument("--rates", type=Path, help="if not given, the device is measured before every eighth job")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     chance = random.Random(options.seed)
     print(f"{machine()}, {free_cores():.1f} cores free")
-    print("| job | measured ms | foretold ms | off by | margin | bound by | load |\n" + "|---" * 7 + "|")
+    print(
+        "| job | pace, ms | processor ms | foretold ms | pace off by | processor off by | margin | bound by | load |\n"
+        + "|---" * 9
+        + "|"
+    )
     found = []
-    for _ in range(options.jobs):
-        own = held_out(*random_settings(chance), options.rates)
-        found.append(own)
-        print(
-            f"| {own.name} | {1e3 * own.measured_s:.2f} | {1e3 * own.foretold_s:.2f} | {own.error:+.0%} | "
-            f"{own.margin:.0%} | {own.bound_by} | {own.load:.1f} |",
-            flush=True,
-        )
-    print(said(found))
+    with ExitStack() as stack:
+        rates = options.rates or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rates.json"
+        for number in range(options.jobs):
+            if options.rates is None and number % MEASURED_EVERY == 0:
+                subprocess.run(
+                    [sys.executable, "-m", "rowcast.trainer", "rates", f"--out={rates}"],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                )
+            own = held_out(*random_settings(chance), rates)
+            found.append(own)
+            print(
+                f"| {own.name} | {1e3 * own.measured_s:.2f} | {1e3 * own.processor_s:.2f} | "
+                f"{1e3 * own.foretold_s:.2f} | {own.error:+.0%} | {own.processor_error:+.0%} | {own.margin:.0%} | "
+                f"{own.bound_by} | {own.load:.1f} |",
+                flush=True,
+            )
+    print(said(found, "pace", [own.error for own in found]))
+    print(said(found, "processor time", [own.processor_error for own in found]))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ where it differs from that of the rates file, the machine runs at another speed 
 import argparse
 import random
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def held_out(job: Job, name: str, share: float, device: DeviceRates) -> Found:
     with record(job, batches, slots, CPU) as recording:
         replay = Replay(recording, job)
         replay.run(half)
-        measured_s = sum(replay.in_threads(time.thread_time).values()) / (len(batches) - half)
+        measured_s = sum(replay.in_threads().values()) / (len(batches) - half)
     probe = statistics.mean((before, probe_seconds(watch))) / device.probe
     return Found(
         name=name,

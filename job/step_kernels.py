@@ -65,21 +65,33 @@ def step_seconds(
     """
     tasks: dict[Task, float] = dict.fromkeys(TASKS, 0.0)
     outside = set()
-    calls = [*moves(groups, counts), *row_calls(job, groups, counts)]
-    if rates.model is not None and rates.model.fingerprint == model_fingerprint(job):
+    if rates.model is not None and is_measured(rates, job):
         tasks["step"] += sum(rates.model.seconds(counts.batch))
         if not rates.model.covers(counts.batch):
             outside.add("model")
-    else:
-        refuse_unless_counted(job)
-        calls += model_calls(job, num_dense, counts.batch)
-    for call in calls:
+    for call in step_calls(rates, job, groups, num_dense, counts):
         seconds, inside = rates.seconds(call.kernel, **call.counts)
         tasks[call.task] += call.calls * seconds
         if not inside:
             outside.add(call.kernel)
     host = rates.host.per_step + rates.host.per_lookup * sum(own.lookups for own in counts.groups)
     return StepSeconds(tasks=tasks, host=host, outside=frozenset(outside))
+
+
+def is_measured(rates: DeviceRates, job: Job) -> bool:
+    """Whether the job's model was measured as a whole."""
+    return rates.model is not None and rates.model.fingerprint == model_fingerprint(job)
+
+
+def step_calls(
+    rates: DeviceRates, job: Job, groups: Sequence[GroupSpec], num_dense: int, counts: StepCounts
+) -> list[KernelCall]:
+    """The kernels of a step, without those of a model that was measured as a whole. Raises ConfigError as above."""
+    calls = [*moves(groups, counts), *row_calls(job, groups, counts)]
+    if is_measured(rates, job):
+        return calls
+    refuse_unless_counted(job)
+    return [*calls, *model_calls(job, num_dense, counts.batch)]
 
 
 def refuse_unless_counted(job: Job) -> None:

@@ -184,7 +184,7 @@ class Adviser:
         )
 
     def _foretold(self, recommended: dict[str, dict[str, str | int]]) -> Prediction | None:
-        """Of the run's first steps: a walk needs whole plans, and the curve keeps counts of the followed rows."""
+        """Walks the run's first steps, which are planned again: the curve keeps only counts of the followed rows."""
         request = self._request
         if request.device is None:
             return None

@@ -16,6 +16,7 @@ from rowcast.prefetcher.readers.reader import can_share, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.worker import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import automatic_threads, job_tier_slots, sizes
+from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import Piece, cut, plan_block
 from rowcast.protocol.plan import BarrierPlan, StepPlan
@@ -25,6 +26,7 @@ from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 def plan_job(job: Job, max_steps: int | None = None, first: int | None = None) -> tuple[list[Planned], Wiring, int]:
     """The steps, or only the `first` ones, the pipeline, and dense features of a sample. Raises ConfigError,
     DataError as a run would."""
+    warm_up()  # what is compiled at a first start would count as planning
     groups = group_specs(job)
     reader = open_reader(job)
     batches = Timed(islice(schedule(job, reader, max_steps), first))

@@ -74,7 +74,7 @@ def ranges(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
 
 
 def errors(ratios: Sequence[float]) -> Errors | None:
-    """Of estimated over measured times."""
+    """`ratios`: estimated over measured times."""
     if not ratios:
         return None
     away = np.abs(np.array(ratios) - 1)

@@ -4,10 +4,12 @@ The trainer itself is run: a small job, with plans made up here and rows that li
 subtracted.
 """
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -18,6 +20,8 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.packing import plan_block
 from rowcast.protocol.plan import GroupPlan, StepPlan
+from rowcast.protocol.transport.link import Link
+from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.trainer.rates.layers import small_job
 from rowcast.trainer.rates.replay import RecordedPlan, Recording, Replay
 from rowcast.trainer.rates.rows import FEATURES, SLOTS_PER_ROW, random_lookup
@@ -25,13 +29,13 @@ from rowcast.trainer.rates.stopwatch import Stopwatch
 
 NUM_DENSE = 13
 BATCHES, DIM = (128, 2048), 8
-STEPS, WARM_STEPS, RUNS = 40, 8, 7
-FETCHED_SHARE = 4  # one in so many rows of a step is fetched
+STEPS, WARM_STEPS, RUNS = 40, 8, 5
+FETCHED_SHARE = 4  # a step fetches one row in four
 
 
 @dataclass(frozen=True, slots=True)
 class HostSeconds:
-    """Of a step, with all kernels on a CPU."""
+    """Of the processor, for a step; on a CPU its kernels are included."""
 
     all: float
     mail: float  # messages and checks of plans
@@ -80,18 +84,30 @@ class HostedJob:
 
     def seconds(self) -> HostSeconds:
         """The median of several runs: how often threads take Python's lock from each other differs between them."""
-        found = []
-        with self._recording as recording:
-            for _ in range(RUNS):
-                replay = Replay(recording, self.job)
-                replay.run(WARM_STEPS)
-                # each thread's own time: while one computes, the others wait for the lock
-                found.append(replay.in_threads(time.thread_time))
+        found = [self._run() for _ in range(RUNS)]
         steps = STEPS - WARM_STEPS
         return HostSeconds(
             all=median(sum(spent.values()) for spent in found) / steps,
             mail=median(spent["mail"] for spent in found) / steps,
         )
+
+    def _run(self) -> dict[str, float]:
+        """Seconds of the processor, by thread: while one computes, the others wait for the lock."""
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="rowcast-rates-")))
+            recording = stack.enter_context(self._recording)
+            ends: list[ZmqLink] = []
+
+            def make_links(on_receive: tuple[Callable[[], None], Callable[[], None]]) -> tuple[Link, Link]:
+                for make, own in zip((ZmqLink.prefetcher, ZmqLink.trainer), on_receive, strict=True):
+                    ends.append(stack.enter_context(make(folder, own, folder)))
+                return ends[0], ends[1]
+
+            replay = Replay(recording, self.job, make_links=make_links)
+            replay.run(WARM_STEPS)
+            before_s = ends[1].processor_seconds
+            spent = replay.in_threads()
+            return {**spent, "link": ends[1].processor_seconds - before_s}
 
 
 def counted(recorded: RecordedPlan) -> StepCounts:

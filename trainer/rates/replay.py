@@ -12,6 +12,7 @@ A row that returns has the values it had when it first came. So speeds are meani
 leaves the cache.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -32,11 +33,12 @@ from rowcast.protocol.packing import ArrayBlock, Piece, cut, plan_block, plan_he
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.process import Crew
-from rowcast.runtime.stages import POLL_S, Doorbell, Stage
+from rowcast.runtime.stages import POLL_S, Doorbell
 from rowcast.trainer.execute.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.execute.loop import ModelState, Steps
 from rowcast.trainer.execute.metrics import new_counters
@@ -175,22 +177,35 @@ class Recording:
         )
 
 
+def await_message(conversation: Conversation) -> None:
+    while not conversation.advance():
+        time.sleep(POLL_S)
+
+
 class Runner(Steps, ModelState, Protocol):
     """What computes the steps, and keeps a model's state."""
 
 
+# ends of the prefetcher and of the trainer; each calls its function when a message has arrived
+MakeLinks = Callable[[tuple[Callable[[], None], Callable[[], None]]], tuple[Link, Link]]
 MakeRunner = Callable[[tuple[GroupSpec, ...], list[torch.Tensor], int], Runner]  # groups, records, dense features
 
 
 class Replay:
     """One run of a recording, by a trainer with empty slots."""
 
-    def __init__(self, recording: Recording, job: Job, make_runner: MakeRunner | None = None) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        job: Job,
+        make_runner: MakeRunner | None = None,
+        make_links: MakeLinks = inproc_pair,
+    ) -> None:
         """`job` differs from the recorded one in its model only. `make_runner`: None makes the job's own model."""
         device = recording.device
         self._device, self._bell = device, Doorbell()
         self._crew = Crew("replay", self._bell, owns_process=False)
-        near, far = inproc_pair((partial(self._crew.wake, "peer"), partial(self._crew.wake, "mail")))
+        near, far = make_links((partial(self._crew.wake, "peer"), partial(self._crew.wake, "mail")))
         theirs, ours = Conversation(Session("prefetcher", 1), near), Conversation(Session("trainer"), far)
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -209,9 +224,9 @@ class Replay:
             verify=0.0,
         )
         ours.send(hello(job, None, "train", 1, device))
-        theirs.advance()
+        await_message(theirs)
         theirs.send(welcome)
-        ours.advance()
+        await_message(ours)
         streams = make_streams(device)
         self.num_steps = len(recording.messages)
         self.results, self.counters = Losses(), new_counters(recording.groups)
@@ -255,36 +270,26 @@ class Replay:
                 advance()
         return np.diff(self.peer.done_s).tolist()
 
-    def in_threads(self, now: Callable[[], float]) -> dict[str, float]:
-        """Runs to the end with a thread a stage, as a trainer does. Seconds of each stage's turns in which it had
-        something to do, by the clock `now`, such as a thread's processor time."""
+    def in_threads(self) -> dict[str, float]:
+        """Runs to the end with a thread a stage, as a trainer does. Seconds of the processor that each thread took; the
+        loop's is the calling one."""
         self.peer.last = self.num_steps
-        stages = {name: TimedStage(stage, now) for name, stage in self.engine.stages.items()}
-        others: dict[str, Stage] = {
-            name: OnDevice(stage, self._device) for name, stage in stages.items() if name != LOOP
+        stages = {name: OnDevice(own, self._device) for name, own in self.engine.stages.items() if name != LOOP}
+        self._crew.start({**stages, "peer": self.peer}, {}, WAKES, self.engine.polls)
+        clocks = {LOOP: time.pthread_getcpuclockid(threading.get_ident())} | {
+            thread.name: time.pthread_getcpuclockid(thread.ident)
+            for thread in threading.enumerate()
+            if thread.name in stages and thread.ident is not None
         }
-        self._crew.start({**others, "peer": self.peer}, {}, WAKES, self.engine.polls)
+        began = {name: time.clock_gettime(clock) for name, clock in clocks.items()}
         try:
             while len(self.peer.done_s) < self.num_steps:
                 self._bell.hush()
                 self._crew.check()
-                if stages[LOOP].advance():
+                if self.engine.loop.advance():
                     self._crew.wake_after("main")
                 else:
                     self._bell.wait(POLL_S)  # what ends this loop rings no bell
+            return {name: time.clock_gettime(clock) - began[name] for name, clock in clocks.items()}
         finally:
             self._crew.stop()
-        return {name: stage.seconds for name, stage in stages.items()}
-
-
-class TimedStage:
-    def __init__(self, stage: Stage, now: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        self._stage, self._now = stage, now
-
-    def advance(self) -> bool:
-        began_s = self._now()
-        moved = self._stage.advance()
-        if moved:
-            self.seconds += self._now() - began_s
-        return moved

@@ -12,6 +12,7 @@ from rowcast.runtime.telemetry.build import versions
 from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.execute.streams import peak_device_bytes
 from rowcast.trainer.report.history import History
+from rowcast.trainer.report.pace import Pace
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report, RunFacts, make_report
 from rowcast.trainer.report.results import ResultFiles
@@ -28,6 +29,7 @@ def final_report(
     pinned: bool,
     met_s: float,
     first_step_s: float | None,
+    pace: Pace | None = None,
 ) -> Report:
     """Call after the engine's loop has ended.
 
@@ -57,6 +59,7 @@ def final_report(
             threads=threads,
             pinned=pinned,
             device=str(device),
+            pace=pace,
             versions=versions("torch", "numpy"),
             pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
             finished=end.finished,

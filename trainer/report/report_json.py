@@ -8,6 +8,7 @@ from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.execute.metrics import TrainerCounters
+from rowcast.trainer.report.pace import Pace
 
 
 class TaskEvaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +76,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # per step, by the device's clock, the mean over ranks; gather and fill run in parallel with the others
     phase_ms: dict[str, float]
     stall_share: float  # trainer_wait_s / wall_s
+    pace: Pace | None = None  # None: nothing was foretold of this run, or it was too short
     tier: TierTotals | None  # rows between memory and cold tier; None if the store has none
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
@@ -112,6 +114,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     pinned: bool
     device: str
+    pace: Pace | None = None
     versions: dict[str, str]
     pids: dict[str, int]
     finished: bool
@@ -149,6 +152,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         },
         phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
         stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
+        pace=run.pace,
         tier=run.tier,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),

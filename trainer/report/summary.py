@@ -13,6 +13,7 @@ from rowcast.runtime.telemetry.format_numbers import (
     percent,
     stdout_console,
 )
+from rowcast.trainer.report.pace import Pace
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.terminal import evaluation_text, task_text, write
 
@@ -73,6 +74,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ),
         *([] if report.tier is None else tier_rows(report.tier)),
         *(exchange_rows(report) if len(report.ranks) > 1 else []),
+        *([] if report.pace is None else [("foretold", foretold(report.pace))]),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("each step", phases(report.phase_ms, beside=False)),
         ("moving rows", phases(report.phase_ms, beside=True)),
@@ -85,6 +87,14 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("processes", processes(report)),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
     ]
+
+
+def foretold(pace: Pace) -> str:
+    away = pace.measured_ms / pace.foretold_ms - 1
+    return (
+        f"{pace.foretold_ms:.1f} ms a step (+-{percent(pace.margin)}) by rates of {pace.device}, "
+        f"measured {pace.measured_ms:.1f} ({away:+.0%})"
+    )
 
 
 def exchange_rows(report: Report) -> list[tuple[str, str]]:

@@ -34,6 +34,7 @@ from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedR
 from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
+from rowcast.trainer.report.pace import pace_of
 from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report, write_report
@@ -322,6 +323,7 @@ class TrainerAttempt:
             pinned=are_pinned,
             met_s=run.start_times.met_s,
             first_step_s=run.start_times.step_s or engine.loop.first_step_s,
+            pace=pace_of(self._job.run_dir, run.history.marks) if run.mode == "train" and self._leads else None,
         )
 
     def _record(self, report: Report) -> RunRecord:
