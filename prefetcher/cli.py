@@ -398,7 +398,7 @@ def predict(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="With --run: draw the critical path.", metavar="FILE", show_default=False),
+        typer.Option("--plot", help="Draw eight steps and the critical path.", metavar="FILE", show_default=False),
     ] = None,
     overrides: Overrides = None,
     max_steps: Annotated[
@@ -416,8 +416,8 @@ def predict(
             raise ConfigError("--compare takes the job as it ran, and one --rates; remove --vary and other devices")
         if rates and changes:
             raise ConfigError("--change needs --run; with --rates, --vary says what would be different")
-        if rates and plot is not None:
-            raise ConfigError("--plot needs --run: it draws the critical path of a recorded run")
+        if plot is not None and (vary or compare is not None or len(rates or ()) > 1):
+            raise ConfigError("--plot draws one walk; give one --rates or --run, without --vary and --compare")
         if run_dir is not None:
             from rowcast.analysis.predict.predict import walk_recorded
 
@@ -435,7 +435,7 @@ def predict(
         def load(settings: Sequence[str]) -> Job:
             return load_job(config, (*(overrides or ()), *settings))
 
-        job.print_predictions(job.predict_jobs(load, rates or (), vary or (), max_steps=max_steps))
+        job.print_predictions(job.predict_jobs(load, rates or (), vary or (), max_steps=max_steps, plot=plot))
 
     raise typer.Exit(run_command("prefetcher", main))
 

@@ -8,10 +8,20 @@ from pathlib import Path
 import typer
 
 from rowcast.analysis.predict.foretold import Foretold, HostRow, measured_rows
-from rowcast.analysis.predict.pipeline import Durations
+from rowcast.analysis.predict.pipeline import Durations, Pipeline
 from rowcast.analysis.predict.planned import plan_job
-from rowcast.analysis.predict.predict import CHANGEABLE, START_SHARE, Walked, check_steps, described, steady, walk
+from rowcast.analysis.predict.predict import (
+    CHANGEABLE,
+    START_SHARE,
+    Walked,
+    check_steps,
+    described,
+    plot_middle,
+    steady,
+    walk,
+)
 from rowcast.analysis.predict.recorded import recorded_run
+from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.recording import read_run
 from rowcast.job.device_rates import DeviceRates, read_rates
 from rowcast.job.schema import Job
@@ -34,17 +44,26 @@ class Prediction:
 
 
 def predict_jobs(
-    load: Callable[[Sequence[str]], Job], rates: Sequence[Path], vary: Sequence[str], *, max_steps: int | None = None
+    load: Callable[[Sequence[str]], Job],
+    rates: Sequence[Path],
+    vary: Sequence[str],
+    *,
+    max_steps: int | None = None,
+    plot: Path | None = None,
 ) -> list[Prediction]:
     """One prediction for each combination of the values in `vary` ("key=value"; values of one key are alternatives) and
-    each rates file. `load` reads the job file with such settings. Raises ConfigError and DataError.
+    each rates file. `load` reads the job file with such settings. `plot`: a picture of the only one. Raises ConfigError
+    and DataError.
     """
+    if plot is not None:
+        check_plot(plot)
     devices = [read_rates(path) for path in rates]
     found = []
     for settings in combinations(vary):
         job = load([f"{key}={value}" for key, value in settings])
         check_parts(job)
-        found += predict_job(job, devices, measured_rows(job, group_specs(job)), settings, max_steps=max_steps)
+        row = measured_rows(job, group_specs(job))
+        found += predict_job(job, devices, row, settings, max_steps=max_steps, plot=plot)
     return found
 
 
@@ -56,6 +75,7 @@ def predict_job(
     *,
     max_steps: int | None = None,
     first: int | None = None,
+    plot: Path | None = None,
 ) -> list[Prediction]:
     """One prediction for each device; of the `first` steps alone. Raises ConfigError and DataError."""
     plan, wiring, num_dense = plan_job(job, max_steps, first)
@@ -63,6 +83,8 @@ def predict_job(
     for device in devices:
         durations = Foretold(job, plan, num_dense, device, row)
         walked = walk(plan, wiring, durations, {}, usable_cores())
+        if plot is not None:
+            plot_middle(Pipeline(plan, wiring, durations, {}), usable_cores(), plot)
         later = range(len(plan) // START_SHARE, len(plan))
         compute_s = [durations("step", at) for at in later if (own := plan[at].counted) is not None and own.trains]
         found.append(

@@ -76,10 +76,7 @@ def walk_recorded(
     measured = steady(recorded.ended).step_s
     again = walk(plan, wiring, recorded, recorded.begins)
     if plot is not None:
-        pipeline = Pipeline(plan, wiring, recorded, recorded.begins)
-        run(pipeline.threads)
-        middle = len(plan) // 2
-        plot_tasks(pipeline.threads, pipeline.done[max(0, middle - NUM_DRAWN // 2) : middle + NUM_DRAWN // 2 + 1], plot)
+        plot_middle(Pipeline(plan, wiring, recorded, recorded.begins), math.inf, plot)
     typer.echo(f"{run_dir}: {len(plan)} steps, {1e3 * measured:.1f} ms a step")
     typer.echo(
         f"walked again: {1e3 * again.step_s:.1f} ms a step ({again.step_s / measured - 1:+.1%}), bound by "
@@ -92,6 +89,13 @@ def walk_recorded(
             f"with {change}: {1e3 * found.step_s:.1f} ms a step ({again.step_s / found.step_s:.2f} times as fast), "
             f"bound by {described(found)}"
         )
+
+
+def plot_middle(pipeline: Pipeline, cores: float, path: Path) -> None:
+    """Draws eight steps from the middle. Raises ConfigError if the picture cannot be written."""
+    run(pipeline.threads, cores)
+    middle = len(pipeline.done) // 2
+    plot_tasks(pipeline.threads, pipeline.done[max(0, middle - NUM_DRAWN // 2) : middle + NUM_DRAWN // 2 + 1], path)
 
 
 def check_steps(plan: Sequence[Planned], recorded: RecordedRun, run_dir: Path) -> None:

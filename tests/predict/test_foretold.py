@@ -108,6 +108,15 @@ def test_a_device_twice_as_fast_takes_half_the_time(tmp_path: Path, monkeypatch:
         assert fast.walked.step_s == pytest.approx(0.5, rel=0.1)
 
 
+def test_what_is_foretold_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(predict_job, "measured_rows", lambda job, groups: FREE)
+    rates, plot = tmp_path / "rates.json", tmp_path / "path.svg"
+    rates.write_bytes(render(seal(device(per_step=1.0))))
+    predict_jobs(lambda settings: job(), [rates], [], plot=plot)
+    assert "the critical path" in plot.read_text()
+
+
 def test_several_parts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     path.write_bytes(render(seal(device())))
