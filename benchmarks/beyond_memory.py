@@ -41,6 +41,7 @@ from rowcast.trainer.report.report_json import Report, read_report
 NUM_TABLES, DIM, BATCH = 8, 252, 1024
 ROW_BYTES = 4 * DIM + 8  # with its key on the disk
 STEPS = "rowcast_train_steps_total"
+LEAST_STEPS = 40
 GIB, MIB = 2**30, 2**20
 HEADINGS = (
     "phase",
@@ -243,6 +244,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160, help="of the second epoch, before and after the stop")
     options = parser.parse_args()
     memory = parse_bytes(options.memory)
+    if options.steps < LEAST_STEPS:
+        parser.error(f"--steps {options.steps}: the trainer's steps are looked at once a second; give {LEAST_STEPS}")
     num_steps = int(options.times * memory / (NUM_TABLES * BATCH * ROW_BYTES))
     num_rows = NUM_TABLES * num_steps * BATCH
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as path:
