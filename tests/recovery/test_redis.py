@@ -188,7 +188,8 @@ def test_a_server_that_fails_while_rows_move_ends_both_with_one_sentence(
     name: str, place: Place, session: Session
 ) -> None:
     failure = FAILURES[name]
-    session.write_job(**ALONE, **place.store)
+    endless = {**ALONE["data"], "epochs": 10_000}  # the server fails long before the data ends
+    session.write_job(**ALONE | {"data": endless}, **place.store)
     prefetcher, trainer = session.start_training()
     failure.fail(place)
     sentence = prefetcher.ended(END_TIMEOUT_S).refused(PEER_LOST)

@@ -20,9 +20,10 @@ from rowcast.trainer.execute.streams import Closure, Event, PlainStream, PlainSt
 from rowcast.trainer.kernels import GroupLookup, RecordViews, torch_ops
 
 CONNECTION, SESSION = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.session"
+STREAMS = "rowcast.trainer.execute.streams"
 RUN, LOADER, MODULE = "rowcast.trainer.run.trainer_run", "rowcast.trainer.adopt.loader", "rowcast.trainer.adopt.module"
 USES = {
-    "on_device": (CONNECTION, SESSION, RUN, LOADER, MODULE),
+    "on_device": (STREAMS, SESSION, RUN, LOADER, MODULE),
     "choose_kernels": (SESSION, RUN),
     "make_records": (CONNECTION,),
     "page_locked": (CONNECTION,),
