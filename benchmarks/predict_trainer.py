@@ -84,7 +84,7 @@ def foretold_seconds(
     """Seconds of each step, and the kernels that were not measured at such counts."""
     groups, found, outside = group_specs(job), list[float](), set[str]()
     for scheduled, recorded in zip(batches, recorded_plans(job, batches, slots), strict=True):
-        counted = count(scheduled, recorded.plan, [set() for _ in groups], 0.0, 0.0)
+        counted = count(scheduled.batch, recorded.plan, [set() for _ in groups], 0.0, 0.0, job.ranks)
         own = step_seconds(device, job, groups, recorded.batch.dense.shape[1], counted.counts)
         found.append(own.on_one_thread)
         outside |= own.outside

@@ -30,7 +30,7 @@ from rowcast.runtime.arrays import F64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.sealed import Sealed, read_sealed
 
-RATES_VERSION = 1
+RATES_VERSION = 2
 NAME = "rates file"
 
 
@@ -86,8 +86,9 @@ class ModelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forward: list[float]  # seconds, the loss included
     backward: list[float]
     update: list[float]
+    weights: int  # of the dense side
 
-    def seconds(self, batch: int) -> tuple[float, float, float]:
+    def seconds(self, batch: float) -> tuple[float, float, float]:
         """Forward, backward and update, interpolated between batch sizes; beyond the largest in proportion to it."""
         beyond = max(1.0, batch / self.batch[-1])
         forward, backward, update = (
@@ -95,7 +96,7 @@ class ModelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
         return forward * beyond, backward * beyond, update
 
-    def covers(self, batch: int) -> bool:
+    def covers(self, batch: float) -> bool:
         return self.batch[0] <= batch <= self.batch[-1]
 
 

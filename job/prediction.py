@@ -35,3 +35,12 @@ def write_prediction(run_dir: Path, prediction: RunPrediction) -> None:
         write_durably(path, render(seal(prediction)))
     except OSError as error:
         raise RowcastError(f"{path}: cannot write the prediction ({error.strerror}); free space there") from None
+
+
+def keep_prediction(run_dir: Path, prediction: RunPrediction | None, *, fresh: bool) -> None:
+    """Writes what is foretold of the run that begins or goes on; a fresh one loses what an earlier run was foretold.
+    Raises RowcastError."""
+    if prediction is not None:
+        write_prediction(run_dir, prediction)
+    elif fresh:
+        (run_dir / PREDICTION).unlink(missing_ok=True)

@@ -4,10 +4,14 @@ copy in     the plan's arrays and the fetched rows, from the ring to the device
 fill        victims leave their slots, fetched rows go there
 step        look up, model forward, loss, backward, row update, dense optimizer
 copy out    victims, from the device to the ring
+exchange    rows, their gradients and the sums of the dense side, between ranks
+
+A rank looks up its parts' rows where they were received, and trains the rows of its shard. An evaluation looks up and
+computes forward.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -16,9 +20,24 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.errors import ConfigError
 
-Task = Literal["copy in", "fill", "step", "copy out"]
-TASKS: tuple[Task, ...] = ("copy in", "fill", "step", "copy out")
+Task = Literal["copy in", "fill", "exchange", "step", "copy out"]
+TASKS: tuple[Task, ...] = ("copy in", "fill", "exchange", "step", "copy out")
 COUNTED_MODELS = ("dlrm", "dcnv2")  # others are measured as a whole
+EXCHANGE, NETWORK = "exchange", "network"  # kernels: between ranks of a host, and what comes on top across hosts
+GRADIENT_BYTES = 4  # gradients travel as fp32
+VECTOR_FLOATS = 64.0  # a long vector is counted as rows of so many floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeCounts:
+    """What a rank exchanges of a group in a step, in rows. Gradients go the other way."""
+
+    sent: int  # to all ranks, itself included
+    received: int  # from all ranks, itself included
+    in_host: int  # to or from the other ranks of its host, whichever is more
+    across: int  # to or from ranks of other hosts, whichever is more
+    trained: int  # of its own shard
+    additions: int  # of gradients of one row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +46,21 @@ class GroupCounts:
     rows: int  # distinct
     fetched: int
     written_back: int  # dirty victims
+    exchange: ExchangeCounts | None = None  # None: the trainer is alone and computes whole batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCounts:
-    batch: int
+    trains: bool = True  # False: an evaluation step
+    batch: int  # samples of this trainer
+    parts: int = 1  # that they are cut into
     plan_bytes: int  # what the plan's arrays take
     groups: tuple[GroupCounts, ...]
+
+    @property
+    def part(self) -> float:
+        """Samples of a part; sizes differ by one at most."""
+        return self.batch / self.parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +93,11 @@ def step_seconds(
     tasks: dict[Task, float] = dict.fromkeys(TASKS, 0.0)
     outside = set()
     if rates.model is not None and is_measured(rates, job):
-        tasks["step"] += sum(rates.model.seconds(counts.batch))
-        if not rates.model.covers(counts.batch):
+        forward, backward, update = rates.model.seconds(counts.part)
+        tasks["step"] += counts.parts * forward
+        if counts.trains:
+            tasks["step"] += counts.parts * backward + update
+        if not rates.model.covers(counts.part):
             outside.add("model")
     for call in step_calls(rates, job, groups, num_dense, counts):
         seconds, inside = rates.seconds(call.kernel, **call.counts)
@@ -88,10 +118,21 @@ def step_calls(
 ) -> list[KernelCall]:
     """The kernels of a step, without those of a model that was measured as a whole. Raises ConfigError as above."""
     calls = [*moves(groups, counts), *row_calls(job, groups, counts)]
-    if is_measured(rates, job):
-        return calls
-    refuse_unless_counted(job)
-    return [*calls, *model_calls(job, num_dense, counts.batch)]
+    if not is_measured(rates, job):
+        refuse_unless_counted(job)
+        calls += model_calls(job, num_dense, counts)
+    if job.ranks.num_parts > 1:
+        calls += exchange_calls(job, groups, counts, weights_of(rates, job, num_dense))
+    for call in calls:
+        if call.kernel in (EXCHANGE, NETWORK) and call.kernel not in rates.kernels:
+            raise ConfigError(REFUSALS[call.kernel])
+    return calls
+
+
+REFUSALS = {
+    EXCHANGE: "the rates file has no exchange between ranks; measure it: `trainer rates --config` with this job file",
+    NETWORK: "the rates file has no network between the job's hosts; name its rate: `trainer rates --network-gbs`",
+}
 
 
 def refuse_unless_counted(job: Job) -> None:
@@ -131,38 +172,99 @@ def row_calls(job: Job, groups: Sequence[GroupSpec], counts: StepCounts) -> Iter
             "record_floats": float(group.record_floats),
         }
         yield KernelCall(task="step", kernel="lookup", counts=sizes)
-        yield KernelCall(task="step", kernel=f"update {job.optimizer.sparse.kind}", counts=sizes)
+        if counts.trains:
+            trained = {} if own.exchange is None else {"rows": float(own.exchange.trained)}
+            yield KernelCall(task="step", kernel=f"update {job.optimizer.sparse.kind}", counts=sizes | trained)
+        if own.exchange is not None:
+            yield from packing(own.exchange, float(group.embedding_dim), trains=counts.trains)
 
 
-def model_calls(job: Job, num_dense: int, batch: int) -> Iterator[KernelCall]:
+def packing(own: ExchangeCounts, dim: float, *, trains: bool) -> Iterator[KernelCall]:
+    """Rows that leave their slots, gradients in the order in which they travel, and additions."""
+    added = own.additions if trains else 0
+    moved = [("gather", own.sent), ("gather", added), ("scatter", added)]
+    moved += [("gather", own.received), ("gather", own.trained)] if trains else []
+    for kernel, rows in moved:
+        if rows:
+            yield KernelCall(task="step", kernel=kernel, counts={"rows": float(rows), "record_floats": dim})
+
+
+def exchange_calls(job: Job, groups: Sequence[GroupSpec], counts: StepCounts, weights: int) -> Iterator[KernelCall]:
+    """`weights`: of the dense side. Their gradients are added over parts; then each rank adds a slice of all ranks'."""
+    ranks, on_host = job.ranks.count, job.ranks.on_host
+    if counts.trains:
+        copied = weights * (2 * counts.parts + 1) / VECTOR_FLOATS
+        sizes = {"rows": copied, "record_floats": VECTOR_FLOATS}
+        yield KernelCall(task="step", kernel="gather", counts=sizes)
+    if ranks == 1:
+        return
+    exchanged = []  # bytes of each collective: in the host, across hosts
+    for group, own in zip(groups, counts.groups, strict=True):
+        assert own.exchange is not None, "several ranks exchange rows"
+        row_bytes, gradient_bytes = group.parts[0].nbytes, group.embedding_dim * GRADIENT_BYTES
+        both_ways = (row_bytes, gradient_bytes) if counts.trains else (row_bytes,)
+        exchanged += [(own.exchange.in_host * nbytes, own.exchange.across * nbytes) for nbytes in both_ways]
+    slice_bytes = GRADIENT_BYTES * weights / ranks if counts.trains else GRADIENT_BYTES
+    sums = slice_bytes * (on_host - 1), slice_bytes * (ranks - on_host)
+    for in_host, across in [*exchanged, *([sums, sums] if counts.trains else [sums])]:
+        yield KernelCall(task="exchange", kernel=EXCHANGE, counts={"bytes": float(in_host)})
+        if on_host < ranks:
+            yield KernelCall(task="exchange", kernel=NETWORK, counts={"bytes": float(across)})
+
+
+def model_calls(job: Job, num_dense: int, counts: StepCounts) -> Iterator[KernelCall]:
     """Forward, loss, backward and dense optimizer of a model that is counted."""
-    model = job.model
-    features = sum(len(table.features) for table in job.tables)
-    embedded = sum(table.embedding_dim * len(table.features) for table in job.tables)
-    bottom = list(pairwise([num_dense, *model.bottom_mlp]))
-    sizes = {"batch": float(batch), "vectors": features + 1.0}
+    model, batch = job.model, counts.part
+    features, layers, interacted = layers_of(job, num_dense)
+    sizes = {"batch": batch, "vectors": features + 1.0}
+    calls: list[KernelCall] = []
     if model.kind == "dlrm":
-        interacted = model.bottom_mlp[-1] + features * (features + 1) // 2
-        sizes |= {"dim": float(model.bottom_mlp[-1])}
-        yield from both("interaction", sizes)
+        calls += both("interaction", sizes | {"dim": float(model.bottom_mlp[-1])})
     else:
-        interacted = model.bottom_mlp[-1] + embedded
-        yield from both("concatenation", sizes | {"width": float(interacted)})
-        cross = {"batch": float(batch), "width": float(interacted), "rank": float(model.cross_rank)}
-        yield from both("cross layer", cross, model.cross_layers)
-    layers = [*bottom, *pairwise([interacted, *model.top_mlp])]
+        calls += both("concatenation", sizes | {"width": float(interacted)})
+        cross = {"batch": batch, "width": float(interacted), "rank": float(model.cross_rank)}
+        calls += both("cross layer", cross, model.cross_layers)
     for number, (inputs, outputs) in enumerate(layers):
-        counts = {"batch": float(batch), "inputs": float(inputs), "outputs": float(outputs)}
-        yield KernelCall(task="step", kernel="linear forward", counts=counts)
+        widths = {"batch": batch, "inputs": float(inputs), "outputs": float(outputs)}
+        calls.append(KernelCall(task="step", kernel="linear forward", counts=widths))
         # the first layer's input is data, which has no gradient
         kernel = "linear backward" if number else "first linear backward"
-        yield KernelCall(task="step", kernel=kernel, counts=counts)
-    yield from both("loss", {"batch": float(batch)})
+        calls.append(KernelCall(task="step", kernel=kernel, counts=widths))
+    calls += both("loss", {"batch": batch})
+    for call in calls:
+        if counts.trains or call.kernel.endswith("forward"):
+            yield replace(call, calls=call.calls * counts.parts)
+    if counts.trains:
+        crosses = model.cross_layers if model.kind == "dcnv2" else 0
+        parameters = float(counted_weights(job, num_dense))
+        trained = {"tensors": 2.0 * len(layers) + 3 * crosses, "parameters": parameters}
+        yield KernelCall(task="step", kernel=f"dense {job.optimizer.dense.kind}", counts=trained)
+
+
+def layers_of(job: Job, num_dense: int) -> tuple[int, list[tuple[int, int]], int]:
+    """Features, inputs and outputs of each linear layer, and the width of what is between bottom and top."""
+    model = job.model
+    features = sum(len(table.features) for table in job.tables)
+    if model.kind == "dlrm":
+        interacted = model.bottom_mlp[-1] + features * (features + 1) // 2
+    else:
+        interacted = model.bottom_mlp[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
+    layers = [*pairwise([num_dense, *model.bottom_mlp]), *pairwise([interacted, *model.top_mlp])]
+    return features, layers, interacted
+
+
+def counted_weights(job: Job, num_dense: int) -> int:
+    model = job.model
+    _, layers, interacted = layers_of(job, num_dense)
     crosses = model.cross_layers if model.kind == "dcnv2" else 0
-    parameters = sum((inputs + 1) * outputs for inputs, outputs in layers)
-    parameters += crosses * (2 * model.cross_rank + 1) * interacted
-    trained = {"tensors": 2.0 * len(layers) + 3 * crosses, "parameters": float(parameters)}
-    yield KernelCall(task="step", kernel=f"dense {job.optimizer.dense.kind}", counts=trained)
+    return sum((inputs + 1) * outputs for inputs, outputs in layers) + crosses * (2 * model.cross_rank + 1) * interacted
+
+
+def weights_of(rates: DeviceRates, job: Job, num_dense: int) -> int:
+    """Weights of the dense side."""
+    if rates.model is not None and is_measured(rates, job):
+        return rates.model.weights
+    return counted_weights(job, num_dense)
 
 
 def both(kernel: str, counts: dict[str, float], calls: int = 1) -> Iterator[KernelCall]:

@@ -97,7 +97,7 @@ def run(
         setup_logging("prefetcher", log_level, log_json or None, rank=rank)
         job = load_own_job("prefetcher", config, tuple(overrides or ()))
         prediction = None
-        if rates is not None and not evaluate:
+        if rates is not None and not evaluate and host == 0 and rank is None:  # once for a run
             from rowcast.analysis.predict.before_run import foretell_run
 
             prediction = foretell_run(job, rates, max_steps=max_steps, fresh=fresh)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rowcast.job.device_rates import (
+    RATES_VERSION,
     DeviceRates,
     HostRates,
     KernelRates,
@@ -46,8 +47,8 @@ def line(**measured: tuple[float, float]) -> KernelRates:
 
 def rates(kernels: dict[str, KernelRates], **changes: object) -> DeviceRates:
     made = DeviceRates(
-        version=1, machine="made up", device="cpu", clock="cpu", torch="2", threads=1, probe=0.01, kernels=kernels,
-        host=HostRates(per_step=100.0, per_lookup=0.5),
+        version=RATES_VERSION, machine="made up", device="cpu", clock="cpu", torch="2", threads=1, probe=0.01,
+        kernels=kernels, host=HostRates(per_step=100.0, per_lookup=0.5),
     )  # fmt: skip
     return msgspec.structs.replace(made, **changes)
 
@@ -84,7 +85,7 @@ def test_beyond_a_table_the_time_grows_in_proportion() -> None:
 def test_a_step_calls_every_kernel_of_its_job() -> None:
     found = step_seconds(calls_only(), job(), group_specs(job()), 13, COUNTS)
     model_and_rows = 4 + 4 + 2 + 2 + 1 + 2  # linear forward, backward, interaction, loss, optimizer, look-up and update
-    assert found.tasks == {"copy in": 2, "fill": 2, "copy out": 1, "step": model_and_rows}
+    assert found.tasks == {"copy in": 2, "fill": 2, "exchange": 0, "copy out": 1, "step": model_and_rows}
     assert found.host == 100 + 0.5 * 208
     assert found.on_one_thread == 5 + model_and_rows + found.host
 
@@ -95,7 +96,7 @@ def test_weights_are_counted_as_the_model_has_them() -> None:
 
     for kind in ("dlrm", "dcnv2"):
         weights = list(build_model(job(kind), 13).parameters())
-        (optimizer,) = (call.counts for call in model_calls(job(kind), 13, 8) if call.kernel == "dense sgd")
+        (optimizer,) = (call.counts for call in model_calls(job(kind), 13, COUNTS) if call.kernel == "dense sgd")
         assert optimizer == {"tensors": len(weights), "parameters": sum(weight.numel() for weight in weights)}
 
 
@@ -103,7 +104,7 @@ def test_a_measured_model_counts_instead_of_its_kernels() -> None:
     without_model = tuple(name for name in KERNELS if "linear" not in name and "interaction" not in name)
     own = ModelRates(
         fingerprint=model_fingerprint(job()), batch=[4, 16], forward=[10.0, 40.0], backward=[20.0, 80.0],
-        update=[5.0, 5.0],
+        update=[5.0, 5.0], weights=100,
     )  # fmt: skip
     found = step_seconds(
         msgspec.structs.replace(calls_only(without_model), model=own), job(), group_specs(job()), 13, COUNTS
@@ -130,7 +131,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_another_version_and_a_missing_file_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_bytes(render(seal(rates({}, version=99))))
-    with pytest.raises(DataError, match="version 99, but this version reads 1"):
+    with pytest.raises(DataError, match=f"version 99, but this version reads {RATES_VERSION}"):
         read_rates(tmp_path / "rates.json")
     with pytest.raises(ConfigError, match="trainer rates --out"):
         read_rates(tmp_path / "none.json")

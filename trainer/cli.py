@@ -74,10 +74,19 @@ def rates(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", help="A job whose model is measured as a whole.", metavar="job.toml", show_default=False
+            "--config",
+            help="A job whose model is measured as a whole, and exchanges if it has ranks.",
+            metavar="job.toml",
+            show_default=False,
         ),
     ] = None,
     num_dense: Annotated[int, typer.Option("--num-dense", min=0, help="Dense features of that job's samples.")] = 13,
+    network_gbs: Annotated[
+        float | None,
+        typer.Option(
+            "--network-gbs", help="What the network between hosts carries, in 10^9 bytes/s.", show_default=False
+        ),
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch, as trainer.threads.")] = 1,
     overrides: Overrides = None,
@@ -89,7 +98,7 @@ def rates(
         job = None if config is None else load_job(config, tuple(overrides or ()))
         from rowcast.trainer.rates.command import measure_and_say
 
-        measure_and_say(out, device, threads, job, num_dense)
+        measure_and_say(out, device, threads, job, num_dense, network_gbs)
 
     raise typer.Exit(run_command("trainer", start))
 

@@ -41,7 +41,7 @@ from rowcast.analysis.advise.server import server_rate
 from rowcast.analysis.advise.show import Facts, notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
 from rowcast.analysis.predict.foretold import host_row
-from rowcast.analysis.predict.job import Prediction, check_parts, predict_job
+from rowcast.analysis.predict.job import Prediction, predict_job
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.device_rates import DeviceRates, read_rates
@@ -90,8 +90,6 @@ class AdviseRequest:
 
 def advise_job(job: Job, request: AdviseRequest) -> Advice:
     """Reads the data, then simulates. Raises ConfigError and DataError."""
-    if request.device is not None:
-        check_parts(job)
     reader = open_reader(job, stream_columns(job)[0])
     tick = request.progress.begin("reading the data", num_steps(job, reader, request))
     observed = observe(job, reader, request.sample, request.max_steps, request.memory_bytes, tick)

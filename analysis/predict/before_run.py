@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rowcast.analysis.predict.foretold import measured_rows
-from rowcast.analysis.predict.job import check_parts, predict_job
+from rowcast.analysis.predict.job import predict_job
 from rowcast.job.device_rates import read_rates
 from rowcast.job.prediction import PREDICTION_VERSION, RunPrediction, read_prediction
 from rowcast.job.schema import Job
@@ -15,7 +15,6 @@ WALKED_STEPS = 300  # evaluation steps included
 def foretell_run(job: Job, rates: Path, *, max_steps: int | None = None, fresh: bool = False) -> RunPrediction | None:
     """None if the run directory holds a prediction from the same rates, and the run continues. Raises ConfigError and
     DataError as `predict` does."""
-    check_parts(job)
     device = read_rates(rates)
     earlier = None if fresh else read_prediction(job.run_dir)
     if earlier is not None and earlier.rates == device.checksum:

@@ -3,6 +3,7 @@
     decode, plan                          processor time of this job's own batches, while its plans are made
     fetch, write back                     rows of the step, at the rate of the store of training
     copy in, fill, step, copy out         the step's kernels, from the rates file
+    exchange                              rows, gradients and sums between ranks, from the rates file
 
 Every duration is that of a core of its own; the walk shares the cores.
 """
@@ -18,15 +19,7 @@ from rowcast.analysis.advise.cost import COUNTED, RowRates, probe_rows
 from rowcast.analysis.predict.pipeline import Planned
 from rowcast.job.device_rates import DeviceRates
 from rowcast.job.schema import Job
-from rowcast.job.step_kernels import (
-    StepCounts,
-    Task,
-    is_measured,
-    model_calls,
-    row_calls,
-    step_calls,
-    step_seconds,
-)
+from rowcast.job.step_kernels import TASKS, Task, step_calls, step_seconds
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.runtime.arrays import F64
 
@@ -52,20 +45,20 @@ class Foretold:
         self, job: Job, plan: Sequence[Planned], num_dense: int, device: DeviceRates, row: HostRow | None = None
     ) -> None:
         """`row`: measured if it is not given. Raises ConfigError if the rates do not hold for the job."""
-        self._job, self._num_dense, self._device = job, num_dense, device
-        self._groups = group_specs(job)
-        self._row = measured_rows(job, self._groups) if row is None else row
+        groups = group_specs(job)
+        self._row = measured_rows(job, groups) if row is None else row
         self._counted = [step.counted for step in plan if step.counted is not None]
-        self._tasks: list[dict[Task, float]] = []
+        self._tasks: list[Mapping[Task, float]] = []
         outside: set[str] = set()
         of_kernels: dict[str, float] = defaultdict(float)
+        whole_batch = max((own.counts.batch for own in self._counted), default=0)
         for own in self._counted:
-            found = step_seconds(device, job, self._groups, num_dense, own.counts)
-            if own.counts.batch == job.data.batch_size:  # an epoch's last batch may be small
+            found = step_seconds(device, job, groups, num_dense, own.counts)
+            if own.counts.batch == whole_batch:  # an epoch's last batch may be small
                 outside |= found.outside
-            for call in step_calls(device, job, self._groups, num_dense, own.counts):
+            for call in step_calls(device, job, groups, num_dense, own.counts):
                 of_kernels[call.kernel] += call.calls * device.seconds(call.kernel, **call.counts)[0]
-            step_s = found.tasks["step"] if own.trains else self._evaluation_s(own.counts)
+            step_s = found.tasks["step"]
             # a device computes while the host issues what follows
             step_s = max(step_s, found.host) if device.clock == "device" else step_s + found.host
             self._tasks.append({**found.tasks, "step": step_s})
@@ -75,8 +68,8 @@ class Foretold:
     def __call__(self, name: str, step: int, pieces: int = 1) -> float:
         own = self._counted[step]
         groups = own.counts.groups
-        if name in ("copy in", "fill", "step", "copy out"):
-            return self._tasks[step][name] / pieces  # type: ignore[index]
+        if name in TASKS:
+            return self._tasks[step][name] / pieces
         if name == "fetch":
             first = np.array(own.first)
             again = np.array([group.fetched for group in groups]) - first
@@ -86,18 +79,6 @@ class Foretold:
         if name == "barrier":
             return float(np.array(own.flushed) @ self._row.write) if own.flushed else 0.0
         return {"decode": own.decode_s, "plan": own.plan_s, "deliver": MESSAGE_S}.get(name, HANDLING_S)
-
-    def _evaluation_s(self, counts: StepCounts) -> float:
-        """Look-ups and forward alone."""
-        device, job = self._device, self._job
-        calls = [call for call in row_calls(job, self._groups, counts) if call.kernel == "lookup"]
-        total = 0.0
-        if device.model is not None and is_measured(device, job):
-            total += device.model.seconds(counts.batch)[0]
-        else:
-            model = model_calls(job, self._num_dense, counts.batch)
-            calls += [call for call in model if call.kernel.endswith("forward")]
-        return total + sum(call.calls * device.seconds(call.kernel, **call.counts)[0] for call in calls)
 
 
 def margin(device: DeviceRates, of_kernels: Mapping[str, float]) -> float:

@@ -22,7 +22,7 @@ from rowcast.analysis.predict.predict import (
 )
 from rowcast.analysis.predict.recorded import recorded_run
 from rowcast.analysis.simulate.plot import check_plot
-from rowcast.analysis.timeline.recording import read_run
+from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.job.device_rates import DeviceRates, read_rates
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -36,6 +36,7 @@ Setting = tuple[str, str]  # key of the job file, value
 class Prediction:
     settings: tuple[Setting, ...]  # what differs from the job file
     device: str
+    ranks: int
     steps: int  # walked, evaluation steps among them
     walked: Walked
     compute_s: float  # the mean of the task "step" of train steps, without the first
@@ -61,7 +62,6 @@ def predict_jobs(
     found = []
     for settings in combinations(vary):
         job = load([f"{key}={value}" for key, value in settings])
-        check_parts(job)
         row = measured_rows(job, group_specs(job))
         found += predict_job(job, devices, row, settings, max_steps=max_steps, plot=plot)
     return found
@@ -79,18 +79,22 @@ def predict_job(
 ) -> list[Prediction]:
     """One prediction for each device; of the `first` steps alone. Raises ConfigError and DataError."""
     plan, wiring, num_dense = plan_job(job, max_steps, first)
+    cores = cores_of_pair(job)
     found = []
     for device in devices:
         durations = Foretold(job, plan, num_dense, device, row)
-        walked = walk(plan, wiring, durations, {}, usable_cores())
+        walked = walk(plan, wiring, durations, {}, cores)
         if plot is not None:
-            plot_middle(Pipeline(plan, wiring, durations, {}), usable_cores(), plot)
+            plot_middle(Pipeline(plan, wiring, durations, {}), cores, plot)
         later = range(len(plan) // START_SHARE, len(plan))
-        compute_s = [durations("step", at) for at in later if (own := plan[at].counted) is not None and own.trains]
+        compute_s = [
+            durations("step", at) for at in later if (own := plan[at].counted) is not None and own.counts.trains
+        ]
         found.append(
             Prediction(
                 settings=settings,
                 device=device.device,
+                ranks=job.ranks.count,
                 steps=len(plan),
                 walked=walked,
                 compute_s=sum(compute_s) / max(1, len(compute_s)),
@@ -101,10 +105,9 @@ def predict_job(
     return found
 
 
-def check_parts(job: Job) -> None:
-    """Raises ConfigError."""
-    if job.ranks.num_parts > 1:
-        raise ConfigError(f"ranks.parts = {job.ranks.num_parts}: only jobs of one trainer and one part are walked")
+def cores_of_pair(job: Job) -> float:
+    """Of the cores that this process may use: the pairs of a host work at the same time."""
+    return usable_cores() / job.ranks.on_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +122,7 @@ class Compared:
 def compare(job: Job, rates: Path, run_dir: Path, *, max_steps: int | None = None) -> list[Compared]:
     """What the rates foretell beside what the run recorded with --timeline: each task, then the whole step. Raises
     ConfigError and DataError."""
-    recorded = recorded_run(read_run(run_dir))
+    recorded = recorded_run(read_pairs(run_dir)[0])
     plan, wiring, num_dense = plan_job(job, max_steps)
     check_steps(plan, recorded, run_dir)
     durations = Foretold(job, plan, num_dense, read_rates(rates))
@@ -129,9 +132,11 @@ def compare(job: Job, rates: Path, run_dir: Path, *, max_steps: int | None = Non
     def mean(of: Durations, task: str) -> float:
         return sum(of(task, step) for step in steps) / len(steps)
 
-    walked = walk(plan, wiring, durations, recorded.begins, usable_cores())
+    walked = walk(plan, wiring, durations, recorded.begins, cores_of_pair(job))
     found = [
-        Compared(task=task, foretold_s=mean(durations, task), recorded_s=mean(recorded, task)) for task in CHANGEABLE
+        Compared(task=task, foretold_s=mean(durations, task), recorded_s=mean(recorded, task))
+        for task in CHANGEABLE
+        if task != "exchange" or wiring.num_ranks > 1
     ]
     return [*found, Compared(task="a step of the run", foretold_s=walked.step_s, recorded_s=measured.step_s)]
 
@@ -157,9 +162,9 @@ def combinations(vary: Sequence[str]) -> list[tuple[Setting, ...]]:
 def print_predictions(found: Sequence[Prediction]) -> None:
     for own in found:
         name = ", ".join(["the job" if not own.settings else "", *(f"{key}={value}" for key, value in own.settings)])
-        walked = own.walked
+        walked, devices = own.walked, own.device if own.ranks == 1 else f"{own.ranks} ranks of {own.device}"
         typer.echo(
-            f"{name.strip(', ')} on {own.device}: {1e3 * walked.step_s:.1f} ms a step (+-{own.margin:.0%}), "
+            f"{name.strip(', ')} on {devices}: {1e3 * walked.step_s:.1f} ms a step (+-{own.margin:.0%}), "
             f"{walked.run_s:.1f} s in all, bound by {described(walked)}"
         )
         if own.outside:

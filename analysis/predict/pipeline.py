@@ -4,6 +4,7 @@
     planning   read p + horizon, plan p        at most 2 * depth + 2 steps ahead of the trainer
     fetcher    fetch p, send p      once rows of earlier steps are home, the ring has room, step p - depth - 1 is done
     main       copy in p, fill p, step p       moves come first: a turn that moved rows computes nothing
+               exchange p       what ranks exchange in a step, all of it before the step here
     sender     copy out p           victims, once the ring has room
     write-back write back p
     mail       deliver              a message of p, on the thread of the process that it goes to
@@ -33,7 +34,6 @@ class PlannedPiece:
 class Counted:
     """What decides how long a step's tasks take."""
 
-    trains: bool  # False: an evaluation step
     counts: StepCounts
     first: tuple[int, ...]  # how many of each group's fetched rows were never fetched before
     decode_s: float  # processor seconds of decoding the batch, as measured here
@@ -64,6 +64,7 @@ class Wiring:
     measured: int  # batches that are read before there is a planner
     ring_bytes: int
     staging_bytes: int
+    num_ranks: int = 1
 
 
 class Durations(Protocol):
@@ -161,7 +162,10 @@ class Pipeline:
             self._released.append(self._mail.add("deliver", step, seconds("deliver", step), [(copy_in, "ring")]))
             self._filled.append(fill)
             self._add_way_home(step, piece, fill, number)
-        self.done.append(self._compute.add("step", step, seconds("step", step), [(self._filled[-1], "rows")]))
+        before: Wait = (self._filled[-1], "rows")
+        if self._wiring.num_ranks > 1:
+            before = (self._compute.add("exchange", step, seconds("exchange", step), [before]), "ranks")
+        self.done.append(self._compute.add("step", step, seconds("step", step), [before]))
         self._reported.append(
             self._done_mail.add("deliver", step, seconds("deliver", step), [(self.done[-1], "credit")])
         )

@@ -1,4 +1,7 @@
-"""Plans a whole job, without tables or trainer, and says of each step what it waits for and what it moves."""
+"""Plans a whole job, without tables or trainer, and says of each step what it waits for and what it moves.
+
+Of a job of several ranks, the first rank's plans are made, as its prefetcher makes them.
+"""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,20 +9,22 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from rowcast.analysis.predict.pipeline import Counted, Planned, PlannedPiece, Wiring
-from rowcast.job.schema import Job
-from rowcast.job.step_kernels import GroupCounts, StepCounts
+from rowcast.job.schema import Job, Ranks
+from rowcast.job.step_kernels import ExchangeCounts, GroupCounts, StepCounts
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.batch_parts import divide, join_parts
 from rowcast.prefetcher.readers.reader import can_share, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.worker import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import automatic_threads, job_tier_slots, sizes
 from rowcast.prefetcher.run.warm_up import warm_up
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.packing import Piece, cut, plan_block
-from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.protocol.parts import Rank, rank_of, samples_of
+from rowcast.protocol.plan import BarrierPlan, GroupShare, StepPlan
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 
@@ -27,12 +32,12 @@ def plan_job(job: Job, max_steps: int | None = None, first: int | None = None) -
     """The steps, or only the `first` ones, the pipeline, and dense features of a sample. Raises ConfigError,
     DataError as a run would."""
     warm_up()  # what is compiled at a first start would count as planning
-    groups = group_specs(job)
+    groups, rank = group_specs(job), rank_of(job.ranks, 0)
     reader = open_reader(job)
     batches = Timed(islice(schedule(job, reader, max_steps), first))
     measured = list(islice(batches, MEASURED_BATCHES))
-    slots = job_slots(job, groups, measured)
-    own = sizes(job, groups, measured, job.lookahead.depth)
+    slots = job_slots(job, groups, measured, rank)
+    own = sizes(job, groups, measured, job.lookahead.depth, rank)
     planner = job_planner(
         job,
         groups,
@@ -40,7 +45,8 @@ def plan_job(job: Job, max_steps: int | None = None, first: int | None = None) -
         measured,
         num_threads=automatic_threads() if job.prefetcher.threads == "auto" else job.prefetcher.threads,
         keep_ids=True,
-        tier_slots=job_tier_slots(job, groups, measured, slots),
+        rank=rank,
+        tier_slots=job_tier_slots(job, groups, measured, slots, rank),
     )
     num_decoders = job.prefetcher.workers if can_share(job) else 1
     wiring = Wiring(
@@ -50,12 +56,10 @@ def plan_job(job: Job, max_steps: int | None = None, first: int | None = None) -
         measured=len(measured),
         ring_bytes=own.ring_bytes,
         staging_bytes=own.staging_bytes,
+        num_ranks=job.ranks.count,
     )
-    return (
-        list(planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds)),
-        wiring,
-        reader.num_dense,
-    )
+    steps = planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds, job.ranks)
+    return list(steps), wiring, reader.num_dense
 
 
 class Timed:
@@ -81,8 +85,10 @@ def planned_steps(
     groups: tuple[GroupSpec, ...],
     wiring: Wiring,
     decode_s: Sequence[float],
+    ranks: Ranks,
 ) -> Iterator[Planned]:
     """`decode_s`: seconds of each batch that was taken so far; grows with them."""
+    rank = rank_of(ranks, 0)
     first: int | None = None
     before: Planned | None = None
     seen: list[set[int]] = [set() for _ in groups]  # keys that were fetched
@@ -104,9 +110,10 @@ def planned_steps(
             yield before
         known, began_s = planner.num_known, time.process_time()
         scheduled, plan = planner.plan()
+        batch = scheduled.batch if rank is None else own_samples(scheduled.batch, rank)
         plan_s += time.process_time() - began_s
-        step = planned(scheduled, plan, groups, wiring, first, known)
-        counted = count(scheduled, plan, seen, decode_s[step.step], plan_s)
+        step = planned(batch, plan, groups, wiring, first, known)
+        counted = count(batch, plan, seen, decode_s[step.step], plan_s, ranks)
         before = replace(step, counted=counted)
     if before is not None:
         yield with_barrier(before, planner.barrier("end", finished=True))
@@ -118,26 +125,34 @@ def with_barrier(planned: Planned, barrier: BarrierPlan) -> Planned:
     return replace(planned, barrier=True, counted=replace(planned.counted, flushed=flushed))
 
 
+def own_samples(batch: Batch, rank: Rank) -> Batch:
+    """Dense features and labels of the rank's samples; the ids, which only its prefetcher reads, are those of all."""
+    ids, dense = divide(batch)
+    return join_parts(ids, dense.of_samples(samples_of(batch.size, rank)))
+
+
 def count(
-    scheduled: ScheduledBatch, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float
+    batch: Batch, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float, ranks: Ranks
 ) -> Counted:
-    """Adds the keys that are fetched to those `seen` of each group."""
+    """Adds the keys that are fetched to those `seen` of each group. `batch`: of one trainer."""
     first = []
     for group, keys in zip(plan.groups, seen, strict=True):
         before = len(keys)
         keys.update(group.fetch_keys.tolist())
         first.append(len(keys) - before)
     return Counted(
-        trains=scheduled.kind == "train",
         counts=StepCounts(
-            batch=scheduled.batch.size,
-            plan_bytes=plan_block(scheduled.batch, plan).nbytes,
+            trains=plan.kind == "train",
+            batch=batch.size,
+            parts=ranks.num_parts // ranks.count,
+            plan_bytes=plan_block(batch, plan).nbytes,
             groups=tuple(
                 GroupCounts(
                     lookups=len(group.slots),
                     rows=len(group.unique_slots),
                     fetched=len(group.fetch_keys),
                     written_back=group.num_dirty,
+                    exchange=None if group.share is None else exchanged(group.share, ranks),
                 )
                 for group in plan.groups
             ),
@@ -148,11 +163,24 @@ def count(
     )
 
 
+def exchanged(share: GroupShare, ranks: Ranks) -> ExchangeCounts:
+    """Of the first rank. A link carries both directions at once, so the longer one counts."""
+    near, far = slice(1, ranks.on_host), slice(ranks.on_host, None)
+    return ExchangeCounts(
+        sent=sum(share.send_counts),
+        received=sum(share.receive_counts),
+        in_host=max(sum(share.send_counts[near]), sum(share.receive_counts[near])),
+        across=max(sum(share.send_counts[far]), sum(share.receive_counts[far])),
+        trained=share.num_own,
+        additions=len(share.home_to) + len(share.to),
+    )
+
+
 def planned(
-    scheduled: ScheduledBatch, plan: StepPlan, groups: tuple[GroupSpec, ...], wiring: Wiring, first: int, known: int
+    batch: Batch, plan: StepPlan, groups: tuple[GroupSpec, ...], wiring: Wiring, first: int, known: int
 ) -> Planned:
     pieces = cut(
-        plan_block(scheduled.batch, plan).nbytes,
+        plan_block(batch, plan).nbytes,
         [len(group.fetch) for group in plan.groups],
         [group.record_bytes for group in groups],
         largest_payload(wiring.ring_bytes),

@@ -16,7 +16,7 @@ from rowcast.analysis.predict.plot import plot_tasks
 from rowcast.analysis.predict.recorded import RecordedRun, recorded_run
 from rowcast.analysis.predict.schedule import critical_path, run, waits
 from rowcast.analysis.simulate.plot import check_plot
-from rowcast.analysis.timeline.recording import read_run
+from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 
@@ -27,7 +27,19 @@ NAMED = 3  # tasks of the critical path that are told
 OFTEN = 0.05  # times a step, or share of the time, from which it is told
 LIMITS = {"ahead", "barrier", "checkpoint", "credit", "queue", "ring", "staging", "write_back"}
 WHOSE = {"planning": "planner", "fetcher": "fetcher", "main": "trainer"}  # thread -> whose waits are told
-CHANGEABLE = ("decode", "read", "plan", "fetch", "send", "copy in", "fill", "step", "copy out", "write back")
+CHANGEABLE = (
+    "decode",
+    "read",
+    "plan",
+    "fetch",
+    "send",
+    "copy in",
+    "fill",
+    "exchange",
+    "step",
+    "copy out",
+    "write back",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,12 +77,8 @@ def walk_recorded(
     """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
     if plot is not None:
         check_plot(plot)
-    if job.ranks.num_parts > 1:
-        raise ConfigError(
-            f"ranks.parts = {job.ranks.num_parts}: only runs of one trainer and one part are walked again"
-        )
     factors = [parse_change(change) for change in changes]
-    recorded = recorded_run(read_run(run_dir))
+    recorded = recorded_run(read_pairs(run_dir)[0])
     plan, wiring, _ = plan_job(job, max_steps)
     check_steps(plan, recorded, run_dir)
     measured = steady(recorded.ended).step_s

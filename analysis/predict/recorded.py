@@ -47,8 +47,13 @@ def recorded_run(recordings: Recordings) -> RecordedRun:
     numbers = [life.number for life in lives(recordings)]
     seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in chain(recordings.prefetcher.spans, recordings.trainer.spans):
-        if span.kind == "work" and span.step is not None:
+        if span.step is None:
+            continue
+        if span.kind == "work":
             seconds[TASKS.get(span.name, span.name)][span.step] += span.duration_ns / 1e9
+        elif span.name == "ranks":  # the same time is work of the phase `exchange`
+            seconds["exchange"][span.step] += span.duration_ns / 1e9
+            seconds["step"][span.step] -= span.duration_ns / 1e9
     for span, own_ns in own_work(recordings.trainer):
         if span.step is not None:
             seconds[TASKS.get(span.name, span.name)][span.step] += own_ns / 1e9

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from rowcast.job.prediction import keep_prediction
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
@@ -73,6 +74,7 @@ class AllRanks:
                 stack.enter_context(directory)
                 shard = OwnShard(number=0, count=self._job.ranks.count)
                 settle_run(self._job, self._options, Checkpoints(self._job.run_dir, RealDisk()), directory, shard)
+                keep_prediction(directory.path, self._options.prediction, fresh=self._options.fresh)
             elif self._options.mode == "train" and not self._options.fresh:
                 directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
             if self._signals.stop_reason is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rowcast.job.pair import with_ports_of_pair, with_tables_of_pair
-from rowcast.job.prediction import PREDICTION, write_prediction
+from rowcast.job.prediction import keep_prediction
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
@@ -76,10 +76,7 @@ class PrefetcherRun:
         point = None
         if self._shard.count == 1:
             point = settle_run(self._job, self._options, self._checkpoints, self._directory, self._shard)
-        if self._options.prediction is not None:
-            write_prediction(self._directory.path, self._options.prediction)
-        elif self._options.fresh:  # it foretold an earlier run
-            (self._directory.path / PREDICTION).unlink(missing_ok=True)
+            keep_prediction(self._directory.path, self._options.prediction, fresh=self._options.fresh)
         if self._options.timeline:
             self._counters.timeline = stack.enter_context(Timeline(self._directory.path, "prefetcher"))
         remove_leftovers()

@@ -21,7 +21,7 @@ from rowcast.analysis.predict.planned import plan_job
 from rowcast.analysis.predict.predict import CHANGEABLE, walk
 from rowcast.analysis.predict.recorded import RecordedRun
 from rowcast.analysis.predict.schedule import run
-from rowcast.job.device_rates import read_rates
+from rowcast.job.device_rates import KernelRates, read_rates
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
@@ -42,7 +42,7 @@ def test_rows_are_counted_as_the_planner_moves_them() -> None:
     assert sum(own.first[0] for own in counted) <= group.num_rows
     moved = sum(own.counts.groups[0].written_back + sum(own.flushed) for own in counted)
     assert fetched - 1000 <= moved <= fetched + 1000 * sum(own.barrier for own in plan)
-    assert [own.trains for own in counted].count(False) == 300 // 64 + 1
+    assert [own.counts.trains for own in counted].count(False) == 300 // 64 + 1
 
 
 def test_each_task_takes_what_its_counts_and_rates_say() -> None:
@@ -56,7 +56,7 @@ def test_each_task_takes_what_its_counts_and_rates_say() -> None:
         [counts], [first] = planned.counted.counts.groups, planned.counted.first
         assert found("fill", step) == pytest.approx(counts.fetched)
         assert found("copy out", step) == pytest.approx(2 * counts.written_back * group.record_bytes)
-        assert found("step", step) == pytest.approx(0.5 + (3 * counts.rows if planned.counted.trains else 0))
+        assert found("step", step) == pytest.approx(0.5 + (3 * counts.rows if planned.counted.counts.trains else 0))
         assert found("fetch", step, 2) == pytest.approx((1e-3 * (counts.fetched - first) + 2e-3 * first) / 2)
         assert found("write back", step) == pytest.approx(4e-3 * counts.written_back)
 
@@ -117,13 +117,6 @@ def test_what_is_foretold_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "the critical path" in plot.read_text()
 
 
-def test_several_parts_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rates.json"
-    path.write_bytes(render(seal(device())))
-    with pytest.raises(ConfigError, match="parts = 2: only jobs of one trainer and one part"):
-        predict_jobs(lambda settings: job(ranks={"parts": 2}), [path], [])
-
-
 def test_what_is_advised_is_foretold() -> None:
     """A trainer that takes a second a step takes one with the recommended sections too, whatever the curve says."""
     rates = device(per_step=1.0, update_adagrad={"rows": 1e-4})
@@ -150,10 +143,13 @@ def test_what_is_advised_is_foretold() -> None:
     assert advised(max_steps=10).foretold is None
 
 
-def test_several_parts_are_not_foretold_by_advise() -> None:
-    sample = SamplingPlan(share=1.0, samples=None)
-    with pytest.raises(ConfigError, match="parts = 2: only jobs of one trainer and one part"):
-        advise_job(job(ranks={"parts": 2}), AdviseRequest(sample=sample, memory_bytes=1e9, device=device()))
+def test_advise_foretells_the_first_of_several_ranks() -> None:
+    rates, sample = device(per_step=1.0), SamplingPlan(share=1.0, samples=None)
+    rates.kernels["exchange"] = KernelRates(terms={"1": 0.25}, measured={}, samples=1)
+    request = AdviseRequest(sample=sample, memory_bytes=1e9, gather_gbs=1.0, device=rates, max_steps=40)
+    own = advise_job(job(ranks={"count": 2}), request).foretold
+    assert own is not None
+    assert own.walked.step_s == pytest.approx(1.0 + 4 * 0.25, rel=0.05)
 
 
 def test_a_run_that_took_what_was_foretold_is_off_by_nothing(
@@ -174,7 +170,7 @@ def test_a_run_that_took_what_was_foretold_is_off_by_nothing(
         begins={},
         ended=[task.ended_s for task in pipeline.done],
     )
-    monkeypatch.setattr(predict_job, "read_run", lambda run_dir: None)
+    monkeypatch.setattr(predict_job, "read_pairs", lambda run_dir: [None])
     monkeypatch.setattr(predict_job, "recorded_run", lambda recordings: recorded)
     found = {of.task: of for of in compare(own, path, tmp_path)}
     for name in ("copy in", "fill", "step", "copy out"):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from rowcast.analysis.predict.foretold import HostRow
-from rowcast.job.device_rates import DeviceRates, HostRates, KernelRates
+from rowcast.job.device_rates import RATES_VERSION, DeviceRates, HostRates, KernelRates
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from tests.support.jobs import laid_over
@@ -40,7 +40,7 @@ def job(**changes: Any) -> Job:
 def device(per_step: float = 0.0, **kernels: dict[str, float]) -> DeviceRates:
     """Kernels that are not named take no time."""
     return DeviceRates(
-        version=1,
+        version=RATES_VERSION,
         machine="made up",
         device="cpu",
         clock="cpu",

@@ -17,6 +17,7 @@ from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.cli import app
 from rowcast.trainer.rates import host, kernel, layers, rows, stopwatch
+from rowcast.trainer.rates.exchange import between_ranks
 from rowcast.trainer.rates.fit import Sample, fitted, not_below_zero, tabulated
 from rowcast.trainer.rates.kernel import ROUNDS, Kernel, Shape, measured
 from rowcast.trainer.rates.layers import shapes
@@ -151,3 +152,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         found = CliRunner().invoke(app, ["rates", f"--out={path}"])
         assert found.exit_code == 2
         assert "cannot be written; name a file in a folder that exists" in " ".join(found.output.split())
+
+
+def test_exchanges_are_measured_between_as_many_processes_as_a_host_has_ranks() -> None:
+    found = between_ranks(CPU, job(ranks={"count": 4, "per_host": 2}), 12.5)
+    assert found["exchange"].samples == 8
+    assert found["exchange"].seconds({"bytes": 1e7}) > found["exchange"].seconds({"bytes": 0.0}) > 0
+    assert found["network"].seconds({"bytes": 12.5e9}) == pytest.approx(1.0)
+    assert between_ranks(CPU, job(), None) == {}
+
+
+def test_an_exchange_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(
+        ConfigError, match="an exchange between 2 processes cannot be measured here: rank 0 of 2 found no way"
+    ):
+        between_ranks(CPU, job(ranks={"count": 2}), None)

@@ -1,5 +1,6 @@
 """The output of `trainer rates`."""
 
+import math
 import time
 from pathlib import Path
 
@@ -12,17 +13,21 @@ from rowcast.trainer.execute.streams import choose_device
 from rowcast.trainer.rates.measure import measure, write_rates
 
 
-def measure_and_say(out: Path, device: str, threads: int, job: Job | None, num_dense: int) -> None:
+def measure_and_say(
+    out: Path, device: str, threads: int, job: Job | None, num_dense: int, network_gbs: float | None
+) -> None:
     """Raises ConfigError."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out} cannot be written; name a file in a folder that exists, such as rates.json")
+    if network_gbs is not None and not 0 < network_gbs < math.inf:
+        raise ConfigError(f"--network-gbs {network_gbs}: give a number above 0")
     try:
         chosen = choose_device(device)
     except ValueError as error:
         raise ConfigError(f"--device {device}: {error}") from None
     began_s = time.perf_counter()
     typer.echo("measuring; this takes about a minute")
-    found = measure(chosen, threads, job, num_dense)
+    found = measure(chosen, threads, job, num_dense, network_gbs)
     write_rates(found, out)
     typer.echo(f"{'kernel':<24}{'shapes':>8}{'mean error':>12}{'worst':>8}")
     for name, rates in found.kernels.items():

@@ -142,6 +142,6 @@ def kernel_seconds(own: HostedJob, kernels: Mapping[str, KernelRates]) -> float:
     calls = [
         *moves(own.groups, own.counts),
         *row_calls(own.job, own.groups, own.counts),
-        *model_calls(own.job, NUM_DENSE, own.counts.batch),
+        *model_calls(own.job, NUM_DENSE, own.counts),
     ]
     return sum(call.calls * kernels[call.kernel].seconds(call.counts) for call in calls)

@@ -11,6 +11,7 @@ from rowcast.runtime.memory import keep_freed_memory
 from rowcast.runtime.sealed import render, seal
 from rowcast.trainer.execute.streams import device_name
 from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.rates.exchange import between_ranks
 from rowcast.trainer.rates.host import host_rates
 from rowcast.trainer.rates.kernel import measured
 from rowcast.trainer.rates.layers import BATCHES, layer_kernels
@@ -25,9 +26,11 @@ def measure(
     threads: int,
     job: Job | None,
     num_dense: int,
+    network_gbs: float | None = None,
 ) -> DeviceRates:
-    """About a minute of a CPU core. `job`: its model is measured as a whole too; `num_dense`: dense features of its
-    samples. Raises ConfigError."""
+    """About a minute of a CPU core. `job`: its model is measured as a whole too, and what its ranks exchange;
+    `num_dense`: dense features of its samples. `network_gbs`: of the network between hosts, in 10^9 bytes/s. Raises
+    ConfigError."""
     torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()  # as a trainer does
@@ -42,7 +45,7 @@ def measure(
         torch=str(torch.__version__),
         threads=threads,
         probe=probe_seconds(watch),
-        kernels=found,
+        kernels=found | between_ranks(device, job, network_gbs),
         host=host_rates(watch, found),
         model=None if job is None else model_rates(warm, job, num_dense, BATCHES[device.type]),
     )
