@@ -6,7 +6,9 @@ without the first quarter and the last few. No job was used to fit anything. Oth
 of the machine stands beside each job, and the processor time that the trainer took for a step, which is its pace where
 nothing else wants its cores and it waits for nothing.
 
-    python -m benchmarks.predict_jobs [--rates rates.json] [--jobs 24] [--seed 1]
+With `--ranks`, each job is shared by as many trainers of this host, each with its prefetcher, and rank 0 is measured.
+
+    python -m benchmarks.predict_jobs [--rates rates.json] [--jobs 24] [--seed 1] [--ranks 2]
 """
 
 import argparse
@@ -35,7 +37,7 @@ from benchmarks.training.recorded import touched, train_batches
 from rowcast.analysis.predict.job import predict_jobs
 from rowcast.analysis.predict.predict import described, steady
 from rowcast.analysis.predict.recorded import recorded_run
-from rowcast.analysis.timeline.recording import read_run
+from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.job.file import load_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 
@@ -43,6 +45,16 @@ STEPS = 300
 MEASURED_EVERY = 8
 STEPS_COUNTED, PROCESSOR = "rowcast_train_steps", "process_cpu_seconds"  # metrics
 LOOK_S = 0.2
+EXCHANGING: dict[str, object] = {  # its exchanges are measured; no random job has its model
+    "job.run_dir": "unused",
+    "data.format": "synthetic",
+    "data.synthetic": {"preset": "criteo-kaggle", "scale": 0.02},
+    "tables_from.embedding_dim": 4,
+    "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
+    "optimizer.sparse": {"kind": "sgd", "lr": 0.01},
+    "optimizer.dense": {"kind": "sgd", "lr": 0.01},
+    "cache.capacity": "1MiB",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,20 +119,23 @@ def held_out(settings: Mapping[str, object], name: str, share: float, rates: Pat
         seen = touched(job, train_batches(job, STEPS))
         write(f"{max(int(2.5 * seen.largest_batch), int(share * seen.rows))} rows")
         (foretold,) = predict_jobs(lambda changes: load_job(config, tuple(changes)), [rates], [])
+        commands = {process: [f"rowcast.{process}", "run"] for process in ("prefetcher", "trainer")}
+        if job.ranks.count > 1:
+            commands = {"run": ["rowcast.deploy.local"]}
         started = {
             process: subprocess.Popen(
-                [sys.executable, "-m", f"rowcast.{process}", "run", f"--config={config}", "--timeline"],
+                [sys.executable, "-m", *command, f"--config={config}", "--timeline"],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for process in ("prefetcher", "trainer")
+            for process, command in commands.items()
         }
-        processor_s = processor_seconds(started["trainer"], str(settings["metrics.trainer"]))
+        processor_s = processor_seconds([*started.values()][-1], str(settings["metrics.trainer"]))
         terminate(started, TIMEOUT_S)
         return Found(
             name=name,
-            measured_s=steady(recorded_run(read_run(run_dir)).ended).step_s,
+            measured_s=steady(recorded_run(read_pairs(run_dir)[0]).ended).step_s,
             processor_s=processor_s,
             foretold_s=foretold.walked.step_s,
             margin=foretold.margin,
@@ -169,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rates", type=Path, help="if not given, the device is measured before every eighth job")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
     chance = random.Random(options.seed)
     print(f"{machine()}, {free_cores():.1f} cores free")
@@ -179,15 +195,18 @@ def main() -> None:
     )
     found = []
     with ExitStack() as stack:
-        rates = options.rates or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rates.json"
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rowcast-bench-")))
+        rates, config = options.rates or folder / "rates.json", folder / "job.toml"
+        config.write_text("".join(sections(EXCHANGING | {"ranks.count": options.ranks})))
         for number in range(options.jobs):
             if options.rates is None and number % MEASURED_EVERY == 0:
                 subprocess.run(
-                    [sys.executable, "-m", "rowcast.trainer", "rates", f"--out={rates}"],
+                    [sys.executable, "-m", "rowcast.trainer", "rates", f"--out={rates}", f"--config={config}"],
                     check=True,
                     stdout=subprocess.DEVNULL,
                 )
-            own = held_out(*random_settings(chance), rates)
+            settings, name, share = random_settings(chance)
+            own = held_out(settings | {"ranks.count": options.ranks}, name, share, rates)
             found.append(own)
             print(
                 f"| {own.name} | {1e3 * own.measured_s:.2f} | {1e3 * own.processor_s:.2f} | "
