@@ -205,11 +205,14 @@ def test_a_replica_that_lags_takes_over_and_the_run_goes_on_there_with_the_same_
 ) -> None:
     options = ("--requirepass", SECRET, "--masterauth", SECRET, "--replicaof", f"{BOUND} {place.server.port}")
     with RedisServer(place.folder / "replica", *options, password=SECRET) as replica:
-        run = Recovering(session, **SMALL, **place.store)
+        run = Recovering(session, **SMALL, store=place.store["store"] | {"timeout": "20s"})
+        place.proxy.hold_at(b"HSET", 3)
         processes = run.start_both({"trainer": "loss written:10"})
-        processes["prefetcher"].until(lambda: num_rows(replica) > 0, "rows on the replica")
+        processes["prefetcher"].until(place.proxy.holds.is_set, "the third write of rows")
+        processes["prefetcher"].until(lambda: num_rows(replica) == num_rows(place.server) > 0, "rows on the replica")
         with replica.client() as client:
             client.replicaof("NO", "ONE")  # what is written from now on it has not
+        place.proxy.release()
         killed(processes["trainer"])
         place.proxy.lead_to(replica.port)
         processes["trainer"] = run.start("trainer")
