@@ -8,7 +8,7 @@ nothing else wants its cores and it waits for nothing.
 
 With `--ranks`, each job is shared by as many trainers of this host, each with its prefetcher, and rank 0 is measured.
 
-    python -m benchmarks.predict_jobs [--rates rates.json] [--jobs 24] [--seed 1] [--ranks 2]
+    python -m benchmarks.predict_jobs [--rates rates.json] [--jobs 24] [--seed 1] [--ranks 2] [--hidden 512 1024]
 """
 
 import argparse
@@ -76,12 +76,12 @@ class Found:
         return self.foretold_s / self.processor_s - 1
 
 
-def random_settings(chance: random.Random) -> tuple[dict[str, object], str, float]:
+def random_settings(chance: random.Random, widths: list[int]) -> tuple[dict[str, object], str, float]:
     """Settings of a job file, its name, and its cache as a share of the rows touched."""
     batch, dim = chance.choice((256, 512, 1024, 2048)), chance.choice((8, 16, 32))
     kind, sparse = chance.choice(("dlrm", "dcnv2")), chance.choice(list(ROW_OPTIMIZERS))
     dense, share = chance.choice(("sgd", "adagrad", "adam")), chance.choice((0.03, 0.1, 0.25, 0.5))
-    hidden, depth = chance.choice((64, 128, 256)), chance.choice((1, 2, 4))
+    hidden, depth = chance.choice(widths), chance.choice((1, 2, 4))
     model: dict[str, object] = {"kind": kind, "bottom_mlp": [hidden, dim], "top_mlp": [hidden, hidden // 2, 1]}
     if kind == "dcnv2":
         model |= {"cross_layers": chance.choice((1, 2)), "cross_rank": chance.choice((16, 64))}
@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128, 256], help="widths of the models")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     print(f"{machine()}, {free_cores():.1f} cores free")
@@ -198,14 +199,15 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rowcast-bench-")))
         rates, config = options.rates or folder / "rates.json", folder / "job.toml"
         config.write_text("".join(sections(EXCHANGING | {"ranks.count": options.ranks})))
+        exchanging = [f"--config={config}"] if options.ranks > 1 else []
         for number in range(options.jobs):
             if options.rates is None and number % MEASURED_EVERY == 0:
                 subprocess.run(
-                    [sys.executable, "-m", "rowcast.trainer", "rates", f"--out={rates}", f"--config={config}"],
+                    [sys.executable, "-m", "rowcast.trainer", "rates", f"--out={rates}", *exchanging],
                     check=True,
                     stdout=subprocess.DEVNULL,
                 )
-            settings, name, share = random_settings(chance)
+            settings, name, share = random_settings(chance, options.hidden)
             own = held_out(settings | {"ranks.count": options.ranks}, name, share, rates)
             found.append(own)
             print(

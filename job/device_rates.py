@@ -8,6 +8,7 @@ Counts that kernels are timed by; every kernel names those it needs:
     record_floats  4-byte words of a row's record: weights, optimizer state, padding
     bytes          bytes copied
     batch          samples
+    parts          that the samples of a rank are cut into
     inputs         width of a layer's input
     outputs        width of a layer's output
     rank           width between the two matrices of a cross layer
@@ -86,7 +87,8 @@ class ModelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forward: list[float]  # seconds, the loss included
     backward: list[float]
     update: list[float]
-    weights: int  # of the dense side
+    tensors: int  # of the dense side
+    parameters: int  # their elements
 
     def seconds(self, batch: float) -> tuple[float, float, float]:
         """Forward, backward and update, interpolated between batch sizes; beyond the largest in proportion to it."""

@@ -13,7 +13,7 @@ computes forward.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rowcast.job.device_rates import DeviceRates, model_fingerprint
 from rowcast.job.schema import Job
@@ -23,9 +23,9 @@ from rowcast.runtime.errors import ConfigError
 Task = Literal["copy in", "fill", "exchange", "step", "copy out"]
 TASKS: tuple[Task, ...] = ("copy in", "fill", "exchange", "step", "copy out")
 COUNTED_MODELS = ("dlrm", "dcnv2")  # others are measured as a whole
-EXCHANGE, NETWORK = "exchange", "network"  # kernels: between ranks of a host, and what comes on top across hosts
+# kernels of jobs with parts: an exchange on a host, what comes on top across hosts, what a step adds up
+EXCHANGE, NETWORK, DENSE_SUMS = "exchange", "network", "dense sums"
 GRADIENT_BYTES = 4  # gradients travel as fp32
-VECTOR_FLOATS = 64.0  # a long vector is counted as rows of so many floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +61,13 @@ class StepCounts:
     def part(self) -> float:
         """Samples of a part; sizes differ by one at most."""
         return self.batch / self.parts
+
+
+class DenseWeights(NamedTuple):
+    """Of a model."""
+
+    tensors: float
+    parameters: float  # their elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,12 +131,13 @@ def step_calls(
     if job.ranks.num_parts > 1:
         calls += exchange_calls(job, groups, counts, weights_of(rates, job, num_dense))
     for call in calls:
-        if call.kernel in (EXCHANGE, NETWORK) and call.kernel not in rates.kernels:
+        if call.kernel in REFUSALS and call.kernel not in rates.kernels:
             raise ConfigError(REFUSALS[call.kernel])
     return calls
 
 
 REFUSALS = {
+    DENSE_SUMS: "the rates file has no sums over parts; measure them: `trainer rates --config` with this job file",
     EXCHANGE: "the rates file has no exchange between ranks; measure it: `trainer rates --config` with this job file",
     NETWORK: "the rates file has no network between the job's hosts; name its rate: `trainer rates --network-gbs`",
 }
@@ -189,13 +197,13 @@ def packing(own: ExchangeCounts, dim: float, *, trains: bool) -> Iterator[Kernel
             yield KernelCall(task="step", kernel=kernel, counts={"rows": float(rows), "record_floats": dim})
 
 
-def exchange_calls(job: Job, groups: Sequence[GroupSpec], counts: StepCounts, weights: int) -> Iterator[KernelCall]:
+def exchange_calls(
+    job: Job, groups: Sequence[GroupSpec], counts: StepCounts, weights: DenseWeights
+) -> Iterator[KernelCall]:
     """`weights`: of the dense side. Their gradients are added over parts; then each rank adds a slice of all ranks'."""
     ranks, on_host = job.ranks.count, job.ranks.on_host
     if counts.trains:
-        copied = weights * (2 * counts.parts + 1) / VECTOR_FLOATS
-        sizes = {"rows": copied, "record_floats": VECTOR_FLOATS}
-        yield KernelCall(task="step", kernel="gather", counts=sizes)
+        yield KernelCall(task="step", kernel=DENSE_SUMS, counts=weights._asdict() | {"parts": float(counts.parts)})
     if ranks == 1:
         return
     exchanged = []  # bytes of each collective: in the host, across hosts
@@ -204,7 +212,7 @@ def exchange_calls(job: Job, groups: Sequence[GroupSpec], counts: StepCounts, we
         row_bytes, gradient_bytes = group.parts[0].nbytes, group.embedding_dim * GRADIENT_BYTES
         both_ways = (row_bytes, gradient_bytes) if counts.trains else (row_bytes,)
         exchanged += [(own.exchange.in_host * nbytes, own.exchange.across * nbytes) for nbytes in both_ways]
-    slice_bytes = GRADIENT_BYTES * weights / ranks if counts.trains else GRADIENT_BYTES
+    slice_bytes = GRADIENT_BYTES * weights.parameters / ranks if counts.trains else GRADIENT_BYTES
     sums = slice_bytes * (on_host - 1), slice_bytes * (ranks - on_host)
     for in_host, across in [*exchanged, *([sums, sums] if counts.trains else [sums])]:
         yield KernelCall(task="exchange", kernel=EXCHANGE, counts={"bytes": float(in_host)})
@@ -235,9 +243,7 @@ def model_calls(job: Job, num_dense: int, counts: StepCounts) -> Iterator[Kernel
         if counts.trains or call.kernel.endswith("forward"):
             yield replace(call, calls=call.calls * counts.parts)
     if counts.trains:
-        crosses = model.cross_layers if model.kind == "dcnv2" else 0
-        parameters = float(counted_weights(job, num_dense))
-        trained = {"tensors": 2.0 * len(layers) + 3 * crosses, "parameters": parameters}
+        trained = counted_weights(job, num_dense)._asdict()
         yield KernelCall(task="step", kernel=f"dense {job.optimizer.dense.kind}", counts=trained)
 
 
@@ -253,17 +259,18 @@ def layers_of(job: Job, num_dense: int) -> tuple[int, list[tuple[int, int]], int
     return features, layers, interacted
 
 
-def counted_weights(job: Job, num_dense: int) -> int:
+def counted_weights(job: Job, num_dense: int) -> DenseWeights:
     model = job.model
     _, layers, interacted = layers_of(job, num_dense)
     crosses = model.cross_layers if model.kind == "dcnv2" else 0
-    return sum((inputs + 1) * outputs for inputs, outputs in layers) + crosses * (2 * model.cross_rank + 1) * interacted
+    parameters = sum((inputs + 1) * outputs for inputs, outputs in layers)
+    parameters += crosses * (2 * model.cross_rank + 1) * interacted
+    return DenseWeights(tensors=2.0 * len(layers) + 3 * crosses, parameters=float(parameters))
 
 
-def weights_of(rates: DeviceRates, job: Job, num_dense: int) -> int:
-    """Weights of the dense side."""
+def weights_of(rates: DeviceRates, job: Job, num_dense: int) -> DenseWeights:
     if rates.model is not None and is_measured(rates, job):
-        return rates.model.weights
+        return DenseWeights(tensors=float(rates.model.tensors), parameters=float(rates.model.parameters))
     return counted_weights(job, num_dense)
 
 

@@ -66,7 +66,7 @@ def written(folder: Path, settings: dict[str, object]) -> Job:
 
 
 def drawn(seed: int) -> Callable[[Path], Job]:
-    settings, _, _ = predict_jobs.random_settings(random.Random(seed))
+    settings, _, _ = predict_jobs.random_settings(random.Random(seed), [64, 128])
     return lambda folder: written(folder, {**settings, "cache.capacity": "1MiB", "job.run_dir": "unused"})
 
 

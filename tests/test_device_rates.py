@@ -104,7 +104,7 @@ def test_a_measured_model_counts_instead_of_its_kernels() -> None:
     without_model = tuple(name for name in KERNELS if "linear" not in name and "interaction" not in name)
     own = ModelRates(
         fingerprint=model_fingerprint(job()), batch=[4, 16], forward=[10.0, 40.0], backward=[20.0, 80.0],
-        update=[5.0, 5.0], weights=100,
+        update=[5.0, 5.0], tensors=4, parameters=100,
     )  # fmt: skip
     found = step_seconds(
         msgspec.structs.replace(calls_only(without_model), model=own), job(), group_specs(job()), 13, COUNTS

@@ -145,7 +145,8 @@ def test_what_is_advised_is_foretold() -> None:
 
 def test_advise_foretells_the_first_of_several_ranks() -> None:
     rates, sample = device(per_step=1.0), SamplingPlan(share=1.0, samples=None)
-    rates.kernels["exchange"] = KernelRates(terms={"1": 0.25}, measured={}, samples=1)
+    for kernel, seconds in (("exchange", 0.25), ("dense sums", 0.0)):
+        rates.kernels[kernel] = KernelRates(terms={"1": seconds}, measured={}, samples=1)
     request = AdviseRequest(sample=sample, memory_bytes=1e9, gather_gbs=1.0, device=rates, max_steps=40)
     own = advise_job(job(ranks={"count": 2}), request).foretold
     assert own is not None

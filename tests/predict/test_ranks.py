@@ -28,7 +28,7 @@ def exchanging(
     exchange: dict[str, float] | None = None, network: dict[str, float] | None = None, per_step: float = 0.0
 ) -> DeviceRates:
     own = device(per_step)
-    for name, terms in (("exchange", exchange), ("network", network)):
+    for name, terms in (("exchange", exchange), ("network", network), ("dense sums", {"1": 0.0})):
         if terms is not None:
             own.kernels[name] = KernelRates(terms=terms, measured={}, samples=1)
     return own
@@ -68,7 +68,7 @@ def test_an_exchange_takes_what_its_bytes_take_in_the_host_and_across() -> None:
     own = job(ranks={"count": 4, "per_host": 2})
     plan, _, num_dense = plan_job(own)
     found = Foretold(own, plan, num_dense, exchanging({"1": 1e6, "bytes": 1.0}, {"bytes": 1000.0}), FREE)
-    slice_bytes = 4 * counted_weights(own, num_dense) / 4
+    slice_bytes = 4 * counted_weights(own, num_dense).parameters / 4
     for step, planned in enumerate(plan):
         assert planned.counted is not None
         [group] = planned.counted.counts.groups
@@ -107,20 +107,24 @@ def test_pairs_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_parts_of_one_trainer_are_computed_one_after_the_other() -> None:
-    def model_s(**ranks: int) -> float:
-        """Seconds of the model's forward passes in the first train step, one for each call and sample."""
+    rates = device(loss_forward={"1": 100.0, "batch": 1.0})
+
+    def first_s(**ranks: int) -> float:
+        """Seconds of the first train step, in which only losses and sums take any."""
         own = job(ranks=ranks)
         plan, wiring, num_dense = plan_job(own)
         assert wiring.num_ranks == 1
-        return Foretold(own, plan, num_dense, device(loss_forward={"1": 100.0, "batch": 1.0}), FREE)("step", 0)
+        return Foretold(own, plan, num_dense, rates, FREE)("step", 0)
 
-    assert model_s() == pytest.approx(100 + 64)
-    assert model_s(parts=4) == pytest.approx(4 * (100 + 16))
+    assert first_s() == pytest.approx(100 + 64)
+    rates.kernels["dense sums"] = KernelRates(terms={"parts": 1000.0}, measured={}, samples=1)
+    assert first_s(parts=4) == pytest.approx(4 * (100 + 16) + 4000)
 
 
 @pytest.mark.parametrize(
     ("rates", "sentence"),
     [
+        (device(), "the rates file has no sums over parts; measure them: `trainer rates --config`"),
         (exchanging(), "the rates file has no exchange between ranks; measure it: `trainer rates --config`"),
         (exchanging({"1": 0.0}), "no network between the job's hosts; name its rate: `trainer rates --network-gbs`"),
     ],

@@ -63,7 +63,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SeenRun:
             ranks={"count": RANKS, "parts": RANKS},
         )
         made_up = device(per_step=0.25)
-        made_up.kernels["exchange"] = KernelRates(terms={"1": 0.0}, measured={}, samples=1)
+        for kernel in ("exchange", "dense sums"):
+            made_up.kernels[kernel] = KernelRates(terms={"1": 0.0}, measured={}, samples=1)
         rates = session.folder / "rates.json"
         rates.write_bytes(render(seal(made_up)))
         started = session.start("local", "--timeline", f"--max-steps={STEPS}", f"--rates={rates}")

@@ -16,13 +16,14 @@ from rowcast.job.step_kernels import GroupCounts, StepCounts, step_seconds
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.cli import app
-from rowcast.trainer.rates import host, kernel, layers, rows, stopwatch
-from rowcast.trainer.rates.exchange import between_ranks
+from rowcast.trainer.rates import host, kernel, layers, parts, rows, stopwatch
+from rowcast.trainer.rates.exchange import exchange_kernels
 from rowcast.trainer.rates.fit import Sample, fitted, not_below_zero, tabulated
 from rowcast.trainer.rates.kernel import ROUNDS, Kernel, Shape, measured
 from rowcast.trainer.rates.layers import shapes
 from rowcast.trainer.rates.measure import measure, write_rates
 from rowcast.trainer.rates.model import model_rates
+from rowcast.trainer.rates.parts import part_kernels
 from rowcast.trainer.rates.rows import RowShapes
 from rowcast.trainer.rates.stopwatch import Stopwatch
 from tests.support.jobs import laid_over
@@ -155,11 +156,18 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
 
 
 def test_exchanges_are_measured_between_as_many_processes_as_a_host_has_ranks() -> None:
-    found = between_ranks(CPU, job(ranks={"count": 4, "per_host": 2}), 12.5)
+    found = exchange_kernels(CPU, job(ranks={"count": 4, "per_host": 2}), 12.5)
     assert found["exchange"].samples == 8
-    assert found["exchange"].seconds({"bytes": 1e7}) > found["exchange"].seconds({"bytes": 0.0}) > 0
+    assert min(found["exchange"].table) > 0
     assert found["network"].seconds({"bytes": 12.5e9}) == pytest.approx(1.0)
-    assert between_ranks(CPU, job(), None) == {}
+    assert exchange_kernels(CPU, job(ranks={"parts": 4}), None) == {}
+
+
+def test_sums_over_parts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PARAMETERS", (1000, 10_000))
+    found = part_kernels(Stopwatch(CPU, 1, cold=False))["dense sums"]
+    assert found.samples == 3 * 3 * 2
+    assert found.seconds({"parts": 4.0, "tensors": 24.0, "parameters": 10_000.0}) > 0
 
 
 def test_an_exchange_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,4 +175,4 @@ def test_an_exchange_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         ConfigError, match="an exchange between 2 processes cannot be measured here: rank 0 of 2 found no way"
     ):
-        between_ranks(CPU, job(ranks={"count": 2}), None)
+        exchange_kernels(CPU, job(ranks={"count": 2}), None)

@@ -35,10 +35,10 @@ TIMEOUT_S = 60.0
 GB = 1e9
 
 
-def between_ranks(device: torch.device, job: Job | None, network_gbs: float | None) -> dict[str, KernelRates]:
-    """The kernels of exchanges; none for a job of one rank. Raises ConfigError."""
+def exchange_kernels(device: torch.device, job: Job, network_gbs: float | None) -> dict[str, KernelRates]:
+    """None for a job of one rank. Raises ConfigError."""
     found = {}
-    if job is not None and job.ranks.on_host > 1:
+    if job.ranks.on_host > 1:
         found[EXCHANGE] = exchange_rates(device, job.ranks.on_host)
     if network_gbs is not None:
         found[NETWORK] = KernelRates(terms={"bytes": 1 / (network_gbs * GB)}, measured={}, samples=0)

@@ -11,11 +11,12 @@ from rowcast.runtime.memory import keep_freed_memory
 from rowcast.runtime.sealed import render, seal
 from rowcast.trainer.execute.streams import device_name
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.rates.exchange import between_ranks
+from rowcast.trainer.rates.exchange import exchange_kernels
 from rowcast.trainer.rates.host import host_rates
 from rowcast.trainer.rates.kernel import measured
 from rowcast.trainer.rates.layers import BATCHES, layer_kernels
 from rowcast.trainer.rates.model import model_rates
+from rowcast.trainer.rates.parts import part_kernels
 from rowcast.trainer.rates.rows import move_kernels, row_kernels
 from rowcast.trainer.rates.stopwatch import Stopwatch, probe_seconds
 from rowcast.trainer.report.page.facts import processor
@@ -37,6 +38,8 @@ def measure(
     watch, kernels = Stopwatch(device, threads), choose_kernels(device)
     warm = Stopwatch(device, threads, cold=False)
     found = measured([*row_kernels(watch, kernels), *move_kernels(watch), *layer_kernels(warm)])
+    if job is not None and job.ranks.num_parts > 1:
+        found |= part_kernels(warm) | exchange_kernels(device, job, network_gbs)
     return DeviceRates(
         version=RATES_VERSION,
         machine=f"{processor()}, {platform.system()} {platform.machine()}",
@@ -45,7 +48,7 @@ def measure(
         torch=str(torch.__version__),
         threads=threads,
         probe=probe_seconds(watch),
-        kernels=found | between_ranks(device, job, network_gbs),
+        kernels=found,
         host=host_rates(watch, found),
         model=None if job is None else model_rates(warm, job, num_dense, BATCHES[device.type]),
     )

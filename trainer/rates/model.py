@@ -17,7 +17,7 @@ class TimedModel:
 
     def __init__(self, job: Job, num_dense: int, batch: int, device: torch.device) -> None:
         self._side = JobModel(job, num_dense, device)
-        self.weights = sum(weight.numel() for weight in self._side.model.parameters())
+        self.weights = [weight.numel() for weight in self._side.model.parameters()]
         self._dense = torch.randn(batch, num_dense, device=device)
         self._labels = torch.randint(0, 2, (batch, *job.data.columns.label_shape), device=device).float()
         self._rows = [
@@ -61,5 +61,6 @@ def model_rates(watch: Stopwatch, job: Job, num_dense: int, batches: Sequence[in
         forward=[watch.seconds(own.forward) for own in models],
         backward=[watch.seconds(own.backward, own.forward) for own in models],
         update=[watch.seconds(own.update, own.up_to_backward) for own in models],
-        weights=models[0].weights,
+        tensors=len(models[0].weights),
+        parameters=sum(models[0].weights),
     )
