@@ -7,8 +7,11 @@ of the machine stands beside each job, and the processor time that the trainer t
 nothing else wants its cores and it waits for nothing.
 
 With `--ranks`, each job is shared by as many trainers of this host, each with its prefetcher, and rank 0 is measured.
+With `--sleep-us`, a model sleeps so long for each sample of a forward pass, as a host does while a device computes, and
+leaves the cores to the rest; then the device is measured before each job, with its model as a whole.
 
     python -m benchmarks.predict_jobs [--rates rates.json] [--jobs 24] [--seed 1] [--ranks 2] [--hidden 512 1024]
+    python -m benchmarks.predict_jobs --jobs 6 --ranks 2 --sleep-us 100
 """
 
 import argparse
@@ -27,7 +30,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor, nn
 
 from benchmarks.machine import machine
 from benchmarks.predict_runs import TIMEOUT_S, sections
@@ -40,6 +45,7 @@ from rowcast.analysis.predict.recorded import recorded_run
 from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.job.file import load_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.schema import Job
 
 STEPS = 300
 MEASURED_EVERY = 8
@@ -106,7 +112,30 @@ def random_settings(chance: random.Random, widths: list[int]) -> tuple[dict[str,
     return settings, name, share
 
 
-def held_out(settings: Mapping[str, object], name: str, share: float, rates: Path) -> Found:
+def sleeping(job: Job, num_dense: int, sleep_us: float) -> nn.Module:
+    """A small model whose forward pass sleeps."""
+
+    class Sleeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(num_dense + sum(table.width * len(table.features) for table in job.tables), 1)
+
+        def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+            time.sleep(sleep_us / 1e6 * len(dense))
+            logits: Tensor = self.layer(torch.cat([dense, *embeddings], dim=1))
+            return logits.squeeze(1)
+
+    return Sleeping()
+
+
+def measure(rates: Path, config: Path | None, threads: int = 1) -> None:
+    """Writes the rates file, for the job as a whole where it is given."""
+    command = [sys.executable, "-m", "rowcast.trainer", "rates", f"--out={rates}", f"--threads={threads}"]
+    subprocess.run([*command, *([f"--config={config}"] if config else [])], check=True, stdout=subprocess.DEVNULL)
+
+
+def held_out(settings: Mapping[str, object], name: str, share: float, rates: Path, *, as_a_whole: bool) -> Found:
+    """`as_a_whole`: the job's own model is measured before."""
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         config, run_dir = Path(folder) / "job.toml", Path(folder) / "run"
 
@@ -118,6 +147,8 @@ def held_out(settings: Mapping[str, object], name: str, share: float, rates: Pat
         job = load_job(config)
         seen = touched(job, train_batches(job, STEPS))
         write(f"{max(int(2.5 * seen.largest_batch), int(share * seen.rows))} rows")
+        if as_a_whole:
+            measure(rates, config, threads=2)  # by the wall clock, in which a sleep counts
         (foretold,) = predict_jobs(lambda changes: load_job(config, tuple(changes)), [rates], [])
         commands = {process: [f"rowcast.{process}", "run"] for process in ("prefetcher", "trainer")}
         if job.ranks.count > 1:
@@ -185,6 +216,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sleep-us", type=int, default=0, help="microseconds that a model sleeps for each sample")
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128, 256], help="widths of the models")
     options = parser.parse_args()
     chance = random.Random(options.seed)
@@ -199,16 +231,16 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rowcast-bench-")))
         rates, config = options.rates or folder / "rates.json", folder / "job.toml"
         config.write_text("".join(sections(EXCHANGING | {"ranks.count": options.ranks})))
-        exchanging = [f"--config={config}"] if options.ranks > 1 else []
         for number in range(options.jobs):
-            if options.rates is None and number % MEASURED_EVERY == 0:
-                subprocess.run(
-                    [sys.executable, "-m", "rowcast.trainer", "rates", f"--out={rates}", *exchanging],
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                )
+            if options.rates is None and not options.sleep_us and number % MEASURED_EVERY == 0:
+                measure(rates, config if options.ranks > 1 else None)
             settings, name, share = random_settings(chance, options.hidden)
-            own = held_out(settings | {"ranks.count": options.ranks}, name, share, rates)
+            if options.sleep_us:
+                model = {"kind": "benchmarks.predict_jobs:sleeping", "options": {"sleep_us": options.sleep_us}}
+                settings |= {"model": model}
+                name = f"sleeping {options.sleep_us} us a sample{name[name.index(', batch') :]}"
+            ranks = {"ranks.count": options.ranks}
+            own = held_out(settings | ranks, name, share, rates, as_a_whole=bool(options.sleep_us))
             found.append(own)
             print(
                 f"| {own.name} | {1e3 * own.measured_s:.2f} | {1e3 * own.processor_s:.2f} | "
@@ -217,7 +249,8 @@ def main() -> None:
                 flush=True,
             )
     print(said(found, "pace", [own.error for own in found]))
-    print(said(found, "processor time", [own.processor_error for own in found]))
+    if not options.sleep_us:
+        print(said(found, "processor time", [own.processor_error for own in found]))
 
 
 if __name__ == "__main__":

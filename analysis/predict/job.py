@@ -29,6 +29,8 @@ from rowcast.job.tables import group_specs
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError
 
+CORES_OF_PAIR = 2  # with fewer, steps of ranks took up to twice as long as foretold
+
 Setting = tuple[str, str]  # key of the job file, value
 
 
@@ -37,6 +39,7 @@ class Prediction:
     settings: tuple[Setting, ...]  # what differs from the job file
     device: str
     ranks: int
+    cores: float  # that each pair of a prefetcher and a trainer has on this host
     steps: int  # walked, evaluation steps among them
     walked: Walked
     compute_s: float  # the mean of the task "step" of train steps, without the first
@@ -95,6 +98,7 @@ def predict_job(
                 settings=settings,
                 device=device.device,
                 ranks=job.ranks.count,
+                cores=cores,
                 steps=len(plan),
                 walked=walked,
                 compute_s=sum(compute_s) / max(1, len(compute_s)),
@@ -167,5 +171,10 @@ def print_predictions(found: Sequence[Prediction]) -> None:
             f"{name.strip(', ')} on {devices}: {1e3 * walked.step_s:.1f} ms a step (+-{own.margin:.0%}), "
             f"{walked.run_s:.1f} s in all, bound by {described(walked)}"
         )
+        if own.ranks > 1 and own.cores < CORES_OF_PAIR:
+            typer.echo(
+                f"  each trainer and its prefetcher have {own.cores:g} of this host's cores: a step takes up to twice as "
+                "long, since all ranks wait for one that waits for a core"
+            )
         if own.outside:
             typer.echo(f"  outside what was measured: {', '.join(own.outside)}")

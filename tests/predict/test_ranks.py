@@ -7,7 +7,7 @@ import pytest
 
 from rowcast.analysis.predict import job as predict_job_module
 from rowcast.analysis.predict.foretold import Foretold, HostRow
-from rowcast.analysis.predict.job import predict_job
+from rowcast.analysis.predict.job import predict_job, print_predictions
 from rowcast.analysis.predict.planned import plan_job
 from rowcast.analysis.predict.predict import walk
 from rowcast.analysis.simulate.ranks.shares import GroupShares, Sharing, part_groupings
@@ -91,7 +91,7 @@ def test_the_slowest_exchange_gives_the_pace() -> None:
     assert found.walked.step_s == pytest.approx(4 * 0.25, rel=0.1), "rows, gradients, slices and their sums"
 
 
-def test_pairs_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a core of its own a pair fetches and computes in turn; on two it does both at once."""
     monkeypatch.setattr(predict_job_module, "usable_cores", lambda: 2)
     free = {"1": 0.0}
@@ -101,6 +101,8 @@ def test_pairs_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
         rates = exchanging(free, free, per_step=1.0)
         fetch = HostRow(read=np.full(1, 0.1), first=np.full(1, 0.1), write=np.zeros(1))
         [found] = predict_job(own, [rates], fetch)
+        print_predictions([found])
+        assert ("have 1 of this host's cores: " in capsys.readouterr().out) == (per_host == 2)
         return found.walked.step_s
 
     assert pace(per_host=2) > 1.5 * pace(per_host=1)

@@ -159,6 +159,7 @@ def test_exchanges_are_measured_between_as_many_processes_as_a_host_has_ranks() 
     found = exchange_kernels(CPU, job(ranks={"count": 4, "per_host": 2}), 12.5)
     assert found["exchange"].samples == 8
     assert min(found["exchange"].table) > 0
+    assert found["exchange"].covers({"bytes": 0.0})
     assert found["network"].seconds({"bytes": 12.5e9}) == pytest.approx(1.0)
     assert exchange_kernels(CPU, job(ranks={"parts": 4}), None) == {}
 
