@@ -173,8 +173,8 @@ def print_predictions(found: Sequence[Prediction]) -> None:
         )
         if own.ranks > 1 and own.cores < CORES_OF_PAIR:
             typer.echo(
-                f"  each trainer and its prefetcher have {own.cores:g} of this host's cores: a step takes up to twice as "
-                "long, since all ranks wait for one that waits for a core"
+                f"  each trainer and its prefetcher have {own.cores:g} of this host's cores: a step takes up to twice "
+                "as long, since all ranks wait for one that waits for a core"
             )
         if own.outside:
             typer.echo(f"  outside what was measured: {', '.join(own.outside)}")
