@@ -64,7 +64,7 @@ class StepCounts:
 
 
 class DenseWeights(NamedTuple):
-    """Of a model."""
+    """Of a model, whose gradients ranks add up."""
 
     tensors: float
     parameters: float  # their elements
@@ -215,7 +215,8 @@ def exchange_calls(
     slice_bytes = GRADIENT_BYTES * weights.parameters / ranks if counts.trains else GRADIENT_BYTES
     sums = slice_bytes * (on_host - 1), slice_bytes * (ranks - on_host)
     for in_host, across in [*exchanged, *([sums, sums] if counts.trains else [sums])]:
-        yield KernelCall(task="exchange", kernel=EXCHANGE, counts={"bytes": float(in_host)})
+        if on_host > 1:
+            yield KernelCall(task="exchange", kernel=EXCHANGE, counts={"bytes": float(in_host)})
         if on_host < ranks:
             yield KernelCall(task="exchange", kernel=NETWORK, counts={"bytes": float(across)})
 

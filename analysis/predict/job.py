@@ -110,7 +110,7 @@ def predict_job(
 
 
 def cores_of_pair(job: Job) -> float:
-    """Of the cores that this process may use: the pairs of a host work at the same time."""
+    """An equal share of the cores that this process may use, since the pairs of a host work at the same time."""
     return usable_cores() / job.ranks.on_host
 
 

@@ -164,7 +164,7 @@ def count(
 
 
 def exchanged(share: GroupShare, ranks: Ranks) -> ExchangeCounts:
-    """Of the first rank. A link carries both directions at once, so the longer one counts."""
+    """What the first rank exchanges. A link carries both directions at once, so the longer one counts."""
     near, far = slice(1, ranks.on_host), slice(ranks.on_host, None)
     return ExchangeCounts(
         sent=sum(share.send_counts),

@@ -132,7 +132,7 @@ def test_parts_of_one_trainer_are_computed_one_after_the_other() -> None:
     ],
 )
 def test_rates_without_what_carries_the_exchange_are_refused(rates: DeviceRates, sentence: str) -> None:
-    own = job(ranks={"count": 2, "per_host": 1})
+    own = job(ranks={"count": 4, "per_host": 2})
     plan, _, num_dense = plan_job(own)
     with pytest.raises(ConfigError, match=sentence):
         Foretold(own, plan, num_dense, rates, FREE)

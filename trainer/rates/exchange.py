@@ -58,7 +58,7 @@ def exchange_rates(device: torch.device, count: int) -> KernelRates:
             raise ConfigError(f"an exchange between {count} processes cannot be measured here: {' '.join(reason)}")
         samples = [Sample({"bytes": nbytes}, seconds) for nbytes, seconds in json.loads(said)]
         rates = tabulated({"bytes": SENT_BYTES}, samples[: len(SENT_BYTES)], samples[len(SENT_BYTES) :])
-        # the fewest take as long as none, such as for a host with one rank
+        # the fewest take as long as none
         return msgspec.structs.replace(rates, measured={"bytes": (0.0, float(SENT_BYTES[-1]))})
 
 
