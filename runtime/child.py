@@ -18,6 +18,15 @@ class Child:
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped the process; one that a debugger holds is not."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:  # it has ended
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def signal(self, number: int) -> None:
         if self.code is None:
             self.process.send_signal(number)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.analysis.advise.cost import COUNTED, RowRates, probe_rows
-from rowcast.analysis.predict.pipeline import Planned
+from rowcast.analysis.predict.pipeline import Handover, Planned
 from rowcast.job.device_rates import DeviceRates
 from rowcast.job.schema import Job
 from rowcast.job.step_kernels import TASKS, Task, step_calls, step_seconds
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.runtime.arrays import F64
 
+MESSAGES: tuple[Handover, ...] = ("rows sent", "rows back", "ring room", "step done")
 MESSAGE_S = 2e-4  # from one process to the other: measured in runs on idle cores
 LEAST_MARGIN = 0.1  # share of a step's time: jobs were off by 8 % on average
 UNKNOWN = 0.2  # error of a kernel that was measured at too few shapes to know it
@@ -78,7 +79,10 @@ class Foretold:
             return float(np.array([group.written_back for group in groups]) @ self._row.write) / pieces
         if name == "barrier":
             return float(np.array(own.flushed) @ self._row.write) if own.flushed else 0.0
-        return {"decode": own.decode_s, "plan": own.plan_s, "deliver": MESSAGE_S}.get(name, HANDLING_S)
+        if name in MESSAGES:
+            return MESSAGE_S
+        known = {"decode": own.decode_s, "plan": own.plan_s, "rows filled": 0.0, "rows home": 0.0}
+        return known.get(name, HANDLING_S)
 
 
 def margin(device: DeviceRates, of_kernels: Mapping[str, float]) -> float:

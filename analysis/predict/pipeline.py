@@ -7,7 +7,7 @@
                exchange p       what ranks exchange in a step, all of it before the step here
     sender     copy out p           victims, once the ring has room
     write-back write back p
-    mail       deliver              a message of p, on the thread of the process that it goes to
+    mail       deliver              what is on its way from one thread to another, most of it messages
 
 Where the trainer is a CPU, one thread moves rows and computes. On a device these are streams beside the thread that
 issues the work.
@@ -15,9 +15,9 @@ issues the work.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from rowcast.analysis.predict.schedule import Task, Thread, Wait
+from rowcast.analysis.predict.schedule import Ring, Task, Thread, Wait
 from rowcast.job.step_kernels import StepCounts
 
 
@@ -67,25 +67,29 @@ class Wiring:
     num_ranks: int = 1
 
 
+Handover = Literal["rows sent", "rows filled", "rows back", "rows home", "ring room", "step done"]
+
+
 class Durations(Protocol):
     def __call__(self, name: str, step: int, pieces: int = 1) -> float:
-        """The seconds that one piece of a step's task takes, if the task is done in `pieces` pieces."""
+        """The seconds that one piece of a step's task takes, if the task is done in `pieces` pieces. `name`: also a
+        `Handover`."""
 
 
 def room(sizes: Sequence[int], nbytes: int) -> list[int | None]:
-    """The last piece that must have left a ring of `nbytes` before each piece has a place in it; None if none must.
+    """The last piece that must have left a staging of `nbytes` before each piece has a place; None if none must.
 
-    A piece lies in one part: what does not fit before the ring's end starts again at its beginning.
+    A piece lies in one part: what does not fit before the end starts again at the beginning.
     """
     found: list[int | None] = []
-    ends: list[int] = []
+    begins: list[int] = []
     end, left = 0, 0
     for size in sizes:
         begin = end if end % nbytes + size <= nbytes else -(-end // nbytes) * nbytes
         end = begin + size
-        while end - (ends[left - 1] if left else 0) > nbytes and left < len(ends):
+        while left < len(begins) and begins[left] < end - nbytes:
             left += 1
-        ends.append(end)
+        begins.append(begin)
         found.append(left - 1 if left else None)
     return found
 
@@ -101,7 +105,7 @@ class Pipeline:
     def __init__(self, plan: Sequence[Planned], wiring: Wiring, durations: Durations, begins: dict[str, float]) -> None:
         """`begins`: seconds until the threads "planning" and "main" begin their first task."""
         self._wiring, self._seconds = wiring, durations
-        names = ("planning", "fetcher", "main", "sender", "write-back", "checkpoint", "mail", "trainer's mail")
+        names = ("planning", "fetcher", "main", "sender", "write-back", "checkpoint")
         threads = {name: Thread(name) for name in names}
         decoders = [Thread(f"decoder {number}") for number in range(wiring.num_decoders)]
         self.threads = (*decoders, *threads.values())
@@ -111,24 +115,18 @@ class Pipeline:
         # a fetcher announces what was read before it reads on; a trainer moves rows before it computes
         self._send, self._fetch = threads["fetcher"].lane(), threads["fetcher"].lane()
         self._copy_in, self._fill, self._compute = (threads["main"].lane() for _ in range(3))
-        # messages of different kinds overtake each other: what counts is how long one takes
-        self._mail, self._rows_mail, self._done_mail = (threads["mail"].lane() for _ in range(3))
-        self._trainer_mail = threads["trainer's mail"].lane()
         for lane, name in ((self._planning, "planning"), (self._copy_in, "main")):
             lane.add("start", None, begins.get(name, 0.0))
         pieces = [piece for planned in plan for piece in planned.pieces]
         rows, back = [piece.row_bytes for piece in pieces], [piece.back_bytes for piece in pieces]
-        self._ring_room = room([piece.ring_bytes for piece in pieces], wiring.ring_bytes)
+        self._fetch_ring, self._back_ring = Ring(wiring.ring_bytes), Ring(wiring.ring_bytes)
         self._fill_room, self._evict_room = room(rows, wiring.staging_bytes), room(back, wiring.staging_bytes)
-        self._back_room = room(back, wiring.ring_bytes)
         self._read: list[Task] = []
         self.done: list[Task] = []  # the end of each step
         self._reported: list[Task] = []  # the prefetcher knows that it is done
         self._home: list[Task] = []
-        self._released: list[Task] = []  # pieces of all steps, as the three below
-        self._filled: list[Task] = []
+        self._filled: list[Task] = []  # pieces of all steps, as the list below
         self._copied_out: list[Task] = []
-        self._written: list[Task] = []
         self._barrier: Task | None = None
         self._durable: Task | None = None
         for step, planned in enumerate(plan):
@@ -147,10 +145,10 @@ class Pipeline:
         number = len(planned.pieces)
         for piece in planned.pieces:
             index = len(self._filled)
-            in_ring = [*needed, (at(self._released, self._ring_room[index]), "ring")]
-            fetch = self._fetch.add("fetch", step, seconds("fetch", step, number), in_ring)
+            in_ring = (self._fetch_ring, piece.ring_bytes)
+            fetch = self._fetch.add("fetch", step, seconds("fetch", step, number), needed, takes=in_ring)
             send = self._send.add("send", step, seconds("send", step, number), [(fetch, "store"), *credit])
-            arrive = self._trainer_mail.add("deliver", step, seconds("deliver", step), [(send, "rows")])
+            arrive = self._hand_over("rows sent", step, send, "rows")
             staged = [(arrive, "rows"), (at(self._filled, self._fill_room[index]), "staging")]
             copy_in = self._copy_in.add("copy in", step, seconds("copy in", step, number), staged)
             free = [
@@ -159,18 +157,21 @@ class Pipeline:
                 (at(self._copied_out, self._evict_room[index]), "staging"),
             ]
             fill = self._fill.add("fill", step, seconds("fill", step, number), free)
-            self._released.append(self._mail.add("deliver", step, seconds("deliver", step), [(copy_in, "ring")]))
+            self._hand_over("ring room", step, copy_in, "ring", gives=self._fetch_ring)
             self._filled.append(fill)
             self._add_way_home(step, piece, fill, number)
         before: Wait = (self._filled[-1], "rows")
         if self._wiring.num_ranks > 1:
             before = (self._compute.add("exchange", step, seconds("exchange", step), [before]), "ranks")
         self.done.append(self._compute.add("step", step, seconds("step", step), [before]))
-        self._reported.append(
-            self._done_mail.add("deliver", step, seconds("deliver", step), [(self.done[-1], "credit")])
-        )
+        self._reported.append(self._hand_over("step done", step, self.done[-1], "credit"))
         if planned.barrier:
             self._add_barrier(step)
+
+    def _hand_over(self, what: Handover, step: int, done: Task, reason: str, *, gives: Ring | None = None) -> Task:
+        """What is on its way holds up nothing else, so each has a thread of its own."""
+        lane = Thread("mail").lane()
+        return lane.add("deliver", step, self._seconds(what, step), [(done, reason)], gives=gives)
 
     def _add_batch(self, step: int) -> None:
         wiring = self._wiring
@@ -183,21 +184,26 @@ class Pipeline:
     def _add_way_home(self, step: int, piece: PlannedPiece, fill: Task, number: int) -> None:
         """Rows of a piece are home once they are written; a step's are home with its last piece's."""
         if piece.back_bytes:
-            index = len(self._copied_out)
+            filled = self._hand_over("rows filled", step, fill, "rows")
             back = self._copy_out.add(
                 "copy out",
                 step,
                 self._seconds("copy out", step, number),
-                [(fill, "rows"), (at(self._written, self._back_room[index]), "ring")],
+                [(filled, "rows")],
+                takes=(self._back_ring, piece.back_bytes),
             )
-            arrive = self._rows_mail.add("deliver", step, self._seconds("deliver", step), [(back, "rows")])
-            home = self._write_back.add(
-                "write back", step, self._seconds("write back", step, number), [(arrive, "rows")]
+            arrive = self._hand_over("rows back", step, back, "rows")
+            written = self._write_back.add(
+                "write back",
+                step,
+                self._seconds("write back", step, number),
+                [(arrive, "rows")],
+                gives=self._back_ring,
             )
+            home = self._hand_over("rows home", step, written, "write_back")
         else:
             back, home = fill, fill
         self._copied_out.append(back)
-        self._written.append(home)
         if len(self._home) == step:
             self._home.append(home)
         self._home[step] = home

@@ -10,7 +10,6 @@ from rowcast.analysis.timeline.plot import ROW_INCHES, WIDTH_INCHES, draw, joine
 from rowcast.analysis.timeline.trace_events import Window, overlaps
 from rowcast.runtime.telemetry.timeline import TimelineSpan
 
-LEFT_OUT = ("mail", "trainer's mail")  # messages are too short to see
 PATH = {"color": "black", "linewidth": 1.4, "zorder": 6}
 
 
@@ -22,7 +21,7 @@ def plot_tasks(threads: Sequence[Thread], steps: Sequence[Task], path: Path) -> 
 
     window: Window = (ns(steps[0].ended_s), ns(steps[-1].ended_s))
     spans = {thread.name: [span for span in spans_of(thread) if overlaps(span, window)] for thread in threads}
-    names = [name for name, own in spans.items() if any(s.kind == "work" for s in own) and name not in LEFT_OUT]
+    names = [name for name, own in spans.items() if any(span.kind == "work" for span in own)]
     figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * len(names) + 0.8), layout="constrained")
     axes: Any = figure.subplots()
     for row, name in enumerate(names):

@@ -3,13 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
-from statistics import median
+from itertools import chain, product
 
-from rowcast.analysis.timeline.recording import MAIN, Recordings, TimelineRecording, ended_ns, lives, shared_ns
+from rowcast.analysis.predict.handovers import WITH_WAITS, Handovers, handovers, own_work
+from rowcast.analysis.timeline.recording import MAIN, Recordings, TimelineRecording, ended_ns, lives
 from rowcast.analysis.timeline.trace_events import track_name
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.timeline import TimelineSpan
 
 TASKS = {  # a span's name -> the task that it is a part of; others have their own name
     "gather": "fill",
@@ -28,14 +27,14 @@ TASKS = {  # a span's name -> the task that it is a part of; others have their o
 class RecordedRun:
     first_step: int
     seconds: dict[str, dict[int, float]]  # task -> step -> seconds
-    message_s: float  # from one process to the other
+    handovers: Handovers
     begins: dict[str, float]  # when the threads "planning" and "main" began
     ended: list[float]  # when each step was done
 
     def __call__(self, name: str, step: int, pieces: int = 1) -> float:
         """Implements `pipeline.Durations`."""
-        if name == "deliver":
-            return self.message_s
+        if name in self.handovers.usual:
+            return self.handovers(name, step + self.first_step)
         return self.seconds[name].get(step + self.first_step, 0.0) / pieces
 
 
@@ -54,17 +53,22 @@ def recorded_run(recordings: Recordings) -> RecordedRun:
         elif span.name == "ranks":  # the same time is work of the phase `exchange`
             seconds["exchange"][span.step] += span.duration_ns / 1e9
             seconds["step"][span.step] -= span.duration_ns / 1e9
-    for span, own_ns in own_work(recordings.trainer):
-        if span.step is not None:
-            seconds[TASKS.get(span.name, span.name)][span.step] += own_ns / 1e9
+    connected_ns = first_ns(recordings.trainer, MAIN)
+    for recording, track in product(recordings.both, WITH_WAITS):
+        for span, own_ns in own_work(recording, track, connected_ns):
+            if span.step is not None:
+                seconds[TASKS.get(span.name, span.name)][span.step] += own_ns / 1e9
     began_ns = first_recorded_ns(recordings)
-    message_s = message_seconds(recordings)
+    given = handovers(recordings)
+    for task, own in given.between.items():
+        for step, own_s in own.items():
+            seconds[task][step] += own_s
     for step, barrier_ns in between_steps(recordings, dict(zip(numbers, map(ended_ns, steps), strict=True))):
-        seconds["barrier"][step] = max(0.0, barrier_ns / 1e9 - message_s)
+        seconds["barrier"][step] = max(0.0, barrier_ns / 1e9 - given.usual["step done"])
     return RecordedRun(
         first_step=numbers[0],
         seconds=seconds,
-        message_s=message_s,
+        handovers=given,
         begins={
             "planning": (first_ns(recordings.prefetcher, "planning") - began_ns) / 1e9,
             "main": (first_ns(recordings.trainer, MAIN) - began_ns) / 1e9,
@@ -86,19 +90,6 @@ def waited(recordings: Recordings) -> Iterator[tuple[str, float, float]]:
                 )
 
 
-def own_work(trainer: TimelineRecording) -> list[tuple[TimelineSpan, int]]:
-    """Nanoseconds that the main loop worked before each span, on what no span covers: messages, results, polling."""
-    spans = sorted(
-        (span for span in trainer.spans if span.track == MAIN and span.kind != "step"), key=lambda span: span.began_ns
-    )
-    found, end_ns = [], spans[0].began_ns if spans else 0
-    for span in spans:
-        if span.kind == "work" and span.began_ns > end_ns:
-            found.append((span, span.began_ns - end_ns))
-        end_ns = max(end_ns, ended_ns(span))
-    return found
-
-
 def between_steps(recordings: Recordings, ended: dict[int, int]) -> Iterator[tuple[int, int]]:
     """Nanoseconds from the end of each step to the first fetch of the next one: what a barrier takes."""
     fetched: dict[int, int] = {}
@@ -108,27 +99,6 @@ def between_steps(recordings: Recordings, ended: dict[int, int]) -> Iterator[tup
     for step, end_ns in ended.items():
         if step + 1 in fetched:
             yield step, fetched[step + 1] - end_ns
-
-
-def message_seconds(recordings: Recordings) -> float:
-    """The median from the end of a `send` to the `copy in` of its piece, without what the main thread did meanwhile."""
-    sent, taken = defaultdict(list), defaultdict(list)
-    for span in recordings.prefetcher.spans:
-        if (span.kind, span.name) == ("work", "send"):
-            sent[span.step].append(ended_ns(span))
-    busy = []
-    for span in recordings.trainer.spans:
-        if span.name == "copy in":
-            taken[span.step].append(span.began_ns)
-        if (span.kind, span.track) == ("work", MAIN):
-            busy.append((span.began_ns, ended_ns(span)))
-    busy.sort()
-    ways = [
-        TimelineSpan("wait", MAIN, "rows", left, max(0, arrived - left), step)
-        for step, leaving in sent.items()
-        for left, arrived in zip(sorted(leaving), sorted(taken[step]), strict=False)
-    ]
-    return median(way.duration_ns - sum(shared for _, shared in shared_ns(way, busy)) for way in ways) / 1e9
 
 
 def first_recorded_ns(recordings: Recordings) -> int:

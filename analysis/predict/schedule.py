@@ -2,7 +2,7 @@
 
     thread     one task at a time; of several lanes, the first whose next task may begin
     lane       tasks in order
-    task       may begin once the tasks before it (`after`) have ended
+    task       may begin once the tasks before it (`after`) have ended, and the ring that it needs has room
 
     planning   | plan 0 | plan 1 | plan 2 |
     fetcher             | fetch 0 | fetch 1 | fetch 2 |
@@ -22,12 +22,43 @@ from dataclasses import dataclass, field
 BUSY = "busy"  # the cause is the task before on the same thread
 
 
+class Ring:
+    """Bytes that tasks of one lane take as they begin, and others give back in the same order as they end.
+
+    Its places are those of `protocol.transport.ring`: a piece is contiguous, and an empty ring starts over at byte 0.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._end = 0  # of the newest piece
+        self._free_from = 0  # everything before it is free
+        self._ends: deque[int] = deque()
+        self.waiting: Task | None = None  # it found no room
+
+    def take(self, nbytes: int) -> bool:
+        """False if there is no room."""
+        if not self._ends:
+            self._end = self._free_from = -(-self._end // self._nbytes) * self._nbytes
+        fits = self._end % self._nbytes + nbytes <= self._nbytes
+        end = nbytes + (self._end if fits else -(-self._end // self._nbytes) * self._nbytes)
+        if end - self._free_from > self._nbytes:
+            return False
+        self._end = end
+        self._ends.append(end)
+        return True
+
+    def give_back(self) -> None:
+        self._free_from = self._ends.popleft()
+
+
 @dataclass(slots=True, eq=False)
 class Task:
     name: str
     step: int | None
     seconds: float  # on a core of its own
     thread: "Thread"
+    takes: tuple[Ring, int] | None = None  # bytes, when it begins
+    gives: Ring | None = None  # its oldest piece's bytes, when it ends
     missing: int = 0  # tasks that must end before
     followers: list[tuple["Task", str]] = field(default_factory=list)
     ready_s: float = 0.0  # when the last of the tasks before it had ended
@@ -47,14 +78,35 @@ class Lane:
         self._thread = thread
         self.waiting: deque[Task] = deque()
 
-    def add(self, name: str, step: int | None, seconds: float, after: Iterable[Wait] = ()) -> Task:
-        task = Task(name, step, seconds, self._thread)
+    def add(
+        self,
+        name: str,
+        step: int | None,
+        seconds: float,
+        after: Iterable[Wait] = (),
+        *,
+        takes: tuple[Ring, int] | None = None,
+        gives: Ring | None = None,
+    ) -> Task:
+        task = Task(name, step, seconds, self._thread, takes, gives)
         for before, reason in after:
             if before is not None:
                 task.missing += 1
                 before.followers.append((task, reason))
         self.waiting.append(task)
         return task
+
+    def may_begin(self) -> bool:
+        """Whether its next task may. If so, the task has taken its bytes."""
+        if not self.waiting or self.waiting[0].missing:
+            return False
+        task = self.waiting[0]
+        if task.takes is None:
+            return True
+        ring, nbytes = task.takes
+        has_room = ring.take(nbytes)
+        ring.waiting = None if has_room else task
+        return has_room
 
 
 class Thread:
@@ -74,7 +126,7 @@ class Thread:
 
     def begin_next(self, now_s: float) -> bool:
         """Begins the next task of the first lane that has one ready."""
-        lane = next((lane for lane in self.lanes if lane.waiting and not lane.waiting[0].missing), None)
+        lane = next((lane for lane in self.lanes if lane.may_begin()), None)
         if lane is None:
             return False
         task = self.task = lane.waiting.popleft()
@@ -96,15 +148,19 @@ class Thread:
             if not follower.missing:
                 follower.ready_s, follower.awaited = now_s, (task, reason)
                 freed.append(follower)
+        if task.gives is not None:
+            task.gives.give_back()
+            if (waiting := task.gives.waiting) is not None:
+                waiting.ready_s, waiting.awaited = now_s, (task, "ring")
+                freed.append(waiting)
         return freed
 
 
 def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
     """Runs all tasks. Returns the seconds from the beginning to the end of the last one."""
     now_s = 0.0
-    for thread in threads:
-        thread.begin_next(now_s)
-    while working := [thread for thread in threads if thread.task is not None]:
+    working = [thread for thread in threads if thread.begin_next(now_s)]
+    while working:
         share = min(1.0, cores / max(1, sum(thread.uses_core for thread in working)))
         rates = [share if thread.uses_core else 1.0 for thread in working]
         elapsed_s = min(thread.left_s / rate for thread, rate in zip(working, rates, strict=True))
@@ -118,9 +174,8 @@ def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
         # first all that end now, then what they let begin, so that the order of threads does not matter
         affected = dict.fromkeys(ended)
         affected |= dict.fromkeys(task.thread for thread in ended for task in thread.end(now_s))
-        for thread in affected:
-            if thread.task is None:
-                thread.begin_next(now_s)
+        working = [thread for thread in working if thread.task is not None]
+        working += [thread for thread in affected if thread.task is None and thread.begin_next(now_s)]
     stuck = [lane.waiting[0] for thread in threads for lane in thread.lanes if lane.waiting]
     assert not stuck, f"tasks wait for each other: {', '.join(f'{task.name} {task.step}' for task in stuck)}"
     return now_s

@@ -1,4 +1,4 @@
-"""Starts the prefetchers of all ranks of a host, and starts one again that was killed.
+"""Starts the prefetchers of all ranks of a host, and starts one again that was killed or stands still.
 
     prefetcher run                        settles where the run begins, on the host of rank 0
       prefetcher run --rank 0             serves trainer 0
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rowcast.job.prediction import keep_prediction
-from rowcast.job.schema import Job
+from rowcast.job.schema import Job, parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.starting_point import settle_run
 from rowcast.runtime.child import Child
-from rowcast.runtime.children import END_S, ended_badly, ended_together, has_terminal, start_child
+from rowcast.runtime.children import END_S, POLL_S, ended_badly, ended_together, has_terminal, start_child
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import STOPS, Signals
@@ -55,6 +55,8 @@ class AllRanks:
         self._job, self._options, self._signals = job, options, signals
         self._arguments = arguments
         self._restarts: dict[str, int] = {}
+        self._stopped_s: dict[str, float] = {}  # how long each has been stopped, without the time in which we were too
+        self._stopped_limit_s = parse_seconds(job.ranks.timeout)
         self._names = {f"prefetcher of rank {rank}": rank for rank in self._ranks}
         self._children: list[Child] = []
         self._stopping = False
@@ -80,7 +82,7 @@ class AllRanks:
             if self._signals.stop_reason is not None:
                 return False
             self._children = [self._start(name) for name in self._names]
-            first = ended_together(self._children, self._another, self._pass_on)
+            first = ended_together(self._children, self._another, self._meanwhile)
             if first is not None:
                 raise ended_badly(first)
             return directory.completion() is not None
@@ -99,6 +101,20 @@ class AllRanks:
         self._restarts[child.name] = restarts + 1
         get_logger().warning("started again, from the newest checkpoint", because=child.describe_exit())
         return self._start(child.name)
+
+    def _meanwhile(self) -> None:
+        self._kill_stopped()
+        self._pass_on()
+
+    def _kill_stopped(self) -> None:
+        """Kills one that was stopped for too long: its trainer has ended, and no other can connect to it."""
+        for child in self._children:
+            stopped_s = self._stopped_s.get(child.name, 0.0) + POLL_S if child.is_stopped else 0.0
+            self._stopped_s[child.name] = stopped_s
+            if stopped_s > self._stopped_limit_s:
+                who = f"the {child.name} (process {child.process.pid})"
+                get_logger().warning(f"{who} was stopped for {stopped_s:.0f} s (ranks.timeout) and is killed")
+                child.signal(signal.SIGKILL)
 
     def _pass_on(self) -> None:
         """Passes a signal on, once; a terminal has sent it to all processes itself."""

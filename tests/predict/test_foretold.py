@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ from rowcast.analysis.advise.show import foretold_sentences
 from rowcast.analysis.predict import foretold
 from rowcast.analysis.predict import job as predict_job
 from rowcast.analysis.predict.foretold import Foretold, HostRow
+from rowcast.analysis.predict.handovers import Handovers
 from rowcast.analysis.predict.job import combinations, compare, predict_jobs, print_compared
-from rowcast.analysis.predict.pipeline import Pipeline
+from rowcast.analysis.predict.pipeline import Handover, Pipeline
 from rowcast.analysis.predict.planned import plan_job
 from rowcast.analysis.predict.predict import CHANGEABLE, walk
 from rowcast.analysis.predict.recorded import RecordedRun
@@ -167,7 +168,7 @@ def test_a_run_that_took_what_was_foretold_is_off_by_nothing(
     recorded = RecordedRun(
         first_step=0,
         seconds={name: {step: durations(name, step) for step in range(len(plan))} for name in CHANGEABLE},
-        message_s=durations("deliver", 0),
+        handovers=Handovers(usual={name: durations(name, 0) for name in get_args(Handover)}, of_step={}, between={}),
         begins={},
         ended=[task.ended_s for task in pipeline.done],
     )

@@ -8,52 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rowcast.analysis.predict.pipeline import Pipeline, Planned, PlannedPiece, Wiring, room
+from rowcast.analysis.predict.pipeline import Pipeline, Planned, Wiring, room
 from rowcast.analysis.predict.plot import plot_tasks
 from rowcast.analysis.predict.predict import Walked, described, walk
 from rowcast.analysis.predict.schedule import run
-from rowcast.protocol.transport.ring import GUARD_BYTES, RingWriter
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.execute.staging import Staging, StagingSpan
+from rowcast.trainer.execute.streams import PlainStreams, SeededEvent
+from tests.support.made_up_pipeline import MIB, SECONDS, WIRING, plan
 
-STEPS, DEPTH, HORIZON = 200, 4, 8
-MIB = 2**20
-SECONDS = {
-    "decode": 2.0,
-    "read": 1.0,
-    "plan": 1.0,
-    "fetch": 1.0,
-    "send": 0.1,
-    "copy in": 0.1,
-    "fill": 0.1,
-    "step": 3.0,
-    "copy out": 0.1,
-    "write back": 0.5,
-    "barrier": 0.0,
-    "write": 0.0,
-    "deliver": 0.05,
-}
 MOVES = SECONDS["copy in"] + SECONDS["fill"]  # on the main thread, beside the step
-WIRING = Wiring(depth=DEPTH, num_decoders=1, decoded_ahead=8, measured=4, ring_bytes=64 * MIB, staging_bytes=16 * MIB)
-PIECE = PlannedPiece(ring_bytes=MIB, row_bytes=MIB // 2, back_bytes=MIB // 2)
 
 
 def near(seconds: float, rel: float = 1e-6) -> Any:
     return pytest.approx(seconds, rel=rel)
-
-
-def plan(**changes: object) -> list[Planned]:
-    steps = [
-        Planned(
-            step=step,
-            known_through=min(step + HORIZON, STEPS - 1),
-            after_step=None,
-            fill_after=step - DEPTH if step >= DEPTH else None,
-            pieces=(PIECE,),
-            barrier=False,
-        )
-        for step in range(STEPS)
-    ]
-    return [replace(planned, **changes) for planned in steps]  # type: ignore[arg-type]
 
 
 def paced(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> tuple[float, str]:
@@ -182,19 +150,15 @@ def test_no_step_ends_before_the_plan_and_the_work_that_it_needs() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_room_in_a_ring_is_what_the_ring_itself_gives(seed: int) -> None:
-    """Pieces leave in order, one each time that the ring is full; it never becomes empty, where it would start anew."""
+def test_room_in_staging_is_what_the_staging_itself_gives(seed: int) -> None:
     random = np.random.default_rng(seed)
-    capacity = 64 * 128
-    writer = RingWriter(np.zeros(capacity, np.uint8))
-    payloads = [64 * int(count) for count in random.integers(1, 16, 200)]
-    expected, ends, left = [], list[int](), 0
-    for nbytes in payloads:
-        while (piece := writer.try_allocate(nbytes)) is None:
-            assert left < len(ends) - 1, "the ring would be empty"
-            writer.release(ends[left])
-            left += 1
-        writer.commit(piece, 0, checksum=False)
-        ends.append(piece.end)
-        expected.append(left - 1 if left else None)
-    assert room([nbytes + 2 * GUARD_BYTES for nbytes in payloads], capacity) == expected
+    staging = Staging(PlainStreams(), 64 * 100)
+    sizes = [64 * int(count) for count in random.integers(1, 60, 200)]
+    spans, expected, used = list[StagingSpan](), [], 0
+    for nbytes in sizes:
+        while (span := staging.take(nbytes)) is None:
+            spans[used].used = SeededEvent()
+            used += 1
+        spans.append(span)
+        expected.append(used - 1 if used else None)
+    assert room(sizes, staging.nbytes) == expected

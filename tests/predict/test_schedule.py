@@ -3,10 +3,13 @@
 import itertools
 import math
 import random
+from collections import deque
 
+import numpy as np
 import pytest
 
-from rowcast.analysis.predict.schedule import BUSY, Lane, Task, Thread, critical_path, run, waits
+from rowcast.analysis.predict.schedule import BUSY, Lane, Ring, Task, Thread, critical_path, run, waits
+from rowcast.protocol.transport.ring import RingWriter, piece_bytes
 
 SEEDS = range(60)
 
@@ -50,6 +53,40 @@ def test_tasks_that_wait_for_each_other_are_named() -> None:
     other.add("plan", 1, 1.0, [(lane.waiting[0], "batches")])
     with pytest.raises(AssertionError, match="read 0, plan 1"):
         run([thread])
+
+
+def test_a_task_waits_for_room_in_a_ring_and_names_what_made_it() -> None:
+    fetcher, trainer = Thread("fetcher"), Thread("trainer")
+    fetch, copy_in, ring = fetcher.lane(), trainer.lane(), Ring(100)
+    fetches = []
+    for step in range(4):
+        fetches.append(fetch.add("fetch", step, 1.0, takes=(ring, 40)))
+        copied = copy_in.add("copy in", step, 5.0, [(fetches[-1], "rows")], gives=ring)
+    run([fetcher, trainer])
+    assert [task.began_s for task in fetches] == [0.0, 1.0, 6.0, 11.0]  # two pieces fit
+    assert [task.cause[1] for task in fetches[1:] if task.cause] == [BUSY, "ring", "ring"]
+    assert copied.ended_s == 21.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_ring_has_room_when_the_real_one_has(seed: int) -> None:
+    """Pieces leave at random times, so that the ring is empty now and then and starts over."""
+    chance, capacity = random.Random(seed), 64 * 128
+    writer, ring = RingWriter(np.zeros(capacity, np.uint8)), Ring(capacity)
+    ends: deque[int] = deque()
+    outcomes = set()
+    for _ in range(400):
+        while ends and chance.random() < 0.4:
+            writer.release(ends.popleft())
+            ring.give_back()
+        nbytes = 64 * chance.randint(1, 50)
+        piece = writer.try_allocate(nbytes)
+        assert ring.take(piece_bytes(nbytes)) == (piece is not None)
+        outcomes.add((piece is not None, bool(ends)))
+        if piece is not None:
+            writer.commit(piece, 0, checksum=False)
+            ends.append(piece.end)
+    assert outcomes == {(True, True), (True, False), (False, True)}
 
 
 class Random:
