@@ -87,7 +87,7 @@ class ModelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forward: list[float]  # seconds, the loss included
     backward: list[float]
     update: list[float]
-    tensors: int  # of the dense side
+    tensors: int  # weights of the dense side
     parameters: int  # their elements
 
     def seconds(self, batch: float) -> tuple[float, float, float]:

@@ -36,8 +36,8 @@ class ExchangeCounts:
     received: int  # from all ranks, itself included
     in_host: int  # to or from the other ranks of its host, whichever is more
     across: int  # to or from ranks of other hosts, whichever is more
-    trained: int  # of its own shard
-    additions: int  # of gradients of one row
+    trained: int  # rows in its own shard
+    additions: int  # sums of two gradients of the same row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class StepCounts:
 
 
 class DenseWeights(NamedTuple):
-    """Of a model, whose gradients ranks add up."""
+    """The size of a model whose gradients the ranks add up."""
 
     tensors: float
     parameters: float  # their elements

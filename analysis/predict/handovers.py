@@ -28,7 +28,9 @@ class Handovers:
 
     usual: dict[Handover, float]  # medians; 0 for one that nothing waited for
     of_step: dict[Handover, dict[int, float]]  # the mean of a step's pieces, where it is known
-    between: dict[str, dict[int, float]]  # what a thread did between two tasks, of those whose waits are not recorded
+    between: dict[
+        str, dict[int, float]
+    ]  # task -> step -> the thread's own work before it, where waits are not recorded
 
     def __call__(self, name: Handover, step: int) -> float:
         return self.of_step.get(name, {}).get(step, self.usual[name])
@@ -38,7 +40,7 @@ class Handovers:
 class Taken:
     """How a thread took the pieces of a task."""
 
-    ways_ns: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # of those that found it free
+    ways_ns: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # pieces that found it free
     queued_ns: list[tuple[int, int, int]] = field(default_factory=list)  # step, until it was free, until it began
 
     @property
@@ -74,16 +76,20 @@ def handovers(recordings: Recordings) -> Handovers:
 def taken(giver: TimelineRecording, given: str, taker: TimelineRecording, track: str, task: str) -> Taken:
     """How `track` took up `task` after each task `given`, piece by piece."""
     own_ns = {id(span): own for span, own in own_work(taker, track)} if track in WITH_WAITS else {}
+    # one that waits for something else is not free
     spans = sorted(
-        (span for span in taker.spans if (span.kind, span.track) == ("work", track)), key=lambda span: span.began_ns
+        (span for span in taker.spans if span.track == track and span.kind != "step" and span.name != "rows"),
+        key=lambda span: span.began_ns,
     )
     began, ends = defaultdict(list), [ended_ns(span) for span in spans]
     for span in spans:
-        if span.name == task:
+        if (span.kind, span.name) == ("work", task):
             began[span.step].append(span.began_ns - own_ns.get(id(span), 0))
     found = Taken()
     for step, left in ends_of(giver, given).items():
-        for left_ns, began_ns in zip(sorted(left), sorted(began[step]), strict=False):
+        if len(left) != len(began[step]):
+            continue  # a piece without dirty victims sends nothing back
+        for left_ns, began_ns in zip(sorted(left), sorted(began[step]), strict=True):
             before = bisect_right(ends, began_ns) - 1
             if before < 0:
                 continue  # the thread had not begun

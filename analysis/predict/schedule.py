@@ -30,7 +30,7 @@ class Ring:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._end = 0  # of the newest piece
+        self._end = 0  # where the newest piece ends
         self._free_from = 0  # everything before it is free
         self._ends: deque[int] = deque()
         self.waiting: Task | None = None  # it found no room

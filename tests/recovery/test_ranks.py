@@ -77,11 +77,13 @@ def test_a_stop_that_one_of_them_is_asked_for_is_one_of_all(name: str, run: Reco
     assert run.num_starts == 2
 
 
-@pytest.mark.parametrize("role", list(STANDS_STILL)[: count(1, 2)])  # the second one waits minutes for time-outs
-def test_one_that_stands_still_ends_all_or_is_replaced(role: str, run: RecoveringRanks, alone: Outcome) -> None:
+@pytest.mark.parametrize("role", STANDS_STILL)
+def test_one_that_stands_still_is_replaced(role: str, run: RecoveringRanks, alone: Outcome) -> None:
     once = run.session.folder / "once"
     run.end(run.start(f"{STANDS_STILL[role]}:{once}"))
     assert once.exists(), run.told
+    log = (run.session.run_dir / "prefetcher.log").read_text()
+    assert (") was stopped for 20 s (ranks.timeout) and is killed" in log) == (role == "prefetcher")
     assert run.finish().differs(alone) == []
     assert run.processes.remains() == []
 
