@@ -47,6 +47,7 @@ BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:1
 NEEDS_REJOIN = set(BESIDE)
 NEEDS_TIER = {"rows loaded", "rows spilled"}
 OF_RANKS = {"shard not renamed", "shard file written", "shards agree", "manifest seen"}  # passed only by several ranks
+OF_ONE_PAIR = [name for name in CRASH_POINTS if name not in OF_RANKS]
 
 
 def called(package: str) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from rowcast.runtime.crash_points import CRASH_POINTS
-from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, OF_RANKS, called
+from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, OF_ONE_PAIR, called
 from tests.recovery.restarted import TIERED, Outcome, Recovering
 from tests.support.processes import Session
 
@@ -17,7 +17,7 @@ def test_every_crash_point_is_called_at_exactly_one_place() -> None:
     assert len(CRASHES) >= 24
 
 
-@pytest.mark.parametrize("name", [name for name in CRASH_POINTS if name not in OF_RANKS])
+@pytest.mark.parametrize("name", OF_ONE_PAIR)
 def test_a_run_that_is_killed_there_comes_to_the_same_bits(name: str, session: Session, undisturbed: Outcome) -> None:
     rejoin = {"rejoin_timeout": "60s"} if name in NEEDS_REJOIN else {}
     tier = {"store": TIERED} if name in NEEDS_TIER else {}

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rowcast.job.server_url import PASSWORD
-from rowcast.runtime.crash_points import CRASH_POINTS
-from tests.recovery.crashes import CRASHES, NEEDS_REJOIN
+from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, OF_ONE_PAIR
 from tests.recovery.restarted import (
     END_TIMEOUT_S,
     MADE,
@@ -280,7 +279,7 @@ def test_a_cluster_loses_a_server_and_the_run_goes_on_with_the_same_bits_once_it
 WITH_ROWS = ("rows loaded", "rows spilled", "layer restored", "changed rows restored", "run not marked complete")
 
 
-@pytest.mark.parametrize("name", CRASH_POINTS if count(0, 1) else WITH_ROWS)
+@pytest.mark.parametrize("name", OF_ONE_PAIR if count(0, 1) else WITH_ROWS)
 def test_a_run_that_is_killed_there_comes_to_the_same_bits_and_leaves_no_rows(
     name: str, place: Place, session: Session, undisturbed: Outcome
 ) -> None:
