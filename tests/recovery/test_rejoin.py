@@ -11,7 +11,7 @@ from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.attempts import Patience
 from rowcast.runtime.errors import PeerLost, PeerNeverCame
 from rowcast.trainer.report.report_json import read_report
-from tests.recovery.crashes import CRASHES, Armed
+from tests.recovery.crashes import CRASHES, NEEDS_TIER, OF_ONE_PAIR, Armed
 from tests.recovery.restarted import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
 from tests.support.processes import Process, Session
 from tests.support.repeats import count
@@ -21,7 +21,7 @@ REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
 OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
 KILLS: dict[Role, str] = {"prefetcher": "StepReady sent:24", "trainer": "loss written:10"}
 AFTER_THE_GOOD_BYE = {"run not marked complete", "Bye sent"}  # nobody is left who could wait
-ALL = sorted(set(CRASHES) - AFTER_THE_GOOD_BYE)
+ALL = sorted(set(OF_ONE_PAIR) - NEEDS_TIER - AFTER_THE_GOOD_BYE)
 SOME = [
     "rows collected",
     "manifest renamed",

@@ -99,7 +99,8 @@ class Process:
     ) -> None:
         number = len(list(folder.glob("*.err")))
         self._out, self._err = (folder / f"{number}.{end}" for end in ("out", "err"))
-        self._err.touch()
+        for file in (self._out, self._err):
+            file.touch()  # one that is killed at once has opened neither
         self._process = launch(arguments, self._out, self._err, environment)
         self.pid = self._process.pid
 
