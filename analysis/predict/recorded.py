@@ -40,10 +40,10 @@ class RecordedRun:
 
 def recorded_run(recordings: Recordings) -> RecordedRun:
     """Raises ConfigError unless the recordings are of one attempt from its first step on."""
-    steps = [life.step for life in lives(recordings)]
+    whole = lives(recordings)
+    steps, numbers = [life.step for life in whole], [life.number for life in whole]
     if len(recordings.prefetcher.incarnations) != 1 or len(recordings.trainer.incarnations) != 1 or not steps:
         raise ConfigError("the timeline has several attempts or no whole step; record a run that is not interrupted")
-    numbers = [life.number for life in lives(recordings)]
     seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in chain(recordings.prefetcher.spans, recordings.trainer.spans):
         if span.step is None:
