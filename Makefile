@@ -4,8 +4,9 @@ PYTHON_LOW ?= python3.12
 PYTHON_HIGH ?= python3.15
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo tutorial quick test check exact ranks soak mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-issue bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial quick test test-rest test-all check exact ranks soak containers mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-issue bench-safety bench-metrics bench-parts clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,7 +15,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed  ## train on the built-in stream, both processes
-	$(BIN)/python -m rowcast.deploy.local --config examples/demo.toml --fresh
+	$(BIN)/python -m rowcast train --config examples/demo.toml --fresh
 
 tutorial: $(VENV)/installed  ## executes the tutorial: build/tutorial.ipynb, with its figures
 	mkdir -p build
@@ -23,10 +24,17 @@ tutorial: $(VENV)/installed  ## executes the tutorial: build/tutorial.ipynb, wit
 QUICK := planner protocol stores readers trainer checkpoints system/test_exact.py test_job.py test_structure.py
 
 quick: $(VENV)/installed  ## an answer within 3 minutes on 2 cores: planner, protocol, stores, readers, exactness in one process
-	ROWCAST_QUICK=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(QUICK))
+	ROWCAST_QUICK=1 $(PYTEST) $(addprefix tests/,$(QUICK))
 
-test: $(VENV)/installed  ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(VENV)/installed  ## all tests but most of those that start processes or need a server, a browser or a compiler
+	$(PYTEST) -m "not rest"
+
+test-rest: $(VENV)/installed  ## what `make test` leaves out
+	$(PYTEST) -m rest
+
+test-all: $(VENV)/installed  ## the whole test suite, and the examples with packages that rowcast does not need
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt polars datasets
+	$(PYTEST)
 
 check: $(VENV)/installed  ## style and types
 	$(BIN)/ruff format --check .
@@ -41,8 +49,12 @@ ranks: $(VENV)/installed  ## several trainers against the plain loop in parts, a
 	$(BIN)/prefetcher simulate --config benchmarks/sorted_ids.toml --rates examples/rates/assumed.toml --max-steps 6 --horizon 4 \
 	    --ranks 8 --ranks 64 --ranks 1024
 
-soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores
+soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores; then `containers`, as root with podman
 	$(BIN)/python -m benchmarks.soak
+	@if [ "$$(id -u)" = 0 ] && command -v podman >/dev/null; then deploy/containers.sh; else echo "left out: make containers needs root and podman"; fi
+
+containers:  ## builds the image, runs compose and the Pod with podman, and compares bits: as root, packages named in the script, 15 minutes
+	deploy/containers.sh
 
 mutants: $(VENV)/installed  ## breaks single lines of the product: the tests named for each must fail, in about 10 minutes
 	$(BIN)/python -m benchmarks.mutations

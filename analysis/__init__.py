@@ -1,1 +1,1 @@
-"""The commands that answer questions about a job without training it."""
+"""Implements commands that analyse a job without training it."""

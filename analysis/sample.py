@@ -1,4 +1,4 @@
-"""How analysis commands read a part of a job's data: windows of consecutive batches, spread evenly over one epoch.
+"""Samples a job's data: reads windows of consecutive batches, spread evenly over one epoch.
 
     epoch, in training order    0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13 14 15 16 17    3 strata of as many batches
     windows of length 2           [2 3]               [10 11]  [12 13]             one at a random place in each
@@ -17,7 +17,7 @@ import numpy as np
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.data_files import data_files
+from rowcast.prefetcher.readers.data_files import data_files, is_gzip
 from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
@@ -138,7 +138,7 @@ def is_compressed(job: Job, split: Kind) -> bool:
     known = format_of(job.data.format)
     if not known.has_files or path is None:
         return False
-    return any(file.suffix == ".gz" for file in data_files(path, "data.path", known.file_names))
+    return any(is_gzip(file) for file in data_files(path, "data.path", known.file_names))
 
 
 def reader_for_another_pass(job: Job, reader: Reader) -> Reader:

@@ -34,7 +34,8 @@ import numpy as np
 from benchmarks.machine import machine
 from benchmarks.processes import start, terminate
 from benchmarks.tiers import Seen, watching
-from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.schema import Job
+from rowcast.job.units import parse_bytes
 from rowcast.protocol.batch import Batch
 from rowcast.trainer.report.report_json import Report, read_report
 

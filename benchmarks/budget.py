@@ -1,43 +1,92 @@
 """How many cores does each stage of the prefetcher need to keep up with a large GPU?
 
 Question: one batch of 65,536 samples x 26 look-ups every 4.5 ms, rows of dimension 128 (512 bytes, SGD). Method: the
-stages' own code, one thread each, on the synthetic stream with Criteo Kaggle cardinalities, Zipf 1.05, a cache of 5 %
-of the rows that the batches touch, once it is full, and a store that holds all rows; medians of the rounds. Rows are
+stages' own code, one after another in one process, on the synthetic stream with Criteo Kaggle cardinalities, Zipf 1.05,
+a cache of 5 % of the rows that the batches touch, once it is full, and a store that holds all rows. A time is the
+process's processor time with all its threads, the median of the rounds; so other programs disturb it little. Rows are
 read to and written from memory that is in use already, as a ring's is, and what is written differs from what is there.
 Cores needed = time of a batch over 4.5 ms. The floor of a stage on this machine is its bytes moved over the bandwidth
-of a plain copy.
+of a plain copy. Lines that begin with "-" are parts of the line above; the trainer's look at a plan is the mail
+thread's. The parent of a decoding process receives, the child sends.
 
     make bench-budget
 """
 
 import argparse
 import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
 from benchmarks.planner import job, seconds
-from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES
+from rowcast.job.file import parse_job
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner, groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.packing import plan_block
+from rowcast.protocol.messages import StepReady
+from rowcast.protocol.packing import plan_block, plan_header
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.arrays import I64, Bytes
+from rowcast.trainer.step.plan_check import PlanCheck
+from rowcast.trainer.step.plan_memory import derive
 
 STEP_MS = 4.5
 HORIZON, DEPTH, DIM = 8, 4, 128
+WARM_UP = 3  # batches that are decoded before the clock counts
 
 
-Stage = tuple[int, float]  # bytes moved, milliseconds
+class Clocks:
+    """Processor milliseconds and bytes of each stage and part, in the order in which they first ran."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[tuple[int, float]]] = {}
+
+    def note(self, name: str, nbytes: int, ms: float) -> None:
+        self.times.setdefault(name, []).append((nbytes, ms))
+
+    @contextmanager
+    def timed(self, name: str, nbytes: int, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
+        self.times.setdefault(name, [])  # before its parts
+        began = clock()
+        yield
+        self.note(name, nbytes, 1e3 * (clock() - began))
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """Counts what each call of `owner.method` takes."""
+        whole = getattr(owner, method)
+
+        def call(*arguments: Any) -> Any:
+            with self.timed(name, 0):
+                return whole(*arguments)
+
+        setattr(owner, method, call)
+
+    def medians(self, rounds: int) -> dict[str, tuple[int, float]]:
+        """Of the last `rounds` entries of each."""
+        return {
+            name: (
+                int(statistics.median(n for n, _ in own[-rounds:])),
+                statistics.median(ms for _, ms in own[-rounds:]),
+            )
+            for name, own in self.times.items()
+        }
 
 
 class Rings:
@@ -50,69 +99,104 @@ class Rings:
         self.back: Bytes = np.random.default_rng(7).integers(0, 256, (largest, record_bytes), np.uint8)
 
 
-def measure(batch_size: int, rounds: int) -> dict[str, Stage]:
-    wide = job(batch_size, HORIZON + 8 + rounds, CRITEO_KAGGLE_CARDINALITIES, DIM)
+def measure(batch_size: int, rounds: int) -> dict[str, tuple[int, float]]:
+    clocks, wide = Clocks(), job(batch_size, HORIZON + 8 + rounds, CRITEO_KAGGLE_CARDINALITIES, DIM)
     groups = group_specs(wide)
-    began = time.perf_counter()
     batches = list(schedule(wide, open_reader(wide)))
-    decode_ms = 1e3 * (time.perf_counter() - began) / len(batches)
+    decode(clocks, wide, batches[: WARM_UP + rounds])
+    hand_over(clocks, batches[: WARM_UP + rounds])
     touched, largest = rows_of(batches, groups)
-    planner = RowPlanner(groups, (max(len(touched) // 20, largest),), DEPTH, HORIZON)
-    store = TrackedStore(MemoryStore(groups[0]), groups[0], seed=0)
+    slots = (max(len(touched) // 20, largest),)
+    planner = RowPlanner(groups, (slots,), DEPTH, HORIZON)
+    memory = MemoryStore(groups[0])
+    store = TrackedStore(memory, groups[0], seed=0)
     write_all(store, touched, groups[0].record_bytes)
+    check = PlanCheck(groups, slots, batches[0].batch.dense.shape[1], 0, 2**40, is_tcp=False)
     rings = Rings(largest, groups[0].record_bytes)
-    times: dict[str, list[Stage]] = {}
     for scheduled in batches:
-        began = time.perf_counter()
-        planner.add(scheduled)
+        with clocks.timed("plan: group", scheduled.batch.ids.nbytes):
+            grouped = planner.group(scheduled.batch)
+        with clocks.timed("plan: enter the horizon", 0):
+            planner.add(scheduled, grouped)
         if not planner.ready():
             continue
-        planned, plan = planner.plan()
-        note(times, "plan", len(scheduled.batch.ids) * 8, time.perf_counter() - began)
-        move(times, store, planned, plan, rings)
+        if not clocks.times.get("plan: move and arrange"):
+            clocks.times["plan: move and arrange"] = []
+            clocks.watch(planner, "move", "- victims, fill, use")
+            clocks.watch(memory.numbers, "of", "- find")
+            clocks.watch(memory.numbers, "added", "- find to write")
+            clocks.watch(memory, "_scatter", "- scatter")
+        with clocks.timed("plan: move and arrange", 0):
+            planned, plan = planner.plan()
+        move(clocks, store, planned, plan, rings)
+        look(clocks, check, planned, plan, rings)
     store.close()
-    made = {
-        name: (int(statistics.median(n for n, _ in own[-rounds:])), statistics.median(ms for _, ms in own[-rounds:]))
-        for name, own in times.items()
-    }
-    return {"make the samples (synthetic)": (batches[-1].batch.ids.nbytes, decode_ms), **made}
+    return clocks.medians(rounds)
 
 
-def move(
-    times: dict[str, list[Stage]],
-    store: TrackedStore,
-    scheduled: ScheduledBatch,
-    plan: StepPlan,
-    rings: Rings,
-) -> None:
+def decode(clocks: Clocks, wide: Job, batches: Sequence[ScheduledBatch]) -> None:
+    """From files of npy."""
+    with tempfile.TemporaryDirectory() as folder:
+        ids = np.concatenate([own.batch.ids.reshape(len(wide.features), -1).T for own in batches]).astype(np.int32)
+        np.save(Path(folder, "day_0_sparse.npy"), ids)
+        np.save(Path(folder, "day_0_dense.npy"), np.concatenate([own.batch.dense for own in batches]))
+        np.save(Path(folder, "day_0_labels.npy"), np.concatenate([own.batch.labels for own in batches]))
+        tables = [{"name": table.name, "num_embeddings": table.num_embeddings, "embedding_dim": DIM,
+                   "features": list(table.features)} for table in wide.tables]  # fmt: skip
+        npy = parse_job({
+            "job": {"run_dir": folder}, "data": {"format": "criteo-npy", "path": folder, "batch_size":
+            wide.data.batch_size}, "tables": tables, "model": {"bottom_mlp": [DIM], "top_mlp": [1]}, "optimizer":
+            {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}, "cache": {"capacity": "1GiB"},
+        })  # fmt: skip
+        for columns, name in (("all", "decode npy"), ("ids", "- ids")):
+            reader = open_reader(npy, columns)  # type: ignore[arg-type]
+            for pending in islice(reader.pending("train", 0), len(batches)):
+                with clocks.timed(name, batches[0].batch.ids.nbytes):
+                    pending()
+
+
+def hand_over(clocks: Clocks, batches: Sequence[ScheduledBatch]) -> None:
+    parents, childs = Pipe()
+    sender, receiver = ArraySender(childs), ArrayReceiver(parents)
+
+    def send() -> None:
+        for scheduled in batches:
+            with clocks.timed("decoder to planner: child", scheduled.batch.ids.nbytes, time.thread_time):
+                sender.send(scheduled.batch)
+
+    child = threading.Thread(target=send)
+    child.start()
+    for scheduled in batches:
+        with clocks.timed("decoder to planner: parent", scheduled.batch.ids.nbytes, time.thread_time):
+            receiver.receive()
+    child.join()
+    parents.close()
+    childs.close()
+
+
+def move(clocks: Clocks, store: TrackedStore, scheduled: ScheduledBatch, plan: StepPlan, rings: Rings) -> None:
     rows = plan.groups[0]
     arrays = plan_block(scheduled.batch, plan)
-    timed(times, "pack the plan's arrays", arrays.nbytes, lambda: arrays.write(0, rings.arrays[: arrays.nbytes]))
+    with clocks.timed("pack the plan's arrays", arrays.nbytes):
+        arrays.write(0, rings.arrays[: arrays.nbytes])
     fetched = rings.fetched[: len(rows.fetch)]
-    timed(times, "read rows from the store", fetched.nbytes, lambda: finish(store.read(rows.fetch.keys, fetched)))
-    timed(
-        times,
-        "checksum of rows (one piece in 64 is sampled)",
-        fetched.nbytes,
-        lambda: xxhash.xxh3_64_intdigest(fetched.data),
-    )
+    with clocks.timed("read rows from the store", fetched.nbytes):
+        finish(store.read(rows.fetch.keys, fetched))
+    with clocks.timed("checksum of rows (one piece in 64 is sampled)", fetched.nbytes):
+        xxhash.xxh3_64_intdigest(fetched.data)
     dirty = rings.back[: rows.num_dirty]
-    timed(
-        times,
-        "write rows to the store",
-        dirty.nbytes,
-        lambda: finish(store.write(rows.evict.keys[: rows.num_dirty], dirty)),
-    )
+    with clocks.timed("write rows to the store", dirty.nbytes):
+        finish(store.write(rows.evict.keys[: rows.num_dirty], dirty))
 
 
-def timed(times: dict[str, list[Stage]], name: str, nbytes: int, work: Callable[[], object]) -> None:
-    began = time.perf_counter()
-    work()
-    note(times, name, nbytes, time.perf_counter() - began)
-
-
-def note(times: dict[str, list[Stage]], name: str, nbytes: int, seconds: float) -> None:
-    times.setdefault(name, []).append((nbytes, 1e3 * seconds))
+def look(clocks: Clocks, check: PlanCheck, scheduled: ScheduledBatch, plan: StepPlan, rings: Rings) -> None:
+    block = plan_block(scheduled.batch, plan)
+    header = plan_header(scheduled.batch, plan, block)
+    message = StepReady(step=plan.step, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=())
+    with clocks.timed("the trainer looks at a plan", block.nbytes):
+        check.message(message)
+        check.arrays(plan.step, rings.arrays[: block.nbytes])
+        derive(header, rings.arrays[: block.nbytes])
 
 
 def rows_of(batches: Sequence[ScheduledBatch], groups: tuple[GroupSpec, ...]) -> tuple[I64, int]:
@@ -144,12 +228,14 @@ def main() -> None:
     torch.set_num_threads(1)
     stages = measure(arguments.batch_size, arguments.rounds)
     print(
-        "| stage | bytes moved | ms a batch, one core | floor ms | cores for a batch each 4.5 ms "
-        "|\n|---|---|---|---|---|"
+        "| stage | bytes moved | ms of a core per batch | floor ms | cores for a batch each 4.5 ms |\n"
+        "|---|---|---|---|---|"
     )
     bandwidth = copy_bandwidth()
     for name, (nbytes, ms) in stages.items():
         print(f"| {name} | {nbytes:,} | {ms:.1f} | {1e3 * nbytes / bandwidth:.1f} | {ms / STEP_MS:.1f} |")
+    whole = sum(ms for name, (_, ms) in stages.items() if not name.startswith(("-", "checksum")))
+    print(f"| all but the checksum | | {whole:.1f} | | {whole / STEP_MS:.1f} |")
     print(f"\na plain copy moves {bandwidth / 1e9:.1f} GB/s on one core, read and write counted once")
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.job.stores import STORES
+from rowcast.job.stores import STORES, Redis, StoreWithTier
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import measure
 from rowcast.prefetcher.readers.reader import open_reader
@@ -147,9 +147,9 @@ def capacity_of(way: Way, job: Job, batches: Sequence[ScheduledBatch]) -> int:
 
 def store_settings(way: Way, capacity: int) -> list[str]:
     """A memory tier has hardly more rows than the device, so that rows come and go."""
-    kind = STORES[way["store"]]
-    tier = [f'store.memory="{capacity + 100} rows"'] if kind.has_tier else []
-    server = [f'store.url="{shared_server().url_text}"'] if "url" in kind.keys else []
+    settings = STORES[way["store"]].settings
+    tier = [f'store.memory="{capacity + 100} rows"'] if issubclass(settings, StoreWithTier) else []
+    server = [f'store.url="{shared_server().url_text}"'] if settings is Redis else []
     return [f'store.kind="{way["store"]}"', *tier, *server]
 
 

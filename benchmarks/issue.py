@@ -35,20 +35,20 @@ from benchmarks.machine import machine
 from benchmarks.processes import terminate
 from benchmarks.training.free_cores import free_cores
 from benchmarks.training.recorded import record, slots_for, touched, train_batches
+from rowcast.analysis.estimate.rates.replay import Replay
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.stages import Doorbell
-from rowcast.trainer.execute.cache import ArrivedStep
-from rowcast.trainer.execute.metrics import Shown
-from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.device.phases import Shown
+from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalCounts
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import step_lookups
-from rowcast.trainer.rates.replay import Replay
 from rowcast.trainer.report.report_json import read_report
+from rowcast.trainer.step.cache import ArrivedStep
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 PROCESSES = ("prefetcher", "trainer")
@@ -211,9 +211,9 @@ def run_counted(process: str, out: Path, arguments: list[str]) -> None:
 
     Doorbell.wait = counted  # type: ignore[method-assign]
     if process == "prefetcher":
-        from rowcast.prefetcher.cli import app
+        from rowcast.command_line.prefetcher import app
     else:
-        from rowcast.trainer.cli import app
+        from rowcast.command_line.trainer import app
     try:
         app(arguments)
     finally:

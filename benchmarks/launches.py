@@ -1,6 +1,6 @@
 """How many launches does a step issue outside the model? Counted without a device, so the figures are no timings.
 
-Method: the trainer of `rowcast.trainer.rates.replay` on a CPU, whose plans and rows are in the ring. Triton's kernels
+Method: the trainer of `analysis.estimate.rates.replay` on a CPU, whose plans and rows are in the ring. Triton's kernels
 get as far as their launch, with the driver of a device that is absent; what they would compute comes from plain torch
 operations, which are not counted. Every other torch operator of the thread is counted, unless it launches nothing: on a
 device, each of these is at least one launch or one copy.
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.training.recorded import record, train_batches
+from rowcast.analysis.estimate.rates.replay import Replay
 from rowcast.job.file import parse_job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import group_specs
@@ -36,7 +37,6 @@ from rowcast.trainer.models import runner
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
-from rowcast.trainer.rates.replay import Replay
 
 SCALE, BATCH_SIZE = 0.002, 512  # of Criteo Kaggle's tables: the small ones have rows with very many look-ups
 STEPS, FEWER_STEPS = 24, 16  # what the longer of two runs counts more is that of its additional steps

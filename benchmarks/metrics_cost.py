@@ -110,7 +110,7 @@ def enter_and_leave(call: Callable[[], object]) -> None:
 def count_calls(process: str, tally: Tally) -> None:
     from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
     from rowcast.runtime.stages import StageThread
-    from rowcast.trainer.execute.metrics import TrainerCounters
+    from rowcast.trainer.step.metrics import TrainerCounters
 
     counters = PrefetcherCounters if process == "prefetcher" else TrainerCounters
     names = [
@@ -139,9 +139,9 @@ def run_counted(process: str, out: Path, arguments: list[str]) -> None:
     tally = Tally()
     count_calls(process, tally)
     if process == "prefetcher":
-        from rowcast.prefetcher.cli import app
+        from rowcast.command_line.prefetcher import app
     else:
-        from rowcast.trainer.cli import app
+        from rowcast.command_line.trainer import app
     try:
         app(arguments)
     finally:

@@ -25,8 +25,9 @@ import xxhash
 
 from benchmarks.machine import machine
 from rowcast.job.file import parse_job
-from rowcast.job.schema import Job, Transport, parse_bytes
+from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.snapshot import BLOCK_BYTES, BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
@@ -100,7 +101,7 @@ def checkpoints(nbytes: int, folder: Path, measured: Measured) -> None:
     """
     job = checkpoint_job(2 * nbytes // RECORD_BYTES)
     blocks = changed_rows(nbytes, np.random.default_rng(0))
-    writer = CheckpointWriter(job, group_specs(job), "benchmark", "", Checkpoints(folder, RealDisk()), None, keep=1)
+    writer = CheckpointWriter(job, group_specs(job), "benchmark", None, Checkpoints(folder, RealDisk()), None, keep=1)
     folder.mkdir()
     for step, part in enumerate(("a base written", "a delta as large", "another one, and all three merged"), start=1):
         measured.setdefault(part, []).append(timed(lambda at=step: write_checkpoint(writer, blocks, at)))  # type: ignore[misc]
@@ -114,10 +115,10 @@ def barrier(nbytes: int, folder: Path, measured: Measured) -> None:
     for keys, records in changed_rows(nbytes, np.random.default_rng(0)):
         store.write(keys, records)
     folder.mkdir()
-    writer = CheckpointWriter(job, groups, "benchmark", "", Checkpoints(folder, RealDisk()), None, keep=1)
+    writer = CheckpointWriter(job, groups, "benchmark", None, Checkpoints(folder, RealDisk()), None, keep=1)
     checkpointer = BarrierCheckpointer(groups, (store,), writer, parse_bytes(job.checkpoint.memory))
     plan = BarrierPlan(barrier=0, after_step=0, dirty=(), reason="benchmark", finished=False)
-    planned = PlannedBarrier(plan=plan, position=Position(step=1, train_step=1), last=False)
+    planned = PlannedBarrier(plan=plan, position=Position(step=1, train_step=1), last=False, ahead=(), fault=None)
     content = b"a small model state"
     piece = Saved(
         barrier=0,

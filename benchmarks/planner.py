@@ -104,7 +104,7 @@ def measure(batch_size: int, rounds: int, *, spread: bool = False, num_threads: 
     groups, batches = stream(batch_size, HORIZON + 12 + rounds, spread)
     grouper = Grouper(groups[0], len(CRITEO_KAGGLE_CARDINALITIES))
     slots = 2 * max(grouper.group(grouper.lookups(scheduled.batch)).num_unique for scheduled in batches)
-    planner = RowPlanner(groups, (slots,), DEPTH, HORIZON, num_threads=num_threads)
+    planner = RowPlanner(groups, [(slots,)], DEPTH, HORIZON, num_threads=num_threads)
     table_of_lookup = np.repeat(np.arange(len(CRITEO_KAGGLE_CARDINALITIES)), batch_size) << KEY_SHIFT
     times: list[tuple[float, float, float]] = []
     fetched: list[int] = []

@@ -19,10 +19,12 @@ SUITES = (  # the longest first
     "tests/simulation",
     "tests/hostile",
     "tests/system/test_exact.py",
+    "tests/system/test_group_stops.py",
     "tests/checkpoints",
     "tests/verify",
     "tests/protocol/test_tcp.py",
     "tests/protocol/test_attackers.py",
+    "tests/estimate/test_schedule.py",
 )
 AT_A_TIME = 2
 TEST_LIMIT_S = 3000  # per test: large counts take longer than pytest's usual limit

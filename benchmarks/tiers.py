@@ -38,7 +38,7 @@ from pathlib import Path
 from benchmarks.machine import machine
 from benchmarks.memory_group import memory_group
 from benchmarks.processes import terminate, turns
-from rowcast.job.schema import parse_bytes
+from rowcast.job.units import parse_bytes
 from rowcast.trainer.report.report_json import read_report
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
@@ -85,10 +85,10 @@ def padded(self, step, loss):
     ends[0] = max(ends[0] + {step_s}, now) if ends[0] else now + {step_s}
     time.sleep(max(0.0, ends[0] - now))
 StepRunner.train = padded
-from rowcast.trainer.cli import app
+from rowcast.command_line.trainer import app
 app()
 """
-COMMAND = "from rowcast.prefetcher.cli import app; app()"
+COMMAND = "from rowcast.command_line.prefetcher import app; app()"
 WITHOUT_STAGING = """
 from rowcast.prefetcher.stores.mapped_store import MappedStore
 MappedStore.works_ahead, MappedStore.stage = False, lambda self, step, plan: None

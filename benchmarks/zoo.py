@@ -5,22 +5,21 @@
 Method: the log's first samples in their order, one epoch, the last tenth held out. rowcast's side is the plain loop
 (examples/plain_loop.py), whose bits both processes have. The other side is written once more from the papers, with
 torch.nn.EmbeddingBag, torch.optim and AUC by ranks: no code of rowcast but its reader. Both begin with the same first
-values, of a new seed each time, so that what differs is the model and not chance. `benchmarks.histories` has the models
-over histories.
+values, of a new seed each time, so that what differs is the model and not chance.
 """
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.histories import Weights, area_under_curve, mlp, print_pairs
 from examples.plain_loop import PlainTable, run_plain_loop
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
@@ -40,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {"bottom_mlp": [64, DIM], "top_mlp": [64, 32, 1]},
     "dcnv2": {"bottom_mlp": [64, DIM], "top_mlp": [64, 32, 1], "cross_layers": 2, "cross_rank": 32},
 }
+Weights = dict[str, Tensor]
 
 
 def cut(folder: Path, samples: int, out: Path) -> list[int]:
@@ -173,6 +173,29 @@ def paper_auc(job: Job, start: Weights) -> float:
         for optimizer in optimizers:
             optimizer.step()
     return auc_of(job, scores)
+
+
+def mlp(w: Weights, name: str, x: Tensor, activation: Callable[[Tensor, int], Tensor]) -> Tensor:
+    count = sum(key.startswith(f"{name}.") and key.endswith("weight") for key in w)
+    for n in range(count):
+        x = functional.linear(x, w[f"{name}.{n}.weight"], w[f"{name}.{n}.bias"])
+        x = x if n == count - 1 else activation(x, n)
+    return x
+
+
+def area_under_curve(scores: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # ties share the mean of their ranks
+    positives = int(labels.sum())
+    above = ranks[labels > 0.5].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * (len(labels) - positives)))
+
+
+def print_pairs(log: str, kind: str, found: Sequence[tuple[float, float]]) -> None:
+    """A row of the table, from the AUC of rowcast and of plain PyTorch for each seed."""
+    ours, theirs = np.array(found).T
+    spread = [f"{own.mean():.4f} +- {own.std(ddof=min(1, len(own) - 1)):.4f}" for own in (ours, theirs)]
+    print(f"| {log} | {kind} | {spread[0]} | {spread[1]} | {np.abs(ours - theirs).max():.5f} |", flush=True)
 
 
 def main() -> None:

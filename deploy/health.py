@@ -1,8 +1,8 @@
 """Whether the process in this container is healthy, for a HEALTHCHECK: `python -m rowcast.deploy.health [port ...]`.
 
-Each given port must answer /healthz with 200. Without ports, both usual ones are asked: at least one must answer, and
-each that answers must be healthy, so the same line serves both commands. Exits with 0 or 1 and prints the answers to
-stdout. Plain http only.
+Each given port must answer /healthz with 200. Without ports, it checks both usual ones: at least one must answer, and
+each that answers must be healthy, so one line serves both commands. Exits with 0 or 1 and prints the answers to stdout.
+Plain http only.
 """
 
 import sys
@@ -13,7 +13,7 @@ TIMEOUT_S = 3.0  # per request; two of them must fit in the HEALTHCHECK's time-o
 
 
 def ask(port: int) -> tuple[int, str] | None:
-    """Status and body of /healthz; status 0 without a complete answer in time; None if nothing listens."""
+    """Returns status and body of /healthz; status 0 without a complete answer in time; None if the port is closed."""
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/healthz")

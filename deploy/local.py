@@ -1,93 +1,117 @@
-"""Starts all processes of a job on this host and waits for them: `python -m rowcast.deploy.local --config job.toml
-[prefetcher options]`.
+"""Starts both processes of a job on this host, or those of all its ranks, and waits for them: `rowcast train --config
+job.toml`, or `python -m rowcast.deploy.local`.
 
-Trainers have the terminal; prefetchers log to `<run_dir>/prefetcher.log`. Where ranks share the job, torchrun starts
-the trainers, and starts them again if one ends. When one process fails for good, the others end by themselves, and this
-program repeats which one failed first and why. If this program is killed, all processes stop in order.
+Trainers write to the terminal; prefetchers log to `<run_dir>/prefetcher.log`. With several ranks, torchrun starts the
+trainers, and restarts them if one ends. When one process fails for good, the others end by themselves, and this program
+reports which failed first and why. If this program is killed, all processes stop in order.
 """
 
-import signal
+from rowcast.runtime.stops import hold
+
+if __name__ == "__main__":
+    hold()  # before the other imports, which take a second
+
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+from typer import Option
 
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.runtime.child import Child
-from rowcast.runtime.children import STOPS, ended_badly, ended_together, forward, start_child
-from rowcast.runtime.command import run_command
+from rowcast.runtime.children import StopsChildren, ended_badly, ended_together, start_child
+from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, Timeline, Verify
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.process import Signals, run_until_stopped
 
-RESTARTS = 3  # how often the trainers of several ranks are started again when one of them ends
-
-
-def start_both(job: Job, shared: list[str], steps: list[str], log: Path) -> list[Child]:
-    """Signals are blocked meanwhile, until there is somebody to pass them on to."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    try:
-        children = [
-            start_child("prefetcher", "rowcast.prefetcher", ["run", *shared, *steps], log),
-            start_trainers(job.ranks.count, shared),
-        ]
-        for number in STOPS:
-            signal.signal(number, forward(lambda: children))
-        return children
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+RESTARTS = 3  # how often the trainers of several ranks are restarted when one ends
 
 
-def start_trainers(count: int, shared: list[str]) -> Child:
-    command = ["rowcast.trainer", "run", *shared]
-    if count == 1:
-        return start_child("trainer", command[0], command[1:])
-    options = [f"--nproc-per-node={count}", f"--max-restarts={RESTARTS}", "-m"]
-    return start_child("torchrun of the trainers", "rowcast.deploy.torchrun", [*options, *command])
-
-
-def main(
-    config: Annotated[Path, typer.Option("--config", help="The job file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key: section.key=value. Repeatable.")
-    ] = None,
-    max_steps: Annotated[
-        int | None, typer.Option("--max-steps", min=0, help="End the run after this many train steps.")
-    ] = None,
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    max_steps: MaxSteps = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")
+        bool, Option("--fresh", help="Begin a new run; its first checkpoint replaces an earlier run.")
     ] = False,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Record a timeline for `prefetcher timeline`.")] = False,
-    rates: Annotated[
-        Path | None,
-        typer.Option("--rates", help="Foretell the pace first, with a file of `trainer rates`.", metavar="FILE"),
-    ] = None,
-) -> None:
-    """Run the prefetcher and the trainer of one job on this host."""
+    source: Source = None,
+    timeline: Timeline = False,
+    verify: Verify = False,
+    evaluate: Annotated[
+        bool, Option("--eval", help="Evaluate the newest checkpoint on the evaluation batches; train nothing.")
+    ] = False,
+) -> Callable[[Signals], None]:
+    """Run the prefetcher and the trainer of a job on this host."""
+    of_both = {"--fresh": fresh, "--timeline": timeline}
+    of_training = {"--max-steps": max_steps, "--from": source, "--fresh": fresh}
 
-    def run() -> None:
+    def run(signals: Signals) -> None:
+        if evaluate and (given := flags(of_training)):
+            raise ConfigError(f"--eval trains nothing, but {given[0]} is about training; remove one of them")
         job = load_job(config, tuple(overrides or ()))
-        if job.ranks.on_host != job.ranks.count:
-            raise ConfigError(
-                f"this command starts all ranks on one host, but ranks.per_host = {job.ranks.on_host} and "
-                f"ranks.count = {job.ranks.count}; start `prefetcher run --host` and torchrun on each host "
-                "(docs/ranks.md), or remove ranks.per_host"
-            )
-        run_dir = job.run_dir
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another"
-            ) from None
-        flags = [*(["--fresh"] if fresh else []), *(["--timeline"] if timeline else [])]
-        shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags]
-        steps = [] if max_steps is None else ["--max-steps", str(max_steps)]
-        steps += [] if rates is None else ["--rates", str(rates)]
-        first = ended_together(start_both(job, shared, steps, run_dir / "prefetcher.log"))
-        if first is not None:
-            raise ended_badly(first)
+        shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags(of_both)]
+        own = flags({**of_training, "--fresh": False, "--verify": verify, "--eval": evaluate})
+        run_both(job, [*shared, *own], "eval" if evaluate else "run", shared, signals)
 
-    raise typer.Exit(run_command("local", run))
+    return run
+
+
+def flags(options: Mapping[str, object]) -> list[str]:
+    """Returns the options as arguments, without those that are None or False."""
+    return [
+        name if value is True else f"{name}={value}"
+        for name, value in options.items()
+        if value is not None and value is not False
+    ]
+
+
+def run_both(
+    job: Job, of_prefetcher: list[str], command: Literal["run", "eval"], of_trainer: list[str], signals: Signals
+) -> None:
+    """Runs `prefetcher run` and `trainer <command>`, with these arguments, to their end. Raises the error of the one
+    that failed first."""
+    require_one_host(job)
+    make_folder(job.run_dir)
+    if signals.stop_reason is not None:
+        return
+    children = [
+        start_child("prefetcher", "rowcast.prefetcher", ["run", *of_prefetcher], job.run_dir / "prefetcher.log"),
+        start_trainers(job.ranks.count, [command, *of_trainer]),
+    ]
+    first = ended_together(children, meanwhile=StopsChildren(signals, children).advance)
+    if first is not None:
+        raise ended_badly(first)
+
+
+def require_one_host(job: Job) -> None:
+    if job.ranks.on_host != job.ranks.count:
+        raise ConfigError(
+            f"this command starts all ranks on one host, but ranks.per_host = {job.ranks.on_host} and "
+            f"ranks.count = {job.ranks.count}; start `prefetcher run --host` and torchrun on each host "
+            "(docs/ranks.md), or remove ranks.per_host"
+        )
+
+
+def make_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another") from None
+
+
+def start_trainers(count: int, arguments: list[str]) -> Child:
+    if count == 1:
+        return start_child("trainer", "rowcast.trainer", arguments)
+    options = [f"--nproc-per-node={count}", f"--max-restarts={RESTARTS}", "-m", "rowcast.trainer"]
+    return start_child("torchrun of the trainers", "rowcast.deploy.torchrun", [*options, *arguments])
+
+
+@wraps(train)
+def main(**options: Any) -> None:
+    raise typer.Exit(run_until_stopped("local", train(**options)))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,18 @@ Takes torchrun's options and starts, restarts and ends trainers as torchrun does
 |---|---|---|
 | the store where trainers meet | on every interface | on `--master-addr` alone, 127.0.0.1 if not given |
 | rendezvous of one host, or `c10d` | unpickles what peers have stored | unpickles nothing |
-| a host is lost (`static`) | trainers of the others are started at once, in vain | the others wait for it |
-| SIGTERM, SIGINT | code 1, trainers have at most 30 s | passed on once; ends when trainers have stopped in order |
-| trainers fail for good | code 1 | the code of the trainer that failed first |
+| a host is lost (`static`) | the other hosts' trainers restart at once, in vain | the other hosts wait for it | |
+SIGTERM, SIGINT, SIGHUP | code 1, trainers have at most 30 s | passed on once; ends when trainers have stopped | |
+trainers fail for good | code 1 | the code of the trainer that failed first |
 
 With `--nnodes` above 1, each host gives its `--node-rank`; all give the same `--master-addr`, an address of host 0, and
 the same `--master-port`.
 """
+
+from rowcast.runtime.stops import PASSED_ON, hold
+
+if __name__ == "__main__":
+    hold()  # before the other imports, which take seconds
 
 import os
 import signal
@@ -37,10 +42,10 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from rowcast.runtime.command import say
+from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
-MEETING_S = 600  # until all hosts are there
-LEAVE_S = 10  # for trainers to end after one of them has failed; they have nothing to save
+MEETING_S = 600  # until all hosts have arrived
+LEAVE_S = 10  # for trainers to end after a failure; they have nothing to save
 POLL_S = 0.05
 BACKEND = "one-address"
 LOOPBACK = "lo"
@@ -48,19 +53,19 @@ T = TypeVar("T")
 
 
 class OneAddress(StaticTCPRendezvous):
-    """Host 0 serves the store, on one address; with port 0, on a port that is free. Hosts keep their numbers."""
+    """Host 0 serves the store, on one address; port 0 means any free port. Hosts keep their numbers."""
 
-    stops: ClassVar[list[signal.Signals]] = []  # received so far
+    signals: ClassVar[Signals] = Signals()
     has_started: ClassVar[bool] = False  # trainers, at least once
-    _met: tuple[str, ...] = ()  # host 0 only: who was at the last meeting
+    _met: tuple[str, ...] = ()  # host 0 only: hosts at the last meeting
     _meetings = 0
 
     def get_backend(self) -> str:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called before trainers start and before they start again. Returns when all hosts are there. Raises
-        SignalException once this process was asked to stop."""
+        """Called before trainers start or restart. Returns when all hosts have arrived. Raises SignalException after a
+        stop signal."""
         refuse_after_stop()
         if self._store is None:
             self._store = self._serve() if self.rank == 0 else self._connect(None)
@@ -95,8 +100,8 @@ class OneAddress(StaticTCPRendezvous):
         )
 
     def _meet(self, store: Store) -> int:
-        """The number of a meeting of all hosts. A host has a new name each time that it asks for one, so one that has
-        ended is not taken for its successor for longer than a meeting.
+        """Returns the number of a meeting of all hosts. A host has a new name at each call, so an ended host is
+        mistaken for its successor for at most one meeting.
         """
         name = uuid.uuid4().hex
         store.set(f"host-{self.rank}", name)
@@ -123,8 +128,8 @@ class OneAddress(StaticTCPRendezvous):
 
 
 def refuse_after_stop() -> None:
-    if OneAddress.stops:
-        raise SignalException("stopped while trainers were about to start", OneAddress.stops[0])
+    if OneAddress.signals.stop_reason is not None:
+        raise SignalException("stopped while trainers were about to start", signal.SIGTERM)
 
 
 def value_of(store: Store, key: str) -> str | None:
@@ -132,13 +137,13 @@ def value_of(store: Store, key: str) -> str | None:
 
 
 def invited(store: Store, host: int, name: str) -> int | None:
-    """The number of the last meeting, if it has this host under this name."""
+    """Returns the number of the last meeting, if it lists this host under this name."""
     number, *names = (value_of(store, "meeting") or "0").split()
     return int(number) if names and names[host] == name else None
 
 
 def address_of(host: str) -> str | None:
-    """None where the name has no address (yet): that of a pod may come after the pod."""
+    """Resolves a name; None if it has no address (yet): a pod's may appear after the pod."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror:
@@ -156,36 +161,41 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
-def pass_on(others: set[int], told: dict[int, int]) -> None:
-    """Signals to the trainers what they have not been told yet. They have sessions of their own, so that a terminal's
-    Ctrl-C does not reach them.
+def send(number: int, trainers: set[int]) -> None:
+    for trainer in trainers:
+        with suppress(ProcessLookupError):
+            os.kill(trainer, number)
+
+
+def pass_on(others: set[int], told: set[int]) -> None:
+    """Passes a stop on to trainers that have not got it yet. A terminal's Ctrl-C does not reach their separate
+    sessions.
 
     `others`: children that a shell made before it became this program: `> >(tee log)`.
     """
-    for trainer in children() - others:
-        for number in OneAddress.stops[told.get(trainer, 0) :]:
-            with suppress(ProcessLookupError):
-                os.kill(trainer, number)
-        told[trainer] = len(OneAddress.stops)
+    if OneAddress.signals.stop_reason is not None:
+        trainers = children() - others
+        send(PASSED_ON, trainers - told)
+        told |= trainers
 
 
 def keep_passing_on(others: set[int]) -> None:
-    told: dict[int, int] = {}
+    told: set[int] = set()
     while True:
         pass_on(others, told)
         time.sleep(POLL_S)
 
 
 def handle_stops() -> None:
-    """Passes signals on to trainers that run and to those that are about to be started.
+    """Passes a stop on to running trainers and to those about to start.
 
-    STOPS stay blocked in this thread, and so in trainers until they have handlers.
+    Signals stay held in this thread, and so in trainers until they handle them.
     """
-    for number in STOPS:
-        signal.signal(number, lambda number, _: OneAddress.stops.append(signal.Signals(number)))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    threading.Thread(target=keep_passing_on, args=[children()], daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    others = children()
+    AT_SUDDEN_EXIT.append(lambda: send(signal.SIGTERM, children() - others))
+    OneAddress.signals.start()
+    threading.Thread(target=keep_passing_on, args=[others], daemon=True).start()
+    hold()
 
 
 def main(arguments: list[str]) -> int:
@@ -194,7 +204,7 @@ def main(arguments: list[str]) -> int:
     args.rdzv_backend = BACKEND
     args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 0}"
     args.rdzv_conf = f"rank={args.node_rank}"
-    args.signals_to_handle = "SIGHUP,SIGQUIT"
+    args.signals_to_handle = "SIGQUIT"
     if args.shutdown_timeout is None:
         args.shutdown_timeout = LEAVE_S
     args.log_dir = args.log_dir or os.devnull  # torchrun would leave an empty folder in /tmp

@@ -1,4 +1,4 @@
-"""MMoE, several tasks over shared experts (Ma et al., Modeling Task Relationships in Multi-task Learning with
+"""MMoE, several tasks over common experts (Ma et al., Modeling Task Relationships in Multi-task Learning with
 Multi-gate Mixture-of-Experts, KDD 2018): `model.kind = "examples.mmoe:build"`; `examples/mmoe.toml` is a whole job.
 
     inputs -> expert 0 ... expert E - 1 -> [B, E, H]

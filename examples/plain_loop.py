@@ -1,8 +1,8 @@
 """The plain loop: the same training with every table in memory, in stock PyTorch. On a CPU rowcast's results equal its
 bits.
 
-With --parts M each batch is cut into M contiguous slices. Each gives gradients of its own, which are added in a fixed
-order before the one step that all of them make (`add_up`): however many trainers share the parts, the sum is the same.
+With --parts M each batch is cut into M contiguous slices. Their gradients are added in a fixed order before one step
+(`add_up`), so the sum is the same for any number of trainers that split the parts.
 """
 
 import argparse
@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rowcast.job.embedding_tables import Table
 from rowcast.job.file import load_job
 from rowcast.job.learning_rate import learning_rate
-from rowcast.job.schema import Job, SparseOptimizer, Table
+from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
@@ -27,7 +29,7 @@ from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.job_model import JobModel
 
-# the row optimizers that torch.optim has; row-wise Adagrad, which it lacks, is below
+# the row optimizers of torch.optim; row-wise Adagrad, which it lacks, is below
 STOCK: dict[str, Callable[[nn.Parameter, SparseOptimizer], torch.optim.Optimizer]] = {
     "sgd": lambda rows, its: torch.optim.SGD([rows], lr=its.lr),
     "adagrad": lambda rows, its: torch.optim.Adagrad([rows], lr=its.lr, eps=its.epsilon),
@@ -117,7 +119,7 @@ def part_gradients(
     trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
     if batch.size == 0:
         return [None] * (1 + len(trained))
-    if parts > 1:  # with one part, random numbers go on from step to step
+    if parts > 1:  # with one part, the random state continues from step to step
         torch.manual_seed(part_seed(job.job.seed, scheduled.train_step, part))
     with torch.set_grad_enabled(training):
         embeddings = [feature for table in tables for feature in table.forward(batch)]
@@ -142,7 +144,7 @@ def add_up(parts: Sequence[int], gradients_of: Callable[[int], Gradients]) -> Gr
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """A part without a gradient adds zeros; where no part has one, there is none."""
+    """A part without a gradient adds zeros; if no part has one, the result is None."""
     if a is None or b is None:
         some = b if a is None else a
         return None if some is None else some + 0.0

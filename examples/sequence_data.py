@@ -2,9 +2,9 @@
 
     python -m examples.sequence_data data/sequences.parquet
 
-A row is a user who saw an item. The user clicks it if its category occurred often before. The same data in two forms:
-the lists `items` and `categories` are what the user looked at before, oldest first, then the item seen last; `item` and
-`category` are that item alone, and the lists `past_items` and `past_categories` what came before it.
+A row is a user who saw an item. The user clicks it if its category occurred often before. The data has two forms. The
+lists `items` and `categories` have the user's earlier items, oldest first, then the item seen last. `item` and
+`category` have only that item, and the lists `past_items` and `past_categories` only the earlier ones.
 """
 
 import argparse

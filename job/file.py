@@ -1,4 +1,4 @@
-"""Reads a job file (TOML or JSON), applies `--set` overrides, and checks what no section can check alone."""
+"""Reads a job file (TOML or JSON), applies `--set` overrides, and checks the sections together."""
 
 import tomllib
 from contextlib import suppress
@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 
+from rowcast.job.embedding_tables import Table
 from rowcast.job.model_inputs import check_model_inputs
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job, Table, parse_bytes
-from rowcast.job.stores import STORES
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job
+from rowcast.job.section import decode
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs, rows_in
-from rowcast.job.types import check_types
+from rowcast.job.units import parse_bytes
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import nearest
 from rowcast.runtime.run_directory import Role, note_refusal
@@ -27,7 +29,7 @@ def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
 
 
 def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
-    """`load_job` for a process with a peer. If only its own `overrides` are refused, a waiting peer ends with it."""
+    """Like `load_job`, for a process with a peer. If only its `overrides` are refused, a waiting peer ends with it."""
     try:
         return load_job(path, overrides)
     except ConfigError as error:
@@ -69,19 +71,12 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 def parse_job(content: dict[str, Any], source: str = "job") -> Job:
     """Checks the content of a job file. Raises ConfigError with one sentence that names the key."""
     try:
-        check_types(content, Job)
-        job = msgspec.convert(content, Job)
+        job = decode(Job, content)
         job = msgspec.structs.replace(job, tables=resolve_tables(job), tables_from=None)
         check_whole(job)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{source}: {readable(str(error))}") from None
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
     return job
-
-
-def readable(sentence: str) -> str:
-    """Puts msgspec's path (`... - at `$.data``) before the sentence: `data: ...`."""
-    what, _, where = sentence.partition(" - at `$.")
-    return f"{where.removesuffix('`')}: {what}" if where else what
 
 
 def resolve_tables(job: Job) -> list[Table]:
@@ -102,7 +97,7 @@ def resolve_tables(job: Job) -> list[Table]:
 
 
 def check_whole(job: Job) -> None:
-    """Checks what no section can check alone. Raises ValueError."""
+    """Checks the sections together. Raises ValueError."""
     if not job.tables:
         raise ValueError("no tables; give [[tables]] or [tables_from]")
     if len(job.tables) > MAX_TABLES:
@@ -159,7 +154,7 @@ def check_whole(job: Job) -> None:
             f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '
             'dtypes; give bytes, such as "64MiB"'
         )
-    if STORES[job.store.kind].has_tier and job.cache.policy != "lookahead":
+    if isinstance(job.store, StoreWithTier) and job.cache.policy != "lookahead":
         raise ValueError(
             f'store.kind = "{job.store.kind}" chooses the rows in memory by cache.policy = "lookahead", not '
             f'"{job.cache.policy}"; remove cache.policy, or set another store.kind'

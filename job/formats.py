@@ -1,8 +1,170 @@
-"""Lists the formats of `data.format` without importing the readers. A new one is a line here and its reader's file."""
+"""Lists the formats of `data.format` and the settings of the data, without importing the readers.
 
+A new one is a line here and its reader's file; settings of its own are a struct above the line.
+"""
+
+import re
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from rowcast.job.section import Kinds, Section
 
 READERS = "rowcast.prefetcher.readers.formats"
+MAX_LABELS = 64  # per sample; an evaluation counts 4 MiB for each
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class Columns(Section, frozen=True, kw_only=True):
+    """The columns of Parquet and CSV files: see [data.md](data.md). A feature is the column of the same name."""
+
+    label: str = "label"  # the column that holds the label
+    # several labels per sample instead of `label`, for a model with a logit for each of them (see
+    # [models.md](models.md#several-labels)): their columns, or their names in formats without column names; a missing
+    # one (null, an empty cell, NaN) is unknown
+    labels: list[str] = []
+    # `binary`: labels are 0 or 1; `real`: any finite numbers, for a model with a custom `loss`; `none`: there are no
+    # labels, and samples can only be scored (`rowcast score` sets this)
+    label_values: Literal["binary", "real", "none"] = "binary"
+    # the columns that hold dense features; by default all columns named `int_<n>`, in order of n; `[]` means none
+    dense: list[str] | None = None
+    weights: dict[str, str] = {}  # maps a feature to the column that holds a weight for each of its look-ups
+    # `true`, or a list of features: their ids (strings, or integers of any size) are hashed into their tables; row 0
+    # is reserved for a missing id
+    hash: bool | list[str] = False
+    # CSV: maps a feature to the separator between the ids in a cell (and between their weights), such as `";"`
+    lists: dict[str, str] = {}
+    delimiter: str = ","  # CSV: the separator between cells
+
+    def check(self) -> None:
+        if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in '"\r\n':
+            raise ValueError(
+                f"delimiter = {self.delimiter!r} must be one ASCII character and neither a quote nor a line break"
+            )
+        for feature, separator in self.lists.items():
+            if not separator:
+                raise ValueError(f'lists.{feature} is empty; give the separator between the ids of a cell, such as "|"')
+        if len(self.labels) == 1:
+            raise ValueError(f'labels names one column; write label = "{self.labels[0]}"')
+        if self.labels and self.label != "label":
+            raise ValueError(f'give either label = "{self.label}" or labels, not both')
+        if len(self.labels) > MAX_LABELS:
+            raise ValueError(f"labels names {len(self.labels)} columns, more than {MAX_LABELS}")
+        for name in self.labels:
+            if self.labels.count(name) > 1:
+                raise ValueError(f"labels names {name} twice")
+
+    @property
+    def label_names(self) -> list[str]:
+        return self.labels or [self.label]
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """The shape of a sample's labels: () for one, (T,) for several."""
+        return (len(self.labels),) if self.labels else ()
+
+    def is_hashed(self, feature: str) -> bool:
+        return self.hash if isinstance(self.hash, bool) else feature in self.hash
+
+
+class Synthetic(Section, frozen=True, kw_only=True):
+    samples: Annotated[int, Meta(ge=1)] = 1_000_000  # samples in an epoch
+    preset: Literal["criteo-kaggle"] | None = None  # provides `tables_from.cardinalities` when they are not given
+    # multiplies the preset's cardinalities; every table keeps at least 1 row
+    scale: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    # the skew of the ids: the exponent of their Zipf distribution; 0 makes all ids equally frequent
+    zipf: Annotated[float, Meta(ge=0, le=10)] = 1.05
+
+
+class Data(Section, frozen=True, kw_only=True):
+    format: str  # {kinds}, or `package.module:factory`
+    path: str | None = None  # a file, a folder or a glob; files are read in order of their names
+    eval_path: str | None = None  # separate evaluation data, used instead of `eval_fraction`
+    batch_size: Count = 2048  # samples in a batch; the last batch of an epoch may be shorter and is trained too
+    epochs: Count = 1  # passes over the training data
+    # the fraction of the data, from its end before any shuffle, used to evaluate
+    eval_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    # `none`, `window:65536` (within blocks of 65536 rows) or `full` (not for TSV, CSV and Parquet); the order depends
+    # on the seed and the epoch
+    shuffle: str = "none"
+    # `hot-blocks:20`: samples with all ids in `hot` alternate with other samples, in 20 blocks of each per epoch
+    # (criteo-npy and synthetic); both kinds stay in the order of `shuffle`, see [orders.md](orders.md)
+    order: str | None = None
+    # `order`: a file of hot rows, written by `prefetcher profile --out`; `cache.pin` may name the same file or a
+    # different one
+    hot: str | None = None
+    # what happens to an id that is outside its table or missing (null in Parquet, an empty cell in CSV): `error` stops
+    # the run and names file, line, column and id; `zero` uses row 0; `modulo` uses the remainder, and row 0 for a
+    # missing id; `zero` and `modulo` count such ids. A missing hash in Criteo TSV is always row 0
+    on_invalid_id: Literal["error", "modulo", "zero"] = "error"
+    hash: bool = False  # criteo-npy: reads int32 ids as unsigned and takes them modulo the table's rows
+    columns: Columns = Columns()
+    synthetic: Synthetic = Synthetic()
+    options: dict[str, Any] = {}  # passed to the `package.module:factory`
+
+    def check(self) -> None:
+        known = format_of(self.format)
+        if self.path is None and known.has_files:
+            raise ValueError(f'format = {self.format!r} needs path = "..."')
+        if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):
+            raise ValueError(f"shuffle = {self.shuffle!r} is not one of none, full, window:ROWS")
+        if self.shuffle == "full" and not known.random_access:
+            raise ValueError(
+                f'shuffle = "full" needs random access, which {self.format} does not have; use "window:65536"'
+            )
+        self._check_order(known)
+        if self.columns.hash and not known.named_columns:
+            belongs = f"belongs to format = {formats_with('named_columns')}"
+            raise ValueError(f"columns.hash {belongs}, not {self.format!r}; remove it")
+        if (self.columns.lists or self.columns.delimiter != ",") and not known.text_cells:
+            belongs = f"belong to format = {formats_with('text_cells')}"
+            raise ValueError(f"columns.lists and columns.delimiter {belongs}, not {self.format!r}; remove them")
+        if (self.columns.labels or self.columns.label_values != "binary") and known.one_label:
+            raise ValueError(
+                f"columns.labels and columns.label_values: {self.format} has one label of 0 or 1 a sample; remove them"
+            )
+
+    def _check_order(self, known: "Format") -> None:
+        if self.order is None and self.hot is not None:
+            raise ValueError('hot belongs to order = "hot-blocks:N"; set that, or remove hot')
+        if self.order is None:
+            return
+        if self.order == "hot-blocks:auto":
+            raise ValueError(
+                'order = "hot-blocks:auto" is refused: blocks that follow the test loss would make plans depend on '
+                'results, so no look-ahead could cross a block; give a number of blocks, such as "hot-blocks:20"'
+            )
+        if not re.fullmatch(r"hot-blocks:[1-9]\d{0,5}", self.order):
+            raise ValueError(f"order = {self.order!r} is not hot-blocks:N, with N from 1 to 999999")
+        if known is CUSTOM:
+            raise ValueError(f"order = {self.order!r}: {self.format} decides the order of its samples; remove it")
+        if not known.random_access:
+            raise ValueError(
+                f"order = {self.order!r} needs random access, which {self.format} does not have; "
+                f"use {formats_with('random_access')}"
+            )
+        if self.hot is None:
+            raise ValueError(
+                f'order = {self.order!r} needs hot = "...", the hot rows; `prefetcher profile --out` writes them'
+            )
+
+    @property
+    def num_hot_blocks(self) -> int | None:
+        """Blocks of hot samples in an epoch, and as many of others; None without them."""
+        return None if self.order is None else int(self.order.removeprefix("hot-blocks:"))
+
+    @property
+    def whole_order(self) -> str:
+        """Both keys in one: `full`, or `full+hot-blocks:20`."""
+        return self.shuffle if self.order is None else f"{self.shuffle}+{self.order}"
+
+    @property
+    def shuffle_window(self) -> int | None:
+        """Rows in a shuffled block; 0 for the whole data set; None without a shuffle."""
+        if self.shuffle == "none":
+            return None
+        return 0 if self.shuffle == "full" else int(self.shuffle.removeprefix("window:"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,13 +172,14 @@ class Format:
     # has open_reader(job), or open_reader(job, columns) with `in_columns`; imported only when the format is used
     module: str
     note: str = ""  # for docs/job-file.md
+    settings: type[Data] = Data  # the keys of [data]
     has_files: bool = True  # data.path names them
     file_names: str = ".*"  # regular expression: which files of a folder are read
     random_access: bool = False  # any row can be read at any time, which shuffle = "full" needs
     in_columns: bool = False  # ids can be read without dense features and labels
     named_columns: bool = False  # data.columns names the columns, including weights and hashed ids
     text_cells: bool = False  # data.columns.delimiter and .lists separate its cells and the ids in them
-    one_label: bool = False  # the format itself has one label of 0 or 1 a sample
+    one_label: bool = False  # the format itself has one label of 0 or 1 per sample
 
 
 FORMATS = {
@@ -34,6 +197,7 @@ FORMATS = {
 }
 # data.format = "package.module:factory"; the factory decides the order of the batches
 CUSTOM = Format(f"{READERS}.custom", has_files=False, random_access=True)
+Data.kinds = Kinds(FORMATS, key="format", custom=Data)
 
 
 def format_of(name: str) -> Format:

@@ -1,44 +1,180 @@
-"""Lists the built-in models of `model.kind` without importing torch. A new one is a line here and the model's file."""
+"""Lists the built-in models of `model.kind` and their settings, without importing torch.
 
-from dataclasses import dataclass
+A new one is a line here and the model's file; settings of its own are a struct above the line.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from rowcast.job.embedding_tables import Table, is_constant
+from rowcast.job.section import Kinds, Section
+from rowcast.runtime.name_lists import nearest
 
 MODELS = "rowcast.trainer.models"
 ANY, EMBEDDING_DIM, ONE = "[...]", "[..., embedding_dim]", "[..., 1]"
+Width = Annotated[int, Meta(ge=1, le=2**20)]
+Widths = list[Width]
+
+
+class Model(Section, frozen=True, kw_only=True):
+    # {kinds}, or `package.module:factory` for any `nn.Module` that takes (dense, list of embeddings), and a list of
+    # linear weights if a table has them; a method `loss(outputs, labels)` of the module replaces binary cross entropy
+    kind: str = "dlrm"
+    # the precision of the model's matrix products: `fp32`, `tf32` (CUDA) or `bf16` (torch.autocast); weights,
+    # embeddings and loss stay in fp32
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    # runs full train batches through torch.compile, which needs a C++ compiler on the CPU and Triton on CUDA; the bits
+    # of the results differ from those without it
+    compile: bool = False
+    options: dict[str, Any] = {}  # passed to the `package.module:factory`
+
+    def check(self) -> None:
+        own = BUILT_IN_MODELS.get(self.kind)
+        if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
+            needed = " and ".join(f"{name} = {end}" for name, end in own.layers.items())
+            raise ValueError(f"{self.kind} needs {needed}")
+
+    def _ends_in(self, name: str, end: str) -> bool:
+        """Whether the layer's widths are given and end as they must; the tables' width is checked elsewhere."""
+        widths = getattr(self, name)
+        return bool(widths) and (end != ONE or widths[-1] == 1)
+
+    def check_inputs(self, tables: Mapping[str, Table], num_parts: int) -> None:
+        """Checks the tables by feature, and the parts of a batch. Raises ValueError."""
+
+
+class BottomAndTop(Model, frozen=True, kw_only=True):
+    # the output widths of its layers, each followed by ReLU; for dlrm and tbsm the last is `embedding_dim`
+    bottom_mlp: Widths = []
+    # the output widths of its layers; the last is 1, without ReLU; tbsm: the last is the width of a time step's vector,
+    # with ReLU
+    top_mlp: Widths = []
+
+
+class DCNv2Settings(BottomAndTop, frozen=True, kw_only=True):
+    cross_layers: Width = 3  # the number of layers of the cross network
+    cross_rank: Width = 512  # the rank of a cross layer: the width between its two matrices
+
+
+class TBSMSettings(BottomAndTop, frozen=True, kw_only=True):
+    history: Width = 20  # the time steps used before the last entry of a sequence, which is the target
+    # the hidden widths between the `history` products with the target and the `history` coefficients
+    attention_mlp: Widths = []
+    final_mlp: Widths = []  # the output widths of its layers; the last is 1, without ReLU
+
+
+class Top(Model, frozen=True, kw_only=True):
+    top_mlp: Widths = []  # the output widths of its layers; the last is 1, without ReLU
+
+
+class DINSettings(Top, frozen=True, kw_only=True):
+    history: Width = 20  # the entries used of a history; older entries are ignored
+    attention_mlp: Widths = []  # the hidden widths between target and entry and the entry's coefficient
+    # the target of each history, both features of one table with `pooling = "none"`, such as
+    # `{ bought = "item" }`; several histories are joined entry by entry
+    targets: dict[str, str] = {}
+    activation: Literal["dice", "prelu"] = "dice"  # of each hidden layer; `dice` refuses `ranks.parts`
+    softmax: bool = False  # whether the coefficients of a history add up to 1
+
+    def check_inputs(self, tables: Mapping[str, Table], num_parts: int) -> None:
+        """Each history and its target are in one table, without pooling, and there are no other sequences."""
+        if not self.targets:
+            raise ValueError(
+                'din needs model.targets, the target of each history, such as targets = { bought = "item" }'
+            )
+        require_features([*self.targets, *self.targets.values()], "model.targets", tables)
+        for history, target in self.targets.items():
+            if tables[history].name != tables[target].name or history == target:
+                raise ValueError(
+                    f"model.targets: history {history} has table {tables[history].name} and target {target} has "
+                    f"{tables[target].name}; list them as two features of one table"
+                )
+            if tables[history].pooling != "none":
+                raise ValueError(
+                    f"model.targets: table {tables[history].name} of history {history} has pooling = "
+                    f'"{tables[history].pooling}"; set "none"'
+                )
+        used = {*self.targets, *self.targets.values()}
+        for feature, table in tables.items():
+            if table.pooling == "none" and feature not in used:
+                raise ValueError(
+                    f'feature {feature} is in no pair of model.targets, but table {table.name} has pooling = "none"; '
+                    'add it to a pair, or give it a table with "sum" or "mean"'
+                )
+        if self.activation == "dice" and num_parts > 1:
+            raise ValueError(
+                f'model.activation = "dice" keeps running means, which have no one result where a batch is trained in '
+                f'parts (ranks.parts = {num_parts}); set "prelu"'
+            )
+
+
+class TwoTowerSettings(Model, frozen=True, kw_only=True):
+    item_features: list[str] = []  # the features of the item; all others and dense features are the user's
+    user_mlp: Widths = []  # the output widths of its layers; the last is without ReLU
+    item_mlp: Widths = []  # the same for the items; the last is that of `user_mlp`
+    temperature: Annotated[float, Meta(gt=0)] = 0.05  # divides the cosine of user and item
+    # the dense feature, counted from 0, that holds the natural logarithm of how often the sample's item occurs in the
+    # data (a count or a fraction: constants cancel); the in-batch softmax subtracts it, and the user's tower does not
+    # see it; without it nothing is subtracted
+    log_frequency: Annotated[int, Meta(ge=0)] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.user_mlp[-1] != self.item_mlp[-1]:
+            raise ValueError(
+                f"user_mlp ends in {self.user_mlp[-1]} and item_mlp in {self.item_mlp[-1]}; two-tower needs them equal"
+            )
+
+    def check_inputs(self, tables: Mapping[str, Table], num_parts: int) -> None:
+        """Some features are the item's, and different items differ at first."""
+        if not self.item_features:
+            raise ValueError('two-tower needs model.item_features, such as item_features = ["item", "category"]')
+        require_features(self.item_features, "model.item_features", tables)
+        if all(is_constant(tables[feature]) for feature in self.item_features):
+            table = tables[self.item_features[0]]
+            raise ValueError(
+                f'model.item_features: all rows of table {table.name} begin as init = "{table.init}", so that items '
+                'could not be told apart; use "uniform"'
+            )
+
+
+def require_features(features: Sequence[str], key: str, tables: Mapping[str, Table]) -> None:
+    for feature in features:
+        if feature not in tables:
+            raise ValueError(
+                f"{key}: feature {feature} has no table{nearest(feature, tables)}; add it to a table's features"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltInModel:
     factory: str  # "module:factory", called with (job, num_dense) and imported only by the trainer
-    layers: dict[str, str]  # the lists of output widths that the section must have, and how each ends
-    sequences: str = ""  # what features that are not pooled are to it; empty if it takes none
-    keys: tuple[str, ...] = ()  # the keys besides `layers` that it reads, of those that some models do not have
+    settings: type[Model]  # the keys of [model]
+    # the lists of output widths that the section must have, and how each ends
+    layers: Mapping[str, str] = field(default_factory=dict)
+    sequences: str = ""  # its use of features that are not pooled; empty if it has none
     linear: bool = False  # needs linear weights of at least one table
     one_width: bool = False  # needs tables of one embedding_dim
     note: str = ""  # for docs/job-file.md
 
 
 BUILT_IN_MODELS = {
-    "dlrm": BuiltInModel(f"{MODELS}.dlrm:DLRM", {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ONE}),
-    "dcnv2": BuiltInModel(
-        f"{MODELS}.dcnv2:DCNv2", {"bottom_mlp": ANY, "top_mlp": ONE}, keys=("cross_layers", "cross_rank")
-    ),
+    "dlrm": BuiltInModel(f"{MODELS}.dlrm:DLRM", BottomAndTop, {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ONE}),
+    "dcnv2": BuiltInModel(f"{MODELS}.dcnv2:DCNv2", DCNv2Settings, {"bottom_mlp": ANY, "top_mlp": ONE}),
     "tbsm": BuiltInModel(
         f"{MODELS}.tbsm:TBSM",
+        TBSMSettings,
         {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ANY, "final_mlp": ONE},
         sequences="the last entry of a sequence is the target, the entries before it are the history",
-        keys=("attention_mlp", "history"),
     ),
     "din": BuiltInModel(
-        f"{MODELS}.din:DIN",
-        {"top_mlp": ONE},
-        sequences="a history and its target are features of it",
-        keys=("attention_mlp", "history", "targets", "activation", "softmax"),
+        f"{MODELS}.din:DIN", DINSettings, {"top_mlp": ONE}, sequences="a history and its target are features of it"
     ),
-    "wide-deep": BuiltInModel(f"{MODELS}.wide_deep:WideDeep", {"top_mlp": ONE}, linear=True),
-    "deepfm": BuiltInModel(f"{MODELS}.wide_deep:DeepFM", {"top_mlp": ONE}, linear=True, one_width=True),
-    "two-tower": BuiltInModel(
-        f"{MODELS}.two_tower:TwoTower",
-        {"user_mlp": ANY, "item_mlp": ANY},
-        keys=("item_features", "temperature", "log_frequency"),
-    ),
+    "wide-deep": BuiltInModel(f"{MODELS}.wide_deep:WideDeep", Top, {"top_mlp": ONE}, linear=True),
+    "deepfm": BuiltInModel(f"{MODELS}.wide_deep:DeepFM", Top, {"top_mlp": ONE}, linear=True, one_width=True),
+    "two-tower": BuiltInModel(f"{MODELS}.two_tower:TwoTower", TwoTowerSettings, {"user_mlp": ANY, "item_mlp": ANY}),
 }
+Model.kinds = Kinds(BUILT_IN_MODELS, custom=BottomAndTop)

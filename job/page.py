@@ -1,143 +1,129 @@
-"""Makes docs/job-file.md from the schema's structs, types, defaults, and the comments above and beside its keys.
+"""Makes docs/job-file.md from the sections' structs, and the comments above and beside their keys.
 
 python -m rowcast.job.page > docs/job-file.md
 """
 
 import ast
-import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from functools import cache
+from inspect import getsource
+from textwrap import dedent
+
+from msgspec import inspect
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.formats import FORMATS
-from rowcast.job.models import BUILT_IN_MODELS
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.job.stores import STORES
-from rowcast.job.types import notation
+from rowcast.job.schema import Job
+from rowcast.job.section import Section, default_of, keys_of, section_type
+from rowcast.job.types import alternatives, bounds, notation, plural
 
-SCHEMA = Path(__file__).with_name("schema.py")
-REGISTRIES: dict[str, Mapping[str, Any]] = {  # a comment's {FORMATS} becomes the names in FORMATS
-    "BUILT_IN_MODELS": BUILT_IN_MODELS,
-    "EVICTION_POLICIES": EVICTION_POLICIES,
-    "FORMATS": FORMATS,
-    "ROW_OPTIMIZERS": ROW_OPTIMIZERS,
-    "STORES": STORES,
-}
 BEGINNING = """# The job file
 
 Both processes read the same TOML file. An unknown key, a wrong type or an impossible value ends them with one
 sentence. `--set section.key=value` on the command line of both overrides a key. Sizes take units (`"64MiB"`), and so
 do durations (`"60s"`, `"500ms"`, `"5m"`). `examples/` has complete files.
 
-`python -m rowcast.job.page` makes this page from `job/schema.py`.
+A key that names kinds in front of its meaning exists only for these. `python -m rowcast.job.page` makes this page from
+`job/`.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    name: str
-    type: str
-    default: str
-    meaning: str
-
-
 def page() -> str:
-    source = SCHEMA.read_text(encoding="utf-8")
-    structs = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    lines = source.splitlines()
-    return "\n".join([BEGINNING, *sections(structs, lines, "Job", "")])
+    return "\n".join([BEGINNING, *sections(Job, "")])
 
 
-def sections(structs: dict[str, ast.ClassDef], lines: list[str], struct: str, path: str) -> Iterator[str]:
-    for field in fields(structs[struct]):
-        kind = section_of(field, structs)
-        if kind is None:
+def sections(struct: type[Section], path: str) -> Iterator[str]:
+    for name, field in keys_of(struct).items():
+        inner = section_type(field.type)
+        if inner is None:
             continue
-        section = f"{path}{name_of(field)}"
-        keys = [key(field, lines) for field in fields(structs[kind]) if section_of(field, structs) is None]
-        if keys:
-            yield f"## `[[{section}]]`\n" if "list[" in ast.unparse(field.annotation) else f"## `[{section}]`\n"
-            explained = ast.get_docstring(structs[kind])
-            yield from [f"{explained}\n"] if explained else []
-            yield table(keys)
-        yield from sections(structs, lines, kind, f"{section}.")
+        rows = [*own_rows(inner), *rows_of_kinds(inner)]
+        if rows:
+            is_list = isinstance(field.type, inspect.ListType)
+            yield f"## `[[{path}{name}]]`\n" if is_list else f"## `[{path}{name}]`\n"
+            yield from [f"{inner.__doc__}\n"] if inner.__doc__ else []
+            yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+        yield from sections(inner, f"{path}{name}.")
 
 
-def fields(struct: ast.ClassDef) -> list[ast.AnnAssign]:
-    return [node for node in struct.body if isinstance(node, ast.AnnAssign)]
+def own_rows(struct: type[Section]) -> list[str]:
+    values = (name for name, key in keys_of(struct).items() if section_type(key.type) is None)
+    return [row(struct, name, meanings(struct)[name]) for name in values]
 
 
-def name_of(field: ast.AnnAssign) -> str:
-    return ast.unparse(field.target)
+def rows_of_kinds(struct: type[Section]) -> list[str]:
+    """Returns one row per key and meaning, for all kinds that have it."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    structs = {} if struct.kinds is None else struct.kinds.structs()
+    for kind, own in structs.items():
+        for name in keys_of(own):
+            if name not in keys_of(struct):
+                kinds.setdefault((name, meanings(own)[name]), []).append(kind)
+    return [
+        row(structs[homes[0]], name, f"{', '.join(f'`{home}`' for home in homes)}: {meaning}")
+        for (name, meaning), homes in kinds.items()
+    ]
 
 
-def section_of(field: ast.AnnAssign, structs: dict[str, ast.ClassDef]) -> str | None:
-    """The struct of a field that is a section; None for a key."""
-    names = [name.id for name in ast.walk(field.annotation) if isinstance(name, ast.Name)]
-    return next((name for name in names if name in structs), None)
+def row(struct: type[Section], name: str, meaning: str) -> str:
+    key = keys_of(struct)[name]
+    default = default_of(key)
+    said = "required" if key.required else "" if default is None else f"`{notation(default)}`"
+    return f"| `{name}` | {type_of(struct, key)} | {said} | {meaning} |"
 
 
-def key(field: ast.AnnAssign, lines: list[str]) -> Key:
-    above: list[str] = []
-    number = field.lineno - 2  # the line above; `lines` counts from 0, `lineno` from 1
-    while lines[number].strip().startswith("#"):
-        above.insert(0, lines[number].strip().removeprefix("#").strip())
-        number -= 1
-    _, _, beside = lines[field.lineno - 1].partition("  # ")
-    meaning = re.sub(r"\{([A-Z_]+)\}", lambda match: names_of(match[1]), " ".join([*above, beside]).strip())
-    return Key(name_of(field), type_of(field.annotation), default_of(field), meaning)
+def type_of(struct: type[Section], key: inspect.Field) -> str:
+    if struct.kinds is not None and struct.kinds.key == key.name:
+        return "text"
+    return " or ".join(type_in_words(one) for one in alternatives(key.type))
 
 
-def names_of(registry: str) -> str:
+def type_in_words(type: inspect.Type) -> str:
+    match type:
+        case inspect.LiteralType(values=values):
+            return ", ".join(f"`{notation(value)}`" for value in values)
+        case inspect.IntType():
+            return f"whole number{bounds(type)}"
+        case inspect.FloatType():
+            return f"number{bounds(type)}"
+        case inspect.BoolType():
+            return "`true`, `false`"
+        case inspect.ListType(item_type=item):
+            return f"list of {plural(item)}"
+        case inspect.TupleType(item_types=items):
+            return f"list of {len(items)} {plural(items[0])}"
+        case inspect.DictType():
+            return "table"
+    return "text"
+
+
+@cache
+def meanings(struct: type[Section]) -> dict[str, str]:
+    """Key -> the comments above and beside it, in the class that declares it."""
+    if struct is Section:
+        return {}
+    source = dedent(getsource(struct))
+    [declared] = ast.parse(source).body
+    assert isinstance(declared, ast.ClassDef)
+    lines, found = source.splitlines(), dict(meanings(struct.__base__))
+    for field in declared.body:
+        if isinstance(field, ast.AnnAssign):
+            above: list[str] = []
+            number = field.lineno - 2  # the line above; `lines` counts from 0, `lineno` from 1
+            while lines[number].strip().startswith("#"):
+                above.insert(0, lines[number].strip().removeprefix("#").strip())
+                number -= 1
+            _, _, beside = lines[field.lineno - 1].partition("  # ")
+            text = " ".join([*above, beside]).strip()
+            found[ast.unparse(field.target)] = text.replace("{kinds}", names_of_kinds(struct))
+    return found
+
+
+def names_of_kinds(struct: type[Section]) -> str:
     """The registry's names with their notes, such as `criteo-npy` (the torchrec day layout), `parquet`."""
-    notes = {name: own.note for name, own in REGISTRIES[registry].items()}
+    registry = EVICTION_POLICIES if struct.kinds is None else struct.kinds.registry
+    notes = {name: own.note for name, own in registry.items()}
     return ", ".join(f"`{name}` ({note})" if note else f"`{name}`" for name, note in notes.items())
-
-
-def type_of(annotation: ast.expr) -> str:
-    if isinstance(annotation, ast.BinOp):
-        return " or ".join(part for side in (annotation.left, annotation.right) if (part := type_of(side)))
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
-        values = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        return ", ".join(f"`{toml(value)}`" for value in values)
-    text = ast.unparse(annotation)
-    known = {
-        "None": "",
-        "str": "text",
-        "int": "whole number",
-        "float": "number",
-        "bool": "`true`, `false`",
-        "Policy": "text",
-        "RowOptimizerKind": "text",
-        "StoreName": "text",
-        "Size": "text or whole number",
-        "OptionalSize": "text or whole number",
-    }
-    if text in known:
-        return known[text]
-    return "table" if text.startswith("dict") else "list"
-
-
-def default_of(field: ast.AnnAssign) -> str:
-    if field.value is None:
-        return "required"
-    text = toml(field.value)
-    return f"`{text}`" if text else ""
-
-
-def toml(value: ast.expr) -> str:
-    """A Python literal in TOML's notation; empty for None, which TOML writes by omitting the key."""
-    content = ast.literal_eval(value)
-    return "" if content is None else notation(content)
-
-
-def table(keys: list[Key]) -> str:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{key.name}` | {key.type} | {key.default} | {key.meaning} |" for key in keys]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The job file as one pair of prefetcher and trainer uses it, where several pairs share a host or a run directory."""
+"""Adapts the job file to one pair of prefetcher and trainer, among several on a host or in a run directory."""
 
 from pathlib import Path
 
@@ -20,15 +20,15 @@ def with_ports_of_pair(job: Job, rank: int) -> Job:
 
 
 def port_above(address: str, ports: int) -> str:
-    """Port 0, which is any free one, stays."""
+    """Adds to the port, except to 0, which means any free port."""
     host, _, port = address.rpartition(":")
     return address if int(port) == 0 else f"{host}:{int(port) + ports}"
 
 
 def with_tables_of_pair(job: Job, rank: int) -> Job:
-    """`job` for the stores of a rank: its run directory and its store.path are folders of the pair's own."""
+    """`job` for the stores of a rank: its run directory and its store.path are the pair's folders."""
     count, store = job.ranks.count, job.store
-    if store.path is not None:
-        store = msgspec.structs.replace(store, path=str(pair_folder(Path(store.path), rank, count)))
+    if (path := getattr(store, "path", None)) is not None:
+        store = msgspec.structs.replace(store, path=str(pair_folder(Path(path), rank, count)))
     own = msgspec.structs.replace(job.job, run_dir=str(pair_folder(job.run_dir, rank, count)))
     return msgspec.structs.replace(job, job=own, store=store)

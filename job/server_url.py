@@ -1,4 +1,4 @@
-"""Reads `store.url`, the address of a Redis server. Its sentences never repeat the URL, which may hold a password."""
+"""Reads `store.url`, the address of a Redis server. Its errors never quote the URL, which may hold a password."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit

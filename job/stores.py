@@ -1,6 +1,78 @@
-"""Lists the stores of `store.kind` without importing them. A new one is a line here and the store's file."""
+"""Lists the stores of `store.kind` and their settings, without importing them.
+
+A new one is a line here and the store's file; settings of its own are a struct above the line.
+"""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from rowcast.job.section import Kinds, Section
+from rowcast.job.server_url import parse_server_url
+from rowcast.job.units import Size, parse_bytes, parse_rows, parse_seconds
+
+
+class Store(Section, frozen=True, kw_only=True):
+    kind: str = "memory"  # where the rows live: {kinds}
+
+
+class Mapped(Store, frozen=True, kw_only=True):
+    # the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
+    path: str | None = None
+
+    def check(self) -> None:
+        check_path(self.path)
+
+
+class StoreWithTier(Store, frozen=True, kw_only=True):
+    """Memory holds the rows that the planner chooses, as many as fit into `memory`."""
+
+    # all memory of the prefetcher; or, for small trials, `"20000 rows"` of each group, whatever else takes memory
+    memory: Annotated[str | int, Meta(examples=["8GiB"])]
+
+    def check(self) -> None:
+        if self.memory_rows is None:
+            parse_bytes(self.memory)
+
+    @property
+    def memory_rows(self) -> int | None:
+        return parse_rows(self.memory)
+
+
+class Tiered(StoreWithTier, frozen=True, kw_only=True):
+    # the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
+    path: str | None = None
+    # the most that the files may take; by default as much as a quarter of the memory can index
+    disk: Size | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_path(self.path)
+        if self.disk is not None:
+            parse_bytes(self.disk)
+
+
+class Redis(StoreWithTier, frozen=True, kw_only=True):
+    # the server or one server of the cluster, `redis://host:6379`, with TLS `rediss://host:6379`; `user@` may stand
+    # before the host, and the password is ROWCAST_REDIS_PASSWORD in the prefetcher's environment
+    url: Annotated[str, Meta(examples=["redis://host:6379"])]
+    timeout: str | None = None  # how long a server may be silent before it counts as lost; `"5s"`
+
+    def check(self) -> None:
+        super().check()
+        parse_server_url(self.url)
+        if not 0.01 <= self.timeout_seconds <= 3600:
+            raise ValueError(f'timeout = {self.timeout!r} must be from "10ms" to "1h"')
+
+    @property
+    def timeout_seconds(self) -> float:
+        return parse_seconds("5s" if self.timeout is None else self.timeout)
+
+
+def check_path(path: str | None) -> None:
+    if path == "":
+        raise ValueError("path is empty; name a folder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,8 +80,7 @@ class StoreKind:
     module: str  # has open_store(job, group, incarnation, checkpoint); imported only when the store is used
     note: str = ""  # for docs/job-file.md
     in_memory: bool = True  # trained rows take the prefetcher's memory, and opening the store creates no files
-    keys: tuple[str, ...] = ()  # the keys of [store] that it knows, beside `kind`
-    has_tier: bool = False  # memory holds the rows that the planner chooses, as many as fit into store.memory
+    settings: type[Store] = Store  # the keys of [store]
     full_size: bool = False  # its files are as large as the tables from the start
 
 
@@ -19,21 +90,20 @@ STORES = {
         "rowcast.prefetcher.stores.mapped_store",
         note="tables in files, as large as the tables from the start",
         in_memory=False,
-        keys=("path",),
+        settings=Mapped,
         full_size=True,
     ),
     "tiered": StoreKind(
         "rowcast.prefetcher.stores.tiered_store",
         note="the rows that coming steps need in memory, the others in files that grow as rows are trained",
         in_memory=False,
-        keys=("memory", "path", "disk"),
-        has_tier=True,
+        settings=Tiered,
     ),
     "redis": StoreKind(
         "rowcast.prefetcher.stores.redis_store",
         note="the rows that coming steps need in memory, the others on a Redis server ([redis.md](redis.md))",
         in_memory=False,
-        keys=("memory", "url", "timeout"),
-        has_tier=True,
+        settings=Redis,
     ),
 }
+Store.kinds = Kinds(STORES)

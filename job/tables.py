@@ -14,14 +14,17 @@ from typing import Literal
 
 import numpy as np
 
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.job.schema import Job, RowType, SparseOptimizer, parse_bytes, parse_rows
+from rowcast.job.embedding_tables import RowType
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
+from rowcast.job.schema import Job
+from rowcast.job.units import parse_bytes, parse_rows
 from rowcast.runtime.arrays import I64
 
 KEY_SHIFT = 48  # key = table_index << 48 | row
 ROW_MASK = (1 << KEY_SHIFT) - 1
 ALIGNMENT = 16  # bytes; every part of a record starts at a multiple of it
 ITEM_BYTES: dict[RowType, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+GROUP_NAME = rf"(?:{'|'.join(ITEM_BYTES)})_d[0-9]+_(?:{'|'.join(ROW_OPTIMIZERS)})(?:_master)?"  # of `GroupSpec.name`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,94 +1,17 @@
-"""Checks the types of a job file's keys against its structs, and says in one sentence what a wrong key should be."""
+"""Checks a value of a job file against the type and range of its key, and says in one sentence what it should be."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import msgspec
 from msgspec import inspect
 
 from rowcast.runtime.name_lists import closest
 
 SHOWN = 60  # characters of a value in a sentence
-
-
-def check_types(content: Any, struct: type[msgspec.Struct]) -> None:
-    """Raises ValueError with one sentence for the first unknown key, missing key, or value of a wrong type."""
-    job = inspect.type_info(struct)
-    assert isinstance(job, inspect.StructType), f"{struct.__name__} is a struct"
-    Checker(job).section(job, content, "")
-
-
-class Checker:
-    def __init__(self, job: inspect.StructType) -> None:
-        self._homes: dict[str, list[str]] = {}  # key -> sections that have it
-        for section, own in sections_of(job, ""):
-            for field in own.fields:
-                self._homes.setdefault(field.encode_name, []).append(section)
-
-    def section(self, struct: inspect.StructType, content: Any, path: str) -> None:
-        fields = {field.encode_name: field for field in struct.fields}
-        if not isinstance(content, Mapping):
-            raise ValueError(
-                f"{path} = {shown(content)} must be a section: write {heading(path)}, and its keys below it: "
-                f"{', '.join(fields)}"
-            )
-        for key in content:
-            if key not in fields:
-                raise ValueError(f"{f'{path}: ' if path else ''}{self._unknown(str(key), list(fields), path)}")
-        for name, field in fields.items():
-            if name in content:
-                self._value(field, content[name], f"{path}.{name}" if path else name)
-            elif field.required:
-                raise ValueError(f"{f'{path}: ' if path else ''}{missing(field, path)}")
-
-    def _value(self, field: inspect.Field, value: Any, path: str) -> None:
-        struct = section_type(field.type)
-        if struct is None:
-            check_value(field.type, value, path, default_of(field))
-        elif isinstance(field.type, inspect.ListType):
-            if not isinstance(value, list | tuple):
-                raise ValueError(
-                    f"{path} = {shown(value)} must be a list of sections: write [[{path}]], with two brackets, "
-                    "above each one"
-                )
-            for i, item in enumerate(value):
-                self.section(struct, item, f"{path}[{i}]")
-        elif value is not None or field.type is struct:  # in JSON, null may replace an optional section
-            self.section(struct, value, path)
-
-    def _unknown(self, key: str, known: list[str], path: str) -> str:
-        near, homes = closest(key, known), self._homes.get(key, [])
-        homes = [home for home in homes if home.startswith(f"{path}.")] or homes
-        if 0 < len(homes) <= 3:
-            home = " or ".join(heading(home) if home else "the file, above every section" for home in homes)
-            return f"unknown key {key}; it belongs to {home}" + (f", and the nearest here is {near}" if near else "")
-        return f"unknown key {key}; " + (
-            f"the nearest is {near}" if near else f"remove it, or use one of {', '.join(known)}"
-        )
-
-
-def sections_of(struct: inspect.StructType, path: str) -> Iterator[tuple[str, inspect.StructType]]:
-    """Each section with its name in a job file; the whole file comes first, named ""."""
-    yield path, struct
-    for field in struct.fields:
-        inner = section_type(field.type)
-        if inner is not None:
-            name = f"{path}.{field.encode_name}" if path else field.encode_name
-            yield from sections_of(inner, f"{name}[]" if isinstance(field.type, inspect.ListType) else name)
-
-
-def heading(path: str) -> str:
-    name, is_list, _ = path.partition("[")
-    return f"[[{name}]]" if is_list else f"[{name}]"
-
-
-def section_type(type: inspect.Type) -> inspect.StructType | None:
-    if isinstance(type, inspect.UnionType):
-        return next((own for one in type.types if (own := section_type(one)) is not None), None)
-    if isinstance(type, inspect.ListType):
-        return section_type(type.item_type)
-    return type if isinstance(type, inspect.StructType) else None
 
 
 def check_value(type: inspect.Type, value: Any, path: str, default: Any = None) -> None:
@@ -110,11 +33,19 @@ def check_value(type: inspect.Type, value: Any, path: str, default: Any = None) 
         if isinstance(own, str)
     ]
     near, wanted, hint = closest(str(value), choices), described(type), ""
-    if near is not None and wanted != notation(near):
+    if any(map(partial(is_number, value), alternatives(type))):
+        pass  # only its range is wrong
+    elif near is not None and wanted != notation(near):
         hint = f"; the nearest is {notation(near)}"
     elif (example := notation(example_of(type, value, default))) not in wanted:
         hint = f", such as {example}" if path.endswith("]") else f", such as {path.rpartition('.')[2]} = {example}"
     raise ValueError(f"{path} = {shown(value)} must be {wanted}{hint}")
+
+
+def is_number(value: Any, type: inspect.Type) -> bool:
+    """Whether it is one of that type, in its range or not."""
+    kinds = int if isinstance(type, inspect.IntType) else int | float if isinstance(type, inspect.FloatType) else ()
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def accepts(type: inspect.Type, value: Any) -> bool:
@@ -129,10 +60,8 @@ def accepts(type: inspect.Type, value: Any) -> bool:
             return value is None
         case inspect.BoolType():
             return isinstance(value, bool)
-        case inspect.IntType():
-            return isinstance(value, int) and not isinstance(value, bool)
-        case inspect.FloatType():
-            return isinstance(value, int | float) and not isinstance(value, bool)
+        case inspect.IntType() | inspect.FloatType() as number:
+            return is_number(value, number) and is_within(number, value)
         case inspect.StrType():
             return isinstance(value, str)
         case inspect.ListType(item_type=item):
@@ -146,11 +75,47 @@ def accepts(type: inspect.Type, value: Any) -> bool:
     raise NotImplementedError(f"a job file has no keys of {type}")
 
 
+def is_within(number: inspect.IntType | inspect.FloatType, value: float) -> bool:
+    """A number with any bound is finite."""
+    if not has_bounds(number):
+        return True
+    return (
+        (isinstance(value, int) or math.isfinite(value))
+        and (number.ge is None or value >= number.ge)
+        and (number.gt is None or value > number.gt)
+        and (number.le is None or value <= number.le)
+        and (number.lt is None or value < number.lt)
+    )
+
+
+def has_bounds(number: inspect.IntType | inspect.FloatType) -> bool:
+    return any(bound is not None for bound in (number.ge, number.gt, number.le, number.lt))
+
+
+def bounds(number: inspect.IntType | inspect.FloatType) -> str:
+    """In words, with a space before them: ` from 1 to 64`, ` of at least 0 and below 1`; empty without bounds."""
+    if number.ge is not None and number.le is not None:
+        return f" from {bound(number.ge)} to {bound(number.le)}"
+    words = (("of at least", number.ge), ("above", number.gt), ("at most", number.le), ("below", number.lt))
+    said = " and ".join(f"{word} {bound(value)}" for word, value in words if value is not None)
+    return f" {said}" if said else ""
+
+
+def bound(value: float) -> str:
+    """Large powers of two as such: `2**31 - 1`."""
+    for less, text in ((0, ""), (1, " - 1")):
+        power = int(value) + less
+        if power > 2**16 and power & (power - 1) == 0:
+            return f"2**{power.bit_length() - 1}{text}"
+    return notation(int(value) if value == int(value) else value)
+
+
 def alternatives(type: inspect.Type) -> list[inspect.Type]:
     """The members of a union without None, which TOML cannot express."""
     type = bare(type)
-    types = type.types if isinstance(type, inspect.UnionType) else (type,)
-    return [one for one in types if not isinstance(one, inspect.NoneType)]
+    if isinstance(type, inspect.UnionType):
+        return [own for one in type.types for own in alternatives(one)]
+    return [] if isinstance(type, inspect.NoneType) else [type]
 
 
 def bare(type: inspect.Type) -> inspect.Type:
@@ -183,14 +148,27 @@ def described_one(type: inspect.Type) -> str:
             return "a table" if isinstance(item, inspect.AnyType) else f"a table of {plural(item)}"
         case inspect.BoolType():
             return "true or false"
-    return {inspect.IntType: "a whole number", inspect.FloatType: "a number", inspect.StrType: "text in quotes"}[
-        type.__class__
-    ]
+        case inspect.IntType():
+            return f"a whole number{bounds(type)}"
+        case inspect.FloatType():
+            is_open = has_bounds(type) and type.le is None and type.lt is None
+            return f"a {'finite ' if is_open else ''}number{bounds(type)}"
+        case inspect.StrType():
+            return "text in quotes"
+    raise NotImplementedError(f"a job file has no keys of {type}")
 
 
 def plural(type: inspect.Type) -> str:
-    words = {inspect.IntType: "whole numbers", inspect.FloatType: "numbers", inspect.StrType: "texts"}
-    return " or ".join(words[one.__class__] for one in alternatives(type))
+    return " or ".join(plural_one(one) for one in alternatives(type))
+
+
+def plural_one(type: inspect.Type) -> str:
+    match type:
+        case inspect.IntType():
+            return f"whole numbers{bounds(type)}"
+        case inspect.FloatType():
+            return f"numbers{bounds(type)}"
+    return "texts"
 
 
 def example_of(type: inspect.Type, value: Any, default: Any) -> Any:
@@ -199,9 +177,9 @@ def example_of(type: inspect.Type, value: Any, default: Any) -> Any:
 
 
 def any_of(type: inspect.Type) -> Any:
+    if (example := example_in(type)) is not None:
+        return example
     match type:
-        case inspect.Metadata(extra_json_schema={"examples": [example, *_]}):
-            return example
         case inspect.UnionType():
             return any_of(alternatives(type)[0])
         case inspect.LiteralType(values=[first, *_]):
@@ -215,6 +193,14 @@ def any_of(type: inspect.Type) -> Any:
     return {inspect.IntType: 16, inspect.FloatType: 0.1, inspect.BoolType: True}.get(type.__class__, "...")
 
 
+def example_in(type: inspect.Type) -> Any:
+    """The one that `Meta(examples=[...])` gives; None without."""
+    match type:
+        case inspect.Metadata(extra_json_schema={"examples": [example, *_]}):
+            return example
+    return None
+
+
 def number_of(value: Any) -> int | float | None:
     """The number in a text or float: `"0.1"` -> 0.1, `512.0` -> 512; None if there is none."""
     try:
@@ -222,20 +208,6 @@ def number_of(value: Any) -> int | float | None:
     except ValueError:
         return None
     return int(number) if number is not None and number.is_integer() else number
-
-
-def missing(field: inspect.Field, path: str) -> str:
-    struct, name = section_type(field.type), field.encode_name
-    if struct is None:
-        return f"key {name} is missing; give {described(field.type)}"
-    needed = [own.encode_name for own in struct.fields if own.required]
-    return (
-        f"section {heading(f'{path}.{name}' if path else name)} is missing; it needs {' and '.join(needed) or 'no key'}"
-    )
-
-
-def default_of(field: inspect.Field) -> Any:
-    return None if field.default is msgspec.NODEFAULT else field.default
 
 
 def notation(value: Any) -> str:
@@ -260,3 +232,7 @@ def notation(value: Any) -> str:
 def shown(value: Any) -> str:
     text = notation(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def is_factory(name: str) -> bool:
+    return re.fullmatch(r"[^:\s]+:[^:\s]+", name) is not None

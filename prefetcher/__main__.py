@@ -1,3 +1,12 @@
-from rowcast.prefetcher.cli import app
+from rowcast.runtime.stops import hold
 
-app(prog_name="prefetcher")
+
+def main() -> None:
+    hold()  # before the imports, which take a second
+    from rowcast.command_line.prefetcher import app
+
+    app(prog_name="prefetcher")
+
+
+if __name__ == "__main__":
+    main()

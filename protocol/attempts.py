@@ -1,11 +1,12 @@
-"""Runs one attempt after another: when a peer is lost and the job allows it, the next attempt waits for a new peer."""
+"""Runs the attempts of a run: after a lost peer, if the job allows it, the next attempt waits for a new peer."""
 
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from rowcast.job.schema import Transport, parse_seconds
+from rowcast.job.schema import Transport
+from rowcast.job.units import parse_seconds
 from rowcast.protocol.session import Role
 from rowcast.runtime.errors import PeerLost, PeerNeverCame, RanksDiffer
 from rowcast.runtime.process import Crew, Signals
@@ -19,13 +20,13 @@ class Attempt(Protocol):
 
 
 LEAST_REJOIN_S = 120.0  # of several ranks
-TRAINERS_RESTART_S = 60.0  # once one of them has given up waiting for the others
+TRAINERS_RESTART_S = 60.0  # once a trainer has given up waiting for the others
 MOST_LOOKS = 5
 AttemptT = TypeVar("AttemptT", bound=Attempt)
 
 
 class Attempts(Generic[AttemptT]):
-    """The attempts of one process's run. Each has its own crew; all share `health`."""
+    """The attempts of one process's run. Each has a separate crew; `health` is the same for all."""
 
     def __init__(
         self, role: Role, peer: Role, transport: Transport, signals: Signals, patience: "Patience | None" = None
@@ -38,11 +39,11 @@ class Attempts(Generic[AttemptT]):
         self._patience = patience or Patience(peer, transport)
 
     def run(self, begin: Callable[[AttemptT | None, Transport, Crew], AttemptT | None]) -> AttemptT | None:
-        """`begin` makes an attempt from the previous one and the transport with the time-out to use; None: a stop was
-        requested meanwhile.
+        """`begin` makes an attempt from the previous one and the transport with its time-out, or returns None after a
+        stop request.
 
-        Returns the attempt that ended the run, or None if a stop was requested after a peer was lost. Raises the
-        first error of an attempt, and PeerLost if no other peer is expected.
+        Returns the attempt that ended the run, or None if a stop was requested after a peer was lost. Raises the first
+        error of an attempt, and PeerLost if no new peer is expected.
         """
         while True:
             attempt = begin(self.current, self._patience.transport, self._crew)
@@ -61,16 +62,16 @@ class Attempts(Generic[AttemptT]):
 
 
 class Patience:
-    """How long to wait for a peer: `connect_timeout` the first time, `rejoin_timeout` after one was lost."""
+    """Decides how long to wait for a peer: `connect_timeout` the first time, `rejoin_timeout` after a loss."""
 
     def __init__(self, peer: str, transport: Transport) -> None:
-        self.transport = transport  # with the time-out to use now
+        self.transport = transport  # with the present time-out
         self._peer = peer
         self._rejoin_s = parse_seconds(transport.rejoin_timeout)
         self._waits_again = False
 
     def again(self, error: PeerLost) -> None:
-        """Call when the peer was lost. Raises PeerLost if there is no other to wait for, or none has come."""
+        """Prepares the next wait after a lost peer. Raises PeerLost if no new peer is expected, or none came."""
         if isinstance(error, PeerNeverCame) and self._waits_again:
             raise PeerLost(
                 f"no other {self._peer} came within {self._rejoin_s:g} s after the last one was lost; "
@@ -88,8 +89,8 @@ class Patience:
 
 
 class RankPatience(Patience):
-    """A trainer of several ranks ends when it has lost another process, and torchrun starts all trainers again;
-    only where prefetchers have to look again at the newest checkpoint, all trainers make another attempt."""
+    """A trainer of several ranks ends when it loses a process, and torchrun restarts all trainers. Only if prefetchers
+    must reread the newest checkpoint do all trainers begin a new attempt."""
 
     def __init__(self, peer: str, transport: Transport) -> None:
         super().__init__(peer, transport)
@@ -103,8 +104,8 @@ class RankPatience(Patience):
 
 
 def transport_of_ranks(transport: Transport, ranks_timeout: str | float) -> Transport:
-    """For the prefetcher of one of several ranks, whose trainer comes again after all of them have ended. A prefetcher
-    that was started again waits as long."""
+    """Sets the time-outs of a prefetcher of several ranks, whose trainer restarts after all trainers have ended. A
+    restarted prefetcher waits as long."""
     least_s = max(LEAST_REJOIN_S, parse_seconds(ranks_timeout) + TRAINERS_RESTART_S)
     names = ("connect_timeout", "rejoin_timeout")
     longer = {name: max(least_s, parse_seconds(getattr(transport, name))) for name in names}

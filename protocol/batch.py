@@ -16,7 +16,7 @@ class Batch:
     """B samples of F features. Arrays are C-contiguous and never change."""
 
     dense: F32  # [B, D], finite
-    labels: F32  # [B], or [B, T] with T labels a sample (data.columns.labels), where NaN is unknown
+    labels: F32  # [B], or [B, T] with T labels per sample (data.columns.labels); NaN is unknown
     # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
     ids: I64
     # [F * B + 1] into ids, or None if every bag holds exactly one id (N = F * B)
@@ -30,8 +30,18 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IdsBatch:
+    """The planner's view of a batch; fields as in `Batch`."""
+
+    size: int  # B
+    ids: I64
+    offsets: I64 | None = None
+    weights: F32 | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
-    """A batch with its place in the run. Steps count training and evaluation batches together, without gaps."""
+    """A batch with its position in the run. Steps count training and evaluation batches together, without gaps."""
 
     step: int
     kind: Kind

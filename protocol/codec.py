@@ -1,7 +1,7 @@
-"""Encodes envelopes as frames and decodes them. A frame that passes `decode` has only possible numbers and places.
+"""Encodes envelopes as frames, and decodes and checks them: `decode` passes only possible numbers and offsets.
 
-`session.py` checks what depends on the conversation (which message may follow, which piece is next); `ring.py` checks
-what depends on the ring (whether the bytes are there).
+`session.py` checks the order of a conversation (which message may follow, which piece is next); `ring.py` checks that a
+piece's bytes are in the ring.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 MAX_FRAME_BYTES = 4 * 2**20
 NUMBER_LIMIT = 2**62  # two of them can be added in int64
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
-PIECE_LIMIT = 2**20  # and its own
+PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
 ITEM_LIMIT = 4096  # entries in a header's list of groups, arrays or spans of rows
 TEXT_LIMIT = 4096  # characters
@@ -87,7 +87,8 @@ class _AnyEnvelope(msgspec.Struct, array_like=True):
 
 
 def greeted_version(frame: bytes) -> int | None:
-    """The protocol version in a Hello or Welcome, even if this version cannot read its other fields; None otherwise."""
+    """Returns the protocol version of a Hello or Welcome, even if this version cannot read its other fields; None
+    otherwise."""
     try:
         return msgspec.msgpack.decode(frame, type=_AnyEnvelope).message.protocol_version
     except (ValueError, OverflowError, RecursionError):
@@ -95,7 +96,7 @@ def greeted_version(frame: bytes) -> int | None:
 
 
 def check_message(envelope: Envelope) -> None:
-    """Raises ValueError with a sentence for a number or a place that is impossible at any time."""
+    """Raises ValueError with a sentence for a number or an offset that is never possible."""
     _check_fields(envelope)
     check = _CHECKS.get(type(envelope.message))
     if check is not None:
@@ -104,7 +105,7 @@ def check_message(envelope: Envelope) -> None:
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The fields to check: a checksum may be any 64 bits, and `peer_failure` cleans a Failure's sentence."""
+    """Returns the fields to check: a checksum may be any 64 bits, and `peer_failure` cleans a Failure's sentence."""
     return tuple(name for name in kind.__struct_fields__ if name not in ("checksum", "sentence"))
 
 
@@ -177,7 +178,7 @@ def _check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tupl
         _require(span.count > 0, f"a span of group {span.group} has no rows")
         _require(span.offset % ALIGNMENT == 0, f"rows at offset {span.offset} are not aligned to {ALIGNMENT}")
         _require(span.offset >= end, f"rows at offset {span.offset} overlap what ends at {end}")
-        end = span.offset + span.count  # at least one byte a row; only the receiver knows how many a row has
+        end = span.offset + span.count  # at least one byte per row; only the receiver knows a row's size
     _require(end <= payload.nbytes, f"arrays and rows end at {end}, beyond their payload of {payload.nbytes} bytes")
 
 

@@ -1,11 +1,11 @@
 """Sends messages from any thread, and hands each arriving message to its handler.
 
-If the two ends share no memory, each has its own copy of both rings, and a message carries the bytes that it announces:
+If the two ends share no memory, each has a copy of both rings, and a message carries the bytes that it announces:
 
-    shared    writer -> ring <- reader                      the message holds only the place
+    shared    writer -> ring <- reader                      the message holds only the position
     mirrored  writer -> ring -> link -> ring <- reader      it also holds the bytes, copied before any handler runs
 
-Only the conversation knows which of the two it is.
+Only the conversation knows which of the two applies.
 """
 
 import threading
@@ -30,7 +30,7 @@ class Conversation:
         self.on_message: Callable[[type[AnyMessage]], None] = lambda kind: None
         self._failure: RowcastError | None = None  # the peer's
         self._link = link
-        self._lock = threading.Lock()  # a message takes its sequence number and its place on the link together
+        self._lock = threading.Lock()  # a message gets its sequence number and its turn on the link together
         self._handlers: dict[type[AnyMessage], Handler] = {}
         self._outgoing: RingWriter | None = None
         self._incoming: RingReader | None = None
@@ -42,7 +42,7 @@ class Conversation:
 
     @property
     def frames_refused(self) -> int:
-        """The peer's invalid messages, and what the link refused: frames of strangers, callers without a key."""
+        """Counts the peer's invalid messages and what the link refused: frames of strangers, callers without a key."""
         return self._num_refused + self._link.refused
 
     def listen(self, handlers: Mapping[type[Any], Handler]) -> None:
@@ -50,7 +50,7 @@ class Conversation:
         self._handlers.update(handlers)
 
     def close(self) -> None:
-        """Forgets the handlers, and with them what the messages are for. Call it once nothing is received any more."""
+        """Drops the handlers and the objects that they hold. Call it after the last receive."""
         self._handlers.clear()
 
     def carry(self, outgoing: RingWriter, incoming: RingReader) -> None:
@@ -115,5 +115,5 @@ class Conversation:
 
 
 def payload_ref(message: AnyMessage) -> RingRef | None:
-    """The place in the sender's ring that the message announces, or None."""
+    """Returns the ring bytes that the message announces, or None."""
     return getattr(message, "payload", None)

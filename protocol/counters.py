@@ -1,4 +1,4 @@
-"""Keeps the counters of both processes, and reads them when a scrape comes.
+"""Keeps the counters of both processes, and reads them for a scrape.
 
 The hot path adds to plain ints and floats; it never touches prometheus_client. Only one thread writes each counter
 (each key of a dict is a counter), so no lock is needed. A scrape between two additions sees a counter at most one event
@@ -46,7 +46,7 @@ class QueueCounters:
 
 
 class Share(Protocol):
-    """What ranks exchange of a group in a step: a `GroupShare` (prefetcher) or a `ShareHeader` (trainer)."""
+    """A group's exchange between ranks in a step: a `GroupShare` (prefetcher) or a `ShareHeader` (trainer)."""
 
     @property
     def num_own(self) -> int: ...
@@ -60,14 +60,14 @@ class Share(Protocol):
 
 @dataclass(slots=True)
 class GroupCounters:
-    """One group's rows, and the bytes of their records."""
+    """Counts one group's rows and the bytes of their records."""
 
     record_bytes: int
-    weight_bytes: int  # bytes of a row as ranks send it to each other
+    weight_bytes: int  # bytes of a row sent between ranks
     gradient_bytes: int
     lookups: int = 0
     unique_rows: int = 0
-    hits: int = 0  # counted, not derived, so that it cannot fall when a scrape comes between two additions
+    hits: int = 0  # counted, not derived, so that a scrape between two additions never sees it fall
     rows_fetched: int = 0
     rows_evicted: int = 0
     rows_written_back: int = 0  # dirty victims and flushed rows
@@ -80,7 +80,7 @@ class GroupCounters:
     bytes_received: int = 0
 
     def step(self, *, num_lookups: int, num_unique: int, num_fetch: int, num_evict: int) -> None:
-        """`num_unique`: where ranks share the batch, the rows of it that this rank owns."""
+        """`num_unique`: if ranks divide the batch, its rows that this rank owns."""
         self.lookups += num_lookups
         self.unique_rows += num_unique
         self.hits += num_unique - num_fetch
@@ -88,7 +88,7 @@ class GroupCounters:
         self.rows_evicted += num_evict
 
     def exchange(self, share: Share, rank: int, *, trains: bool) -> None:
-        """Counts what leaves this rank: what it gives itself does not."""
+        """Counts what leaves this rank, without what it sends to itself."""
         sent = sum(share.send_counts) - share.send_counts[rank]
         received = sum(share.receive_counts) - share.receive_counts[rank]
         gradient_bytes = self.gradient_bytes if trains else 0
@@ -109,11 +109,11 @@ class Counters(Generic[StallReason, Phase, Queue]):
     rank: int = 0  # whose counters they are
     train_steps: int = 0
     eval_steps: int = 0
-    samples: int = 0  # of train steps; where ranks share the batch, of the own parts
+    samples: int = 0  # of train steps; if ranks divide the batch, of this rank's parts
     eval_samples: int = 0
     plan_bytes_to_device: int = 0
     last_progress: float = field(default_factory=time.time)  # Unix time of the last completed step, or of the start
-    timeline: Timeline | None = None  # also receives the seconds counted here, with their times
+    timeline: Timeline | None = None  # also records the seconds counted here, with their times
 
     _by_index: tuple[GroupCounters, ...] = field(init=False, repr=False)  # messages name groups by number
 
@@ -129,7 +129,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
             self.eval_samples += batch_size
 
     def exchanged(self, kind: Kind, shares: Iterable[Share]) -> None:
-        """A step whose batch ranks share; one share a group."""
+        """Counts a step whose batch ranks divide; one share per group."""
         for group, share in zip(self._by_index, shares, strict=True):
             group.exchange(share, self.rank, trains=kind == "train")
 
@@ -156,15 +156,15 @@ class Counters(Generic[StallReason, Phase, Queue]):
             self.timeline.add(kind, name, seconds, step, ended_s=ended_s)
 
     def shown(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
-        """Adds the block to the timeline, if there is one, and counts nothing."""
+        """Adds the block to the timeline, if there is one, without counting it."""
         return NOT_SHOWN if self.timeline is None else self.timeline.work(name, step)
 
     def progressed(self) -> None:
-        """A step is complete on the device."""
+        """Notes that a step is complete on the device."""
         self.last_progress = time.time()
 
     def step_ready(self, message: StepReady) -> None:
-        """One piece of a plan was sent (prefetcher) or received (trainer)."""
+        """Counts a piece of a plan, sent (prefetcher) or received (trainer)."""
         if message.arrays is not None:
             self.plan_bytes_to_device += message.arrays.nbytes
         for span in message.rows:
@@ -172,12 +172,12 @@ class Counters(Generic[StallReason, Phase, Queue]):
             group.row_bytes_to_device += span.count * group.record_bytes
 
     def flush(self, message: Flush) -> None:
-        """One piece of a barrier was sent (prefetcher) or received (trainer)."""
+        """Counts a piece of a barrier, sent (prefetcher) or received (trainer)."""
         if message.span is not None:
             self.plan_bytes_to_device += message.span.nbytes
 
     def rows_back(self, message: RowsBack) -> None:
-        """Rows were sent home (trainer) or applied to the store (prefetcher)."""
+        """Counts rows sent home (trainer) or written to the store (prefetcher)."""
         for span in message.rows:
             group = self._by_index[span.group]
             group.rows_written_back += span.count
@@ -202,7 +202,7 @@ def counter_samples(counters: Counters[Any, Any, Any]) -> Iterator[Sample]:
     yield "rowcast_eval_samples_total", (), counters.eval_samples
     yield "rowcast_last_progress_timestamp_seconds", (), counters.last_progress
     yield "rowcast_plan_bytes_total", ("to_device",), counters.plan_bytes_to_device
-    yield "rowcast_plan_bytes_total", ("from_device",), 0  # plans are made by the prefetcher alone
+    yield "rowcast_plan_bytes_total", ("from_device",), 0  # only the prefetcher makes plans
     for name, group in counters.groups.items():
         yield from group_samples(name, group)
     for reason, seconds in counters.stalls.items():
@@ -243,7 +243,7 @@ class CountersCollector(Collector):
         raise NotImplementedError
 
     def describe(self) -> Iterator[Family]:
-        """The families without samples, so that registering reads no counter."""
+        """Returns the families without samples, so that registering reads no counter."""
         return families(self.process, (), self.rank)
 
     def collect(self) -> Iterator[Family]:
@@ -256,7 +256,7 @@ class CountersCollector(Collector):
 
 
 class OfRank(Collector):
-    """Gives the `process_` metrics (memory, processor time, open files) the label that all others have."""
+    """Adds the rank label to the `process_` metrics (memory, processor time, open files)."""
 
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)
@@ -269,7 +269,7 @@ class OfRank(Collector):
 
 
 def new_registry(collector: CountersCollector) -> CollectorRegistry:
-    """The process's only registry."""
+    """Returns the process's only registry."""
     registry = CollectorRegistry()
     registry.register(OfRank(collector.rank))
     registry.register(collector)

@@ -11,7 +11,7 @@ from rowcast.protocol.transport.ring import RingSlice, RingWriter
 
 
 class DensePieces:
-    """Used by the thread that writes the ring."""
+    """Cuts the model state into pieces, on the thread that writes the ring."""
 
     def __init__(self, content: bytes, ring: RingWriter, stamp: Callable[[int], int]) -> None:
         self._content = np.frombuffer(content, np.uint8)
@@ -27,7 +27,7 @@ class DensePieces:
         return self._sent == len(self._spans)
 
     def room(self) -> RingSlice | None:
-        """Space for the next piece; None if the ring is full."""
+        """Returns space for the next piece; None if the ring is full."""
         return self._ring.try_allocate(self._spans[self._sent].nbytes)
 
     def put(self, room: RingSlice) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Defines every message between the two processes as a typed header. Arrays are never in a header: they are in a ring.
+"""Defines every message between the two processes as a typed header. Arrays travel in a ring, never in a header.
 
     prefetcher -> trainer   Welcome  Restore  StepReady  Flush  EndOfData
     trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  Replica
     both                    StopRequest  Released  Heartbeat  Failure  Bye
 
-`session.py` holds which of them may follow which.
+`session.py` defines their order.
 """
 
 from typing import Literal
@@ -14,8 +14,9 @@ import msgspec
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
-PROTOCOL_VERSION = 7
-Mode = Literal["train", "eval"]  # eval: only the evaluation batches, once; nothing is trained or saved
+PROTOCOL_VERSION = 8
+BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
+Mode = Literal["train", "eval"]  # eval: one pass over the evaluation batches, without training or saving
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -25,10 +26,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes in the sender's ring. Positions count all bytes ever allocated, so they never repeat; see `ring.py`."""
 
-    position: int  # where the payload starts; its first byte in the ring is position % ring bytes
+    position: int  # of the payload; its first byte in the ring is position % ring bytes
     nbytes: int
-    end: int  # where the piece ends, with padding and guards; `Released` names it
-    checksum: int | None = None  # xxh3_64 of the payload, in a sampled share of pieces
+    end: int  # of the piece's end, with padding and guards; `Released` names it
+    checksum: int | None = None  # xxh3_64 of the payload, in some pieces
 
 
 class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +42,7 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a `GroupPlan`; its arrays are in the block, as `plan_layout.py` lays them out."""
+    """The numbers of a `GroupPlan`; its arrays are in the block (`plan_layout.py`)."""
 
     num_lookups: int
     num_unique: int
@@ -65,9 +66,10 @@ class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ranks that share a batch must know of it; `PlanHeader.batch_size` counts the samples of the own parts."""
+    """Facts about a batch that ranks divide; `PlanHeader.batch_size` counts the samples of this rank's parts."""
 
     batch_size: int  # samples of the batch over all ranks
+    batches: int  # checksum of the batches read up to this one and slightly beyond; BATCHES_BITS
     groups: tuple[ShareHeader, ...]
 
 
@@ -81,8 +83,8 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     groups: tuple[GroupHeader, ...]
     arrays: tuple[ArraySpec, ...]
     arrays_bytes: int  # length of the whole block
-    num_checksums: int = 0  # checksums of rows in their slots that the plan asks for; see `row_checksum.py`
-    share: BatchShare | None = None  # None: the trainer is alone and computes the whole batch at once
+    num_checksums: int = 0  # requested checksums of rows in their slots; see `row_checksum.py`
+    share: BatchShare | None = None  # None: the batch is not divided
 
 
 class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,17 +122,17 @@ class RowsBack(Message, frozen=True, kw_only=True):
     barrier: int | None  # the barrier's number, or None for victims
     piece: int
     last: bool
-    payload: RingRef | None  # None only in the answer to an empty flush
+    payload: RingRef | None  # None only in reply to an empty flush
     rows: tuple[RowSpan, ...]
 
 
 class RowChecksums(Message, frozen=True, kw_only=True):
-    """Checksums of rows in their slots that a plan or barrier asks for, sent before its StepDone or last RowsBack."""
+    """Requested checksums of a plan's or barrier's rows in their slots, sent before its StepDone or last RowsBack."""
 
     step: int | None  # the plan's step; at a barrier the step that it follows, None before the first
     barrier: int | None
-    start: int  # how many checksums of the plan or barrier came before
-    checksums: bytes  # int64, little-endian, in the order of the arrays that ask for them
+    start: int  # number of earlier checksums of the plan or barrier
+    checksums: bytes  # int64, little-endian, in the order of the arrays that request them
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -138,8 +140,6 @@ class StepDone(Message, frozen=True, kw_only=True):
 
     step: int
     rank: int
-    waited_s: float  # how long the trainer waited for rows
-    step_s: float
 
 
 class Released(Message, frozen=True, kw_only=True):
@@ -152,7 +152,7 @@ class Hello(Message, frozen=True, kw_only=True):
     protocol_version: int
     job_digest: str
     rank: int  # 0 to world_size - 1
-    world_size: int  # trainers that share every batch, of which this is one
+    world_size: int  # trainers that divide every batch, this one included
     pid: int
     threads: int
     device: str
@@ -169,29 +169,31 @@ class Welcome(Message, frozen=True, kw_only=True):
     run_id: str
     incarnation: int
     pid: int
-    slots: tuple[int, ...]  # one number for each group
-    num_dense: int  # dense features of a sample
+    slots: tuple[int, ...]  # one number per group
+    num_dense: int  # dense features per sample
     depth: int
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
     back_ring: RingSpec  # trainer writes, prefetcher reads
     staging_bytes: int  # device bytes in each direction: a piece carries at most that many bytes of rows
     train_steps: int | None  # expected over the run; None if the reader does not know
-    first_train_step: int  # train steps before this incarnation, as its checkpoint says
-    # size of the model state that follows in `Restore`; 0 if there is none and the model starts as the job says
+    first_train_step: int  # train steps before this incarnation, from its checkpoint
+    # size of the model state that follows in `Restore`; 0 if the model starts from the job's initial values
     restore_bytes: int
-    verify: float = 0.0  # share of the rows whose checksums the plans ask for
-    start: Position = Position()  # where this incarnation begins, as its checkpoint says
-    fresh: bool = False  # this run has no checkpoint on disk: all that the run directory holds is from an earlier run
+    verify: float = 0.0  # fraction of rows with checksums requested in plans
+    start: Position = Position()  # where this incarnation begins, from its checkpoint
+    fresh: bool = False  # this run has no checkpoint on disk: all in the run directory are from an earlier run
     replaces: str = ""  # if `fresh`, the run_id of the earlier run, if that has a checkpoint
     # train and evaluation batches of an epoch; None if the reader does not know
     epoch_batches: tuple[int | None, int | None] = (None, None)
-    pairing: str = ""  # which column feeds which feature, if the data gives ids by position
-    rank: int = 0  # whose shard of the rows this prefetcher holds
+    pairing: str = ""  # the column of each feature, if the data has ids by position
+    rank: int = 0  # the rank that owns this prefetcher's shard
     checkpoint: str = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
+    # names and checksums of the first batches: of each feature, of dense features and labels; evaluation's separately
+    first_batches: tuple[tuple[str, str], ...] = ()
 
 
 class Flush(Message, frozen=True, kw_only=True):
-    """A barrier. Its slots travel in the ring like a plan's arrays, one "<group>.slots" array for each group."""
+    """A barrier. Its slots travel in the ring like a plan's arrays, one "<group>.slots" array per group."""
 
     barrier: int
     after_step: int | None
@@ -215,7 +217,7 @@ class DensePiece(Message, frozen=True, kw_only=True):
     nbytes: int  # the whole model state's, above 0
     checksum: int  # xxh3_64 of the whole model state
     payload: RingRef
-    span: ArraySpan  # its place in the model state
+    span: ArraySpan  # its bytes in the model state
 
 
 class Saved(DensePiece, frozen=True, kw_only=True):
@@ -225,7 +227,7 @@ class Saved(DensePiece, frozen=True, kw_only=True):
 
 
 class Replica(Message, frozen=True, kw_only=True):
-    """In place of `Saved`, from the trainer of a rank above 0: all hold the same model state, and rank 0's is saved."""
+    """Replaces `Saved` from a trainer of a rank above 0: all hold the same model state, and only rank 0's is saved."""
 
     barrier: int
     checksum: int  # xxh3_64 of the whole model state
@@ -236,18 +238,18 @@ class Restore(DensePiece, frozen=True, kw_only=True):
 
 
 class TierTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the stores of all groups have counted, if they keep some rows in memory and the others in a cold tier."""
+    """The summed counters of all groups' stores, if they have a memory tier and a cold tier."""
 
-    rows_from_cold: int  # came to memory from the cold tier
-    rows_never_trained: int  # came to memory with their first value
+    rows_from_cold: int  # entered memory from the cold tier
+    rows_never_trained: int  # entered memory with their first value
     rows_to_cold: int  # left memory and were written
-    rows_read_past_memory: int  # late rows, and those that a checkpoint collects
-    late_rows: int  # were to be in memory when they were asked for, and were not
-    bytes_read: int  # from the cold tier, with whatever lies on the same pages
-    bytes_written: int  # to it, old copies that were collected included
-    read_s: float  # that reads of the cold tier took, added up over threads
-    index_bytes: int  # of memory that say where each row lies, at the end
-    disk_bytes: int  # that the cold tier took at the end
+    rows_read_past_memory: int  # late rows, and rows that a checkpoint collects
+    late_rows: int  # planned to be in memory when requested, and were not
+    bytes_read: int  # from the cold tier, whole pages
+    bytes_written: int  # to it, rows moved to collect garbage included
+    read_s: float  # spent reading the cold tier, summed over threads
+    index_bytes: int  # of memory for the index of where each row is, at the end
+    disk_bytes: int  # of the cold tier, at the end
     garbage_bytes: int  # of these: old copies of rows
 
 
@@ -257,7 +259,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class EndOfData(Message, frozen=True, kw_only=True):
-    """No plan follows. Sent after the last barrier is done. Counts are those of the prefetcher's process."""
+    """No plan follows. Sent after the last barrier is done. Counts cover the prefetcher's process."""
 
     last_step: int | None
     finished: bool  # True if the data has ended, False if a stop was requested
@@ -267,11 +269,12 @@ class EndOfData(Message, frozen=True, kw_only=True):
 
 
 class StopRequest(Message, frozen=True, kw_only=True):
-    """The run is to stop in order. From a prefetcher: it was asked, and the trainers are to agree on the last step."""
+    """Requests an orderly stop. From a prefetcher: it got the request, and the trainers must agree on the last step."""
 
     reason: str
-    next_step: int | None = None  # the first planned step that is not trained; None if all are
-    # plans go on to this step, which no prefetcher has planned, so that all ranks stop there; None: plans end at once
+    next_step: int | None = None  # the first planned step that will not be trained; None if all will
+    # plans continue to this step, which no prefetcher has planned, so that all ranks stop there; None: plans end at
+    # once
     after_step: int | None = None
 
 
@@ -283,7 +286,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """The sender gives up; `code` is the exit code that both processes end with."""
+    """The sender gives up; both processes end with exit code `code`."""
 
     code: int
     sentence: str
@@ -314,8 +317,8 @@ AnyMessage = (
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """Wraps every message, so that frames of an earlier incarnation, gaps and repeats are refused."""
+    """Wraps every message, so that the receiver refuses frames of an earlier incarnation, gaps and repeats."""
 
     incarnation: int
-    sequence: int  # 0, 1, ... for each sender and link
+    sequence: int  # 0, 1, ... per sender and link
     message: AnyMessage

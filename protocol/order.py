@@ -1,7 +1,7 @@
-"""Checks what must be contiguous in a conversation: pieces, bytes of a block, rows of a group, steps, barriers.
+"""Checks that a conversation is contiguous: pieces, bytes of a block, rows of a group, steps, barriers.
 
-One `Order` follows both directions as one end sees them. When it raises ProtocolError, with both numbers, its state has
-not changed. It remembers at most `depth` + 1 open steps and the newest barrier.
+One `Order` follows both directions from one end's view. Raising ProtocolError, with both numbers, leaves its state
+unchanged. It holds at most `depth` + 1 open steps and the newest barrier.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 class TravellingRows:
-    """Counts the rows of each group, which travel in order."""
+    """Counts the rows of each group, which arrive in order."""
 
     def __init__(self, totals: Sequence[int]) -> None:
         self._totals = tuple(totals)
@@ -45,7 +45,7 @@ class TravellingRows:
         return tuple(self._counts) == self._totals
 
     def after(self, spans: Sequence[RowSpan]) -> "TravellingRows":
-        """The counts after `spans`; this object stays as it is. Raises ProtocolError."""
+        """Returns the counts after `spans`, without changing this object. Raises ProtocolError."""
         counts = list(self._counts)
         for span in spans:
             require(span.group < len(counts), f"rows of group {span.group} travel, but there are {len(counts)} groups")
@@ -120,7 +120,7 @@ class ComingHome:
 
 @dataclass(slots=True)
 class Checksums:
-    """The checksums of a plan or barrier, which come in order before its end."""
+    """The checksums of a plan or barrier, which arrive in order before its end."""
 
     total: int
     count: int = 0
@@ -186,7 +186,7 @@ class Order:
     open_barrier: OpenBarrier | None = None  # the newest, even after it is done
 
     def follow(self, message: AnyMessage) -> None:
-        """Takes the next message of either side that the state allows. Raises ProtocolError if it is out of order."""
+        """Applies the next message of either side. Raises ProtocolError if it is out of order."""
         match message:
             case Welcome():
                 self.depth, self.restore_bytes = message.depth, message.restore_bytes

@@ -4,18 +4,18 @@
     piece 0   | block ........................ | rows of group 0 | rows of group 1 |
     piece 1   |                                | more rows ...   |                    only if piece 0 was full
 
-Rows follow the order of the plan's fetch, so a span of rows [start, start + count) of a group also names its victims.
+Rows have the order of the plan's fetch, so a span of rows [start, start + count) of a group also identifies its
+victims.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import aligned
-from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import (
     ArraySpan,
     ArraySpec,
@@ -27,17 +27,17 @@ from rowcast.protocol.messages import (
 )
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.plan_layout import BATCH_ARRAYS, EXCHANGE_ARRAYS, GROUP_ARRAYS
-from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.arrays import F32, Bytes
 
 Array = npt.NDArray[Any]
 ARRAY_ALIGNMENT = 64
 BARRIER_STAMP = 1 << 62
 DENSE_STAMP = 1 << 61
-CHECKSUM_EVERY = 64  # one step in 64 has checksums on its pieces in shared memory; guards are always checked
+CHECKSUM_EVERY = 64  # in shared memory, one step in 64 has checksums on its pieces; guards are always checked
 
 
 def plan_stamp(step: int, piece: int) -> int:
-    """The number at both ends of a piece in the ring, by which the reader recognizes stale bytes."""
+    """Returns the number at both ends of a piece in the ring, which tells the reader stale bytes from new ones."""
     return step << 20 | piece
 
 
@@ -46,18 +46,28 @@ def barrier_stamp(barrier: int, piece: int) -> int:
 
 
 def saved_stamp(barrier: int, piece: int) -> int:
-    """The stamp of a piece of the model state after a barrier's rows."""
+    """Returns the stamp of a piece of the model state after a barrier's rows."""
     return DENSE_STAMP | barrier_stamp(barrier, piece)
 
 
 def dense_stamp(piece: int) -> int:
-    """The stamp of a piece of the model state that an incarnation starts from."""
+    """Returns the stamp of a piece of the model state that an incarnation starts from."""
     return DENSE_STAMP | piece
 
 
 def is_sampled(stamp: int) -> bool:
-    """Whether the piece with this stamp carries a checksum; it depends on the step only, so every run is the same."""
+    """Returns whether the piece with this stamp has a checksum: a function of the step, so the same in every run."""
     return (stamp >> 20) % CHECKSUM_EVERY == 0
+
+
+class Samples(Protocol):
+    """The arrays of a batch that the trainer gets beside its plan; fields as in `Batch`."""
+
+    @property
+    def dense(self) -> F32: ...
+
+    @property
+    def labels(self) -> F32: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +79,7 @@ class ArrayBlock:
     nbytes: int
 
     def write(self, offset: int, out: Bytes) -> None:
-        """Copies bytes [offset, offset + len(out)) of the block; gaps between arrays are not written."""
+        """Copies bytes [offset, offset + len(out)) of the block, except gaps between arrays."""
         for array, spec in zip(self.arrays, self.specs, strict=True):
             first, last = max(offset, spec.offset), min(offset + len(out), spec.offset + array.nbytes)
             if first < last:
@@ -87,8 +97,8 @@ def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
     )
 
 
-def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> ArrayBlock:
-    """All of a plan but its rows: the arrays to look up, train and evict with, and the slots to check."""
+def plan_block(batch: Samples, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> ArrayBlock:
+    """Packs a plan without its rows: the arrays to look up, train and evict, and the slots to check."""
     arrays: dict[str, Array] = {name: getattr(batch, name) for name in BATCH_ARRAYS}
     for index, group in enumerate(plan.groups):
         own = {name: getattr(group, name) for name in GROUP_ARRAYS}
@@ -97,7 +107,10 @@ def plan_block(batch: Batch, plan: StepPlan, checked: Mapping[str, Array] | None
     return make_block({**arrays, **(checked or {})})
 
 
-def plan_header(batch: Batch, plan: StepPlan, block: ArrayBlock, num_checksums: int = 0) -> PlanHeader:
+def plan_header(
+    batch: Samples, plan: StepPlan, block: ArrayBlock, num_checksums: int = 0, batches: int = 0
+) -> PlanHeader:
+    """`batches`: the checksum that ranks compare (`BatchShare`)."""
     groups = tuple(
         GroupHeader(
             num_lookups=len(group.slots),
@@ -114,21 +127,22 @@ def plan_header(batch: Batch, plan: StepPlan, block: ArrayBlock, num_checksums: 
         kind=plan.kind,
         train_step=plan.train_step,
         epoch=plan.epoch,
-        batch_size=batch.size,
+        batch_size=len(batch.labels),
         groups=groups,
         arrays=block.specs,
         arrays_bytes=block.nbytes,
         num_checksums=num_checksums,
-        share=batch_share(plan),
+        share=batch_share(plan, batches),
     )
 
 
-def batch_share(plan: StepPlan) -> BatchShare | None:
-    if plan.batch_size is None:
-        return None
+def batch_share(plan: StepPlan, batches: int) -> BatchShare | None:
     shares = [group.share for group in plan.groups if group.share is not None]
+    if not shares:
+        return None
     return BatchShare(
         batch_size=plan.batch_size,
+        batches=batches,
         groups=tuple(
             ShareHeader(
                 send_counts=share.send_counts,

@@ -1,27 +1,31 @@
-"""Watches the peer, which must come, stay and make progress, on a thread that a busy main loop does not hold up."""
+"""Checks that the peer connects, stays and makes progress, on a thread that a busy main loop does not delay."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rowcast.job.schema import Transport, parse_seconds
+from rowcast.job.schema import Transport
+from rowcast.job.units import parse_seconds
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Failure, Heartbeat
 from rowcast.runtime.errors import PeerLost, PeerNeverCame, RowcastError, told
 from rowcast.runtime.telemetry.logs import get_logger
 
 HEARTBEAT_EVERY_S = 1.0
-SILENCE_LIMIT_S = 7.0  # a peer that was stopped for a shorter time continues undisturbed
-PAUSE_S = 2.0  # a longer time between two ticks means that this process itself was stopped and heard nothing
-GONE_GRACE_S = 0.5  # what the peer sent before it left may still be in our queues
+PAUSE_S = 2.0  # a longer time between two ticks means that this process itself was stopped and received nothing
+GONE_GRACE_S = 0.5  # our queues may still hold what the peer sent before it left
 REPORT_EVERY_S = 10.0
 
 
 class WatchedLink(Protocol):
     @property
     def peer_gone(self) -> bool:
-        """Whether the peer was connected and has closed its end."""
+        """Returns whether the peer was connected and has closed its end."""
+
+    @property
+    def peer_runs(self) -> bool:
+        """Whether the peer is seen to live, on this host, and no signal has stopped it."""
 
     @property
     def pending(self) -> int: ...
@@ -33,18 +37,18 @@ class WatchedLink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessProgress:
-    """How far this process is. Each tick compares it with the last one."""
+    """This process's progress. Each tick compares it with the last one."""
 
     step_begun: int | None
     step_done: int | None
     work: int  # grows with all other progress
     waiting_for: str
-    ended: bool  # nothing more is expected from the peer but its Bye
+    ended: bool  # only the peer's Bye is still expected
     ready: bool = True  # this process can greet a peer
 
 
 class PeerWatch:
-    """A stage that sends heartbeats, and raises PeerLost with what it waited for and how long, or the peer's error."""
+    """A stage that sends heartbeats. It raises PeerLost, with what it waited for and how long, or the peer's error."""
 
     def __init__(
         self,
@@ -56,12 +60,13 @@ class PeerWatch:
         connected: Callable[[], bool],
         failure: Callable[[], RowcastError | None],
     ) -> None:
-        """`failure` returns the error of a peer that has failed before it could connect, or None."""
+        """`failure` returns the error of a peer that failed before it could connect, or None."""
         self._peer = peer
         self._conversation = conversation
         self._link = link
         self._connect_timeout_s = parse_seconds(transport.connect_timeout)
         self._stall_timeout_s = parse_seconds(transport.stall_timeout)
+        self._silence_timeout_s = parse_seconds(transport.silence_timeout)
         self._progress = progress
         self._connected = connected
         self._failure = failure
@@ -115,7 +120,8 @@ class PeerWatch:
             raise failure
 
     def _check_coming(self, progress: ProcessProgress, now_s: float) -> None:
-        """The time-out starts when this side is ready, and again at each frame of a peer that is not ready yet."""
+        """Checks the time-out, which starts when this side is ready and again at each frame of a peer that is not ready
+        yet."""
         self._last_change_s = now_s
         if not progress.ready:
             self._started_s = now_s
@@ -133,10 +139,18 @@ class PeerWatch:
             raise PeerLost(f"the {self._peer} went away; its own log says why. Start both again")
 
     def _check_silence(self, now_s: float) -> None:
-        last_s = max(self._link.last_received_s or self._started_s, self._listening_since_s)
-        if now_s - last_s > SILENCE_LIMIT_S:
+        silent_s = now_s - max(self._link.last_received_s or self._started_s, self._listening_since_s)
+        if silent_s <= self._silence_timeout_s:
+            return
+        if not self._link.peer_runs:
             raise PeerLost(
-                f"the {self._peer} has been silent for {now_s - last_s:.1f} s; it was stopped or its host is overloaded"
+                f"the {self._peer} has been silent for {silent_s:.1f} s (transport.silence_timeout); "
+                "it was stopped, or its host is overloaded"
+            )
+        if silent_s > self._stall_timeout_s:
+            raise PeerLost(
+                f"the {self._peer} has been silent for {silent_s:.0f} s (transport.stall_timeout), although it lives; "
+                "it hangs, or this host is overloaded"
             )
 
     def _check_progress(self, progress: ProcessProgress, now_s: float) -> None:
@@ -169,7 +183,7 @@ class Sends(Protocol):
 def tell_peer(conversation: Sends, error: BaseException) -> None:
     """Makes the peer end with the same sentence and exit code, unless the error came from the peer.
 
-    It also tells a peer that was given up: it may only be slow, and should know why it is alone.
+    Also sends it to a peer that was given up: it may only be slow, and then reports why it was left.
     """
     if conversation.failure_received or (isinstance(error, RowcastError) and error.is_peers):
         return

@@ -12,7 +12,7 @@ from rowcast.runtime.arrays import I32, I64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowMove:
-    """Rows that enter or leave the device: row keys[i] and slot slots[i] belong together; slots are distinct."""
+    """Rows that enter or leave the device: row keys[i] has slot slots[i]; slots are distinct."""
 
     keys: I64  # [n]
     slots: I32  # [n]
@@ -23,29 +23,29 @@ class RowMove:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupShare(ExchangeArrays[npt.NDArray[Any]]):
-    """What a rank exchanges with the others: arrays for the trainer, and the numbers that divide them."""
+    """A rank's exchange with the others: arrays for the trainer, and the numbers that divide them."""
 
     num_own: int  # distinct rows of this shard that the whole batch looks up
     send_counts: tuple[int, ...]  # of send_slots, for each rank
-    receive_counts: tuple[int, ...]  # rows that come from each rank
+    receive_counts: tuple[int, ...]  # rows from each rank
     home_levels: tuple[int, ...]  # additions of home_to up to the end of each level
     levels: tuple[int, ...]  # additions of to up to the end of each level
-    sequence_lookups: tuple[tuple[int, ...], ...]  # for each own part, one number for each feature that is not pooled
+    sequence_lookups: tuple[tuple[int, ...], ...]  # for each part here, one number per feature that is not pooled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan(GroupArrays[npt.NDArray[Any]]):
-    """One group's part of a step: arrays for the trainer, and keys, which stay in the prefetcher."""
+    """One group's plan in a step: arrays for the trainer, and keys, which stay in the prefetcher."""
 
     fetch_keys: I64  # [fetch] ascending: the rows to bring into fetch_slots
-    # [evict] victims, dirty ones first, each part ascending; victim i leaves fetch_slots[i]
+    # [evict] victims, dirty ones first, both kinds ascending; victim i leaves fetch_slots[i]
     evict_keys: I64
-    num_dirty: int  # the first victims, which travel home; the others are dropped without a copy
+    num_dirty: int  # the first victims, which are written back; the others are dropped without a copy
     fill_after: int | None  # the last step that reads or writes any victim; None without victims
-    # what the memory tier does; empty where the store has none
+    # for the memory tier; empty if the store has none
     load_keys: I64  # [load] ascending: rows that enter the tier for this step
     spill_keys: I64  # [spill] rows that leave the tier once this step's rows are home
-    share: GroupShare | None = None  # None: the trainer is alone and computes the whole batch at once
+    share: GroupShare | None = None  # None: the batch is not divided
 
     @property
     def fetch(self) -> RowMove:
@@ -59,21 +59,20 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     step: int
-    rank: int = 0
     kind: Kind
     train_step: int  # training batches before this step
     epoch: int
-    batch_size: int | None = None  # samples of the batch over all ranks; None: the trainer is alone
+    batch_size: int  # samples of the batch over all ranks
     after_step: int | None  # this plan's rows may be read once the RowsBack of this step are in the store
     groups: tuple[GroupPlan, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BarrierPlan:
-    """An entry of the plan stream after a step: every dirty row comes home and stays resident, clean."""
+    """An entry of the plan stream after a step: every dirty row is written back and stays resident, clean."""
 
     barrier: int  # 0, 1, ... over the run
     after_step: int | None  # the last step before it; None before the first
-    dirty: tuple[RowMove, ...]  # one for each group, by ascending key
+    dirty: tuple[RowMove, ...]  # one per group, by ascending key
     reason: str
     finished: bool  # True if the data has ended, False if a stop was requested

@@ -1,4 +1,4 @@
-"""Lists the arrays of a plan with their dtypes, shapes, allowed values, and when they are absent.
+"""Lists the arrays of a plan with their dtypes, shapes, allowed values and the condition of their presence.
 
     BATCH_ARRAYS     for the batch                                 "dense", "labels"
     LookupArrays     for each group: the kernels' arrays           "0.slots", ...
@@ -6,14 +6,15 @@
     ExchangeArrays   for each group, if ranks share the batch      "0.send_slots", ...
     ASKED_SLOTS      for each group, in a run that verifies        "0.verify_fetch", ...
 
-All code that lays out, measures, checks or uses the arrays of a plan reads them here. To add one, add a line to a class
-below and make the array in the arrangers (`prefetcher/planner/planner.py`, `rank_share.py`).
+All code that packs, measures, checks or uses the arrays of a plan reads them here. To add an array to the look-ups, add
+a line to `LookupArrays` and one to each of its three makers: `planner.WholeBatch`, `rank_share.ShareOfBatch` and,
+without a planner, `trainer/kernels/lookups.py`.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Generic, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 A = TypeVar("A")  # a numpy array in the prefetcher, a tensor in the trainer
 Dtype = Literal["f4", "i4", "i8", "u1"]
@@ -22,11 +23,11 @@ ITEM_BYTES: dict[Dtype, int] = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """The numbers of a plan and of one of its groups that decide shapes and limits."""
+    """The numbers of a plan and one of its groups that decide shapes and limits."""
 
     samples: int
     dense_features: int = 0
-    labels: int = 0  # names in data.columns.labels; 0 for one label a sample
+    labels: int = 0  # names in data.columns.labels; 0 for one label per sample
     lookups: int = 0
     unique: int = 0  # distinct rows
     bags: int = 0
@@ -36,10 +37,10 @@ class Counts:
     asked_fetch: int = 0
     asked_evict: int = 0
     slots: int = 0  # slots of the group on the device
-    readable: int = 0  # rows that look-ups may read: all slots, or those that were received from their owners
+    readable: int = 0  # rows that look-ups may read: all slots, or the rows received from their owners
     parts: int = 1  # parts of the batch that are computed here
-    exchanges: bool = False  # whether ranks share the batch; if not, what follows is 0
-    sent: int = 0  # rows that leave for the ranks that look them up
+    exchanges: bool = False  # whether ranks divide the batch; if not, the numbers below are 0
+    sent: int = 0  # rows sent to the ranks that look them up
     returned: int = 0  # received rows whose gradients go back: none in an evaluation
     trained: int = 0  # distinct rows of the shard that the whole batch trains
     home_additions: int = 0
@@ -72,8 +73,8 @@ class ArrayLayout:
     shape: tuple[Size, ...]
     _: KW_ONLY
     below: Size | None = None  # values are from 0 to this - 1
-    distinct: Callable[[Counts], bool] = lambda counts: False  # whether no value occurs twice
-    # values start at 0, never fall, and end at this; in two dimensions each row has its own end
+    distinct: Callable[[Counts], bool] = lambda counts: False  # whether all values differ
+    # values start at 0, never fall, and end at this; in two dimensions each row has a separate end
     rises_to: Size | None = None
     where: Callable[[Counts], bool] = lambda counts: True  # whether a plan has the array
 
@@ -119,29 +120,34 @@ HOME_ADDITIONS, ADDITIONS = map(Size, ("home_additions", "additions"))
 class LookupArrays(Generic[A]):
     """N look-ups of U distinct rows in G bags, feature-major.
 
-    A pooled feature has B bags, one for each sample. Each of the S features with pooling = "none" has one bag for each
-    look-up, and `sequence_offsets` divides them into samples. Without such features G is F * B.
+    A pooled feature has B bags, one per sample. Each of the S features with pooling = "none" has one bag per look-up,
+    and `sequence_offsets` divides these into samples. Without such features G is F * B.
 
-    If ranks share the batch, B are the samples of this rank's parts, look-ups, rows and bags stand part by part, and
-    "slots" are places among the rows that were received: two parts may look up the same one.
+    If ranks divide the batch, B is the number of samples in this rank's parts. Look-ups, rows and bags are ordered by
+    part. "Slots" are positions among the received rows: two parts may look up the same one.
     """
 
     # slot of each look-up
     slots: Annotated[A, ArrayLayout("i4", (N,), below=READABLE)]
     # slot of each distinct row, by ascending key
     unique_slots: Annotated[A, ArrayLayout("i4", (U,), below=READABLE, distinct=in_one_part)]
-    # where each distinct row's look-ups start in bag_order
+    # start of each distinct row's look-ups in bag_order
     segment_offsets: Annotated[A, ArrayLayout("i4", (U + 1,), rises_to=N)]
     # the bag of each look-up, grouped by row, in look-up order within a row
     bag_order: Annotated[A, ArrayLayout("i4", (N,), below=G)]
-    # the look-up that each entry of bag_order belongs to; only with weights
+    # the look-up of each entry of bag_order; only with weights
     lookup_order: Annotated[A | None, ArrayLayout("i4", (N,), below=N, where=is_present("weights"))] = None
     # bag boundaries in slots; None: every bag holds one look-up
     offsets: Annotated[A | None, ArrayLayout("i4", (G + 1,), rises_to=N, where=is_present("offsets"))] = None
     # weight of each look-up; None: all are 1
     weights: Annotated[A | None, ArrayLayout("f4", (N,), where=is_present("weights"))] = None
-    # where each sample's look-ups start among those of its feature
+    # start of each sample's look-ups among those of its feature
     sequence_offsets: Annotated[A | None, ArrayLayout("i4", (S, B + 1), rises_to=L, where=has_sequences)] = None
+
+    def named(self) -> dict[str, Any]:
+        """Returns the arrays of this class that are present, by name."""
+        arrays = {name: getattr(self, name) for name in LOOKUP_ARRAYS}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,16 +160,17 @@ class GroupArrays(LookupArrays[A]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeArrays(Generic[A]):
-    """What a rank sends, and in which order it adds gradients; `prefetcher/planner/exchange.py` draws it."""
+    """The rows that a rank sends, and the order in which it adds gradients (a diagram is in
+    `prefetcher/planner/exchange.py`)."""
 
     # slots of the rows for rank 0, then for rank 1, ..., each by ascending key
     send_slots: Annotated[A, ArrayLayout("i4", (SENT,), below=SLOTS, where=exchanges)]
-    # row gradients of the own parts, one part after the other: gradient[home_to] += gradient[home_of], level by level
+    # row gradients of this rank's parts, part by part: gradient[home_to] += gradient[home_of], level by level
     home_to: Annotated[A, ArrayLayout("i4", (HOME_ADDITIONS,), below=U, where=exchanges)]
     home_of: Annotated[A, ArrayLayout("i4", (HOME_ADDITIONS,), below=U, where=exchanges)]
-    # where the sum of each received row stands after that, in the order of the received rows
+    # position of each received row's sum after that, in the order of the received rows
     home_roots: Annotated[A, ArrayLayout("i4", (RETURNED,), below=U, where=exchanges)]
-    # the same for the gradients that come back, laid out as the rows that were sent
+    # the same for the gradients that return, laid out as the rows that were sent
     to: Annotated[A, ArrayLayout("i4", (ADDITIONS,), below=SENT, where=exchanges)]
     of: Annotated[A, ArrayLayout("i4", (ADDITIONS,), below=SENT, where=exchanges)]
     roots: Annotated[A, ArrayLayout("i4", (TRAINED,), below=SENT, where=exchanges)]
@@ -172,7 +179,7 @@ class ExchangeArrays(Generic[A]):
 
 
 def layouts(arrays: type) -> dict[str, ArrayLayout]:
-    """The layouts of the fields of a class that are arrays, in order."""
+    """Returns the layouts of a class's array fields, in order."""
     hints = get_type_hints(arrays, include_extras=True)
     found = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
     return {name: layout for name, layout in found.items() if isinstance(layout, ArrayLayout)}
@@ -183,7 +190,7 @@ SEVERAL_LABELS = BATCH_ARRAYS | {"labels": ArrayLayout("f4", (B, T))}
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
 EXCHANGE_ARRAYS = layouts(ExchangeArrays)
-# slots of the rows whose checksums are asked for (`row_checksum.py`): victims before the fill, fetched rows after it
+# slots of the rows with requested checksums (`row_checksum.py`): victims before the fill, fetched rows after it
 ASKED_SLOTS = {
     "verify_fetch": ArrayLayout("i4", (ASKED_FETCH,), below=SLOTS, where=is_present("verify_fetch")),
     "verify_evict": ArrayLayout("i4", (ASKED_EVICT,), below=SLOTS, where=is_present("verify_evict")),

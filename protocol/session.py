@@ -1,8 +1,7 @@
-"""Defines the conversation as a table, without I/O: who may send what in which state, and which state follows.
+"""Defines the conversation as a table, without I/O: what each side may send in each state, and the next state.
 
 Each process has one `Session` and passes every message that it sends or receives through it. The two ends may be in
-different states while frames are on the way; the table allows for that wherever it can happen. `render_table` makes the
-diagram in the docs.
+different states while frames are in flight; the table allows for that. `render_table` makes the diagram in the docs.
 """
 
 from enum import StrEnum
@@ -79,7 +78,7 @@ ROWS: tuple[tuple[State, Role, tuple[MessageKind, ...], State], ...] = (
     (S.WAITING_HELLO, TRAINER, (E.HELLO,), S.WAITING_WELCOME),
     (S.WAITING_HELLO, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_HELLO),
     (S.WAITING_HELLO, PREFETCHER, (E.HEARTBEAT,), S.WAITING_HELLO),
-    (S.WAITING_HELLO, PREFETCHER, (E.BYE,), S.CLOSED),  # stopped before a trainer came
+    (S.WAITING_HELLO, PREFETCHER, (E.BYE,), S.CLOSED),  # stopped before a trainer connected
     (S.WAITING_WELCOME, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_WELCOME),
     (S.WAITING_WELCOME, PREFETCHER, (E.WELCOME,), S.RUNNING),
     (S.WAITING_WELCOME, PREFETCHER, (E.HEARTBEAT,), S.WAITING_WELCOME),
@@ -132,7 +131,7 @@ def event_of(message: AnyMessage) -> MessageKind:
 
 
 class Session:
-    """One end of a conversation. Not thread-safe: a message gets its sequence number and its place together.
+    """One end of a conversation. Not thread-safe: a message gets its sequence number and its turn on the link together.
 
     The prefetcher chooses the incarnation, at least 1. A trainer's frames carry 0 until the Welcome names it. After an
     error only a Failure may be sent.
@@ -154,7 +153,7 @@ class Session:
         self._order = Order()
 
     def encode(self, message: AnyMessage) -> bytes:
-        """The frame to send now. Raises LocalProtocolError if the conversation does not allow the message."""
+        """Returns the frame to send now. Raises LocalProtocolError if the conversation does not allow the message."""
         try:
             self.state, frame = self._sent(message)
         except ProtocolError as error:
@@ -163,7 +162,7 @@ class Session:
         return frame
 
     def decode(self, frame: bytes) -> AnyMessage:
-        """The message in a frame. Raises RemoteProtocolError if the conversation does not allow it.
+        """Returns the message in a frame. Raises RemoteProtocolError if the conversation does not allow it.
 
         Raises Mismatch if the frame greets with another protocol version. A refused frame changes nothing here.
         """
@@ -230,7 +229,7 @@ def check_version(version: int | None, peer: Role) -> None:
 
 
 def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int = 1, rank: int = 0) -> None:
-    """Raises Mismatch if this trainer does not belong to this prefetcher's job, or not to its shard."""
+    """Raises Mismatch if this trainer has a different job or shard than this prefetcher."""
     check_version(hello.protocol_version, TRAINER)
     if hello.job_digest != digest:
         raise Mismatch(
@@ -255,7 +254,7 @@ def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int
 
 
 def check_welcome(welcome: Welcome, rank: int = 0) -> None:
-    """Raises Mismatch if this prefetcher speaks another version or holds another shard than this trainer's."""
+    """Raises Mismatch if this prefetcher has a different version or shard than this trainer."""
     check_version(welcome.protocol_version, PREFETCHER)
     if welcome.rank != rank:
         raise Mismatch(
@@ -265,7 +264,7 @@ def check_welcome(welcome: Welcome, rank: int = 0) -> None:
 
 
 def render_table() -> str:
-    """A Mermaid diagram of the messages that change the state, and a Markdown table of all that may be sent."""
+    """Renders a Mermaid diagram of the messages that change the state, and a Markdown table of all allowed ones."""
     edges = [
         f"    {state.name} --> {after.name}: {role} sends {event}"
         for state, role, event, after in _transitions()
@@ -281,7 +280,7 @@ def render_table() -> str:
 
 
 def _transitions() -> list[tuple[State, Role, MessageKind, State]]:
-    """All transitions but those of a Failure, which every state but the last has."""
+    """Lists all transitions except those of a Failure, which is allowed in every state but the last."""
     return [
         (state, role, event, after)
         for (state, role), following in TABLE.items()

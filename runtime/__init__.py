@@ -1,1 +1,1 @@
-"""Holds what both processes need to run: threads, signals, errors, files, compiled loops, telemetry."""
+"""Common code of both processes: threads, signals, errors, files, compiled loops, telemetry."""

@@ -3,10 +3,10 @@
     <run_dir>/checkpoints/step-000000000200/manifest.json
                                             dense-00000.safetensors
                                             fp32_d16_sgd-00000.safetensors      rows that changed since step 100
-    <run_dir>/checkpoints/step-000000000100/fp32_d16_sgd-00000.safetensors      the base, which this manifest names too
+    <run_dir>/checkpoints/step-000000000100/fp32_d16_sgd-00000.safetensors      the base, also named by this manifest
 
-Where several ranks hold the tables, each writes the rows of its shard to files of its own (`...-r003-00000`), and the
-manifest lists each shard's.
+With several ranks, each writes the rows of its shard to separate files (`...-r003-00000`), and the manifest lists each
+shard's.
 
 A manifest is not trusted: reading it checks that all names stay inside `checkpoints/` and all counts are possible.
 """
@@ -25,12 +25,13 @@ from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import Sealed, read_sealed, render, seal
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
 FILE_NAME = re.compile(r"step-[0-9]{12}/[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 CHECKSUM = re.compile(r"[0-9a-f]{16}")
+RUN_ID = re.compile(rb'"run_id": ?"([^"]*)"')
 MAX_KEY = 2**63 - 1
 MAX_STEP = 10**12 - 1  # twelve digits, so that folders sort by step
 
@@ -40,7 +41,8 @@ class FilePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DenseFile(FilePart, frozen=True, kw_only=True):
-    """The model state as safetensors: weights, optimizer state, and all else that the trainer needs to continue."""
+    """The model state as safetensors: weights, optimizer state, and everything else that the trainer needs to
+    continue."""
 
     file: str  # relative to checkpoints/
     nbytes: int
@@ -73,7 +75,7 @@ class RowFile(FilePart, frozen=True, kw_only=True):
 
 
 class RowLayer(FilePart, frozen=True, kw_only=True):
-    """A base holds every row trained up to a checkpoint, a delta the rows that changed since the layer before."""
+    """A base holds every row trained up to a checkpoint, a delta the rows changed since the previous layer."""
 
     kind: Literal["base", "delta"]
     num_rows: int
@@ -103,7 +105,7 @@ class RowLayer(FilePart, frozen=True, kw_only=True):
 
 
 class ShardLayers(FilePart, frozen=True, kw_only=True):
-    """The rows of one shard of the tables: those that `protocol/shards.py` gives it."""
+    """The rows of one shard of the tables (`protocol/shards.py`)."""
 
     # oldest first: one base, then deltas; the newest layer that has a row decides its value
     layers: tuple[RowLayer, ...]
@@ -113,15 +115,38 @@ class ShardLayers(FilePart, frozen=True, kw_only=True):
             raise ValueError(f"layers {[layer.kind for layer in self.layers]} are not one base and deltas")
 
 
+class DataFile(FilePart, frozen=True, kw_only=True):
+    path: str
+    nbytes: int
+    checksum: str  # of a sample of its contents (prefetcher/readers/file_samples.py), 16 hex digits
+
+
+class TrainingData(FilePart, frozen=True, kw_only=True):
+    """The data that the steps before a checkpoint have read."""
+
+    files: tuple[DataFile, ...]  # in reading order; empty for a data set made by code
+    hot_rows: str = ""  # checksum of the rows of data.hot; "" without
+
+
+class BatchChecksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
+    """A batch after a checkpoint, already known at it."""
+
+    train_step: int  # training batches before it
+    eval_batch: int | None  # batches before it in its evaluation; None: a training batch
+    ids: str  # xxh3_64 of ids, offsets and weights, 16 hex digits
+    dense: str  # of dense features and labels; "" if not known yet
+
+
 class Manifest(Sealed, frozen=True, kw_only=True):
     run_id: str
     position: Position  # where training continues
     finished: bool  # True if the data has ended; otherwise the run continued or was stopped
     reason: str
-    job: dict[str, Any]  # the complete, checked job, so that an export needs no other file
-    training_digest: str
-    shards: tuple[ShardLayers, ...]  # one for each rank that wrote the checkpoint
+    job: dict[str, Any]  # the complete, checked job: an export needs no other file
+    trained_on: TrainingData | None  # None after an import
+    shards: tuple[ShardLayers, ...]  # one per rank that wrote the checkpoint
     dense: DenseFile | None  # None after an import without dense weights
+    ahead: tuple[BatchChecksum, ...] = ()  # a restart must read these batches
 
     def __post_init__(self) -> None:
         check_position(self.position)
@@ -132,8 +157,13 @@ class Manifest(Sealed, frozen=True, kw_only=True):
             raise ValueError(f"{max(names, key=names.count)} is named twice")
 
     @property
+    def is_import(self) -> bool:
+        """Whether the run has trained nothing yet."""
+        return self.trained_on is None
+
+    @property
     def layers(self) -> tuple[RowLayer, ...]:
-        """Those of all shards, each shard's oldest first. A row is in layers of one shard only."""
+        """The layers of all shards, each shard's oldest first. A row is in layers of only one shard."""
         return tuple(layer for shard in self.shards for layer in shard.layers)
 
     @property
@@ -151,7 +181,7 @@ class Manifest(Sealed, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """The rows of all layers; a row that is in several layers counts in each."""
+        """The rows of all layers; a row in several layers counts in each."""
         return sum(layer.num_rows for layer in self.layers)
 
     @property
@@ -164,6 +194,18 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
+
+
+class ManifestOfVersion3(Manifest, frozen=True, kw_only=True):
+    trained_on: None = None
+    training_digest: str  # over settings and the sizes of data files; "" after an import by `--from`
+
+    @property
+    def is_import(self) -> bool:
+        return not self.training_digest
+
+
+KINDS: dict[int, type[Manifest]] = {3: ManifestOfVersion3, MANIFEST_VERSION: Manifest}
 
 
 def check_position(position: Position) -> None:
@@ -197,7 +239,7 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 
 def write_durably(path: Path, content: bytes, disk: Disk | None = None) -> None:
-    """Writes a file so that it appears whole or not at all, and survives a loss of power. Raises OSError."""
+    """Writes a file so that it appears whole or not at all, and survives a power loss. Raises OSError."""
     disk = disk or RealDisk()
     partial = path.with_name(path.name + ".partial")
     file = disk.create(partial)
@@ -219,15 +261,27 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError if there is no manifest, if this version cannot read it, or if it was changed since."""
+    """Raises DataError if the manifest is missing, changed since, or unreadable for this version."""
     path = folder / MANIFEST_NAME
     try:
-        manifest = read_sealed(path, Manifest, MANIFEST_VERSION, "manifest")
+        manifest = read_sealed(path, KINDS, "manifest")
     except OSError as error:
         raise DataError(f"{path}: no checkpoint here ({error.strerror})") from None
     if manifest.name != folder.name:
         raise DataError(f"{path}: the manifest of {manifest.name} is in the folder of another checkpoint")
     return manifest
+
+
+def run_of(folder: Path) -> str | None:
+    """Returns the run that wrote the checkpoint in a folder, even if its manifest is damaged or of a different version.
+    None if there is no manifest, or it names no run; "" if it cannot be read."""
+    try:
+        found = RUN_ID.search((folder / MANIFEST_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return ""
+    return None if found is None else found[1].decode(errors="replace")
 
 
 def differs(path: Path, found: tuple[int, str], nbytes: int, checksum: str) -> DataError:
@@ -237,7 +291,7 @@ def differs(path: Path, found: tuple[int, str], nbytes: int, checksum: str) -> D
 
 
 def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
-    """The path of a file that a manifest names. Raises DataError if its size or checksum differs."""
+    """Returns the path of a file that a manifest names. Raises DataError if its size or checksum differs."""
     path = root / file.file
     try:
         found = file_checksum(path)
@@ -249,16 +303,17 @@ def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """The checkpoints in `root`, newest step first. It only checks that each has a manifest."""
+    """Lists the checkpoints in `root`, newest step first. Only checks that each has a manifest."""
     folders = [path.parent for path in root.glob(f"step-*/{MANIFEST_NAME}") if FOLDER_NAME.fullmatch(path.parent.name)]
     return sorted(folders, key=lambda folder: folder.name, reverse=True)
 
 
 def beside(root: Path) -> tuple[Path, Path]:
-    """Where a fresh run keeps its checkpoints until it replaces the run in `root`, and where it moves the old ones."""
+    """Returns where a fresh run keeps its checkpoints until it replaces the run in `root`, and where it moves the old
+    ones."""
     return root.with_name(f".{root.name}.new"), root.with_name(f".{root.name}.replaced")
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The folder of a run's checkpoint with the highest step, or None. It only checks that it has a manifest."""
+    """Returns the folder of a run's checkpoint with the highest step, or None. Only checks that it has a manifest."""
     return next(iter(checkpoint_folders(run_dir / "checkpoints")), None)

@@ -5,27 +5,26 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from rowcast.runtime.other_process import stat_of
+
 
 @dataclass(slots=True)
 class Child:
     name: str
     process: subprocess.Popen[bytes]
-    log: Path | None  # None if it shares our stderr
+    log: Path | None  # None if it writes to our stderr
 
     @property
     def code(self) -> int | None:
-        """The exit code as a shell reports it; None while the process runs."""
+        """Returns the exit code as a shell reports it; None while the process runs."""
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP has stopped the process; one that a debugger holds is not."""
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:  # it has ended
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        """Whether a signal such as SIGSTOP has stopped the process; a debugger's hold does not count."""
+        found = stat_of(self.process.pid)
+        return found is not None and found.state == "T"
 
     def signal(self, number: int) -> None:
         if self.code is None:
@@ -39,7 +38,7 @@ class Child:
         return True
 
     def terminate(self, seconds: float) -> None:
-        """Waits up to `seconds` for the process to end, then sends SIGTERM, and after another `seconds` SIGKILL."""
+        """Waits up to `seconds` for the process to end, then sends SIGTERM, and after `seconds` more SIGKILL."""
         if not self.ended_within(seconds):
             self.signal(signal.SIGTERM)
             if not self.ended_within(seconds):
@@ -47,14 +46,20 @@ class Child:
                 self.ended_within(seconds)
 
     def describe_exit(self) -> str:
-        """Says how the process ended. Call it only after the end."""
+        """Describes how the process ended. Call it only after the end."""
         who, code = f"the {self.name} (process {self.process.pid})", self.process.returncode
         if code < 0:
-            name = signal.Signals(-code).name
-            return f"{who} was killed by {name}; unless you sent it, the machine ran out of memory"
+            return f"{who} {killed_by(-code)}"
         if self.log is None:
             return f"{who} ended with code {code}; its error is above"
         return f"{who} ended with code {code}: {last_line(self.log)} [{self.log}]"
+
+
+def killed_by(number: int) -> str:
+    name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+    return f"was killed by {name}" + (
+        "; unless you sent it, the machine ran out of memory" if name == "SIGKILL" else ""
+    )
 
 
 def last_line(log: Path) -> str:

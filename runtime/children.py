@@ -1,4 +1,4 @@
-"""Starts processes that stop in order when their parent is killed, and ends them together."""
+"""Starts processes that stop in order if their parent is killed, and ends them together."""
 
 import ctypes
 import os
@@ -9,77 +9,78 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals
+from rowcast.runtime.stops import PASSED_ON, held
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.1
-NOTICE_S = 3.0  # for the other processes to notice that one has failed, before they are asked to stop
-END_S = 40.0  # until they are killed: a stop in order takes up to 30 s
+NOTICE_S = 3.0  # for the other processes to notice a failed one, before they get a stop signal
+END_S = 40.0  # before they are killed: an orderly stop takes up to 30 s
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 
 
 def start_child(name: str, module: str, arguments: Sequence[str], log: Path | None = None) -> Child:
-    """Starts `python -m module`. `log`: appended to, so that the log of an earlier run stays; None: our stderr.
-
-    STOPS are blocked in it, and so kept, until it has handlers and unblocks them.
-    """
+    """Starts `python -m module`. `log`: appended to, to keep the log of an earlier run; None: our stderr."""
     command = [sys.executable, "-m", module, *arguments]
     with ExitStack() as stack:
         file = None if log is None else stack.enter_context(log.open("ab"))
         output = subprocess.STDOUT if file is not None else None
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
-        process = subprocess.Popen(command, stdout=file, stderr=output, preexec_fn=stop_with_parent)
+        stack.enter_context(held())
+        tie = partial(stop_with_parent, os.getpid())
+        process = subprocess.Popen(command, stdout=file, stderr=output, preexec_fn=tie)
     return Child(name, process, log)
 
 
-def stop_with_parent() -> None:
-    """Requests SIGTERM for this process if the process that has started it is killed."""
-    PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+def stop_with_parent(parent: int) -> None:
+    """Stops this process if its `parent` is killed or was killed already."""
+    PRCTL(PR_SET_PDEATHSIG, PASSED_ON)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), PASSED_ON)
 
 
-def forward(children: Callable[[], Sequence[Child]]) -> Callable[[int, FrameType | None], None]:
-    """A handler that passes a signal on to the children of that moment."""
+class StopsChildren:
+    """Passes a stop on to children, once. A second signal ends this process and them at once."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and has_terminal():
-            return  # the terminal has sent it to all processes; a second one would end the others at once
-        for child in children():
+    def __init__(self, signals: Signals, children: list[Child]) -> None:
+        self.asked = False
+        self._signals, self._children = signals, children
+        AT_SUDDEN_EXIT.append(partial(self._send, signal.SIGTERM))
+
+    def advance(self) -> bool:
+        """Returns whether it passed a stop on now."""
+        if self.asked or self._signals.stop_reason is None:
+            return False
+        self.asked = True
+        self._send(PASSED_ON)
+        return True
+
+    def _send(self, number: int) -> None:
+        for child in self._children:
             child.signal(number)
-
-    return handle
-
-
-def has_terminal() -> bool:
-    try:
-        with open("/dev/tty", "rb") as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
 
 
 def ended_together(
     children: list[Child],
     replaced: Callable[[Child], Child | None] = lambda child: None,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Child | None:
-    """Waits for all; returns the child that failed first, or None.
+    """Waits for all children. Returns the first failed one, or None.
 
-    `replaced` is asked for another process in place of one that has failed. If there is none, the others may notice by
-    themselves, are then asked to stop, then killed.
+    `replaced` returns a replacement for a failed process, or None. Then the others get time to notice, a stop signal,
+    and at last SIGKILL.
     """
     first: Child | None = None
-    deadlines: deque[tuple[float, signal.Signals]] = deque()
+    deadlines: deque[tuple[float, int]] = deque()
     while any(child.code is None for child in children):
         if first is None:
             first = failed(children, replaced)
             if first is not None:
                 now_s = time.monotonic()
-                deadlines.extend([(now_s + NOTICE_S, signal.SIGTERM), (now_s + END_S, signal.SIGKILL)])
+                deadlines.extend([(now_s + NOTICE_S, PASSED_ON), (now_s + END_S, signal.SIGKILL)])
         if deadlines and time.monotonic() > deadlines[0][0]:
             _, number = deadlines.popleft()
             for child in children:

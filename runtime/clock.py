@@ -1,4 +1,4 @@
-"""Tells whether two processes share `time.monotonic` and `time.perf_counter`: they do if `boot_id` is the same."""
+"""Returns the boot id: processes with the same one have the same `time.monotonic` and `time.perf_counter`."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """The host kernel's boot id, the same in all its containers. Raises OSError."""
+    """Returns the host kernel's boot id, the same in all its containers. Raises OSError."""
     return BOOT_ID.read_text().strip()

@@ -1,22 +1,35 @@
 """Ends every command with an exit code and one sentence, without a traceback for errors that the user can correct."""
 
-import os
+import resource
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.logs import get_logger, setup_logging, write_error_line
+from rowcast.runtime.stops import release
+from rowcast.runtime.telemetry.logs import dropped_if_gone, get_logger, setup_logging, write_error_line
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def run_command(process: str, main: Callable[[], int | None]) -> int:
+    """Runs `main` until a signal interrupts it. Returns the exit code of the process."""
+
+    def interruptible() -> int | None:
+        release()
+        return main()
+
+    return exit_code_of(process, interruptible)
+
+
+def exit_code_of(process: str, main: Callable[[], int | None]) -> int:
     """Runs `main` and returns the exit code of the process: what `main` returned, or 0 for None.
 
-    A RowcastError becomes one line on stderr and its own exit code; an interrupt becomes 130. Any other exception is
-    our bug: its traceback is logged and the code is 1. Logging works before `main` has set it up.
+    A RowcastError becomes one line on stderr and its exit code; an interrupt becomes 130. Any other exception is our
+    bug: its traceback is logged and the code is 1. Logging works before `main` sets it up.
     """
     setup_logging(process)
+    allow_open_files()
     try:
         code = main() or 0
     except RowcastError as error:
@@ -36,14 +49,19 @@ def run_command(process: str, main: Callable[[], int | None]) -> int:
     return code
 
 
+def allow_open_files() -> None:
+    """Raises the soft limit of open files, which is often 1,024, to the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # the host does not allow it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def say(process: str, sentence: str) -> None:
     line = " ".join(sentence.splitlines())
     write_error_line(f"rowcast {process}: {line}")
 
 
 def flush_stdout() -> None:
-    """Flushes stdout; a reader that has ended (`| head`) must not turn the exit code into the interpreter's 120."""
-    try:
+    """Flushes, without turning the exit code into the interpreter's 120 if the reader has ended (`| head`)."""
+    with dropped_if_gone(sys.stdout):
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,5 +1,6 @@
 """Compiles loops with numba on first use, caches them on disk if possible, and runs them without the GIL."""
 
+import platform
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -11,8 +12,10 @@ from numba.extending import intrinsic
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BYTE_POINTER, INT = ir.IntType(8).as_pointer(), ir.IntType(32)
+LINE = ir.VectorType(ir.IntType(64), 8)  # of a processor's cache
+STORES_PAST_CACHES = platform.machine() in ("x86_64", "AMD64")  # whether `store_line` and `end_stores` exist here
 
-# Functions of the C library, for compiled loops. They take an array's address: array.ctypes.data.
+# Functions of the C library, for compiled loops. Arrays are passed by address: array.ctypes.data.
 C_INT, OFFSET, SIZE = numba.types.int32, numba.types.int64, numba.types.uintp
 # (descriptor, address, nbytes, offset) -> bytes read, or -1
 c_pread = numba.types.ExternalFunction("pread", numba.types.intp(C_INT, SIZE, SIZE, OFFSET))
@@ -20,7 +23,7 @@ c_pread = numba.types.ExternalFunction("pread", numba.types.intp(C_INT, SIZE, SI
 c_posix_fadvise = numba.types.ExternalFunction("posix_fadvise", C_INT(C_INT, OFFSET, OFFSET, C_INT))
 # (address, nbytes, advice) -> 0, or -1; whole pages of a mapped file
 c_madvise = numba.types.ExternalFunction("madvise", C_INT(SIZE, SIZE, C_INT))
-# (address, nbytes, address of a byte for each page, whose bit 0 says that it is in memory) -> 0, or -1; whole pages
+# (address, nbytes, address of a byte per page, with bit 0 set if it is in memory) -> 0, or -1; whole pages
 c_mincore = numba.types.ExternalFunction("mincore", C_INT(SIZE, SIZE, SIZE))
 
 
@@ -30,9 +33,10 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_loop(function: Function) -> Function:
-    """Compiles a loop that makes no arrays, without reference counts.
+    """Compiles a loop that allocates no arrays, without reference counts.
 
-    Counting may cost more than the loop's work for a row (docs/experiments.md). Without the option it is only slower.
+    Counting may cost more than the loop's work per row (docs/log/planner.md). numba without the option only runs it
+    more slowly.
     """
     try:
         return compile_with(function, _nrt=False)
@@ -41,10 +45,10 @@ def compiled_loop(function: Function) -> Function:
 
 
 def compiled_arithmetic(function: Function) -> Function:
-    """Compiles a loop over floats like `compiled_loop`; a division by zero gives the processor's result, as in torch.
+    """Compiles a loop over floats like `compiled_loop`; a division by zero returns the processor's result, as in torch.
 
-    Every product and every sum is rounded separately, in the order written: exact results need that nothing is fused or
-    reordered.
+    Every product and every sum is rounded separately, in the written order: exact results allow no fusing or
+    reordering.
     """
     try:
         return compile_with(function, error_model="numpy", _nrt=False)
@@ -59,25 +63,68 @@ def compile_with(function: Function, **options: bool | str) -> Function:
         return cast(Function, numba.njit(nogil=True, **options)(function))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """In a compiled loop, asks the processor for the cache line of array[index] without waiting; `array` is 1-D.
+def element_pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    view = context.make_array(kind)(context, builder, array)
+    return cgutils.get_item_pointer(context, builder, kind, view, [index], wraparound=False)
 
-    It is only a hint: it changes no value, and an index beyond the end does no harm.
+
+def prefetching(access: int) -> Any:
+    """`access`: 0 to read the line, 1 to write it."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+        """In a compiled loop, prefetches the cache line of array[index]; `array` is 1-D.
+
+        It is only a hint: it changes no value, and an index beyond the end is harmless.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            element = element_pointer(context, builder, signature.args[0], *arguments)
+            llvm_prefetch = builder.module.declare_intrinsic(
+                "llvm.prefetch", [BYTE_POINTER], ir.FunctionType(ir.VoidType(), [BYTE_POINTER, INT, INT, INT])
+            )
+            keep, data = INT(3), INT(1)
+            builder.call(llvm_prefetch, [builder.bitcast(element, BYTE_POINTER), INT(access), keep, data])
+            return context.get_dummy_value()
+
+        return numba.types.void(array, numba.types.intp), generate
+
+    return prefetch
+
+
+prefetch, prefetch_to_write = prefetching(0), prefetching(1)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_line(typing_context: Any, target: Any, at: Any, source: Any, first: Any) -> Any:
+    """In a compiled loop, copies 8 words from source[first] to target[at] past the caches; both are u64 and 1-D.
+
+    target[at] begins a cache line. Other threads may read it after `end_stores`. Only where STORES_PAST_CACHES.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        view = context.make_array(kind)(context, builder, arguments[0])
-        element = cgutils.get_item_pointer(context, builder, kind, view, [arguments[1]], wraparound=False)
-        llvm_prefetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", [BYTE_POINTER], ir.FunctionType(ir.VoidType(), [BYTE_POINTER, INT, INT, INT])
-        )
-        read, keep, data = INT(0), INT(3), INT(1)
-        builder.call(llvm_prefetch, [builder.bitcast(element, BYTE_POINTER), read, keep, data])
+        kinds = signature.args
+        line = element_pointer(context, builder, kinds[0], arguments[0], arguments[1])
+        words = element_pointer(context, builder, kinds[2], arguments[2], arguments[3])
+        value = builder.load(builder.bitcast(words, LINE.as_pointer()), align=8)
+        stored = builder.store(value, builder.bitcast(line, LINE.as_pointer()), align=64)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(INT, 1)]))
         return context.get_dummy_value()
 
-    return numba.types.void(array, numba.types.intp), generate
+    return numba.types.void(target, numba.types.intp, source, numba.types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def end_stores(typing_context: Any) -> Any:
+    """In a compiled loop, makes the lines stored by `store_line` visible before anything stored later."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.call(
+            builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), ir.FunctionType(ir.VoidType(), [])), []
+        )
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -1,13 +1,13 @@
-"""Counts the cores that a process may use: those that it may run on, within the quota of its container."""
+"""Counts the cores that a process may run on, within its container's quota."""
 
 import os
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")  # in a container this is the container's own group
+CGROUP = Path("/sys/fs/cgroup")  # in a container, the container's group
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """At least 1. A quota of 1.5 cores counts as 2: half a core too few costs more than some throttling.
+    """Returns at least 1. A quota of 1.5 cores counts as 2: half a core too few costs more than some throttling.
 
     Source: `cpu.max` of cgroup v2, "$MAX $PERIOD" in microseconds, or "max $PERIOD" without a quota.
     """

@@ -1,11 +1,11 @@
-"""Lets a test kill a process at a named point, to show that a run survives a crash at each of them.
+"""Lets a test kill a process at a named point, to show that a run survives a crash at each point.
 
     ROWCAST_CRASH="plan made"               SIGKILL when the process first passes this point
     ROWCAST_CRASH="plan made:3"             the third time
     ROWCAST_CRASH="plan made:3:SIGSTOP"     another signal
-    ROWCAST_CRASH="plan made:3:SIGKILL:/tmp/x/once"     only if it can make this file: one process of many, and once
+    ROWCAST_CRASH="plan made:3:SIGKILL:/tmp/x/once"     only if it can make this file: once, in one of several processes
 
-Only tests set the variable. Without it, a point costs one comparison. Each name is used at one place in the tree.
+Only tests set the variable. Without it, a point costs one comparison. Each name occurs once in the code.
 """
 
 import os
@@ -19,20 +19,20 @@ CRASH_POINTS = (
     "plan made",  # only the planner knows it
     "StepReady not sent",  # its rows are in the ring
     "StepReady sent",
-    "rows not written",  # they came home and are in the ring
+    "rows not written",  # they are in the ring
     "rows written",  # to the store
     # prefetcher: a barrier and its checkpoint
-    "Flush sent",  # none of its rows has come
+    "Flush sent",  # none of its rows has arrived
     "dense piece taken",
     "dense file synced",
-    "rows not collected",  # the barrier is over, and training writes over them
+    "rows not collected",  # the barrier is over, and training overwrites them
     "row file written",
     "rows collected",  # the last ones are not in a file
-    "merging",  # layers are merged; a part of the new base is gathered
+    "merging",  # layers are merged; some of the new base is gathered
     "shard not renamed",  # a rank's shard; its files are on disk
     "shard file written",  # rank 0 may see it
     "shards agree",  # of all ranks, and there is no manifest
-    "manifest seen",  # by another rank than 0
+    "manifest seen",  # by a rank above 0
     "manifest not renamed",  # all files are on disk, but there is no checkpoint
     "manifest renamed",  # its folder is not synced
     "manifest durable",  # no old file is removed
@@ -41,7 +41,7 @@ CRASH_POINTS = (
     "EndOfData not sent",
     "run not marked complete",  # the trainer has ended
     # prefetcher: a memory tier
-    "rows loaded",  # from the cold tier, and not in their slots
+    "rows loaded",  # from the cold tier, and not yet in their slots
     "rows spilled",  # to the cold tier, and still in their slots
     # prefetcher: a start
     "file restored",  # the first of several
@@ -91,7 +91,7 @@ class Armed:
 
 
 def made(path: str) -> bool:
-    """False if it is there already."""
+    """Returns False if it exists already."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -103,6 +103,6 @@ ARMED = Armed(os.environ.get(VARIABLE, ""))
 
 
 def crash_point(name: str) -> None:
-    """Sends this process its signal, which by default ends it, if it is armed for this point."""
+    """Sends this process its signal, by default SIGKILL, if it is armed for this point."""
     if name == ARMED.name:
         ARMED.passed()

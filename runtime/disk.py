@@ -1,17 +1,17 @@
-"""Defines the operations that write all durable files, so that tests can record them and make them fail.
+"""Defines the operations that write durable files, so that tests can record them and make them fail.
 
-What survives a loss of power, on which the order of all writes depends:
+What survives a power loss, which decides the order of all writes:
 
-    content of a file      what was written before its last `sync`
-    an entry of a folder   (a file's name, a rename, an unlink) what was done before the folder's last `sync_folder`
+    content of a file      writes before its last `sync`
+    an entry of a folder   (a file's name, a rename, an unlink) changes before the folder's last `sync_folder`
 """
 
 import os
-import shutil
 from pathlib import Path
 from typing import Protocol
 
 Content = bytes | memoryview
+WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW  # a link's target is not ours
 
 
 class FileWrite(Protocol):
@@ -21,10 +21,10 @@ class FileWrite(Protocol):
         """Appends all of `content`, or raises."""
 
     def sync(self) -> None:
-        """Puts what was written on the disk. After an error the content is unknown, and the file must be discarded."""
+        """Makes what was written durable. After an error the content is unknown, and the file must be discarded."""
 
     def close(self) -> None:
-        """Idempotent. Does not sync."""
+        """Closes the file without syncing it. Idempotent."""
 
 
 class Disk(Protocol):
@@ -40,15 +40,16 @@ class Disk(Protocol):
 
     def unlink(self, path: Path) -> None: ...
 
-    def remove_tree(self, path: Path) -> None: ...
+    def rmdir(self, path: Path) -> None:
+        """Removes an empty folder."""
 
     def sync_folder(self, path: Path) -> None:
-        """Puts the folder's entries on the disk."""
+        """Makes the folder's entries durable."""
 
 
 class RealWriting:
     def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._descriptor: int | None = os.open(path, WRITE_FLAGS, 0o666)
 
     def write(self, content: Content) -> None:
         assert self._descriptor is not None, "a closed file is not written"
@@ -79,8 +80,8 @@ class RealDisk:
     def unlink(self, path: Path) -> None:
         path.unlink()
 
-    def remove_tree(self, path: Path) -> None:
-        shutil.rmtree(path)
+    def rmdir(self, path: Path) -> None:
+        path.rmdir()
 
     def sync_folder(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

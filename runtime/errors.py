@@ -1,11 +1,11 @@
-"""Defines the errors that end a run. Each is one sentence for the user and has the exit code of the process."""
+"""Defines the errors that end a run. Each has one sentence for the user and the exit code of the process."""
 
 
 class RowcastError(Exception):
     """Base of every error that a command reports as one sentence instead of a traceback."""
 
     exit_code = 1
-    is_peers = False  # True if the peer failed with it and said so
+    is_peers = False  # True if the peer failed with it and sent it
 
 
 class ConfigError(RowcastError):
@@ -15,24 +15,24 @@ class ConfigError(RowcastError):
 
 
 class PeerLost(RowcastError):
-    """The other process never came, left, or makes no progress."""
+    """The other process never connected, left, or makes no progress."""
 
     exit_code = 3
 
 
 class PeerNeverCame(PeerLost):
-    """No other process came within the time-out."""
+    """No other process connected within the time-out."""
 
 
 class RanksDiffer(PeerLost):
-    """The ranks' prefetchers began at different checkpoints. They look again, and the same trainers meet them."""
+    """The ranks' prefetchers began at different checkpoints. They look again, and the same trainers connect."""
 
 
 class StoreLost(RowcastError):
     """A server that holds rows is lost, or has lost rows. The next start continues from the newest checkpoint.
 
-    It has the exit code of a lost peer: the other process sees one, and what starts lost processes again may start
-    this one. But it ends this process, because its rows are gone.
+    It has the exit code of a lost peer: the other process loses its peer, and a supervisor that restarts lost processes
+    may restart this one. It ends this process, because its rows are gone.
     """
 
     exit_code = 3
@@ -51,15 +51,15 @@ class Mismatch(RowcastError):
 
 
 class ProtocolError(RowcastError):
-    """A message came or was sent that the conversation does not allow at this point."""
+    """A received or sent message is not allowed at this point of the conversation."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This process tried to send what the conversation does not allow: our bug."""
+    """This process tried to send a message that the conversation does not allow: our bug."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what the conversation does not allow: its bug, or an attack."""
+    """The peer sent a message that the conversation does not allow: its bug, or an attack."""
 
 
 class NonFiniteLoss(RowcastError):
@@ -73,18 +73,22 @@ ERRORS_BY_EXIT_CODE: dict[int, type[RowcastError]] = {
 
 
 def peer_failure(code: int, sentence: str) -> RowcastError:
-    """The error to raise for a peer's `Failure` message, so that both processes exit with the same code.
+    """Returns the error for a peer's `Failure` message, so that both processes exit with the same code.
 
-    The sentence goes to a terminal and a log, so it is cut and control characters become spaces.
+    It cleans the sentence, which is printed and logged.
     """
-    printable = "".join(letter if letter.isprintable() else " " for letter in sentence[:MAX_PEER_SENTENCE])
-    error = ERRORS_BY_EXIT_CODE.get(code, RowcastError)(printable)
+    error = ERRORS_BY_EXIT_CODE.get(code, RowcastError)(cleaned(sentence))
     error.is_peers = True
     return error
 
 
+def cleaned(text: str) -> str:
+    """Returns a peer's text, truncated, with control characters replaced by spaces."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:MAX_PEER_SENTENCE])
+
+
 def told(error: BaseException) -> tuple[int, str]:
-    """The exit code and the sentence to send to the peer of a process that fails with `error`."""
+    """Returns the exit code and the sentence to send to the peer of a process that fails with `error`."""
     if isinstance(error, RowcastError):
         return error.exit_code, str(error)
     return 1, f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
-"""How much memory this process may take: the machine's, or less in a control group. Read from the kernel's files.
+"""Measures how much memory this process may take: the machine's, or less in a control group.
 
-And how it takes it: `keep_freed_memory`.
+Also configures glibc's allocator: `keep_freed_memory`.
 """
 
 import ctypes
@@ -12,17 +12,17 @@ from pathlib import Path
 
 ROOT = Path("/")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
-MOST_KEPT = 2**30  # bytes of an allocation; larger ones return to the system when they are freed
+MOST_KEPT = 2**30  # bytes of an allocation; larger ones return to the system when freed
 MOST_KEPT_BEFORE = 2**25  # the most that older versions of glibc accept
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that this process can still take without swapping. `root` is for tests."""
+    """Returns the bytes that this process can still take without swapping. `root` is for tests."""
     return min([from_meminfo("MemAvailable", root), *(group.room for group in control_groups(root))])
 
 
 def memory_limit(root: Path = ROOT) -> int:
-    """Bytes that this process may take at most, file pages included."""
+    """Returns the most bytes that this process may take, file pages included."""
     return min([from_meminfo("MemTotal", root), *(group.limit for group in control_groups(root))])
 
 
@@ -39,7 +39,7 @@ class ControlGroup:
 
 
 def control_groups(root: Path = ROOT) -> Iterator[ControlGroup]:
-    """The control groups of this process and their parents, those with a limit."""
+    """Yields the control groups of this process and their parents that have a limit."""
     lines = (root / "proc/self/cgroup").read_text()
     for controllers, name in re.findall(r"^\d+:([^:]*):(.*)$", lines, flags=re.MULTILINE):
         mount = {"": "sys/fs/cgroup", "memory": "sys/fs/cgroup/memory"}.get(controllers)
@@ -56,7 +56,7 @@ def control_groups(root: Path = ROOT) -> Iterator[ControlGroup]:
 
 
 def read_group(folder: Path, limit: str, usage: str) -> ControlGroup | None:
-    """None if the group has no limit or is not visible."""
+    """Reads a group; None if it has no limit or is not visible."""
     try:
         allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
         stat = (folder / "memory.stat").read_text()
@@ -69,11 +69,10 @@ def read_group(folder: Path, limit: str, usage: str) -> ControlGroup | None:
 
 
 def keep_freed_memory() -> None:
-    """Memory that this process frees stays its own for its next allocations.
+    """Makes glibc keep memory that this process frees, for its next allocations.
 
-    A train step on a CPU allocates and frees the same tensors again and again. By default glibc returns the largest of
-    them to the system each time, and every page costs a page fault when it comes back. Elsewhere than in glibc, this
-    does nothing.
+    A train step on a CPU repeatedly allocates and frees the same tensors. By default glibc returns the largest to the
+    system each time, and reallocating costs a page fault per page. Does nothing with other C libraries.
     """
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Makes the hints in errors about an unknown name: the nearest known name, or a list of them."""
+"""Writes hints for errors about an unknown name: the nearest known name, or a list of names."""
 
 import difflib
 from collections.abc import Collection, Sequence
@@ -7,14 +7,14 @@ MOST_LISTED = 12  # names in one sentence
 
 
 def closest(name: str, names: Collection[str]) -> str | None:
-    """The name that was most likely meant; None if none is near."""
+    """Returns the name that was most likely meant; None if none is near."""
     by_small = {other.lower(): other for other in names}
     found = difflib.get_close_matches(name.lower(), by_small, n=1)
     return by_small[found[0]] if found else None
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """`, the nearest is price`, or "" if none is near."""
+    """Returns `, the nearest is price`, or "" if none is near."""
     found = closest(name, names)
     return "" if found is None else f", the nearest is {found}"
 

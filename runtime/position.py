@@ -1,12 +1,12 @@
-"""Defines the position of a run between two batches: the reader's part of a checkpoint."""
+"""Defines the position of a run between two batches: the reader's state in a checkpoint."""
 
 import msgspec
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A place between two batches of the schedule; the default is the start."""
+    """A position between two batches of the schedule; the default is the start."""
 
-    step: int = 0  # batches of both kinds before this place
+    step: int = 0  # batches of both kinds before this position
     train_step: int = 0  # training batches before it
     epoch: int = 0
     train_batch: int = 0  # training batches of this epoch before it

@@ -1,56 +1,90 @@
 """Runs the stage threads of a process, handles its signals, keeps its first error, and ends it in order."""
 
+import atexit
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType, MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Self
 
-from rowcast.runtime.command import say
+from rowcast.runtime.command import exit_code_of, say
 from rowcast.runtime.errors import PeerLost, RowcastError
 from rowcast.runtime.stages import Doorbell, Stage, StageThread, Wakes
+from rowcast.runtime.stops import HELD, PASSED_ON, STOPS, release
 from rowcast.runtime.telemetry.logs import get_logger
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+NAMES = {number: number.name for number in STOPS} | {PASSED_ON: "a stop passed on"}
+TOGETHER_S = 1.0  # signals within this time are one request
 STOPPING = "stopping: the plans already made are finished first; a second signal ends the process at once"
-AT_SUDDEN_EXIT: list[Callable[[], None]] = []  # each removes what a process that ends without a clean-up would leave
+AT_SUDDEN_EXIT: list[Callable[[], None]] = []  # each removes what a process without a clean-up would leave
 MAIN = "main"  # the thread that calls `Crew.check`
-HANG_GRACE_S = 5.0  # how long after a fatal error the main thread may take to notice it
+HANG_GRACE_S = 5.0  # how long the main thread may take to notice a fatal error
 
 
 class Signals:
-    """The first SIGINT or SIGTERM requests a stop, the second ends the process at once.
+    """The first of STOPS requests a stop; a second one after TOGETHER_S ends the process at once.
 
-    Use it as a context manager in the main thread, around everything that takes time, including a command's imports.
+        signal -> handler in C -> pipe -> thread
+
+    So no signal waits for the main thread, which may be in a long call. Signals before `start` are held (`stops.py`).
     """
 
     def __init__(self) -> None:
         self.stop_reason: str | None = None
         self.began_s = time.monotonic()
         self.bell = Doorbell()  # the main thread's; rung by the first signal
-        self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> Self:
-        for number in STOPS:
-            self._previous[number] = signal.signal(number, self._handle)
-        # a launcher may have blocked them until they can be handled
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    def start(self) -> Self:
+        """Handles signals until the process ends. Call it in the main thread."""
+        self._arrived, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in HELD:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda number, frame: None)
+        atexit.register(ignore_signals)
+        release()
+        if self._has_more():  # held until now
+            self._request()
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+    def _watch(self) -> None:
+        if self.stop_reason is None:
+            self._request()
+        # `timeout`, a service manager and a closing terminal may signal a process more than once
+        time.sleep(TOGETHER_S)
+        while self._has_more():
+            os.read(self._arrived, 4096)
+        leave_at_once(128 + self._next(STOPS))
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_reason is not None:
-            leave_at_once(128 + number)
-        self.stop_reason = signal.Signals(number).name
+    def _request(self) -> None:
+        self.stop_reason = NAMES[self._next(HELD)]
         self.bell.ring()
+
+    def _has_more(self) -> bool:
+        return bool(select.select([self._arrived], [], [], 0)[0])
+
+    def _next(self, numbers: Sequence[int]) -> int:
+        while (number := os.read(self._arrived, 1)[0]) not in numbers:
+            continue  # a handler of foreign code
+        return number
+
+
+def ignore_signals() -> None:
+    """Ignores signals until the process ends. Python restores the default handlers before that."""
+    for number in HELD:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def run_until_stopped(process: str, main: Callable[[Signals], int | None]) -> int:
+    """As `run_command`, for a command that ends in order after a stop signal."""
+    signals = Signals().start()
+    return exit_code_of(process, lambda: main(signals))
 
 
 class Crew:
@@ -73,7 +107,7 @@ class Crew:
         wakes: Wakes = MappingProxyType({}),
         polls: Mapping[str, Callable[[], bool]] = MappingProxyType({}),
     ) -> None:
-        """All but `stages` go by the names of some of these. `wakes` may name threads that this process lacks."""
+        """The other arguments name some of `stages`. `wakes` may name threads that this process lacks."""
         self._bells |= {name: Doorbell() for name in stages}
         self._wakes |= {
             cause: tuple(self._bells[name] for name in names if name in self._bells) for cause, names in wakes.items()
@@ -95,11 +129,11 @@ class Crew:
             thread.start()
 
     def wake(self, name: str) -> None:
-        """Wakes a thread; before it has started, the main thread does its work."""
+        """Wakes a thread, or, before that thread starts, the main thread, which does its work."""
         self._bells.get(name, self._bells[MAIN]).ring()
 
     def wake_after(self, cause: object) -> None:
-        """Wakes the threads that `wakes` names for this cause: a thread that did something, or a type of message."""
+        """Wakes the threads that `wakes` lists for this cause: a thread that did something, or a type of message."""
         for bell in self._wakes.get(cause, ()):
             bell.ring()
 
@@ -109,7 +143,7 @@ class Crew:
         self._stopped.set()
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the first error, which the main thread raises. If the main thread hangs, the process is ended."""
+        """Keeps the first error for the main thread to raise. If the main thread hangs, ends the process."""
         if self.error is None:
             self.error = error
             if self._owns_process:
@@ -121,7 +155,8 @@ class Crew:
             raise self.error
 
     def dead_stage(self) -> str | None:
-        """The name of a stage that an error has ended. None if the peer is lost, which is not this process's fault."""
+        """Returns the name of a stage that an error has ended. None if the peer is lost, which is not this process's
+        fault."""
         if self.error is None or isinstance(self.error, PeerLost):
             return None
         return next((name for name, thread in self._threads.items() if not thread.alive), None)

@@ -1,7 +1,7 @@
-"""Holds a run directory: it locks it, marks a run in it complete, and notes the error that a process failed with.
+"""Locks a run directory, marks its run complete, and notes the error that a process failed with.
 
 A process may fail before the link exists. So it writes a note, `<role>.failure`, which ends a waiting peer
-(`failure_since`). Its own next start removes the note.
+(`failure_since`). The process's next start removes the note.
 """
 
 import fcntl
@@ -19,6 +19,7 @@ from rowcast.runtime.clock import boot_id
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure, told
 
 COMPLETE = "complete"
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # the locked file is overwritten
 Role = Literal["prefetcher", "trainer"]
 
 
@@ -32,7 +33,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         return f"data.epochs = {self.epochs}" if self.max_steps is None else f"--max-steps {self.max_steps}"
 
     def leaves_more(self, epochs: int, max_steps: int | None) -> bool:
-        """Whether a run of `epochs` epochs and at most `max_steps` train steps would train further."""
+        """Returns whether a run of `epochs` epochs and at most `max_steps` train steps would train further."""
         if max_steps is not None and max_steps <= self.train_steps:
             return False
         return epochs > self.epochs or self.max_steps is not None
@@ -46,7 +47,7 @@ class FailureNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDirectory:
-    """Holds `<run_dir>/<role>.lock` while it is open. The kernel frees the lock of a killed process."""
+    """Locks `<run_dir>/<role>.lock` while it is open. The kernel frees the lock of a killed process."""
 
     def __init__(self, path: Path, role: Role) -> None:
         self.path = path
@@ -56,7 +57,7 @@ class RunDirectory:
     def __enter__(self) -> Self:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / f"{self._role}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(self.path / f"{self._role}.lock", LOCK_FLAGS, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"job.run_dir = {str(self.path)!r} cannot be written ({error.strerror}); choose another"
@@ -82,10 +83,12 @@ class RunDirectory:
             self._lock = None
 
     def clear_failure(self) -> None:
-        failure_path(self.path, self._role).unlink(missing_ok=True)
+        with suppress(OSError):  # a remaining note is older than every reader
+            failure_path(self.path, self._role).unlink(missing_ok=True)
 
     def note_failure(self, error: BaseException) -> None:
-        """Notes `error`, which ends a waiting peer, unless the peer is lost or failed first, or this was an interrupt.
+        """Notes `error`, to end a waiting peer. Notes nothing if the peer is lost or failed first, or after an
+        interrupt.
 
         If the note cannot be written, the peer waits until its time-out.
         """
@@ -105,7 +108,7 @@ class RunDirectory:
         (self.path / COMPLETE).unlink(missing_ok=True)
 
     def completion(self) -> Completion | None:
-        """How the run here ended; None if it is not complete. Raises ConfigError."""
+        """Returns how the run here ended; None if it is not complete. Raises ConfigError."""
         path = self.path / COMPLETE
         try:
             return msgspec.json.decode(path.read_bytes(), type=Completion)
@@ -117,7 +120,7 @@ class RunDirectory:
             ) from None
 
     def refuse_complete(self, epochs: int, max_steps: int | None = None) -> None:
-        """Raises ConfigError if the run here is complete, and `epochs` and `max_steps` leave it nothing to train.
+        """Raises ConfigError if the run here is complete and `epochs` and `max_steps` add no train steps.
 
         A run that was killed or stopped continues.
         """
@@ -125,14 +128,14 @@ class RunDirectory:
         if completion is not None and not completion.leaves_more(epochs, max_steps):
             raise ConfigError(
                 f"the run in {self.path} finished after {completion.train_steps} train steps ({completion.cause}); "
-                "to train it further raise that; to train its model on other data set another job.run_dir and add "
+                "to train it further raise that; to train its model on other data, set another job.run_dir and add "
                 f"--from {self.path}; to train a new model in its place add --fresh (in a script: fresh=True): "
                 "it replaces this one with its first checkpoint"
             )
 
 
 def is_held(run_dir: Path, role: Role) -> bool:
-    """Whether a process of that role is at work there."""
+    """Returns whether a process of that role is running there."""
     try:
         with (run_dir / f"{role}.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -148,15 +151,17 @@ def failure_path(run_dir: Path, role: Role) -> Path:
 
 
 def note_refusal(run_dir: Path, role: Role, error: ConfigError) -> None:
-    """`note_failure` for a process that does not hold its run directory yet. Without a run directory no peer waits."""
-    with suppress(ConfigError):  # another process of that role holds it, and that one is not refused
+    """Like `note_failure`, for a process that has not locked its run directory yet. Without a run directory no peer
+    waits."""
+    with suppress(ConfigError):  # a different process of that role holds it and was not refused
         if run_dir.is_dir():
             with RunDirectory(run_dir, role) as directory:
                 directory.note_failure(error)
 
 
 def failure_since(run_dir: Path, role: Role, since_s: float) -> RowcastError | None:
-    """The error of a process of that role that failed after `since_s`, by this host's monotonic clock; or None."""
+    """Returns the error of a process of that role that failed after `since_s`, by this host's monotonic clock, or
+    None."""
     try:
         note = msgspec.json.decode(failure_path(run_dir, role).read_bytes(), type=FailureNote)
         is_new = note.boot_id == boot_id() and note.at_s >= since_s

@@ -1,5 +1,6 @@
-"""Writes and reads small JSON files that hold their own checksum, so that a change of any bit is noticed."""
+"""Writes and reads small JSON files with a checksum inside, which detects a change of any bit."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,15 +31,16 @@ def seal(content: AnySealed) -> AnySealed:
     return msgspec.structs.replace(content, checksum=checksum)
 
 
-def read_sealed(path: Path, kind: type[AnySealed], version: int, name: str) -> AnySealed:
-    """`name`: what the file is called in errors. Raises DataError if it has another version or was changed since it was
-    written, and OSError."""
+def read_sealed(path: Path, kinds: Mapping[int, type[AnySealed]], name: str) -> AnySealed:
+    """`kinds`: the type of each version. `name`: the file's name in errors. Raises DataError if it has a different
+    version or changed since it was written, and OSError."""
     content = path.read_bytes()
     try:
         found = msgspec.json.decode(content, type=Versioned).version
-        if found != version:
-            raise DataError(f"{path}: {name} version {found}, but this version reads {version}")
-        sealed = msgspec.json.decode(content, type=kind)
+        if found not in kinds:
+            known = " and ".join(map(str, kinds))
+            raise DataError(f"{path}: {name} version {found}, but this version reads {known}")
+        sealed = msgspec.json.decode(content, type=kinds[found])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not a {name} that this version can read ({error})") from None
     checksum = xxhash.xxh3_64_hexdigest(content.replace(sealed.checksum.encode(), b"", 1))

@@ -1,4 +1,4 @@
-"""Defines the file in which a rank says that its shard of a checkpoint is on the disk.
+"""Defines the file by which a rank declares its shard of a checkpoint durable.
 
 rank 3    row files ... | shard-003.json      waits until it sees the manifest
 rank 0    row files ... |    waits for the files of all other ranks    | removes these, writes the manifest
@@ -13,6 +13,7 @@ from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import Sealed, read_sealed
 
 SHARD_VERSION = 1
+SHARD_NAME = r"shard-[0-9]{3,}\.json"  # of `shard_name`
 OF_A_RANK = re.compile(r".*-r([0-9]{3,})-[0-9]{5}\.safetensors|shard-([0-9]{3,})\.json(?:\.partial)?")
 
 
@@ -21,7 +22,7 @@ class ShardFile(Sealed, frozen=True, kw_only=True):
     count: int
     run_id: str
     position: Position  # the checkpoint's
-    after: str  # checksum of the manifest whose files its layers name, beside new ones; "" if they name none
+    after: str  # checksum of the manifest whose files its layers also name; "" if they name only new ones
     model_state: str  # xxh3_64 of the model state that its trainer holds, 16 hex digits
     shard: ShardLayers
 
@@ -38,16 +39,17 @@ def shard_name(number: int) -> str:
 
 
 def writer_of(name: str, count: int) -> int:
-    """The rank that writes files of this name, of `count`. What is nobody's is rank 0's."""
+    """Returns which rank of `count` writes files of this name. Files without a rank are rank 0's."""
     match = OF_A_RANK.fullmatch(name)
     number = 0 if match is None else int(match[1] or match[2])
     return number if number < count else 0
 
 
 def read_shard_file(path: Path) -> ShardFile | None:
-    """None if there is no such file yet. Raises DataError if it cannot be read or was changed since it was written."""
+    """Reads a shard file; None if it does not exist yet. Raises DataError if it is unreadable or changed since it was
+    written."""
     try:
-        return read_sealed(path, ShardFile, SHARD_VERSION, "shard file")
+        return read_sealed(path, {SHARD_VERSION: ShardFile}, "shard file")
     except FileNotFoundError:
         return None
     except OSError as error:

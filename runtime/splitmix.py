@@ -1,4 +1,4 @@
-"""Implements SplitMix64 (Steele, Lea, Flood 2014), which makes a pseudo-random 64-bit number from a counter.
+"""Implements SplitMix64 (Steele, Lea, Flood 2014), which maps a counter to a pseudo-random 64-bit number.
 
 mix(counter * GOLDEN)    with a seed: mix(seed + counter * GOLDEN)
 """

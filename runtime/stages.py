@@ -1,11 +1,9 @@
 """Defines stages, the threads that run them, and the bells that wake these threads.
 
-Every stage of both processes has one non-blocking `advance()`. In a process, each stage has a thread that calls it in a
-loop and a bell that the thread waits on. In a test, one thread advances all stages of both sides, in an order that a
-seed decides.
+Every stage of both processes has one non-blocking `advance()`. In a process, a thread per stage calls it in a loop and
+waits on the stage's bell. In a test, one thread advances all stages of both sides, in an order that a seed decides.
 
-No wake-up is lost. Who makes work for a thread changes its state first and rings then; the thread hushes its bell
-before it looks:
+No wake-up is lost. A producer changes the state first and then rings; the thread hushes its bell before it looks:
 
     change, ring | hush, advance: sees the change
     hush, advance | change, ring | wait: returns at once
@@ -16,10 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-IDLE_WAIT_S = 0.05  # an idle stage looks again after this time, because clocks do not ring
-POLL_S = 0.0002  # between looks at what rings no bell: the events of a device, the tickets of a slow store
+IDLE_WAIT_S = 0.05  # an idle stage looks again after this time: clocks do not ring
+POLL_S = 0.0002  # between looks at sources without a bell: a device's events, a slow store's tickets
 
-# what has happened -> the threads that it may let go on: their bells are rung
+# what happened -> the threads that it may unblock: their bells are rung
 Wakes = Mapping[object, tuple[str, ...]]
 
 
@@ -36,14 +34,14 @@ class FunctionStage:
 
 
 class Doorbell:
-    """Wakes the one thread that waits on it. Once rung, it stays rung until that thread hushes it or has waited."""
+    """Wakes the one thread that waits on it. It stays rung until that thread hushes it or has waited."""
 
     def __init__(self) -> None:
-        self._quiet = threading.Lock()  # held until somebody rings
+        self._quiet = threading.Lock()  # held until it is rung
         self._quiet.acquire()
 
     def ring(self) -> None:
-        """Any thread may call it, and a signal handler. If the bell has rung already, it costs next to nothing."""
+        """Any thread or signal handler may call it. Ringing a rung bell costs next to nothing."""
         if self._quiet.locked():
             try:
                 self._quiet.release()
@@ -51,11 +49,11 @@ class Doorbell:
                 return
 
     def hush(self) -> bool:
-        """Returns whether it had rung."""
+        """Silences the bell. Returns whether it had rung."""
         return self._quiet.acquire(blocking=False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Returns True once it has rung, which hushes it, or False after the time-out."""
+        """Waits for a ring, then hushes the bell. Returns False after the time-out."""
         return self._quiet.acquire(timeout=timeout_s)
 
 
@@ -73,14 +71,14 @@ class StageThread:
         on_work: Callable[[], None] = lambda: None,
         polls: Callable[[], bool] | None = None,
     ) -> None:
-        """`on_work` is called after each `advance` that did something. `polls` returns whether the stage now waits for
-        something that rings no bell; None: it never does.
+        """`on_work` runs after each `advance` that did something. `polls` returns whether the stage now waits for
+        something without a bell; None: it never does.
         """
         self._bell = bell
         self._on_error = on_error
         self._on_work = on_work
         self._stopped = threading.Event()
-        # arguments, so that what the stage holds can be freed once its thread has ended
+        # arguments, so that the stage's objects can be freed once its thread has ended
         self._thread = threading.Thread(target=self._run, args=(stage, polls, on_idle), name=name, daemon=True)
 
     def start(self) -> None:
@@ -112,5 +110,5 @@ class StageThread:
                     self._on_work()
                 else:
                     self._wait(polls, on_idle)
-        except BaseException as error:  # noqa: BLE001 - the process must hear of any error
+        except BaseException as error:  # noqa: BLE001 - the process must get any error
             self._on_error(error)

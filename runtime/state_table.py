@@ -21,7 +21,7 @@ class StateTable(Generic[S, E]):
             raise ValueError(f"the {side}'s table of states has two rows for the same state and event")
 
     def after(self, state: S, event: E) -> S:
-        """The state that follows. Raises LocalProtocolError if the event cannot happen in this state."""
+        """Returns the next state. Raises LocalProtocolError if the event cannot happen in this state."""
         following = self._following.get((state, event))
         if following is None:
             allowed = ", ".join(f"'{event}'" for own, event, _ in self.rows if own is state) or "nothing"

@@ -2,12 +2,28 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 import torch
 
 from tests.support.starter import Starter
+from tests.support.uses import uses
+
+SMOKE = (Path(__file__).parent / "smoke.txt").read_text(encoding="utf-8").splitlines()
+CHOSEN = {line for line in SMOKE if line.startswith("tests/")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Marks what uses processes and servers, and with `rest` what `make test` leaves out."""
+    for item in items:
+        used = uses(item)
+        if used and not CHOSEN & {item.nodeid, item.nodeid.partition("[")[0]}:
+            used.add("rest")
+        for marker in used:
+            item.add_marker(marker)
 
 
 @pytest.fixture(autouse=True, scope="session")

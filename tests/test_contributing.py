@@ -2,7 +2,9 @@
 trains with both.
 
 A section with code is a recipe. A path in backticks on a line of its own says where the block below it goes: into a new
-file, or, with ", in `NAME`", below the line where the table NAME begins. The `toml` block is laid over a small job.
+file, or, with ", in `NAME`", below the line where the table NAME begins, or, with ", above `class NAME`", above that
+class. So a recipe is one file and one entry of a table, with a struct beside the table for keys of its own. The `toml`
+block is laid over a small job.
 """
 
 import json
@@ -28,9 +30,8 @@ RECIPES = {
     for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     if "```" in text
 }
-BLOCK = re.compile(
-    r"^`(?P<path>[\w/]+\.py)`(?:, in `(?P<table>\w+)`)?\n\n```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
-)
+PLACE = r"^`(?P<path>[\w/]+\.py)`(?:, (?P<place>in|above) `(?P<name>[\w ]+)`)?\n\n"
+BLOCK = re.compile(PLACE + r"```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 120.0
 NUM_STEPS, BATCH_SIZE = 20, 64
 MODEL = """
@@ -61,22 +62,22 @@ def tree(tmp_path: Path) -> Path:
 
 def follow(recipe: str, tree: Path) -> None:
     blocks = list(BLOCK.finditer(recipe))
-    assert len(blocks) == 2, "a recipe is one file and one line"
-    for path, table, code in (block.groups() for block in blocks):
-        if table is None:
+    assert len({block["path"] for block in blocks}) == 2, "a recipe is a new file and one that is there"
+    for path, place, name, code in (block.groups() for block in blocks):
+        if place is None:
             assert not (tree / path).exists(), f"{path} is there already"
             (tree / path).write_text(code, encoding="utf-8")
         else:
-            assert code.count("\n") == 1, f"{code!r} is not one line"
-            (tree / path).write_text(with_line(tree / path, table, code), encoding="utf-8")
+            (tree / path).write_text(with_code(tree / path, place, name, code), encoding="utf-8")
 
 
-def with_line(file: Path, table: str, line: str) -> str:
-    text, found = re.subn(
-        rf"(?m)^({table}\b.*[{{(\[]\n)", lambda begins: begins[1] + line, file.read_text(encoding="utf-8")
-    )
-    assert found == 1, f"{file.name} begins {found} tables named {table}"
-    return text
+def with_code(file: Path, place: str, name: str, code: str) -> str:
+    text = file.read_text(encoding="utf-8")
+    begins = rf"^{name}\b.*[{{(\[]\n" if place == "in" else rf"^(?:@.*\n)?{name}\b"
+    [found] = re.finditer(begins, text, re.MULTILINE)
+    if place == "in":
+        return text[: found.end()] + code + text[found.end() :]
+    return text[: found.start()] + f"{code}\n\n" + text[found.start() :]
 
 
 def settings_of(recipe: str) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def settings_of(recipe: str) -> dict[str, Any]:
 def train(tree: Path, name: str, **sections: Any) -> subprocess.CompletedProcess[str]:
     """A job with these sections, by both processes of the tree."""
     sections["data"] = {"batch_size": BATCH_SIZE, **sections.get("data", {})}
-    sections["model"] = {"kind": "small:build", "bottom_mlp": None, "top_mlp": None}
+    sections["model"] = {"kind": "small:build", "bottom_mlp": None, "top_mlp": None, **sections.get("model", {})}
     write_job(tree / f"{name}.toml", job_content(tree / name, **sections))
     (tree / "small.py").write_text(MODEL)
     with (tree / "clicks.jsonl").open("w") as clicks:
@@ -95,6 +96,10 @@ def train(tree: Path, name: str, **sections: Any) -> subprocess.CompletedProcess
             ids = {f"cat_{i}": sample * (7 + i) % 100 for i in range(2)}
             clicks.write(json.dumps({"label": sample % 3 // 2, **ids}) + "\n")
     command = ["-m", "rowcast.deploy.local", "--config", f"{name}.toml", "--max-steps", str(NUM_STEPS)]
+    return run(tree, *command)
+
+
+def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
         cwd=tree,
@@ -122,6 +127,29 @@ def test_what_a_recipe_adds_is_trained_with_once_it_was_followed(title: str, tre
     assert np.isfinite(losses(tree, "after")).all()
 
 
+OWN_KEYS = {  # a recipe -> its own key, a value that is refused, and the range that the sentence and the page give
+    "A model": ("model.hidden", 0, "whole number from 1 to 2**20"),
+    "A row optimizer": ("optimizer.sparse.decay", 1.0, "number of at least 0 and below 1"),
+}
+
+
+@pytest.mark.parametrize("title", OWN_KEYS)
+def test_a_key_of_its_own_has_its_range_in_the_sentence_and_on_the_page(title: str, tree: Path) -> None:
+    follow(RECIPES[title], tree)
+    key, value, allowed = OWN_KEYS[title]
+    *sections, name = key.split(".")
+    settings = settings_of(RECIPES[title])
+    section = settings
+    for inner in sections:
+        section = section[inner]
+    section[name] = value
+    ended = train(tree, "refused", **settings)
+    assert ended.returncode == 2
+    assert f"{key} = {value} must be a {allowed}" in ended.stderr
+    page = run(tree, "-m", "rowcast.job.page")
+    assert re.search(rf"^\| `{name}` \| {re.escape(allowed)} \|", page.stdout, re.MULTILINE)
+
+
 def test_the_store_of_the_recipe_gives_the_bits_of_rows_in_memory(tree: Path) -> None:
     follow(RECIPES["A store"], tree)
     for name, sections in (("dict", settings_of(RECIPES["A store"])), ("memory", {})):
@@ -131,4 +159,4 @@ def test_the_store_of_the_recipe_gives_the_bits_of_rows_in_memory(tree: Path) ->
 
 
 def test_the_page_has_a_recipe_for_each_kind_of_part() -> None:
-    assert RECIPES.keys() >= {"A reader", "A store"}
+    assert RECIPES.keys() >= {"A reader", "A store", *OWN_KEYS}

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job, parse_job
-from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.trainer.report.report_json import read_report
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "data.md").read_text()
 NUM_ROWS = 1500
 COMMANDS = """
+rowcast() { "$PYTHON" -m rowcast "$@"; }
 prefetcher() { "$PYTHON" -m rowcast.prefetcher "$@"; }
 python() { "$PYTHON" "$@"; }
 """
@@ -71,7 +72,7 @@ def run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """A block of commands in the folder, with metrics on ports that are free."""
     ports = " --set metrics.prefetcher=127.0.0.1:0 --set metrics.trainer=127.0.0.1:0"
     script = re.sub(
-        r"^(\S* ?-m rowcast\.deploy\.local --config job\.toml|prefetcher check --config job\.toml)",
+        r"^(rowcast (train|check) --config job\.toml)",
         rf"\1{ports}",
         script,
         flags=re.MULTILINE,
@@ -93,7 +94,10 @@ def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
     report = read_report(folder / job.run_dir / "report.json")
     predicted = run(blocks("sh")[1], folder)
     assert predicted.returncode == 0, predicted.stderr
-    scores, labels = np.loadtxt(folder / "scores.txt"), pd.read_csv(folder / "clicks.csv")["clicked"].to_numpy()
+    scores, labels = (
+        1 / (1 + np.exp(-pd.read_csv(folder / "scores.csv")["score"].to_numpy())),
+        pd.read_csv(folder / "clicks.csv")["clicked"].to_numpy(),
+    )
     held_out = slice(len(labels) - len(labels) // 10, None)
     losses = -np.log(np.where(labels == 1, scores, 1 - scores))
     assert report.logloss == pytest.approx(losses[held_out].mean(), abs=1e-5), "the evaluation of the run"

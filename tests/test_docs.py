@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rowcast.prefetcher.pipeline.barrier
-import rowcast.trainer.execute.barrier
+import rowcast.trainer.step.barrier
 from rowcast.job.file import load_job
 from rowcast.job.page import page
 from rowcast.protocol.session import render_table
@@ -23,7 +23,7 @@ def test_the_architecture_page_shows_the_conversation_as_it_is() -> None:
     assert render_table().strip() in (ROOT / "docs" / "architecture.md").read_text()
 
 
-@pytest.mark.parametrize("table", [rowcast.prefetcher.pipeline.barrier.TABLE, rowcast.trainer.execute.barrier.TABLE])
+@pytest.mark.parametrize("table", [rowcast.prefetcher.pipeline.barrier.TABLE, rowcast.trainer.step.barrier.TABLE])
 def test_the_architecture_page_shows_the_states_of_a_barrier_as_they_are(table: StateTable[Any, Any]) -> None:
     assert table.render().strip() in (ROOT / "docs" / "architecture.md").read_text()
 
@@ -86,7 +86,7 @@ def test_the_readme_stays_short() -> None:
     assert (ROOT / "README.md").stat().st_size <= 7_000
 
 
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda path: path.name)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)[)#]", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name}: {target}"

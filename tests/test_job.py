@@ -6,13 +6,14 @@ import tomllib
 from collections.abc import Iterator
 from inspect import isclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 import pytest
 
 from rowcast.job.file import load_job, parse_job
 from rowcast.job.schema import Job
+from rowcast.job.section import Section
 from rowcast.runtime.errors import ConfigError
 from tests.support.jobs import TABLES, job_content, write_job
 
@@ -56,7 +57,10 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"sparse": None}},
         "optimizer: section [optimizer.sparse] is missing; it needs kind and lr",
     ),
-    "missing key": ({"optimizer": {"sparse": {"kind": "sgd"}}}, "optimizer.sparse: key lr is missing; give a number"),
+    "missing key": (
+        {"optimizer": {"sparse": {"kind": "sgd"}}},
+        "optimizer.sparse: key lr is missing; give a finite number of at least 0",
+    ),
     "missing choice": (
         {"optimizer": {"dense": {"lr": 0.1}}},
         'dense: key kind is missing; give "adagrad", "adam" or "sgd"',
@@ -71,7 +75,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         "job = 3 must be a section: write [job], and its keys below it: name, seed, run_dir",
     ),
     "unknown choice": (sparse(kind="lion"), 'kind = "lion" must be "adagrad", "adam", "rowwise_adagrad" or "sgd"'),
-    "seed": ({"job": {"seed": -1}}, "seed = -1 must be from 0 to 2**63 - 1"),
+    "seed": ({"job": {"seed": -1}}, "job.seed = -1 must be a whole number from 0 to 2**63 - 1"),
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
     "format": (
         {"data": {"format": "json"}},
@@ -79,8 +83,11 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is not one of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),
-    "batch size": ({"data": {"batch_size": 0}}, "batch_size = 0 must be from 1 to"),
-    "eval fraction": ({"data": {"eval_fraction": 1.0}}, "eval_fraction = 1.0 must be at least 0 and less than 1"),
+    "batch size": ({"data": {"batch_size": 0}}, "data.batch_size = 0 must be a whole number from 1 to 2**31 - 1"),
+    "eval fraction": (
+        {"data": {"eval_fraction": 1.0}},
+        "data.eval_fraction = 1.0 must be a number of at least 0 and below 1",
+    ),
     "shuffle": ({"data": {"shuffle": "window:0"}}, "shuffle = 'window:0' is not one of none, full, window:ROWS"),
     "shuffle of a stream": (
         {"data": {"format": "parquet", "path": "x", "shuffle": "full"}},
@@ -105,12 +112,12 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         "order = 'hot-blocks:20': own.data:make decides the order of its samples; remove it",
     ),
     "no tables": ({"tables": []}, "no tables; give [[tables]] or [tables_from]"),
-    "empty table": (table(num_embeddings=0), "table t: num_embeddings = 0 must be from 1 to 2**48"),
+    "empty table": (table(num_embeddings=0), "tables[0].num_embeddings = 0 must be a whole number from 1 to 2**48"),
     "endless table": (
         table(num_embeddings=2**60),
-        "table t: num_embeddings = 1152921504606846976 must be from 1 to 2**48",
+        "tables[0].num_embeddings = 1_152_921_504_606_846_976 must be a whole number from 1 to 2**48",
     ),
-    "width": (table(embedding_dim=0), "table t: embedding_dim = 0 must be from 1 to 4096"),
+    "width": (table(embedding_dim=0), "tables[0].embedding_dim = 0 must be a whole number from 1 to 4096"),
     "table without a feature": (table(features=[]), "table t has no feature; list at least one in features = [...]"),
     "feature without a table": (
         {"data": {"columns": {"weights": {"cat_9": "w"}}}},
@@ -145,7 +152,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         table(embedding_dim=8),
         "model.bottom_mlp ends in 4, but table t has embedding_dim = 8",
     ),
-    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "user_mlp and item_mlp list widths, each from 1 to"),
+    "layers": ({"model": {"bottom_mlp": [0, 4]}}, "model.bottom_mlp[0] = 0 must be a whole number from 1 to 2**20"),
     "sequences for dlrm": (
         table(pooling="none"),
         'table t has pooling = "none", but dlrm needs one vector for each feature; use "sum" or "mean"',
@@ -168,7 +175,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tbsm without a history": (
         table(pooling="none") | {"model": TBSM | {"history": 0}},
-        "history = 0 must be from 1 to",
+        "model.history = 0 must be a whole number from 1 to 2**20",
     ),
     "tbsm's layers elsewhere": (
         {"model": {"final_mlp": [1]}},
@@ -208,7 +215,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another model's keys": (
         pair() | {"model": DIN | {"bottom_mlp": [4]}},
-        'bottom_mlp belongs to kind = "dlrm" or "dcnv2" or "tbsm", not \'din\'; remove it',
+        'bottom_mlp belongs to kind = "dlrm" or "dcnv2" or "tbsm" or "package.module:factory", not \'din\'; remove it',
     ),
     "two towers without items": (
         {"model": TOWERS | {"item_features": []}},
@@ -258,10 +265,13 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "deepfm needs tables of one embedding_dim, but t has 4 and u 8; make them equal",
     ),
-    "no temperature": ({"model": TOWERS | {"temperature": 0.0}}, "temperature = 0.0 must be finite and above 0"),
+    "no temperature": (
+        {"model": TOWERS | {"temperature": 0.0}},
+        "model.temperature = 0.0 must be a finite number above 0",
+    ),
     "a negative dense feature": (
         {"model": TOWERS | {"log_frequency": -1}},
-        "log_frequency = -1 must be the number of a dense feature, from 0",
+        "model.log_frequency = -1 must be a whole number of at least 0",
     ),
     "weighted mean": (
         table(pooling="mean") | {"data": {"columns": {"weights": {"cat_0": "w"}}}},
@@ -279,13 +289,19 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         sparse(kind="adagrad", eps=0.0),
         "eps = 0.0 must be above 0: with 0, rows that no batch touches would become NaN",
     ),
-    "learning rate": (sparse(lr=-1.0), "lr = -1.0 must be finite and at least 0"),
-    "momentum of dense": (dense(momentum=-1.0), "momentum = -1.0 must be finite and at least 0"),
-    "betas of dense": (dense(kind="adam", betas=[2.0, 2.0]), "betas = [2.0, 2.0] must be at least 0 and below 1"),
+    "learning rate": (sparse(lr=-1.0), "optimizer.sparse.lr = -1.0 must be a finite number of at least 0"),
+    "momentum of dense": (
+        dense(momentum=-1.0),
+        "optimizer.dense.momentum = -1.0 must be a finite number of at least 0",
+    ),
+    "betas of dense": (
+        dense(kind="adam", betas=[2.0, 2.0]),
+        "optimizer.dense.betas = [2.0, 2.0] must be a list of 2 numbers of at least 0 and below 1",
+    ),
     "capacity": ({"cache": {"capacity": "lots"}}, "'lots' is not a size; write bytes with a unit"),
     "no capacity": ({"cache": {"capacity": 0}}, "0 must be more than 0"),
     "capacity without end": ({"cache": {"capacity": "9" * 400 + "MiB"}}, "less than 2**63 bytes"),
-    "depth": ({"lookahead": {"depth": 0}}, "depth = 0 must be from 1 to 64"),
+    "depth": ({"lookahead": {"depth": 0}}, "lookahead.depth = 0 must be a whole number from 1 to 64"),
     "ring": ({"transport": {"ring": "1KiB"}}, "ring = '1KiB' must be at least 1MiB"),
     "tcp without keys": (
         {"transport": {"endpoint": "tcp://host:1"}},
@@ -296,8 +312,8 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         'endpoint = \'tcp://host\' must be "ipc" or "tcp://host:port"',
     ),
     "port": ({"transport": {"endpoint": "tcp://host:65536", "keys": "k"}}, 'must be "ipc" or "tcp://host:port"'),
-    "ranks": ({"ranks": {"count": 0}}, "count = 0 must be from 1 to 1024"),
-    "parts": ({"ranks": {"parts": 0}}, "parts = 0 must be from 1 to 4096"),
+    "ranks": ({"ranks": {"count": 0}}, "ranks.count = 0 must be a whole number from 1 to 1024"),
+    "parts": ({"ranks": {"parts": 0}}, "ranks.parts = 0 must be a whole number from 1 to 4096"),
     "parts of ranks": ({"ranks": {"count": 2, "parts": 6}}, "6 parts cannot be shared by 2 ranks: each needs 1, 2, 4,"),
     "ranks of a host": ({"ranks": {"count": 4, "per_host": 3}}, "per_host = 3 must divide count = 4"),
     "ranks' timeout": ({"ranks": {"timeout": 0}}, "timeout = 0.0 must be more than 0 seconds"),
@@ -305,12 +321,13 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"compile": True}, "ranks": {"parts": 3}},
         "is not a multiple of ranks.parts = 3, so parts would have two shapes",
     ),
+    "silence": ({"transport": {"silence_timeout": "1s"}}, "silence_timeout = '1s' must be at least 2 seconds"),
     "rejoin": ({"transport": {"rejoin_timeout": -1}}, "rejoin_timeout = -1.0 must be 0 seconds or more"),
     "time-out": (
         {"transport": {"connect_timeout": "soon"}},
         "'soon' is not a duration; write a number and ms, s, m or h",
     ),
-    "threads": ({"trainer": {"threads": 0}}, 'threads = 0 must be "auto" or from 1 to'),
+    "threads": ({"trainer": {"threads": 0}}, 'trainer.threads = 0 must be a whole number from 1 to 4096 or "auto"'),
     "address": ({"metrics": {"trainer": "9401"}}, "trainer = '9401' must be \"host:port\""),
 }
 
@@ -331,6 +348,7 @@ def test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence(name: st
 
 class Key(NamedTuple):
     path: tuple[str | int, ...]  # in the content of a job file
+    kind: str | None  # of the section, if only some kinds have the key
     type: Any
     literals: list[Any]  # the values that it lists
 
@@ -343,13 +361,20 @@ class Key(NamedTuple):
         return re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, self.path)))
 
 
-def keys_of(struct: type[msgspec.Struct], path: tuple[str | int, ...] = ()) -> Iterator[Key]:
-    """Keys and sections, depth first."""
-    for name, type in get_type_hints(struct).items():
-        yield Key((*path, name), type, [value for literal in literals_in(type) for value in get_args(literal)])
-        inner = section_in(type)
+def keys_of(
+    struct: type[Section], path: tuple[str | int, ...] = (), kind: str | None = None, known: tuple[str, ...] = ()
+) -> Iterator[Key]:
+    """Keys and sections, depth first; without those that are `known`."""
+    for field in msgspec.structs.fields(struct):
+        if field.name not in known:
+            listed = [value for literal in literals_in(field.type) for value in get_args(literal)]
+            yield Key((*path, field.name), kind, field.type, listed)
+        inner = section_in(field.type)
         if inner is not None:
-            yield from keys_of(inner, (*path, name, 0) if get_origin(type) is list else (*path, name))
+            yield from keys_of(inner, (*path, field.name, *([0] if get_origin(field.type) is list else [])))
+    if struct.kinds is not None and kind is None:
+        for name, own in struct.kinds.registry.items():
+            yield from keys_of(own.settings, path, name, struct.__struct_fields__)
 
 
 def section_in(type: Any) -> Any:
@@ -364,7 +389,7 @@ def literals_in(type: Any) -> Iterator[Any]:
             yield from literals_in(one)
 
 
-KEYS = {key.name: key for key in keys_of(Job)}
+KEYS = {key.name if key.kind is None else f"{key.name} of {key.kind}": key for key in keys_of(Job)}
 WRONG: list[Any] = [True, 3, 2048.5, "no such value", "", ["text", 1], [], {"a": {"b": 1}}, None]
 
 
@@ -395,8 +420,17 @@ def whole_content() -> dict[str, Any]:
     }
 
 
-def with_value(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+KINDS: dict[str, dict[str, Any]] = {  # what they need
+    "mapped": {},
+    "tiered": {"memory": "1GiB"},
+    "redis": {"memory": "1GiB", "url": "redis://host:1"},
+}
+
+
+def with_value(path: tuple[str | int, ...], value: Any, kind: str | None = None) -> dict[str, Any]:
     content = target = whole_content()
+    if kind is not None:
+        content[str(path[0])] = {"kind": kind} | KINDS.get(kind, {})
     for name in path[:-1]:
         target = target[name]  # type: ignore[index]
     target[path[-1]] = value  # type: ignore[index]
@@ -421,6 +455,8 @@ def test_there_are_keys_to_go_through() -> None:
     assert len(KEYS) > 100
     assert {
         "job",
+        "model.targets of din",
+        "store.disk of tiered",
         "tables[0].dtype",
         "optimizer.sparse.schedule.kind",
         "data.columns.weights",
@@ -435,9 +471,9 @@ def test_a_value_of_a_wrong_type_is_refused_with_what_the_key_takes(name: str) -
     assert len(wrong) >= 5
     for value in wrong:
         with pytest.raises(ConfigError) as raised:
-            parse_job(with_value(key.path, value), "job.toml")
+            parse_job(with_value(key.path, value, key.kind), "job.toml")
         sentence = str(raised.value)
-        assert re.match(rf"job\.toml: {re.escape(name)}[ .\[]", sentence), sentence
+        assert re.match(rf"job\.toml: {re.escape(key.name)}[ .\[]", sentence), sentence
         assert " must be " in sentence
         for word in ("`", "Expected", "msgspec", "array", "object", "\n"):
             assert word not in sentence
@@ -449,7 +485,7 @@ def test_the_example_that_a_sentence_gives_is_one_that_the_key_takes(name: str) 
     key = KEYS[name]
     for value in wrong_values(key):
         with pytest.raises(ConfigError) as raised:
-            parse_job(with_value(key.path, value), "job.toml")
+            parse_job(with_value(key.path, value, key.kind), "job.toml")
         example = re.search(rf"such as {key.path[-1]} = (.*)$", str(raised.value))
         if example is not None:
             assert is_of_type(tomllib.loads(f"value = {example[1]}")["value"], key.type), str(raised.value)
@@ -458,9 +494,10 @@ def test_the_example_that_a_sentence_gives_is_one_that_the_key_takes(name: str) 
 @pytest.mark.parametrize("name", KEYS)
 def test_a_misspelt_key_is_told_its_nearest(name: str) -> None:
     *sections, key = KEYS[name].path
+    kind = KEYS[name].kind
     misspelt = f"{str(key)[:-1]}{str(key)[-1] * 2}"
     with pytest.raises(ConfigError) as raised:
-        parse_job(with_value((*sections, misspelt), 1), "job.toml")
+        parse_job(with_value((*sections, misspelt), 1, kind), "job.toml")
     assert str(raised.value).endswith(f"unknown key {misspelt}; the nearest is {key}")
 
 
@@ -469,7 +506,7 @@ def test_a_misspelt_choice_is_told_its_nearest(name: str) -> None:
     key = KEYS[name]
     for choice in key.literals:
         with pytest.raises(ConfigError) as raised:
-            parse_job(with_value(key.path, f"{choice}x".upper()), "job.toml")
+            parse_job(with_value(key.path, f"{choice}x".upper(), key.kind), "job.toml")
         assert f'must be "{choice}"' in str(raised.value) or f'; the nearest is "{choice}"' in str(raised.value)
 
 
@@ -488,17 +525,17 @@ SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a float": (
         ("data", "batch_size"),
         512.0,
-        "data.batch_size = 512.0 must be a whole number, such as batch_size = 512",
+        "data.batch_size = 512.0 must be a whole number from 1 to 2**31 - 1, such as batch_size = 512",
     ),
     "a number in quotes": (
         ("optimizer", "dense", "lr"),
         "0.1",
-        'optimizer.dense.lr = "0.1" must be a number, such as lr = 0.1',
+        'optimizer.dense.lr = "0.1" must be a finite number of at least 0, such as lr = 0.1',
     ),
     "a thing in a list": (
         ("model", "bottom_mlp"),
         [512, "a"],
-        'model.bottom_mlp[1] = "a" must be a whole number, such as 16',
+        'model.bottom_mlp[1] = "a" must be a whole number from 1 to 2**20, such as 16',
     ),
     "a thing in a table": (
         ("data", "columns", "weights"),
@@ -510,7 +547,7 @@ SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         2.5,
         'cache.capacity = 2.5 must be text in quotes or a whole number, such as capacity = "64MiB"',
     ),
-    "null": (("job", "seed"), None, "job.seed = null must be a whole number, such as seed = 16"),
+    "null": (("job", "seed"), None, "job.seed = null must be a whole number from 0 to 2**63 - 1, such as seed = 16"),
     "null for a section": (
         ("data", "synthetic"),
         None,
@@ -529,7 +566,7 @@ SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a choice of two kinds": (
         ("lookahead", "horizon"),
         "aut",
-        'horizon = "aut" must be a whole number or "auto"; the nearest is "auto"',
+        'horizon = "aut" must be a whole number from 0 to 2**20 or "auto"; the nearest is "auto"',
     ),
     "a long value": (
         ("data", "path"),

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rowcast.job.learning_rate import learning_rate
-from rowcast.job.schema import DenseOptimizer, LearningRateSchedule, SparseOptimizer
+from rowcast.job.learning_rate import LearningRateSchedule, learning_rate
+from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.schema import DenseOptimizer
 from rowcast.runtime.errors import ConfigError
 from tests.support.full_capacity import make_job
 
@@ -70,21 +71,21 @@ def test_the_rate_never_jumps_and_never_leaves_its_bounds() -> None:
 @pytest.mark.parametrize(
     ("schedule", "sentence"),
     [
-        ({"warmup": -1}, "warmup = -1 must be 0 or a number of train steps"),
+        ({"warmup": -1}, "warmup = -1 must be a whole number from 0"),
         ({"final": 0.1}, "decay_start, decay_steps and final belong to a decay"),
         ({"decay_steps": 5}, "decay_start, decay_steps and final belong to a decay"),
         ({"kind": "linear"}, 'kind = "linear" needs decay_steps = N'),
-        ({"kind": "cosine", "decay_steps": 0}, 'kind = "cosine" needs decay_steps = N'),
+        ({"kind": "cosine", "decay_steps": 0}, "decay_steps = 0 must be a whole number from 1"),
         (
             {"kind": "linear", "decay_steps": 9, "warmup": 5, "decay_start": 4},
             "decay_start = 4 is within the warm-up of 5 train steps",
         ),
-        ({"kind": "polynomial", "decay_steps": 9, "power": 0.0}, "power = 0.0 must be finite and above 0"),
+        ({"kind": "polynomial", "decay_steps": 9, "power": 0.0}, "power = 0.0 must be a finite number above 0"),
         ({"kind": "linear", "decay_steps": 9, "power": 3.0}, 'power belongs to kind = "polynomial"'),
         ({"kind": "linear", "decay_steps": 9, "final": 0.2}, "schedule.final = 0.2 must be from 0 to lr = 0.1"),
         (
             {"kind": "linear", "decay_steps": 9, "final": float("nan")},
-            "schedule.final = nan must be from 0 to lr = 0.1",
+            "schedule.final = nan must be a finite number",
         ),
         ({"kind": "step"}, 'kind = "step" must be "constant", "cosine", "linear" or "polynomial"'),
     ],

@@ -10,10 +10,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.pin_files import PIN_FORMAT, PIN_VERSION, checksum, load_pins, save_pins
+from rowcast.prefetcher.readers.pin_files import PIN_FORMAT, PIN_VERSION, checksum, load_pins, save_pins
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.support.batches import small_job
+from tests.support.facts import facts
 
 FACTS = {"made_by": "a test"}
 
@@ -56,14 +57,12 @@ def test_writing_leaves_no_second_file_and_replaces_an_older_one(tmp_path: Path)
 
 
 def test_a_place_that_cannot_be_written_is_refused_with_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"the pin file cannot be written \(No such file or directory\); choose another --out"
-    ):
+    with pytest.raises(ConfigError, match=facts("pin file", "No such file or directory", "--out")):
         save_pins(tmp_path / "nowhere" / "pins", {"wide_a": rows(5)}, FACTS)
 
 
 def test_rows_that_do_not_ascend_are_our_own_mistake_when_saving(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="rows of table wide_a go from 5 to 4, but do not ascend"):
+    with pytest.raises(AssertionError, match=facts("table wide_a", 5, 4, "ascend")):
         save_pins(tmp_path / "pins", {"wide_a": rows(5, 4)}, FACTS)
     assert not list(tmp_path.iterdir())
 

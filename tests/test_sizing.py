@@ -23,6 +23,7 @@ from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import small_batches, small_job
+from tests.support.facts import facts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # as many new rows a batch
@@ -64,7 +65,7 @@ def test_the_arrays_of_a_plan_are_expected_to_take_what_they_take() -> None:
 def test_a_rank_expects_the_arrays_of_its_own_parts_and_of_the_exchange() -> None:
     job, rank = small_job("adagrad", "multi"), Rank(number=1, count=4, parts=8)
     groups, batches = group_specs(job), small_batches(job, "multi", num_steps=8, eval_at=())
-    planner = job_planner(job, groups, tuple(group.num_rows for group in groups), batches, rank=rank)
+    planner = job_planner(job, groups, [tuple(group.num_rows for group in groups)], batches, rank=rank)
     largest = 0
     for scheduled in batches:
         planner.add(scheduled)
@@ -97,5 +98,5 @@ def test_shared_memory_limits_a_ring_and_too_little_of_it_is_a_sentence(monkeypa
     monkeypatch.setattr(rowcast.prefetcher.run.sizing, "free_shared_memory", lambda: 4 * 2**20 + 5)
     assert sizes(job, groups, batches, 4).ring_bytes == 2**20
     monkeypatch.setattr(rowcast.prefetcher.run.sizing, "free_shared_memory", lambda: 2**20)
-    with pytest.raises(ConfigError, match="/dev/shm has 1048576 bytes free, and two rings need at least 8388608"):
+    with pytest.raises(ConfigError, match=facts("/dev/shm", "1048576 bytes", 8388608)):
         sizes(job, groups, batches, 4)

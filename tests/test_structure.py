@@ -15,10 +15,27 @@ FORBIDDEN = {  # package -> what it may not import
     "prefetcher": ("torch", "deploy", "analysis", "trainer"),
     "trainer": ("deploy", "analysis", "prefetcher"),
     "analysis": ("torch", "deploy", "trainer"),
+    "rowcast/command_line": ("torch",),
 }
-MAY_IMPORT_ANALYSIS = {"prefetcher/cli.py"}  # each of its commands is imported when it is called
+FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
+    "protocol": (
+        "batch plan_layout shards",
+        "messages parts plan",
+        "codec counters order packing row_checksum",
+        "session transport",
+        "attempts conversation dense_pieces",
+        "peer_watch",
+    ),
+    "prefetcher": ("planner readers stores", "traces", "pipeline", "checkpoints verify", "run", "__main__"),
+    "trainer": ("device", "kernels", "models", "step", "report", "run", "adopt", "__main__"),
+    "analysis": ("progress sample", "simulate", "profile", "check timeline", "advise", "estimate new"),
+}
+MOST_ARROWS = 18  # pairs of the trainer's rooms of which one imports the other
+GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests and benchmarks
+MEASURES = f"{GUEST}rates/"  # runs the trainer's kernels
+COMMAND_LINE = "command_line"  # above all rooms: it imports each by name, when its command is called
 NUMBA_FILE = "runtime/compiled.py"
-CUDA_FILES = {"trainer/execute/streams.py", "trainer/execute/page_locking.py"}
+CUDA_FILES = {"trainer/device/streams.py", "trainer/device/page_locking.py"}
 
 
 def source_files(package: str) -> list[Path]:
@@ -43,13 +60,56 @@ def package_of(name: str) -> str:
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_each_package_imports_only_what_it_may(package: str) -> None:
     files = source_files(package)
-    assert len(files) > 5
+    assert len(files) > 2
     for file in files:
         path = str(file.relative_to(ROOT))
         for name in imported(ast.parse(file.read_text())):
-            if package_of(name) == "analysis" and path in MAY_IMPORT_ANALYSIS:
+            if package_of(name) == COMMAND_LINE:
+                assert path.endswith("/__main__.py") or package == f"rowcast/{COMMAND_LINE}", f"{path} imports {name}"
+            if package_of(name) in ("torch", "trainer") and path.startswith(MEASURES):
                 continue
             assert package_of(name) not in FORBIDDEN[package], f"{path} imports {name}"
+
+
+def rooms_of(package: str) -> dict[str, list[Path]]:
+    rooms: dict[str, list[Path]] = {}
+    for file in source_files(package):
+        rooms.setdefault(file.relative_to(ROOT / package).with_suffix("").parts[0], []).append(file)
+    return rooms
+
+
+def arrows(package: str) -> set[tuple[str, str]]:
+    """(room, room that it imports); what is imported for type checkers or in a function counts."""
+    return {
+        (room, name.split(".")[2])
+        for room, files in rooms_of(package).items()
+        for file in files
+        for name in imported(ast.parse(file.read_text()))
+        if name.startswith(f"rowcast.{package}.") and name.split(".")[2] != room
+    }
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_each_room_imports_only_rooms_on_lower_floors(package: str) -> None:
+    floors = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms.split()}
+    assert set(floors) == set(rooms_of(package)) - {"__init__"}
+    assert not {arrow for arrow in arrows(package) if floors[arrow[0]] <= floors[arrow[1]]}
+
+
+def test_few_rooms_of_the_trainer_are_tied_to_each_other() -> None:
+    assert len(arrows("trainer")) <= MOST_ARROWS
+
+
+def test_nobody_imports_the_guest() -> None:
+    users = {
+        path
+        for package in (*OTHERS, "examples")
+        for file in source_files(package)
+        if not (path := str(file.relative_to(ROOT))).startswith(GUEST)
+        for name in imported(ast.parse(file.read_text()))
+        if f"{name.replace('.', '/')}/".startswith(f"rowcast/{GUEST}")
+    }
+    assert users == set()
 
 
 def test_every_import_of_ours_goes_through_the_one_name() -> None:

@@ -1,3 +1,12 @@
-from rowcast.trainer.cli import app
+from rowcast.runtime.stops import hold
 
-app(prog_name="trainer")
+
+def main() -> None:
+    hold()  # before the imports, which take a second
+    from rowcast.command_line.trainer import app
+
+    app(prog_name="trainer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,1 @@
-"""`prefetcher advise`: how much cache a job needs."""
+"""Implements `prefetcher advise`, which recommends a cache size."""

@@ -1,4 +1,4 @@
-"""`prefetcher advise`: how much cache a job needs, from its data.
+"""`prefetcher advise`: finds out from its data how much cache a job needs.
 
 data --> observed: the rows of each step --> planner of training over the followed rows --> rows moved at each capacity
          (of some rows, all uses)            look-ahead and LRU, from one batch to all               |
@@ -8,13 +8,12 @@ this machine's rates, a step's time -------------------------> what moving them 
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
+from typer import Option
 
 from rowcast.analysis.advise.cost import (
-    COUNTED,
     Assumed,
     Rates,
     device_memory,
@@ -40,17 +39,17 @@ from rowcast.analysis.advise.recommend import (
 from rowcast.analysis.advise.server import server_rate
 from rowcast.analysis.advise.show import Facts, notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
-from rowcast.analysis.predict.foretold import host_row
-from rowcast.analysis.predict.job import Prediction, predict_job
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
-from rowcast.job.device_rates import DeviceRates, read_rates
-from rowcast.job.schema import Job, parse_bytes
-from rowcast.job.stores import STORES
+from rowcast.job.file import load_job
+from rowcast.job.schema import Job
+from rowcast.job.stores import Redis, StoreWithTier, Tiered
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.auto_horizon import SHARE
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.run.sizing import automatic_threads, sizes
+from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import size_text, stdout_console
@@ -61,20 +60,18 @@ LARGER_BATCH = 1.1  # than any batch that was read, unless all were read
 # a larger id budget, as a multiple of the job's, is recommended if it saves this share of the rows
 LARGER_BUDGET, WORTH = 4, 0.01
 USUAL_SHARE = 0.05
-FORETOLD_STEPS = 300  # train steps that are walked
 MEMORY_SHARE = 0.5  # share of the free memory that the followed rows may take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdviseRequest:
-    """Values that are None are assumed or measured here."""
+    """A value of None is assumed, or measured on this machine."""
 
     sample: SamplingPlan
     max_steps: int | None = None
     step_ms: float | None = None
     link_gbs: float | None = None  # in each direction
     gather_gbs: float | None = None  # rows read from the tables, or written to them
-    device: DeviceRates | None = None  # what the recommended sections are walked with
     memory_bytes: float  # host memory that the followed rows may take
     progress: AnalysisProgress = field(default_factory=Silent)
 
@@ -99,7 +96,7 @@ def advise_job(job: Job, request: AdviseRequest) -> Advice:
 
 
 def num_steps(job: Job, reader: Reader, request: AdviseRequest) -> int | None:
-    """Training steps to read; None if unknown."""
+    """Returns the number of training steps to read; None if unknown."""
     if request.sample.samples is not None:
         return -(-request.sample.samples // job.data.batch_size)
     return expected_train_steps(job, reader, request.max_steps)
@@ -177,31 +174,19 @@ class Adviser:
             ),
             device=device,
             tier=tier,
-            foretold=self._foretold(sections(chosen, tier)),
             notes=tuple(notes(facts)),
         )
 
-    def _foretold(self, recommended: dict[str, dict[str, str | int]]) -> Prediction | None:
-        """Walks the run's first steps, which are planned again: the curve keeps only counts of the followed rows."""
-        request = self._request
-        if request.device is None:
-            return None
-        cache: dict[str, Any] = {**recommended["cache"], "pin": None, "groups": {}}
-        job = with_values(self._job, {**recommended, "cache": cache})
-        steps = FORETOLD_STEPS if request.max_steps is None else min(FORETOLD_STEPS, request.max_steps)
-        row = host_row(self._rates.rows, COUNTED if request.gather_gbs is None else 1.0)
-        return predict_job(job, [request.device], row, max_steps=steps)[0]
-
     def _tier(self, capacity_bytes: int) -> TierAdvice | None:
-        kind = STORES[self._job.store.kind]
-        if not kind.has_tier:
+        store = self._job.store
+        if not isinstance(store, StoreWithTier):
             return None
         # a job's own capacity may be all that its memory holds; rows from the cold tier hardly depend on it
         smaller = min(capacity_bytes, max(self._own_capacity(), self._trials.smallest))
         trials = TierTrials(self._observed, self._job, smaller, self._progress, self._step_ms / 1e3)
-        if "url" in kind.keys:
+        if isinstance(store, Redis):
             return trials.advice(server_rate(self._job, self._observed.groups), free_memory())
-        return trials.advice(disk_rate(self._job.table_folder) if "path" in kind.keys else None, free_memory())
+        return trials.advice(disk_rate(self._job.table_folder) if isinstance(store, Tiered) else None, free_memory())
 
     def _own_capacity(self) -> int:
         rows, groups = self._job.cache.capacity_rows, self._observed.groups
@@ -228,7 +213,7 @@ class Adviser:
         )
 
     def _larger_budget(self, capacity_bytes: int, horizon: int) -> int | None:
-        """A larger budget for ids, if the job's budget keeps the horizon so short that it costs rows."""
+        """Returns a larger budget for ids, if the job's horizon is so short that more rows are fetched."""
         budget = parse_bytes(self._job.lookahead.id_bytes)
         wanted = (1 + 1 / SHARE) * (horizon + 1) * self._observed.id_bytes
         if wanted < budget or horizon + 1 >= len(self._observed):
@@ -256,14 +241,20 @@ def assumed(request: AdviseRequest, observed: Observed, rates: Rates) -> Assumed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdviseOptions:
-    sample: float | None = None
-    samples: int | None = None
-    max_steps: int | None = None
-    step_ms: float | None = None
-    link_gbs: float | None = None
-    gather_gbs: float | None = None
-    rates: Path | None = None
-    json: bool = False
+    sample: Annotated[
+        float | None,
+        Option(help="Share of the rows to follow through every batch.", show_default="0.05; all with --samples"),
+    ] = None
+    samples: Annotated[
+        int | None, Option(help="Samples to read, from the middle of an epoch.", show_default="the whole run")
+    ] = None
+    max_steps: MaxSteps = None
+    step_ms: Annotated[float | None, Option(help="What a step takes to compute.", show_default="10")] = None
+    link_gbs: Annotated[float | None, Option(help="10^9 bytes/s to the device, and back.", show_default="12")] = None
+    gather_gbs: Annotated[
+        float | None, Option(help="10^9 bytes/s of rows from and to the tables.", show_default="measured")
+    ] = None
+    json: AsJson = False
 
 
 def run_advise(job: Job, options: AdviseOptions) -> None:
@@ -277,7 +268,6 @@ def run_advise(job: Job, options: AdviseOptions) -> None:
             step_ms=options.step_ms,
             link_gbs=options.link_gbs,
             gather_gbs=options.gather_gbs,
-            device=None if options.rates is None else read_rates(options.rates),
             memory_bytes=MEMORY_SHARE * free_memory(),
             progress=progress,
         )
@@ -287,3 +277,8 @@ def run_advise(job: Job, options: AdviseOptions) -> None:
         sys.stdout.buffer.flush()
     else:
         print_advice(advice, stdout_console())
+
+
+@options_of(AdviseOptions)
+def advise(config: Config, overrides: Overrides = None, *, options: AdviseOptions) -> None:
+    run_advise(load_job(config, tuple(overrides or ())), options)

@@ -1,6 +1,6 @@
-"""What a capacity costs: how long the stages that move rows need for a step's rows, and what memory a run takes.
+"""Computes a capacity's cost: the time to move a step's rows, and a run's memory.
 
-    tables read | link to the device | link from the device | tables written      each in a thread of its own, so that
+    tables read | link to the device | link from the device | tables written      each in a separate thread, so that
     step p+5    | p+5                | p+4                  | p+4                 the slowest one is the limit
 
 Up to `depth` steps are in flight, so the mean over depth + 1 consecutive steps counts: a stretch. A stretch that takes
@@ -50,7 +50,7 @@ STAGES = (
     "writing rows to the tables",
 )
 NO_MORE = 0.01  # a stall below this share of the time with every row on the device counts as none
-PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/execute/plan_memory.py)
+PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/step/plan_memory.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +118,8 @@ def probe_planning(observed: Observed, depth: int, slots: tuple[int, ...], num_t
 def plan_first(
     observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int
 ) -> tuple[list[float], list[int]]:
-    """Per batch: seconds to plan one while another enters the horizon, and bytes of the plan's arrays."""
-    planner = RowPlanner(observed.groups, slots, depth, depth, num_threads=num_threads, rank=observed.rank)
+    """Returns for each batch the seconds to plan it while another enters the horizon, and its arrays' bytes."""
+    planner = RowPlanner(observed.groups, [slots], depth, depth, num_threads=num_threads, rank=observed.rank)
     of_batches, nbytes = list[float](), list[int]()
     left = iter(observed.measured)
     while True:
@@ -132,10 +132,8 @@ def plan_first(
             return of_batches, nbytes
         scheduled, plan = planner.plan()
         of_batches.append(time.perf_counter() - began_s)
-        batch = scheduled.batch
-        if observed.rank is not None:
-            own = samples_of(batch.size, observed.rank)
-            batch = replace(batch, dense=batch.dense[own], labels=batch.labels[own])
+        batch, own = scheduled.batch, samples_of(scheduled.batch.size, observed.rank)
+        batch = replace(batch, dense=batch.dense[own], labels=batch.labels[own])
         nbytes.append(plan_block(batch, plan).nbytes)
 
 
@@ -149,12 +147,12 @@ class Demand:
         return np.asarray(self.seconds.max(axis=0))
 
     def fits(self, step_s: float) -> Flags:
-        """[stretches] whether every stage takes at most the time of a step."""
+        """Returns [stretches]: whether every stage takes at most the time of a step."""
         return np.asarray(self.stretch_s <= step_s)
 
     @property
     def travel_s(self) -> float:
-        """Seconds from the tables to the device and back, on average."""
+        """Returns the mean seconds from the tables to the device and back."""
         return float(self.seconds.mean(axis=1).sum())
 
 
@@ -175,14 +173,14 @@ def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand
 
 
 def stretches(values: F64, length: int) -> F64:
-    """Means of each `length` consecutive values, or of all values if there are fewer."""
+    """Returns the mean of each `length` consecutive values, or of all values if there are fewer."""
     length = min(length, len(values))
     return np.convolve(values, np.full(length, 1 / length), mode="valid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a capacity costs beyond a cache that holds every row."""
+    """The cost of a capacity compared with a cache for all rows."""
 
     mean_s: float  # per step, of the slowest stage
     stage: str
@@ -234,7 +232,7 @@ def host_memory(
         tables_bytes=(sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows)
         * pairs
         // count,
-        # one byte per row says whether it was trained
+        # one byte per row: whether it was trained
         touched_bytes=int(touched) * pairs + num_rows * pairs // count,
         rings_bytes=2 * ring_bytes * pairs,
         ids_bytes=known_bytes * pairs,

@@ -1,4 +1,4 @@
-"""What a run would move at each capacity, from what was observed of it: the planner of training over the followed rows.
+"""Computes a run's traffic at each capacity, with the planner of training over the followed rows.
 
     real        rows of each step      slots
     followed    their share of them    the same share of the slots (see `follow`)
@@ -22,6 +22,7 @@ from rowcast.analysis.simulate.moves import Moves, entries, new_moves, note
 from rowcast.job.schema import Job
 from rowcast.prefetcher.planner.capacity import divide_capacity
 from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.arrays import F64, I64
@@ -29,8 +30,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 Compared = Literal["lookahead", "lru"]
-Slots = tuple[int, ...]
-# standard errors in a margin: they know nothing of how followed rows share the slots; see docs/experiments.md
+# standard errors in a margin: they know nothing of how followed rows share the slots; see docs/log/planner.md
 ERRORS = 3
 APART = 1.1  # the least factor between the first two capacities
 
@@ -90,7 +90,7 @@ def holds_every_batch(observed: Observed, capacity_bytes: int) -> bool:
 
 
 def smallest_capacity(observed: Observed) -> int:
-    """Bytes that hold every batch read, and at least what this sample can estimate."""
+    """Returns the smallest capacity that every batch fits and that this sample can estimate, in bytes."""
     low, high = 0, sum(group.num_rows * group.record_bytes for group in observed.groups)
     while high - low > 1:
         middle = (low + high) // 2
@@ -99,13 +99,11 @@ def smallest_capacity(observed: Observed) -> int:
 
 
 def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, tick: Tick) -> Moved:
-    """What a run would move with this capacity, this policy and an automatic horizon. The capacity must hold every
-    batch.
-    """
+    """Counts the moves of a run with this capacity, this policy and an automatic horizon. Every batch must fit."""
     cache: dict[str, Any] = {"policy": policy, "pin": None, "groups": {}}
     own = with_values(without_tier(job), {"cache": cache, "lookahead": {"horizon": "auto"}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
-    planner = job_planner(own, observed.groups, slots, observed.measured)
+    planner = job_planner(own, observed.groups, [slots], observed.measured)
     counts, parts = count_moves(observed, planner, tick)
     shares = np.array(observed.shares)
     return Moved(
@@ -118,7 +116,7 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
 
 
 def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I64]:
-    """The moves of followed rows, and [G, NUM_PARTS] how many of those fetched in counted steps are in each part."""
+    """Counts the moves of followed rows, and [G, NUM_PARTS] the rows of each part that counted steps fetch."""
     moves, first = new_moves(len(observed), len(observed.groups)), observed.recording.steps[0].scheduled.step
     parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
 
@@ -130,7 +128,7 @@ def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Mo
         position = scheduled.step - first
         note(moves, position, step)
         if position >= len(observed) - observed.num_counted:
-            parts[:] += [part_counts(group.fetch.keys) for group in step.groups]
+            parts[:] += [part_counts(group.fetch.keys) for group in step.levels[0]]
         tick()
     return moves, parts
 

@@ -1,4 +1,4 @@
-"""Measures how many pages of 4 KiB a disk reads a second, at random places, past the page cache.
+"""Measures how many random 4 KiB pages per second a disk reads, bypassing the page cache.
 
 A scratch file of random bytes is written and read by several threads at a time, each page once. It has no name, so a
 kill leaves nothing behind. A disk of a virtual machine may still be served from its host's memory.
@@ -30,13 +30,13 @@ CACHED = 0.5  # if a larger share of the pages needs no disk, the page cache sti
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskRate:
     folder: str  # that exists: store.path, or the nearest one above it
-    pages_s: float | None  # random pages of 4 KiB a second; None: `why_not` says why there is no figure
+    pages_s: float | None  # random 4 KiB pages per second; None: `why_not` has the reason
     why_not: str | None = None
 
 
 def disk_rate(folder: Path, nbytes: int = FILE_BYTES) -> DiskRate:
-    """Takes about 2 s. `nbytes`: of the scratch file. Raises ConfigError if the folder's disk has no room for it or
-    cannot be written."""
+    """Measures for about 2 s. `nbytes`: of the scratch file. Raises ConfigError if the folder's disk has no room for it
+    or cannot be written."""
     place = next(part for part in (folder, *folder.absolute().parents) if part.is_dir())
     kind = file_system(place)
     if kind in IN_MEMORY:
@@ -88,7 +88,7 @@ def measured(place: Path, descriptor: int, num_pages: int) -> DiskRate:
 
 
 def past_the_cache(descriptor: int) -> int | None:
-    """A descriptor of the same file whose reads pass the page cache; None if its file system has none."""
+    """Opens the same file again, so that reads bypass the page cache; None if its file system cannot do that."""
     try:
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT)
     except OSError:
@@ -102,7 +102,7 @@ def past_the_cache(descriptor: int) -> int | None:
 
 
 def cached_share(descriptor: int, pages: I64) -> float:
-    """The share of these pages that are read without the disk."""
+    """Measures the share of these pages that are read without the disk."""
     buffer, found = mmap.mmap(-1, PAGE_BYTES), 0
     for page in pages.tolist():
         try:

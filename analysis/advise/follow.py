@@ -35,19 +35,19 @@ def followed(keys: I64, share: float) -> I64:
 
 
 def part_counts(keys: I64) -> I64:
-    """[NUM_PARTS] how many of the keys are in each part. The hash's low bits choose the part, its high bits who is
+    """Counts the keys of each part, [NUM_PARTS]. The hash's low bits choose a key's part, its high bits whether it is
     followed.
     """
     return np.bincount((hashes(keys) & np.uint64(NUM_PARTS - 1)).astype(np.int64), minlength=NUM_PARTS)
 
 
 def group_shares(share: float, distinct_rows: Sequence[int]) -> tuple[float, ...]:
-    """The share of each group's rows to follow; `distinct_rows`: per group, in the first batches."""
+    """Returns the share of each group's rows to follow. `distinct_rows`: of each group, in the first batches."""
     return tuple(min(1.0, max(share, LEAST_ROWS / rows)) for rows in distinct_rows)
 
 
 def thinned(grouping: Grouping, share: float) -> Grouping:
-    """With followed rows only and no look-ups. Its counted bytes stay the same, so an automatic horizon grows as in a
+    """Keeps the followed rows, and no look-ups. The counted bytes stay the same, so an automatic horizon grows as in a
     run.
     """
     keys = followed(grouping.keys, share)

@@ -1,12 +1,12 @@
-"""What `prefetcher advise` reads: all batches of a run, or one stretch of an epoch. Only followed rows are kept.
+"""Reads the data for `prefetcher advise`: all batches of a run, or one stretch of an epoch. Keeps only followed rows.
 
     run       | train ........ | eval | train ........ | eval |   every batch, in the order of training: nothing guessed
     stretch         | settle | count |                            `--samples`: the middle of an epoch; its second half
                                                                   counts
 
 Of a job that several ranks share, the rows of rank 0's shard are observed, and of the other shards how many rows a
-batch touches. If the format allows it, only ids are read. Batches that come again in the same order (another epoch
-without a shuffle, another evaluation) are decoded once.
+batch touches. If the format allows it, only ids are read. Batches that repeat in the same order (an epoch without a
+shuffle, an evaluation) are decoded once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +26,11 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measu
 from rowcast.prefetcher.planner.grouping import Grouping
 from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, Part, join_parts
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, Part, join_parts
 from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
 from rowcast.prefetcher.readers.schedule import SchedulePoint, Turn, places
-from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.protocol.parts import Rank, rank_of
+from rowcast.protocol.batch import Batch, IdsBatch, Kind, ScheduledBatch
+from rowcast.protocol.parts import UNDIVIDED, Rank, rank_of
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
@@ -55,7 +55,7 @@ class SeenStep:
 class Observed:
     """P steps of G groups, as one rank sees them."""
 
-    rank: Rank | None = None  # None: the trainer is alone
+    rank: Rank = UNDIVIDED
     groups: tuple[GroupSpec, ...]
     shares: tuple[float, ...]  # the followed share of each group's rows
     measured: Sequence[ScheduledBatch]  # the first batches, whole
@@ -156,7 +156,7 @@ class SamplingPlan:
 def observe(
     job: Job, reader: Reader, sample: SamplingPlan, max_steps: int | None, memory_bytes: float, tick: Tick
 ) -> Observed:
-    """`tick` is called for each step. Raises ConfigError if there is no step or no room, and what reading raises."""
+    """Calls `tick` for each step. Raises ConfigError if there is no step or no room, and the errors of reading."""
     observer = Observer(job, sample.share, memory_bytes)
     for place, decode in (
         places(job, reader, max_steps) if sample.samples is None else stretch(job, reader, sample.samples)
@@ -167,7 +167,7 @@ def observe(
 
 
 def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
-    """Consecutive training batches from the middle of the first epoch, or from its start if its length is unknown."""
+    """Yields training batches from the middle of the first epoch, or from its start if its length is unknown."""
     num_batches = -(-num_samples // job.data.batch_size)
     epoch = reader.num_samples("train")
     known = epoch is not None and can_share(job)  # a factory's batches have any size
@@ -179,7 +179,7 @@ def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
 
 
 class Observer:
-    """Takes the batches of a run in order. Keeps the first ones whole: they tell how many rows there are to follow."""
+    """Takes the batches of a run in order. Keeps the first ones whole: they decide how many rows are followed."""
 
     def __init__(self, job: Job, share: float, memory_bytes: float) -> None:
         self._job, self._share, self._memory_bytes = job, share, memory_bytes
@@ -236,7 +236,7 @@ class Observer:
             unique_rows=tuple(grouping.num_unique for grouping in groupings),
             most_rows=most_rows,
             num_samples=batch.batch.size,
-            id_bytes=KnownBatch(scheduled=batch, groups=groupings, slots_needed=()).id_bytes,
+            id_bytes=KnownBatch(scheduled=batch, groups=groupings, slots_needed=(), num_levels=1).id_bytes,
         )
         self._steps.append(seen)
         self._kept_bytes += seen.keys_bytes
@@ -251,8 +251,8 @@ class Observer:
             self._again[batch_of_split(place)] = seen
 
     def _groupings(self, batch: Batch) -> tuple[tuple[Grouping, ...], tuple[int, ...]]:
-        """What the batch needs of each group here, and how many rows it needs on the rank that owns most of them."""
-        if self._rank is None:
+        """Returns the batch's rows of each group on this rank, and their number on the rank that owns most of them."""
+        if not self._rank.is_divided:
             groupings = tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
             return groupings, tuple(grouping.num_unique for grouping in groupings)
         parts = part_groupings(self._groupers, batch, self._rank.parts)
@@ -261,7 +261,7 @@ class Observer:
 
 
 def own_rows(owned: OwnedRows) -> Grouping:
-    """A rank's rows and no look-ups, which counts as many bytes as the rank's share of the batch."""
+    """Keeps a rank's rows and no look-ups. It counts as many bytes as the rank's part of the batch."""
     nothing, none = np.zeros(0, np.int32), np.zeros(1, np.int64)
     weight = np.broadcast_to(np.uint16(0), ((owned.nbytes - owned.keys.nbytes) // 2,))
     return Grouping(

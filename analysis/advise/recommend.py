@@ -1,4 +1,4 @@
-"""Which capacity to take: the curve of capacities with their costs, its knee, and the sections to paste with reasons.
+"""Recommends a capacity: finds the knee of the cost curve, and writes sections to paste, with reasons.
 
 knee    the smallest capacity from which doubling it saves less than a tenth of the bytes fetched
 """
@@ -12,7 +12,6 @@ from rowcast.analysis.advise.cost import Assumed, Demand, DeviceMemory, HostMemo
 from rowcast.analysis.advise.curve import Traffic, Trials, capacity_slots
 from rowcast.analysis.advise.read import Observed, Read, WorkingSet
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
-from rowcast.analysis.predict.job import Prediction
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, size_text
 
@@ -66,18 +65,17 @@ class Advice:
     tier: (
         TierAdvice | None
     )  # at the recommended capacity, or the job's if that is smaller; None: the job's store has no memory tier
-    foretold: Prediction | None  # of the first steps with the recommended sections; None: no rates were given
     notes: tuple[str, ...]  # what is guessed, and what else matters
 
 
 def knee(savings: Sequence[float]) -> int:
-    """Its index in `savings`, which holds what doubling each capacity saves, by ascending capacity."""
+    """Returns the index of the knee. `savings`: the bytes that doubling each capacity saves, by ascending capacity."""
     worth = [index for index, saving in enumerate(savings) if saving >= KNEE_SAVING]
     return min(len(savings) - 1, max(worth, default=-1) + 1)
 
 
 def first_without(stalls: Sequence[bool]) -> int:
-    """Index of the smallest capacity from which none stalls; the last one never does."""
+    """Returns the index of the smallest capacity from which none stalls; the last one never does."""
     assert not stalls[-1], "the largest capacity stalls although it holds every row"
     return max((index for index, stall in enumerate(stalls) if stall), default=-1) + 1
 
@@ -135,7 +133,7 @@ class ChosenValues:
 
 
 def enough_depth(travel_s: float, step_s: float) -> int:
-    """Rows of a step travel while earlier steps are computed; one more step covers variation."""
+    """Returns the depth that hides the rows' travel behind earlier steps, and one step more for variation."""
     return min(MOST_DEPTH, max(USUAL_DEPTH, ceil(travel_s / step_s) + 1))
 
 

@@ -1,4 +1,4 @@
-"""Measures how long Redis servers take to read a row, write it and delete its older copy, as a run does.
+"""Measures how long Redis servers take to read a row, write it and delete its old copy, as in a run.
 
 Rows of a trial are written beside those of any run and deleted again. The calls are those of the staging thread: one
 after the other, each with as many rows as a run brings at once.
@@ -27,13 +27,13 @@ ROUND_TRIPS = 20
 class ServerRate:
     servers: tuple[str, ...]
     rows_a_call: int
-    row_us: tuple[float, ...] | None  # of each group, for a row that is read and written; None: `why_not` says why
+    row_us: tuple[float, ...] | None  # of each group, per row read and written; None: `why_not` has the reason
     round_trip_ms: float | None = None  # what a call for one row takes
     why_not: str | None = None
 
 
 def server_rate(job: Job, groups: Sequence[GroupSpec]) -> ServerRate:
-    """Takes less than 3 s."""
+    """Measures for less than 3 s."""
     row_us: list[float] = []
     servers: tuple[str, ...] = ()
     trip_ms, count = 0.0, 0
@@ -59,7 +59,7 @@ def median_call_s(rows: ColdRows, group: GroupSpec, count: int, seconds: float) 
 
 
 def call_s(rows: ColdRows, group: GroupSpec, count: int) -> tuple[float, float]:
-    """Seconds of a read, and of a write with what is deleted for it."""
+    """Returns the seconds of a read, and of a write and the deletion of the old copies."""
     keys = np.arange(count, dtype=np.int64)
     records = np.random.default_rng(0).integers(0, 256, (count, group.record_bytes), np.uint8)
     began_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What `prefetcher advise` prints: what was read, the curve and its reading, precision, memory, sections to paste."""
+"""Prints the results of `prefetcher advise`: the data read, the curve, its precision, memory, sections to paste."""
 
 import textwrap
 from collections.abc import Iterator
@@ -12,8 +12,6 @@ from rowcast.analysis.advise.cost import Assumed
 from rowcast.analysis.advise.read import Read
 from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Choice, Point
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
-from rowcast.analysis.predict.job import Prediction
-from rowcast.analysis.predict.predict import described
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
 
@@ -39,6 +37,8 @@ def print_advice(advice: Advice, console: Console) -> None:
         console.print()
         for sentence in tier_sentences(advice.tier, advice.assumed.step_ms, whole_run=advice.read.whole_run):
             say(console, f"{sentence}.")
+    console.print()
+    say(console, "These sections replace those of the job file:")
     console.print()
     console.print(Text(advice.recommended.toml.rstrip(), CHOSEN), soft_wrap=True)
 
@@ -87,8 +87,8 @@ def curve_table(advice: Advice, *, wide: bool) -> Table:
         "hit\nratio",
         "LRU\nfetches",
         "doubling\nsaves",
-        "move\nms",
-        "least\nms",
+        "rows\nmove\nin ms",
+        "steps\nwait\nbelow ms",
     )
     table = plain_table(*names, padding=2 if wide else 1)
     if wide:
@@ -215,12 +215,11 @@ def plain_table(first: str, *others: str, padding: int = 2) -> Table:
 def sentences(advice: Advice) -> Iterator[str]:
     choice, predicted, half = advice.choice, advice.recommended.predicted, advice.recommended.half
     yield (
-        "Rows and MiB are per step. Move ms: time of the slowest stage that moves rows. Least ms: in the busiest steps "
-        "a "
-        "shorter step waits for rows that a larger cache would have kept"
+        "Rows and MiB are per step. Rows move in: the time of the slowest stage that moves them. Steps wait below: of "
+        "the busiest steps, shorter ones wait for rows that a larger cache would have kept"
     )
     yield (
-        f"Knee: {human_bytes(choice.knee_bytes)}, the smallest capacity from which doubling it saves less than "
+        f"Diminishing returns: from {human_bytes(choice.knee_bytes)} up, doubling the capacity saves less than "
         f"{100 * KNEE_SAVING:g} % of the bytes fetched"
     )
     if choice.no_stall_bytes is not None:
@@ -235,24 +234,7 @@ def sentences(advice: Advice) -> Iterator[str]:
             f"Half of it, {human_bytes(half.capacity_bytes)}, would fetch {half.lookahead.rows_fetched_per_step:,.0f} "
             f"rows per step, {percent_number(max(0.0, more))} % more"
         )
-    if advice.foretold is not None:
-        yield from foretold_sentences(advice.foretold, advice.assumed)
     yield assumptions(advice.assumed)
-
-
-def foretold_sentences(foretold: Prediction, assumed: Assumed) -> Iterator[str]:
-    step_ms, compute_ms = 1e3 * foretold.walked.step_s, 1e3 * foretold.compute_s
-    yield (
-        f"Foretold for {foretold.device} with the sections below, from the first {plural(foretold.steps, 'step')}: "
-        f"{step_ms:.3g} ms a step (± {percent_number(foretold.margin)} %), bound by {described(foretold.walked)}"
-    )
-    if foretold.outside:
-        yield f"Outside what was measured: {', '.join(foretold.outside)}"
-    if abs(compute_ms / assumed.step_ms - 1) > foretold.margin:
-        yield (
-            f"To compute a step is foretold to take {compute_ms:.3g} ms, not {assumed.step_ms:g}: "
-            f"give --step-ms {compute_ms:.3g} and advise again"
-        )
 
 
 def assumptions(assumed: Assumed) -> str:
@@ -307,7 +289,7 @@ def notes(facts: Facts) -> Iterator[str]:
         yield (
             f"A step of {facts.assumed.step_ms:g} ms waits most of the time at any capacity: with every row on the "
             "device the slowest "
-            f"stage still takes {facts.everything.move_ms:.3g} ms for new rows. The capacity is that of the knee"
+            f"stage still takes {facts.everything.move_ms:.3g} ms for new rows. The capacity is where returns diminish"
         )
     elif facts.choice.stalling_anyway > 0:
         yield (

@@ -1,4 +1,4 @@
-"""How much memory a store with a memory tier needs: rows from the cold tier for each store.memory, and the waits.
+"""Computes, for each store.memory, the rows from the cold tier and the waits for them.
 
 The planner of training runs over the followed rows with both levels, each scaled by their share (see `follow`). What
 enters memory and was trained before comes from the cold tier. It is brought there while up to 2 * depth + 2 steps pass,
@@ -18,11 +18,14 @@ from rowcast.analysis.advise.server import ServerRate
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.simulate.grid import with_memory, with_values
 from rowcast.analysis.simulate.moves import entries, note_tier, tier_counter
-from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.schema import Job
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.run.sizing import job_tier_slots
+from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.arrays import F64
@@ -33,7 +36,6 @@ MOST_WAITING = 0.01  # the largest share of the time that steps may wait with th
 MOST_BUDGETS = 12
 LEAST_MEMORY = 2**20
 READ_BYTES = 4096  # what the disk was measured with
-Slots = tuple[int, ...]
 Rate = DiskRate | ServerRate | None  # the cold tier's; None if it could not be measured
 
 
@@ -68,7 +70,7 @@ class TierMoved:
 
 
 class TierTrials:
-    """At one capacity of the device."""
+    """Tries sizes of store.memory at one capacity of the device."""
 
     def __init__(
         self, observed: Observed, job: Job, capacity_bytes: int, progress: AnalysisProgress, step_s: float
@@ -91,10 +93,11 @@ class TierTrials:
         )
 
     def _memories(self, most: float) -> list[str | int]:
-        """Those to try, ascending: from the smallest that works to one that holds every row touched, and the job's."""
-        own = self._job.store.memory
-        assert own is not None, "a store with a tier has a budget of memory"
-        if self._job.store.memory_rows is not None:
+        """Returns sizes to try, ascending: from the smallest that works to one for all touched rows, and the job's."""
+        store = self._job.store
+        assert isinstance(store, StoreWithTier)
+        own = store.memory
+        if store.memory_rows is not None:
             return [own]
         tried = []
         for nbytes in round_capacities(LEAST_MEMORY, max(most, parse_bytes(own))):
@@ -111,7 +114,7 @@ class TierTrials:
         """The rows of each group that this memory holds; None if it is too small for a run."""
         job = with_memory(self._job, memory)
         try:
-            return job_tier_slots(job, self._observed.groups, self._observed.measured, self._slots, self._observed.rank)
+            return job_levels(job, self._observed.groups, self._observed.measured, self._slots, self._observed.rank)[1]
         except ConfigError:
             return None
 
@@ -147,7 +150,8 @@ class TierTrials:
         observed, shares = self._observed, np.array(self._observed.shares)
         slots, tier = (followed_slots(observed, own) for own in (self._slots, tier_slots))
         tier = tuple(map(max, slots, tier))  # by chance, or where the device holds as many rows
-        planner = job_planner(self._thinned(job), observed.groups, slots, observed.measured, tier_slots=tier)
+        planner = job_planner(self._thinned(job), observed.groups, [slots, tier], observed.measured)
+        assert isinstance(job.store, StoreWithTier)
         tick = self._progress.begin(f"{job.store.kind}, memory {job.store.memory}", len(observed))
         counter, first = tier_counter(observed.recording), observed.recording.steps[0].scheduled.step
         parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
@@ -155,7 +159,7 @@ class TierTrials:
             if isinstance(entry, BarrierPlan):
                 continue
             position = entry[0].step - first
-            from_cold = note_tier(counter, position, entry[1], observed.recording.steps[position])
+            from_cold = note_tier(counter, position, entry[1].levels[1], observed.recording.steps[position])
             if position >= len(observed) - observed.num_counted:
                 parts[:] += [part_counts(keys) for keys in from_cold]
             tick()
@@ -166,7 +170,7 @@ class TierTrials:
         )
 
     def _thinned(self, job: Job) -> Job:
-        """With a budget for ids that as many batches of followed rows fill: the second level keeps only these."""
+        """Returns the job with a smaller budget for ids: the lower level counts only followed rows."""
         observed = self._observed
         all_rows, followed = (
             observed.id_bytes + OCCURRENCE_BYTES * float(rows.sum(axis=1).mean())
@@ -177,7 +181,7 @@ class TierTrials:
 
 
 def seconds_a_row(rate: Rate, groups: tuple[GroupSpec, ...]) -> F64 | None:
-    """[G] that a row of each group takes; None if that was not measured."""
+    """Returns the seconds for a row of each group, [G]; None if they were not measured."""
     match rate:
         case DiskRate(pages_s=float(pages_s)):
             reads = [page_layout(group.record_bytes).nbytes // READ_BYTES for group in groups]

@@ -7,11 +7,13 @@ run from starting or end it; a warning might.
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from rowcast.analysis.check.data import (
     ALL,
@@ -33,7 +35,7 @@ from rowcast.analysis.check.machine import (
     check_ports,
     check_rings,
 )
-from rowcast.analysis.check.memory import check_disk, check_memory
+from rowcast.analysis.check.memory import check_disk, check_memory, check_row_numbers
 from rowcast.analysis.check.ranks import check_ranks
 from rowcast.analysis.check.setup import check_model, check_run_directory, check_versions
 from rowcast.analysis.check.tier import check_tier
@@ -43,6 +45,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import slots_of
 from rowcast.prefetcher.run.sizing import Sizes, sizes, staging_bytes
 from rowcast.protocol.parts import rank_of
+from rowcast.runtime.command_options import AsJson, Config, Overrides
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural, stdout_console
@@ -102,12 +105,13 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
     yield from findings_of("device", lambda: check_device(device, job, cache_bytes, staged))
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
     yield from findings_of("memory", lambda: check_memory(job, seen, slots, free_memory(), ring_bytes, of_trainer))
+    yield from findings_of("tables", lambda: check_row_numbers(job, seen))
     yield from findings_of("disk", lambda: check_disk(job, seen))
     yield from findings_of("store", lambda: check_tier(job, seen, slots, free_memory()))
 
 
 def slots_seen(job: Job, seen: Seen) -> tuple[int, ...]:
-    """Empty if the data does not open or its first batches do not fit; other checks report that."""
+    """Returns no slots if the data does not open or its first batches do not fit; other checks report that."""
     if not seen.measured:
         return ()
     try:
@@ -116,9 +120,14 @@ def slots_seen(job: Job, seen: Seen) -> tuple[int, ...]:
         return ()
 
 
-def run_check(config: Path, overrides: tuple[str, ...], *, whole: bool, json: bool) -> int:
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    whole: Annotated[bool, Option("--all", help="Read every sample, not a twentieth of them.")] = False,
+    json: AsJson = False,
+) -> int:
     """Returns the exit code: 0 without errors, otherwise that of a refused job."""
-    findings = check_file(config, overrides, whole=whole)
+    findings = check_file(config, tuple(overrides or ()), whole=whole)
     if json:
         found = list(findings)
         counts = {f"{level}s": count(found, level) for level in ("error", "warning")}

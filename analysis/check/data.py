@@ -1,4 +1,4 @@
-"""Checks of a job against its data: whether it opens, what a sample contains, and whether batches fit the cache."""
+"""Checks a job against its data: whether it opens, what a sample contains, and whether batches fit the cache."""
 
 import math
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper
-from rowcast.prefetcher.planner.pin_files import load_pins
 from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
@@ -89,7 +89,7 @@ class Seen:
 
     @property
     def touched(self) -> Touched:
-        """By the first batches, on the rank that has most of it; ask once they are there."""
+        """The rows that the first batches touch, on the rank that owns most of them. Read it after those batches."""
         if self._touched is None:
             keys = measured_keys(groupers_of(self.groups), self.measured)
             of_ranks = owners_touched(self.groups, keys, self.measured, self.count)
@@ -101,7 +101,7 @@ class Seen:
 
 
 def most_owned(group: GroupSpec, keys: I64, count: int) -> int:
-    """The rows of the rank that owns most of these."""
+    """Returns how many of these rows the rank with most of them owns."""
     return len(keys) if count == 1 else int(np.bincount(Shards(group.tables, count).owners(keys), minlength=1).max())
 
 
@@ -114,8 +114,8 @@ def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
     seen.reader = reader = open_reader(job)
     counts = [samples_of(reader, "train", "for training"), samples_of(reader, "eval", "for evaluation")]
     files = (
-        f"{human_bytes(sum(reader.file_sizes))} in {plural(len(reader.file_sizes), 'file')}: "
-        if reader.file_sizes
+        f"{human_bytes(sum(path.stat().st_size for path in reader.paths))} in {plural(len(reader.paths), 'file')}: "
+        if reader.paths
         else ""
     )
     features = f"{reader.num_dense} dense and {len(job.features)} id features"

@@ -1,4 +1,4 @@
-"""The findings of `prefetcher check`."""
+"""Defines the findings of `prefetcher check`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,9 +30,7 @@ def error(subject: str, sentence: str) -> Finding:
 
 
 def findings_of(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of a check. An exception that it raises is what a run would report: it becomes an error and ends the
-    check.
-    """
+    """Returns the findings of a check. An exception is what a run would report: an error that ends the check."""
     found: list[Finding] = []
     try:
         found.extend(check())

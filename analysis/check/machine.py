@@ -1,6 +1,6 @@
-"""Checks of what the machine provides: ports, shared memory, the trainer's device, page-locked memory.
+"""Checks the machine: ports, shared memory, the trainer's device, page-locked memory.
 
-A child process asks torch about the device; this one never imports torch.
+A child process examines the device with torch; this one never imports torch.
 """
 
 import json
@@ -30,7 +30,7 @@ from rowcast.runtime.telemetry.server import TelemetryServer
 TIMEOUT_S = 120.0
 QUESTION = """
 import json, sys
-from rowcast.trainer.execute.streams import choose_device
+from rowcast.trainer.device.streams import choose_device
 try:
     device = choose_device(sys.argv[1])
 except ValueError as error:
@@ -49,13 +49,13 @@ CAN_LOCK_MEMORY = 1 << 14  # CAP_IPC_LOCK: the limit does not apply
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     name: str = "none"
-    free_bytes: int | None = None  # of device memory; None: the device has none of its own
+    free_bytes: int | None = None  # of device memory; None: the device uses host memory
     refusal: str | None = None  # why the device cannot be used
     count: int = 1  # such devices on this host
 
 
 def ask_device(name: str, command: tuple[str, ...] = (sys.executable, "-c", QUESTION)) -> Device:
-    """What `trainer.device = name` means on this machine. `command` is for tests."""
+    """Finds the device of `trainer.device = name` on this machine. `command` is for tests."""
     try:
         asked = subprocess.run([*command, name], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         return Device(**json.loads(asked.stdout))

@@ -1,4 +1,4 @@
-"""Checks of host memory: what both processes of a job will hold, and what is free."""
+"""Checks host memory: compares what both processes of a job need with what is free."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -8,15 +8,17 @@ from pathlib import Path
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.schema import Job, parse_bytes
-from rowcast.job.stores import STORES
+from rowcast.job.models import BottomAndTop, DCNv2Settings
+from rowcast.job.schema import Job
+from rowcast.job.stores import STORES, StoreWithTier
 from rowcast.job.tables import GroupSpec
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.readers.schedule import expected_train_steps
-from rowcast.prefetcher.stores.touched_rows import ROW_BYTES, TouchedRows
+from rowcast.prefetcher.stores.touched_rows import INDEX_LIMIT, ROW_BYTES, TouchedRows, most_indexed
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
@@ -49,7 +51,7 @@ def check_memory(
     fixed = sum(parts.values())
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} are not counted"
-    beside = "; store.memory covers the tables" if STORES[job.store.kind].has_tier else "; tables are files"
+    beside = "; store.memory covers the tables" if isinstance(job.store, StoreWithTier) else "; tables are files"
     grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else beside
     of_pairs = "" if pairs == 1 else f"{pairs} pairs of prefetcher and trainer: "
     sentence = f"{human_bytes(free_bytes)} are free for {of_pairs}{listed}{grow}{unknown}"
@@ -73,6 +75,18 @@ def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
     if isinstance(store.numbers, TouchedRows):
         return num_trained * (group.record_bytes + ROW_BYTES + 1)
     return num_trained * group.record_bytes + group.num_rows
+
+
+def check_row_numbers(job: Job, seen: Seen) -> Iterator[Finding]:
+    """Checks groups with more rows than can be numbered, which are trained row by row."""
+    for group in seen.groups if not STORES[job.store.kind].full_size else ():
+        most, trained = most_indexed(group.num_rows), -(-trained_rows(group, seen) // seen.count)
+        if most < group.num_rows:
+            each = "" if seen.count == 1 else " of each rank"
+            limit = INDEX_LIMIT.format(most=f"{most:,}", rows=f"{group.num_rows:,}")
+            sentence = f"an epoch may train {trained:,} rows of group {group.name}{each}"
+            fits = f"{sentence}; an index of its {group.num_rows:,} rows holds at most {most:,}"
+            yield warning("tables", f"{sentence}, {limit}") if trained > most else ok("tables", fits)
 
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -123,7 +137,7 @@ def ahead_bytes(job: Job, seen: Seen) -> int:
 
 
 def planning_bytes(job: Job, seen: Seen, slots: Sequence[int]) -> int:
-    """What the planner keeps of resident and of known rows, once all slots are in use."""
+    """Returns the planner's bytes for resident and known rows once all slots are in use."""
     if not slots:
         return 0
     scored, num_known = new_policy(job.cache.policy, ()).scored, likely_horizon(job, seen, slots) + 1
@@ -158,8 +172,9 @@ def dense_bytes(job: Job, seen: Seen) -> int:
     model = job.model
     if model.kind not in COUNTED_MODELS or seen.reader is None:
         return 0
+    assert isinstance(model, BottomAndTop)
     bottom, cross = [seen.reader.num_dense, *model.bottom_mlp], 0
-    if model.kind == "dcnv2":
+    if isinstance(model, DCNv2Settings):
         width = bottom[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
         cross = model.cross_layers * (2 * width * model.cross_rank + width)
     else:

@@ -1,4 +1,4 @@
-"""Checks of a job that several ranks share: parts, shards, hosts. They say nothing where a trainer is alone."""
+"""Checks a job with several ranks: parts, shards, hosts. Finds nothing for a single trainer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -35,7 +35,7 @@ def check_ranks(job: Job, groups: Sequence[GroupSpec]) -> Iterator[Finding]:
 
 
 def parts_finding(job: Job) -> Finding:
-    """The last batch of an epoch may be smaller and leave more parts empty, which is as it should be."""
+    """Checks that each part of a batch has a sample. In the last batch of an epoch, a part may have none."""
     ranks, size = job.ranks, job.data.batch_size
     shared = f"{plural(ranks.count, 'rank')} of {plural(ranks.num_parts // ranks.count, 'part')}"
     sizes = np.diff(part_bounds(size, ranks.num_parts))
@@ -63,7 +63,7 @@ def shards_finding(groups: Sequence[GroupSpec], count: int) -> Finding:
 
 
 def shard_rows(table: TableSpec, count: int) -> F64:
-    """[count] rows of each shard; those of a table that is too large to count are the mean."""
+    """Returns the rows of each shard, [count]; their mean for a table that is too large to count."""
     num_blocks = -(-table.num_embeddings // BLOCK_ROWS)
     if num_blocks > MOST_BLOCKS:
         return np.full(count, table.num_embeddings / count)

@@ -1,6 +1,4 @@
-"""Checks of a run's surroundings: installed versions, run directory, model. They leave nothing behind and disturb no
-run.
-"""
+"""Checks a run's surroundings: installed versions, run directory, model. They change nothing and disturb no run."""
 
 import ast
 import fcntl
@@ -41,7 +39,7 @@ TRIED = {
 
 
 def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:
-    """Compares Python and packages with the lower bounds of the installed rowcast, and says which were never tried.
+    """Compares Python and packages with the lower bounds of the installed rowcast, and reports untested versions.
     `installed` is for tests.
     """
     try:

@@ -1,4 +1,4 @@
-"""Checks of a store with a memory tier: rows in memory, the index of all rows, and the disk beneath."""
+"""Checks a store with a memory tier: rows in memory, the index of all rows, and the disk."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,10 +7,12 @@ import numpy as np
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.analysis.check.memory import room_at, trained_rows
-from rowcast.job.schema import Job, parse_bytes
-from rowcast.job.stores import STORES
+from rowcast.job.schema import Job
+from rowcast.job.stores import Redis, StoreWithTier, Tiered
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.run.sizing import job_tier_slots
+from rowcast.job.units import parse_bytes
+from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
 from rowcast.prefetcher.stores.redis_store import trial_rows
@@ -22,34 +24,34 @@ TRIED_ROWS = 2**10  # some in each of the keys that hold a run's rows, so on eve
 PAGE_CACHE_BYTES = 2**28  # through which rows are written to the disk
 
 
-def check_tier(job: Job, seen: Seen, slots: Sequence[int], free_bytes: int) -> Iterator[Finding]:
+def check_tier(job: Job, seen: Seen, slots: Slots, free_bytes: int) -> Iterator[Finding]:
     """`slots`: of each group; none if they are unknown. Says nothing of a store without a memory tier. Raises
     ConfigError where a run would refuse store.memory."""
-    if not STORES[job.store.kind].has_tier:
+    if not isinstance(job.store, StoreWithTier):
         return
-    yield from check_budget(job, free_bytes)
+    yield from check_budget(job, job.store, free_bytes)
     shares = disk_shares(job, seen.groups)
     yield from check_index(job, seen, shares)
-    if "disk" in STORES[job.store.kind].keys:
-        yield from check_default_disk(job, seen, shares)
-        yield check_segments(job, seen, shares)
-    if "url" in STORES[job.store.kind].keys:
+    if isinstance(job.store, Tiered):
+        yield from check_default_disk(job.store, seen, shares)
+        yield check_segments(job, job.store, seen, shares)
+    if isinstance(job.store, Redis):
         yield check_servers(job, seen, shares)
-    tier_slots = job_tier_slots(job, seen.groups, seen.measured, slots, rank_of(job.ranks, 0)) if slots else None
-    if tier_slots is not None:
-        rows = " + ".join(f"{n:,}" for n in tier_slots)
+    if slots:
+        _, in_memory = job_levels(job, seen.groups, seen.measured, slots, rank_of(job.ranks, 0))
+        rows = " + ".join(f"{n:,}" for n in in_memory)
         yield ok(
             "store", f"store.memory = {job.store.memory} keeps {rows} rows in memory, all of the device's among them"
         )
 
 
-def check_budget(job: Job, free_bytes: int) -> Iterator[Finding]:
-    if job.store.memory is None or job.store.memory_rows is not None:
+def check_budget(job: Job, store: StoreWithTier, free_bytes: int) -> Iterator[Finding]:
+    if store.memory_rows is not None:
         return
     pairs = job.ranks.on_host
     of_pairs = "" if pairs == 1 else f" for each of {pairs} prefetchers"
-    sentence = f"store.memory = {job.store.memory}{of_pairs}, and {human_bytes(free_bytes)} of memory are free"
-    left = free_bytes - pairs * parse_bytes(job.store.memory)
+    sentence = f"store.memory = {store.memory}{of_pairs}, and {human_bytes(free_bytes)} of memory are free"
+    left = free_bytes - pairs * parse_bytes(store.memory)
     if left < 0:
         yield error("store", f"{sentence}; lower store.memory or free some memory")
     elif left < PAGE_CACHE_BYTES:
@@ -61,8 +63,8 @@ def check_budget(job: Job, free_bytes: int) -> Iterator[Finding]:
 
 
 def check_index(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
-    """A run ends with an error when it trains more rows than have room."""
-    is_on_disk = "disk" in STORES[job.store.kind].keys
+    """Compares the rows of an epoch with the room of the index: a run that trains more rows ends with an error."""
+    is_on_disk = isinstance(job.store, Tiered)
     room, change = ("store.disk has room, or store.memory", "them") if is_on_disk else ("store.memory has", "it")
     for group, share in zip(seen.groups, shares, strict=True):
         trained = trained_rows(group, seen)
@@ -74,9 +76,9 @@ def check_index(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[F
             )
 
 
-def check_default_disk(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
-    """Without store.disk the index decides, which takes its memory from the first step on, whatever is trained."""
-    if job.store.disk is not None or job.store.memory_rows is not None:
+def check_default_disk(store: Tiered, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
+    """Without store.disk, the index limits the disk. It uses its memory from the first step on."""
+    if store.disk is not None or store.memory_rows is not None:
         return
     rows = sum(share.num_rows for share in shares)
     most = sum(share.nbytes for share in shares)
@@ -121,8 +123,8 @@ def check_servers(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
     return ok("store", sentence)
 
 
-def check_segments(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
-    """The files grow as rows are trained, up to their share."""
+def check_segments(job: Job, store: Tiered, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
+    """Checks room on the disk: the files grow as rows are trained, up to their share of store.disk."""
     for group, share in zip(seen.groups, shares, strict=True):
         least = SEGMENTS * page_layout(group.record_bytes).nbytes
         if share.nbytes < least:
@@ -142,5 +144,5 @@ def check_segments(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding
     )
     if free_bytes >= most:
         return ok("disk", sentence)
-    lower = "set store.disk" if job.store.disk is None else "lower store.disk"
+    lower = "set store.disk" if store.disk is None else "lower store.disk"
     return warning("disk", f"{sentence}; free space there, set another store.path, or {lower}")

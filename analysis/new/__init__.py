@@ -1,1 +1,1 @@
-"""`prefetcher new`: a job file for data that has none."""
+"""Implements `prefetcher new`, which writes a job file for data."""

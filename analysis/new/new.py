@@ -5,16 +5,18 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from rowcast.analysis.advise.advise import AdviseRequest, advise_job
 from rowcast.analysis.advise.read import SamplingPlan
-from rowcast.analysis.new.columns import LIST_SEPARATOR, DataSet, look_at
+from rowcast.analysis.new.files import LIST_SEPARATOR, DataSet, look_at
 from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.job.file import parse_job
-from rowcast.job.schema import parse_bytes
+from rowcast.job.units import parse_bytes
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural
@@ -29,24 +31,23 @@ LARGEST_BATCH, SMALLEST_BATCH = 2048, 32
 LARGE = 100.0  # a dense value this large is better scaled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewOptions:
-    data: str
-    label: str | None = None
-    dense: str | None = None
-    ids: str | None = None
-
-
-def run_new(options: NewOptions) -> None:
+def new(
+    data: Annotated[str, Option(help="A file, folder or glob of CSV with a header, or Parquet.", metavar="PATH")],
+    label: Annotated[
+        str | None, Option(help="The column of the label.", show_default="by name, or the only 0/1 column")
+    ] = None,
+    dense: Annotated[str | None, Option(help="Columns that are dense features.", metavar="A,B,...")] = None,
+    ids: Annotated[str | None, Option(help="Columns that are ids.", metavar="A,B,...")] = None,
+) -> None:
     """Writes the job file to stdout and the choices to stderr. Raises ConfigError and DataError."""
-    wish = Wish(label=options.label, dense=split(options.dense), ids=split(options.ids))
+    wish = Wish(label=label, dense=split(dense), ids=split(ids))
     with ProgressBar() as progress:
-        data = look_at(options.data, progress)
-        chosen = choose(data, wish)
-        capacity, why = advised_capacity(data, chosen, progress)
-    sys.stdout.write(job_text(data, chosen, capacity, why))
+        found = look_at(data, progress)
+        chosen = choose(found, wish)
+        capacity, why = advised_capacity(found, chosen, progress)
+    sys.stdout.write(job_text(found, chosen, capacity, why))
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in summary(data, chosen)))
+    sys.stderr.write("".join(f"{line}\n" for line in summary(found, chosen)))
 
 
 def split(names: str | None) -> list[str]:
@@ -87,12 +88,13 @@ def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
         f"dense     {', '.join(column.name for column in chosen.dense) or 'none'}",
         f"ids       {', '.join(ids)}",
     ]
+    lines += [f"note      {name}: {why}" for name, why in chosen.notes.items()]
     lines += [f"left out  {name}: {why}" for name, why in chosen.left_out.items()]
     return [
         *lines,
         "Change these with --label, --dense and --ids. With the output in job.toml, continue with",
-        "  prefetcher check --config job.toml",
-        "  python -m rowcast.deploy.local --config job.toml",
+        "  rowcast check --config job.toml",
+        "  rowcast train --config job.toml",
     ]
 
 
@@ -105,7 +107,7 @@ def job_text(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: st
 def name_of(data: DataSet) -> str:
     """`data/clicks-*.csv.gz` -> clicks"""
     path = Path(data.path)
-    stem = re.sub(r"\.(csv|parquet|pq)(\.gz)?$", "", path.name)
+    stem = re.sub(r"(?i)\.(csv|tsv|parquet|pq)(\.gz)?$", "", path.name)
     return (
         re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_")
         or re.sub(r"[^A-Za-z0-9]+", "_", path.absolute().parent.name).strip("_")
@@ -149,13 +151,15 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     hashed = [ids.column.name for ids in chosen.ids if ids.hashed]
     if hashed:
         yield f"hash = {names(hashed)}  # text, and integers with gaps or missing values; a missing one is row 0"
+    for name, note in chosen.notes.items():
+        yield f"# {comment(name)}: {comment(note)}"
     lists = [ids.column.name for ids in chosen.ids if ids.column.is_list]
     if lists and data.format == "csv":
         yield f"lists = {{ {', '.join(f'{key(name)} = {quoted(LIST_SEPARATOR)}' for name in lists)} }}"
     if data.delimiter != ",":
         yield f"delimiter = {quoted(data.delimiter)}"
     for name, why in chosen.left_out.items():
-        yield f"# left out: {comment(name)} ({why})"
+        yield f"# left out: {comment(name)} ({comment(why)})"
     yield ""
 
 

@@ -1,1 +1,1 @@
-"""`prefetcher profile`: which rows are looked up most, and what keeping them on the device would cover."""
+"""Implements `prefetcher profile`, which finds the most looked-up rows and what pinning them would cover."""

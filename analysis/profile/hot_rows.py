@@ -12,7 +12,7 @@ import numpy as np
 
 from rowcast.analysis.profile.interval import EstimatedShare, clustered_share
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
-from rowcast.prefetcher.planner.grouping import Grouper, GroupLookups
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping, GroupLookups
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
@@ -29,13 +29,15 @@ class AccessCounts:
         self._num_pending = 0
         self.largest_batch_rows = 0  # distinct rows of the batch that touches most rows
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch) -> Grouping:
+        """Returns the batch's distinct rows."""
         grouping = self._grouper.group(self._grouper.lookups(batch))
         self._pending.append((grouping.keys, np.diff(grouping.segment_offsets).astype(np.int64)))
         self._num_pending += len(grouping.keys)
         self.largest_batch_rows = max(self.largest_batch_rows, len(grouping.keys))
         if self._num_pending > max(LEAST_PENDING_ROWS, len(self._keys)):
             self._merge()
+        return grouping
 
     @property
     def max_rows(self) -> int:
@@ -66,10 +68,11 @@ class Popularity:
         self.num_batches = self.num_samples = 0
         self._limit_bytes = limit_bytes
 
-    def add(self, batch: Batch) -> None:
-        """Raises ConfigError if the sample touches more rows than memory can count."""
-        for counts in self.counts:
-            counts.add(batch)
+    def add(self, batch: Batch) -> list[Grouping]:
+        """Returns each group's distinct rows. Raises ConfigError if the sample touches more rows than memory can
+        count.
+        """
+        groupings = [counts.add(batch) for counts in self.counts]
         self.num_batches += 1
         self.num_samples += batch.size
         needed = sum(counts.max_rows for counts in self.counts) * BYTES_PER_ROW
@@ -79,6 +82,7 @@ class Popularity:
                 "counting them takes "
                 f"about {needed} bytes, and {int(self._limit_bytes)} may be used; give a smaller --sample"
             )
+        return groupings
 
     @property
     def num_rows(self) -> int:
@@ -178,6 +182,11 @@ class Coverage:
     @property
     def num_batches(self) -> int:
         return len(self._sizes)
+
+    @property
+    def input_share(self) -> float:
+        """Of the samples: those of which every look-up is of a hot row."""
+        return float(sum(inputs[-1] for inputs in self._inputs) / self.num_samples)
 
     def shares(self, confidence: float) -> CoverageShares:
         hits, lookups, inputs, sizes = (

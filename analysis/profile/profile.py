@@ -2,6 +2,7 @@
 
     half of the sample --> look-ups of each row --> hot rows of each budget --> pin file of the largest
     the other half                                      --> share of look-ups and of whole inputs covered, with interval
+    the first half again                                --> share of the whole inputs that chose them
 
 The halves are disjoint batches drawn in the same strata of the epoch (see `sample`), so the shares are those of a hot
 set on data that had no part in choosing it, and the pin file holds exactly the rows that were judged.
@@ -12,21 +13,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from rich.console import Console
+from typer import Option
 
 from rowcast.analysis.profile.hot_rows import Coverage, CoverageShares, HotSet, Popularity, hot_set
 from rowcast.analysis.profile.interval import unseen_share
 from rowcast.analysis.profile.results import HALF, BudgetCoverage, GroupFacts, Profile, print_profile
 from rowcast.analysis.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
-from rowcast.job.schema import Job, parse_bytes, parse_rows
+from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
+from rowcast.job.units import parse_bytes, parse_rows
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
-from rowcast.prefetcher.planner.pin_files import save_pins
+from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.arrays import I64
+from rowcast.runtime.command_options import AsJson
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import stdout_console
@@ -67,12 +72,15 @@ def profile_job(job: Job, request: ProfileRequest) -> tuple[Profile, dict[str, I
     largest = list(map(max, touched.largest_batch_rows, popularity.largest_batch_rows))
     budgets = sorted(asked or [default_budget(groups, slots, largest)], key=lambda budget: budget.nbytes)
     hot_sets = [hot_set(popularity, budget.nbytes, budget.room) for budget in budgets]
-    coverages = judge(job, reader_for_another_pass(job, reader), request, [Coverage(groups, hot) for hot in hot_sets])
+    coverages, chosen = (
+        judge(job, reader_for_another_pass(job, reader), request, draw, [Coverage(groups, hot) for hot in hot_sets])
+        for draw in (JUDGE, PICK)
+    )
     refuse_small(popularity.num_batches, coverages[0].num_batches)
     facts = tuple(map(group_facts, groups, slots, map(max, largest, coverages[0].largest_batch_rows)))
     covered = tuple(
-        budget_coverage(budget, hot, coverage.shares(request.confidence), facts)
-        for budget, hot, coverage in zip(budgets, hot_sets, coverages, strict=True)
+        budget_coverage(budget, hot, coverage.shares(request.confidence), own.input_share, facts)
+        for budget, hot, coverage, own in zip(budgets, hot_sets, coverages, chosen, strict=True)
     )
     profile = Profile(
         epoch_samples=reader.num_samples("train"),
@@ -96,8 +104,8 @@ def pick(job: Job, reader: Reader, request: ProfileRequest, popularity: Populari
     return popularity
 
 
-def judge(job: Job, reader: Reader, request: ProfileRequest, coverages: list[Coverage]) -> list[Coverage]:
-    for sampled in half(job, reader, request, JUDGE):
+def judge(job: Job, reader: Reader, request: ProfileRequest, draw: int, coverages: list[Coverage]) -> list[Coverage]:
+    for sampled in half(job, reader, request, draw):
         for coverage in coverages:
             coverage.add(sampled.batch)
         request.progress(f"judged {coverages[0].num_samples:,} samples")
@@ -154,7 +162,7 @@ def with_margin(largest_batch_rows: int) -> int:
 
 
 def budget_coverage(
-    budget: Budget, hot: HotSet, shares: CoverageShares, groups: tuple[GroupFacts, ...]
+    budget: Budget, hot: HotSet, shares: CoverageShares, chosen_inputs: float, groups: tuple[GroupFacts, ...]
 ) -> BudgetCoverage:
     return BudgetCoverage(
         budget=budget.text,
@@ -163,6 +171,7 @@ def budget_coverage(
         hot_bytes=hot.nbytes,
         threshold={group.group: threshold for group, threshold in zip(groups, hot.threshold, strict=True)},
         shares=shares,
+        chosen_inputs=chosen_inputs,
         too_large=too_large(hot, groups),
     )
 
@@ -194,12 +203,26 @@ def rows_by_table(groups: tuple[GroupSpec, ...], hot: HotSet) -> dict[str, I64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    sample: float | None = None
-    samples: int | None = None
-    budgets: Sequence[str] = ()
-    confidence: float = 0.99
-    out: Path | None = None
-    json: bool = False
+    sample: Annotated[
+        float | None, Option(help="Share of an epoch to read.", show_default="0.05, and at least 64 batches")
+    ] = None
+    samples: Annotated[int | None, Option(help="Samples to read instead.", show_default=False)] = None
+    budgets: Annotated[
+        Sequence[str],
+        Option("--budget", help="Bytes for hot rows, such as 16MiB. Repeatable.", show_default="half the cache"),
+    ] = ()
+    confidence: Annotated[float, Option(help="How often an interval must hold.")] = 0.99
+    out: Annotated[Path | None, Option(help="Write the largest budget's rows, for cache.pin.", metavar="FILE")] = None
+    plot: Annotated[
+        Path | None, Option(help="Instead: draw what the first steps look up, table by table.", metavar="PNG|SVG")
+    ] = None
+    max_steps: Annotated[int | None, Option(min=1, help="With --plot: train steps to read.", show_default="1000")] = (
+        None
+    )
+    gpu_memory: Annotated[
+        str | None, Option(help="With --plot: memory of a GPU, such as 24GiB.", show_default="80GiB")
+    ] = None
+    json: AsJson = False
 
 
 def run_profile(job: Job, options: ProfileOptions) -> None:

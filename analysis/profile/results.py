@@ -32,6 +32,7 @@ class BudgetCoverage:
     hot_bytes: int
     threshold: dict[str, int | None]  # group -> look-ups in the picking half of its least looked-up hot row
     shares: CoverageShares
+    chosen_inputs: float  # share of whole inputs among the samples that chose the rows, which data.order also reads
     too_large: str | None  # what to change before this job can pin these rows
 
 
@@ -109,6 +110,8 @@ def notes(profile: Profile) -> Iterator[str]:
         least = ", ".join(least_lookups(budget, named=len(profile.budgets) > 1) for budget in profile.budgets)
         times = "once" if least == "1" else f"{least} times"
         yield f"Each hot row was looked up at least {times} by the samples that chose it."
+        chosen = ", ".join(f"{percent_number(budget.chosen_inputs)} % ({budget.budget})" for budget in profile.budgets)
+        yield f"Of the samples that chose the hot rows, {chosen} are whole inputs."
     if any(budget.budget == HALF for budget in profile.budgets):
         yield half_the_cache(profile)
     yield from (f"{budget.budget}: {budget.too_large}." for budget in profile.budgets if budget.too_large is not None)

@@ -1,5 +1,5 @@
-"""Which settings to simulate: policies x capacities x memory tiers x horizons x batch sizes x orders, each as a run of
-the job would have it.
+"""Lists the settings to simulate: policies x capacities x memory tiers x horizons x batch sizes x orders. Each has the
+values that a run of the job would have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ import msgspec
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import parse_job
-from rowcast.job.formats import FORMATS
-from rowcast.job.schema import Data, Horizon, Job
-from rowcast.job.stores import STORES
+from rowcast.job.formats import FORMATS, Data
+from rowcast.job.schema import Horizon, Job
+from rowcast.job.stores import StoreWithTier
 from rowcast.runtime.errors import ConfigError
 
 BOUND = "belady"
@@ -21,7 +21,7 @@ SIMULATED = ("window", "ttl", BOUND)  # exist only in the simulator
 POLICIES = (*EVICTION_POLICIES, *SIMULATED)
 AUTO_BATCHES = 64
 SOME_HOT_ROWS = Data(format="synthetic", order="hot-blocks:1", hot="any")
-WITH_TIER = ("lookahead", BOUND)  # the others are simulated for the device alone
+WITH_TIER = ("lookahead", BOUND)  # the others are simulated only for the device
 # the others know no future, or all of it
 LOOKING_AHEAD = (*(name for name, own in EVICTION_POLICIES.items() if own.looks_ahead), "window", "ttl")
 
@@ -58,12 +58,12 @@ class Setting:
 
     @property
     def horizon_batches(self) -> int:
-        """For the simulator's own policies, which do not have "auto"."""
+        """The horizon of policies that exist only in the simulator; they do not have "auto"."""
         return AUTO_BATCHES if self.horizon == "auto" else self.horizon or 0
 
 
 def with_values(job: Job, values: Mapping[str, Mapping[str, Any]]) -> Job:
-    """The job with other values in some sections, checked as a whole. Raises ConfigError."""
+    """Returns the job with other values in some sections, checked as a whole. Raises ConfigError."""
     content = msgspec.to_builtins(job)
     for section, changed in values.items():
         content[section] = {**content[section], **changed}
@@ -115,14 +115,14 @@ def can_have(format: str, shuffle: str) -> bool:
 
 
 def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
-    """A job for each capacity and memory tier."""
+    """Yields a job for each capacity and memory tier."""
     for capacity in dict.fromkeys(grid.capacities or [job.cache.capacity]):
         own = with_values(job, {"cache": {"capacity": capacity}})
         yield from (with_memory(own, memory) for memory in dict.fromkeys(grid.memories)) if grid.memories else (own,)
 
 
 def with_memory(job: Job, memory: str | int) -> Job:
-    kind = job.store.kind if STORES[job.store.kind].has_tier else "tiered"
+    kind = job.store.kind if isinstance(job.store, StoreWithTier) else "tiered"
     return with_values(job, {"store": {"kind": kind, "memory": memory}})
 
 

@@ -1,4 +1,4 @@
-"""What the planner moves over a recording: the planner of training, without tables, trainer or bytes."""
+"""Counts the rows that the planner of training moves over a recording, without tables, a trainer or bytes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,11 @@ from rowcast.analysis.simulate.grid import Setting
 from rowcast.analysis.simulate.recording import RecordedStep, RunRecording
 from rowcast.analysis.simulate.tier_moves import TierCounter, TierMoves
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.group_planner import GroupMoves
 from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner, StepMoves
+from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.arrays import I64
@@ -36,27 +38,22 @@ def new_moves(num_steps: int, num_groups: int) -> Moves:
 def new_planner(
     setting: Setting,
     groups: tuple[GroupSpec, ...],
-    slots: tuple[int, ...],
+    slots: Sequence[Slots],
     first_batches: Sequence[ScheduledBatch],
     *,
-    tier_slots: tuple[int, ...] | None = None,
     keep_ids: bool = False,
 ) -> RowPlanner:
     pin = setting.job.cache.pin
     pinned = None if pin is None else load_pins(Path(pin), groups)
-    return job_planner(
-        setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids, tier_slots=tier_slots
-    )
+    return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
 
 
-def bound_planner(
-    recording: RunRecording, slots: tuple[int, ...], tier_slots: tuple[int, ...] | None = None
-) -> RowPlanner:
-    return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording), tier_slots=tier_slots)
+def bound_planner(recording: RunRecording, slots: Sequence[Slots]) -> RowPlanner:
+    return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
 
 
 def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> Moves:
-    """What a fresh planner moves. `tick` is called for each step. Raises ConfigError if a step does not fit."""
+    """Counts the moves of a new planner. Calls `tick` for each step. Raises ConfigError if a step does not fit."""
     moves = new_moves(len(recording), len(recording.groups))
     counter: TierCounter | None = None
     for entry in entries(recording.steps, planner):
@@ -65,9 +62,9 @@ def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> M
             continue
         position = entry[0].step - recording.steps[0].scheduled.step
         note(moves, position, entry[1])
-        if entry[1].tier:
+        for tier in entry[1].levels[1:]:
             counter = counter or tier_counter(recording)
-            note_tier(counter, position, entry[1], recording.steps[position])
+            note_tier(counter, position, tier, recording.steps[position])
         tick()
     return replace(moves, tier=None if counter is None else counter.moves)
 
@@ -77,9 +74,9 @@ def tier_counter(recording: RunRecording) -> TierCounter:
     return TierCounter(recording.groups, len(recording), most)
 
 
-def note_tier(counter: TierCounter, position: int, moved: StepMoves, step: RecordedStep) -> list[I64]:
+def note_tier(counter: TierCounter, position: int, tier: Sequence[GroupMoves], step: RecordedStep) -> list[I64]:
     """Returns the rows of each group that come from the cold tier."""
-    from_cold = counter.note(position, moved.tier)
+    from_cold = counter.note(position, tier)
     if step.trains:
         counter.train([grouping.keys for grouping in step.groupings])
     return from_cold
@@ -88,7 +85,7 @@ def note_tier(counter: TierCounter, position: int, moved: StepMoves, step: Recor
 def entries(
     steps: Iterable[RecordedStep], planner: RowPlanner
 ) -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
-    """Everything that a fresh planner plans for these steps, in order, including the last barrier."""
+    """Yields all plans and barriers of a new planner for these steps, in order, the last barrier included."""
 
     def ready() -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
         while planner.ready():
@@ -105,7 +102,7 @@ def entries(
 
 
 def note(moves: Moves, position: int, moved: StepMoves) -> None:
-    for index, group in enumerate(moved.groups):
+    for index, group in enumerate(moved.levels[0]):
         moves.fetched[position, index] = len(group.fetch)
         moves.evicted[position, index] = len(group.evict)
         moves.written_back[position, index] = group.num_dirty

@@ -1,5 +1,5 @@
-"""Miss-ratio curves: the share of the steps' distinct rows that must be fetched, over the capacity, one line per
-policy. With memory tiers, a second row of panels: the share that comes from the cold tier, over the rows in memory.
+"""Draws miss-ratio curves: the share of the steps' distinct rows that must be fetched, over the capacity, with a line
+per policy. With memory tiers, other panels show the share from the cold tier, over the rows in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ MOST_TICKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Which fields of a `Simulation` make a panel's curves."""
+    """The fields of a `Simulation` that a panel shows."""
 
     size: str
     rows: str
@@ -74,7 +74,7 @@ def check_plot(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: the folder {path.absolute().parent} does not exist; make it")
     if find_spec("matplotlib") is None:
-        raise ConfigError('--plot needs matplotlib, which is not installed; `pip install "rowcast[plot]"` adds it')
+        raise ConfigError("--plot needs matplotlib, which is not installed; `pip install matplotlib` adds it")
 
 
 def plot_results(results: Sequence[Simulation], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Policies that only the simulator has: what published systems would move over the same steps. They only count rows.
+"""Simulates policies of published systems over the same steps. They only count rows.
 
 `window` (cDLRM)   Rows come in windows: when one begins, all missing rows that its steps need are fetched together, and
                    victims are chosen at random among the resident rows that the window does not need. A window is the
@@ -128,7 +128,7 @@ def ttl_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, tic
 
 
 class ExpiringRows(ResidentRows):
-    """The rows of the last step, and all earlier ones that are used again within the horizon of their last use."""
+    """Keeps the rows of the last step, and earlier ones that are used again within the horizon of their last use."""
 
     def __init__(self, numbered: NumberedRows, num_slots: int, moves: Moves, group: int, horizon: int) -> None:
         super().__init__(numbered, num_slots, moves, group)

@@ -1,4 +1,4 @@
-"""What a run touches: the distinct rows of every step. It is read once, and every setting is simulated over it.
+"""Records the distinct rows of every step of a run, read once and simulated with every setting.
 
 It takes 8 bytes per distinct row of each batch, and nothing for the tables. All of it is needed at once, because the
 bound (`belady`) knows the whole future.
@@ -92,8 +92,8 @@ def record_step(groupers: tuple[Grouper, ...], scheduled: ScheduledBatch) -> Rec
 
 
 def hollow(grouping: Grouping) -> Grouping:
-    """The distinct rows; of every look-up array only its size, which an "auto" horizon needs. Moving rows takes no more
-    than that.
+    """Keeps the distinct rows, and of every look-up array only its size, which an "auto" horizon needs. The planner
+    needs no more to move rows.
     """
     return replace(
         grouping,
@@ -104,7 +104,7 @@ def hollow(grouping: Grouping) -> Grouping:
 
 
 def no_larger_than_one(array: Array) -> Array:
-    """An array of the same dtype, length and nbytes whose elements share one element of memory."""
+    """Returns an array of the same dtype, length and nbytes in which all elements are the same bytes of memory."""
     return cast(Array, np.broadcast_to(array.dtype.type(0), array.shape))
 
 
@@ -115,7 +115,7 @@ def without_arrays(scheduled: ScheduledBatch) -> ScheduledBatch:
 
 
 def numbered_rows(keys: list[I64]) -> NumberedRows:
-    """From each step's distinct keys, ascending."""
+    """Numbers the rows. `keys` of each step: distinct, ascending."""
     distinct, numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]), return_inverse=True)
     ends = np.cumsum([len(some) for some in keys])
     rows: list[I32] = np.split(numbers.astype(np.int32), ends[:-1]) if keys else []

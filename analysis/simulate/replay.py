@@ -1,9 +1,8 @@
-"""Whole plans next to a simulation: made as the batches pass, look-up arrays included, and saved as a trace or compared
-with one.
+"""Makes whole plans beside a simulation, look-up arrays included. Saves them as a trace, or compares them with one.
 
-    data or trace --> batches --> planner of one setting --> batches, to be recorded
-                                        | plans
-                                        +--> TraceWriter, or comparison with the plans of the trace
+data or trace --> batches --> planner of one setting --> batches, to be recorded
+                                    | plans
+                                    +--> TraceWriter, or comparison with the plans of the trace
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
+from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
@@ -38,7 +38,7 @@ class PlanWatcher(Protocol):
     def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None: ...
 
     def data_ended(self) -> None:
-        """The planner will get no further batch; plans may still follow."""
+        """Called after the last batch; plans may still follow."""
 
     def ended(self, flushed: Counts) -> None:
         """Called after the last barrier; `flushed`: rows that barriers wrote back, per group."""
@@ -88,7 +88,7 @@ class Saving:
         self._writer.add(scheduled, plan)
 
     def data_ended(self) -> None:
-        """The plans that follow are saved too."""
+        """Does nothing: plans after the last batch are saved too."""
 
     def ended(self, flushed: Counts) -> None:
         self._writer.finish(flushed, finished=True)
@@ -146,8 +146,8 @@ class Watchers:
 
 
 class Replay:
-    """The batches of a trace, up to `max_steps` train steps, and the evaluation after the last of them if the trace has
-    one there.
+    """The batches of a trace, up to `max_steps` train steps. If the trace has an evaluation after the last of them, it
+    is included.
     """
 
     def __init__(self, reader: TraceReader, max_steps: int | None) -> None:
@@ -161,7 +161,7 @@ class Replay:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the batches that decide the division of the capacity, and the static set, are the run's."""
+        """Whether the first batches are the run's. They decide the slots of each group, and the rows of "static"."""
         return self._num_given >= MEASURED_BATCHES or self.is_complete
 
     def batches(self) -> Iterator[TracedBatch]:
@@ -206,7 +206,7 @@ class BatchesAndPlans:
 
     @property
     def num_compared(self) -> int | None:
-        """Plans found identical to the trace's; None if no setting was the trace's."""
+        """The number of plans identical to the trace's; None if no setting was the trace's."""
         return None if self._comparing is None else self._comparing.num_compared
 
     def open_batches(self, own: Job) -> Iterable[ScheduledBatch]:
@@ -214,10 +214,10 @@ class BatchesAndPlans:
             return self._replay.batches()
         return schedule(own, open_reader(own), self._max_steps)
 
-    def watch(self, setting: Setting, slots: tuple[int, ...], tier_slots: tuple[int, ...] | None) -> PlanWatcher | None:
+    def watch(self, setting: Setting, slots: Sequence[Slots]) -> PlanWatcher | None:
         if setting.policy not in EVICTION_POLICIES:
             return None
-        header = trace_header(setting.job, group_specs(setting.job), slots, tier_slots)
+        header = trace_header(setting.job, group_specs(setting.job), slots)
         watchers: list[PlanWatcher] = []
         replay = self._replay
         if (

@@ -1,6 +1,4 @@
-"""The results of a simulation, one per setting, and their table. Fields with a name from report.json have the same
-meaning.
-"""
+"""Defines the result of each simulated setting and prints a table of them. Names are those of report.json."""
 
 import sys
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from rowcast.analysis.simulate.moves import Moves
 from rowcast.analysis.simulate.recording import RunRecording
 from rowcast.analysis.simulate.tier_moves import TierMoves
 from rowcast.job.schema import Horizon
+from rowcast.prefetcher.planner.level import Slots
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.telemetry.format_numbers import percent
 
@@ -51,7 +50,7 @@ class StepArrays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting. If `skipped` says why it cannot run, all counts are None."""
+    """The result of one setting. `skipped`: why it cannot run; all counts are then None."""
 
     policy: str
     capacity: str | int  # as requested
@@ -87,9 +86,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     setting: Setting
-    slots: tuple[int, ...]
+    slots: Sequence[Slots]  # of each level, from the device down
     memory: str | int | None
-    tier_slots: tuple[int, ...] | None
     moves: Moves
 
 
@@ -102,7 +100,7 @@ def make_result(recording: RunRecording, outcome: Outcome, bound: Moves, *, per_
     return Simulation(
         policy=setting.policy,
         capacity=setting.job.cache.capacity,
-        capacity_rows=sum(outcome.slots),
+        capacity_rows=sum(outcome.slots[0]),
         horizon=setting.horizon,
         batch_size=setting.job.data.batch_size,
         shuffle=setting.job.data.whole_order,
@@ -126,12 +124,12 @@ def make_result(recording: RunRecording, outcome: Outcome, bound: Moves, *, per_
 
 def tier_counts(outcome: Outcome, bound: Moves, record_bytes: I64) -> dict[str, Any]:
     tier, least = outcome.moves.tier, bound.tier
-    if outcome.tier_slots is None or tier is None or least is None:
+    if tier is None or least is None:
         return {}
     from_cold, bound_rows = tier.from_cold.sum(axis=0), int(least.from_cold.sum())
     return {
         "memory": outcome.memory,
-        "memory_rows": sum(outcome.tier_slots),
+        "memory_rows": sum(outcome.slots[1]),
         "rows_entered": int(tier.entered.sum()),
         "rows_from_cold": int(from_cold.sum()),
         "rows_left": int(tier.left.sum()),

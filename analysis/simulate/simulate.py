@@ -1,13 +1,13 @@
-"""`prefetcher simulate`: what a run would move under other policies, capacities, horizons, batch sizes and orders,
-before it is trained.
+"""`prefetcher simulate`: counts the rows that a run would move with other policies, capacities, horizons, batch sizes
+and orders, before it is trained.
 
     data set or trace --batches--> record: the distinct rows of each step    once a batch size and order
                                        |
                                        +--> belady: the bound                once a capacity
                                        +--> each policy and horizon
 
-It runs the planner of training over the schedule of training, with slots divided as in training, so it says step by
-step what a run of the job would report, as far as the policy exists there.
+It runs the planner of training over the schedule of training, with slots divided as in training. So its counts of each
+step are those that a run would report, if a run can have the policy.
 """
 
 import sys
@@ -16,9 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
+from typer import Option
 
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import BOUND, WITH_TIER, Grid, Setting, batches_jobs, capacity_jobs, settings
@@ -28,18 +30,20 @@ from rowcast.analysis.simulate.policies import ttl_moves, window_moves
 from rowcast.analysis.simulate.recording import RunRecording, record
 from rowcast.analysis.simulate.replay import BatchesAndPlans, PlanWatcher, planned_beside
 from rowcast.analysis.simulate.results import Outcome, Simulation, make_result, print_results, skipped_result
+from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Horizon, Job
-from rowcast.job.stores import STORES
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
-from rowcast.prefetcher.run.sizing import job_tier_slots
+from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.command_options import AsJson, MaxSteps, SaveTrace
 from rowcast.runtime.errors import ConfigError
 
 OpenBatches = Callable[[Job], Iterable[ScheduledBatch]]
-Slots = tuple[int, ...]
-# setting, slots, tier's slots -> the watcher of its plans, if any
-Watch = Callable[[Setting, Slots, Slots | None], PlanWatcher | None]
+# setting, slots of each level -> the watcher of its plans, if any
+Watch = Callable[[Setting, Sequence[Slots]], PlanWatcher | None]
 
 
 def simulate(
@@ -47,12 +51,12 @@ def simulate(
     grid: Grid,
     open_batches: OpenBatches,
     *,
-    watch: Watch = lambda setting, slots, tier_slots: None,
+    watch: Watch = lambda setting, slots: None,
     progress: AnalysisProgress | None = None,
     per_step: bool = False,
 ) -> list[Simulation]:
-    """A result for each setting: batch size by batch size, order by order, capacity by capacity, policies and horizons
-    as given.
+    """Returns a result for each setting, ordered by batch size, order and capacity; policies and horizons are in the
+    given order.
 
     `open_batches` returns the batches of a run of a job, from its first step. A setting that cannot run becomes a
     result that says why. Raises ConfigError for values that no job can have, and what reading the data raises.
@@ -66,13 +70,12 @@ def simulate(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
     settings: list[Setting]
-    slots: Slots
+    slots: Sequence[Slots]  # of each level, from the device down; empty if a run would be refused
     memory: str | int | None  # store.memory
-    tier_slots: Slots | None  # None: the store has no memory tier
-    refusal: str | None  # why there are no slots
+    refusal: str | None
 
-    def tier_slots_of(self, setting: Setting) -> Slots | None:
-        return self.tier_slots if setting.policy in WITH_TIER else None
+    def slots_of(self, setting: Setting) -> Sequence[Slots]:
+        return self.slots if setting.policy in WITH_TIER else self.slots[:1]
 
 
 class Simulator:
@@ -91,20 +94,16 @@ class Simulator:
         return [result for capacity in capacities for result in self._results(recording, capacity, measured)]
 
     def _capacity(self, job: Job, own: list[Setting], measured: list[ScheduledBatch]) -> Capacity:
-        slots: Slots = ()
-        tier_slots: Slots | None = None
+        slots: Sequence[Slots] = ()
         refusal = None
         try:
-            found = job_slots(job, self._groups, measured)
-            tier_slots = job_tier_slots(job, self._groups, measured, found)
-            slots = found
+            slots = job_levels(job, self._groups, measured, job_slots(job, self._groups, measured))
         except ConfigError as error:
             refusal = str(error)
         return Capacity(
             settings=own,
             slots=slots,
-            memory=None if tier_slots is None else job.store.memory,
-            tier_slots=tier_slots,
+            memory=job.store.memory if isinstance(job.store, StoreWithTier) else None,
             refusal=refusal,
         )
 
@@ -113,12 +112,10 @@ class Simulator:
     ) -> Iterable[ScheduledBatch]:
         pairs = ((own, setting) for own in capacities if own.slots for setting in own.settings)
         for capacity, setting in pairs:
-            tier_slots = capacity.tier_slots_of(setting)
-            watcher = self._watch(setting, capacity.slots, tier_slots)
+            slots = capacity.slots_of(setting)
+            watcher = self._watch(setting, slots)
             if watcher is not None:
-                planner = new_planner(
-                    setting, self._groups, capacity.slots, measured, tier_slots=tier_slots, keep_ids=True
-                )
+                planner = new_planner(setting, self._groups, slots, measured, keep_ids=True)
                 batches = planned_beside(batches, planner, watcher)
         return batches
 
@@ -137,9 +134,8 @@ class Simulator:
             else:
                 outcome = Outcome(
                     setting=setting,
-                    slots=capacity.slots,
+                    slots=capacity.slots_of(setting),
                     memory=capacity.memory,
-                    tier_slots=capacity.tier_slots_of(setting),
                     moves=moves,
                 )
                 yield make_result(recording, outcome, bound, per_step=self._per_step)
@@ -147,25 +143,25 @@ class Simulator:
     def _moved(
         self, recording: RunRecording, capacity: Capacity, setting: Setting, measured: list[ScheduledBatch]
     ) -> tuple[Moves, None] | tuple[None, str]:
-        slots, tier_slots = capacity.slots, capacity.tier_slots_of(setting)
+        slots = capacity.slots_of(setting)
         tick = self._progress.begin(description(setting), len(recording))
         try:
             match setting.policy:
                 case "window":
-                    return window_moves(recording, slots, setting.horizon_batches, setting.job.job.seed, tick), None
+                    return window_moves(recording, slots[0], setting.horizon_batches, setting.job.job.seed, tick), None
                 case "ttl":
-                    return ttl_moves(recording, slots, setting.horizon_batches, tick), None
+                    return ttl_moves(recording, slots[0], setting.horizon_batches, tick), None
                 case "belady":
-                    return planned_moves(recording, bound_planner(recording, slots, tier_slots), tick), None
+                    return planned_moves(recording, bound_planner(recording, slots), tick), None
                 case _:
-                    planner = new_planner(setting, self._groups, slots, measured, tier_slots=tier_slots)
+                    planner = new_planner(setting, self._groups, slots, measured)
                     return planned_moves(recording, planner, tick), None
         except ConfigError as error:
             return None, str(error)
 
 
 def settings_of_jobs(job: Job, grid: Grid) -> Iterator[tuple[Job, list[Setting]]]:
-    """The settings of each capacity and memory tier. Policies that know no tier come once a capacity."""
+    """Yields the settings of each capacity and memory tier. A policy without a tier has one setting per capacity."""
     simulated = set[str | int]()
     for own in capacity_jobs(job, grid):
         again = own.cache.capacity in simulated
@@ -184,7 +180,8 @@ def description(setting: Setting) -> str:
     horizon = "" if setting.horizon is None else f", horizon {setting.horizon}"
     data = setting.job.data
     order = "" if data.whole_order == "none" else f", shuffle {data.whole_order}"
-    tier = f", memory {setting.job.store.memory}" if STORES[setting.job.store.kind].has_tier else ""
+    store = setting.job.store
+    tier = f", memory {store.memory}" if isinstance(store, StoreWithTier) else ""
     return (
         f"{setting.policy}{horizon}, capacity {setting.job.cache.capacity}{tier}, batches of {data.batch_size}{order}"
     )
@@ -192,22 +189,40 @@ def description(setting: Setting) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateOptions:
-    trace: Path | None = None
-    save_trace: Path | None = None
-    max_steps: int | None = None
-    policies: Sequence[str] = ()
-    capacity_rows: Sequence[int] = ()
-    capacities: Sequence[str] = ()
-    memories: Sequence[str] = ()
-    horizons: Sequence[str] = ()
-    batch_sizes: Sequence[int] = ()
-    shuffles: Sequence[str] = ()
-    ranks: Sequence[int] = ()
-    samples_per_rank: Sequence[int] = ()
-    rates: Path | None = None
-    json: bool = False
-    per_step: bool = False
-    plot: Path | None = None
+    max_steps: MaxSteps = None
+    policies: Annotated[
+        Sequence[str], Option("--policy", help=f"{', '.join(EVICTION_POLICIES)}, window, ttl or belady. Repeatable.")
+    ] = ()
+    capacity_rows: Annotated[Sequence[int], Option(min=1, help="Slots. Repeatable.")] = ()
+    capacities: Annotated[
+        Sequence[str], Option("--capacity", help="As cache.capacity, such as 64MiB. Repeatable.")
+    ] = ()
+    memories: Annotated[
+        Sequence[str],
+        Option("--store-memory", help="As store.memory of a store with a memory tier, such as 8GiB. Repeatable."),
+    ] = ()
+    horizons: Annotated[Sequence[str], Option("--horizon", help="Batches known ahead, or auto. Repeatable.")] = ()
+    batch_sizes: Annotated[Sequence[int], Option("--batch-size", min=1, help="Repeatable.")] = ()
+    shuffles: Annotated[
+        Sequence[str],
+        Option(
+            "--shuffle", help="none, window:ROWS or full; or with data.hot, such as full+hot-blocks:20. Repeatable."
+        ),
+    ] = ()
+    ranks: Annotated[
+        Sequence[int], Option(min=1, help="Trainers that share each batch; other tables are printed. Repeatable.")
+    ] = ()
+    samples_per_rank: Annotated[
+        Sequence[int], Option(min=1, help="With --ranks: instead of --batch-size. Repeatable.")
+    ] = ()
+    rates: Annotated[
+        Path | None, Option(help="With --ranks: rates to model a step with (docs/simulate.md).", metavar="FILE")
+    ] = None
+    json: AsJson = False
+    per_step: Annotated[bool, Option("--per-step", help="With --json: what moved at each step too.")] = False
+    plot: Annotated[Path | None, Option(help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None
+    trace: Annotated[Path | None, Option(help="Batches of a saved trace instead of the data's.", metavar="FILE")] = None
+    save_trace: SaveTrace = None
 
 
 def run_simulate(job: Job, options: SimulateOptions) -> None:

@@ -1,7 +1,7 @@
-"""What enters and leaves the memory tier of a store over a recording, and how much of it comes from the cold tier.
+"""Counts the rows that enter and leave a store's memory tier over a recording, and those from the cold tier.
 
-A row that was never trained lies nowhere, so bringing it into memory reads nothing. Once a step has trained it, it is
-in memory or in the cold tier, as every trained row is home before it leaves memory.
+An untrained row is stored nowhere, so bringing it into memory reads nothing. Once a step has trained it, it is in
+memory or in the cold tier, as every trained row is home before it leaves memory.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class TierCounter:
         self._trained = [TouchedRows(group, most) for group, most in zip(groups, most_rows, strict=True)]
 
     def note(self, position: int, tier: Sequence[GroupMoves]) -> list[I64]:
-        """What the plan of a step changes, before `train`. Returns the rows of each group that the cold tier gives."""
+        """Applies a step's plan, before `train`. Returns the rows of each group from the cold tier."""
         from_cold = []
         for index, (group, trained) in enumerate(zip(tier, self._trained, strict=True)):
             keys = group.fetch.keys
@@ -42,6 +42,6 @@ class TierCounter:
         return from_cold
 
     def train(self, keys: Sequence[I64]) -> None:
-        """The step trains these rows of each group."""
+        """Notes that the step trains these rows of each group."""
         for trained, own in zip(self._trained, keys, strict=True):
             trained.added(own)

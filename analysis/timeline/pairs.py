@@ -36,7 +36,7 @@ def overlap_in_time(pair: Recordings, other: Recordings) -> bool:
 
 
 def unix_times(pair: Recordings) -> tuple[int, int]:
-    """When the pair's recordings began and ended, in nanoseconds of Unix time."""
+    """Returns when the pair's recordings began and ended, in nanoseconds of Unix time."""
     by_ns = wall_offset(pair.prefetcher.header)
     ends = [ended_ns(span) for recording in pair.both for span in recording.spans]
     return pair.began_ns + by_ns, max([pair.began_ns, *ends]) + by_ns
@@ -63,7 +63,7 @@ def waited_for_ranks(pair: Recordings, steps: Sequence[StepLife]) -> float:
 
 
 def last_lives(pair: Recordings) -> list[StepLife]:
-    """The steps of the last incarnation, which restart at its checkpoint."""
+    """Returns the steps of the last incarnation, which start after its checkpoint."""
     steps = lives(pair)
     begins = [index for index, life in enumerate(steps) if index and life.number <= steps[index - 1].number]
     return steps[begins[-1] if begins else 0 :]

@@ -30,7 +30,7 @@ from rowcast.runtime.telemetry.timeline import (
 
 Times = Sequence[tuple[int, int]]  # ns: from, to
 MAIN = "MainThread"
-AHEAD = ("plan", "fetch", "send")  # what the prefetcher does for a step before the trainer can begin it
+AHEAD = ("plan", "fetch", "send")  # the prefetcher's work for a step before the trainer can begin it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +169,7 @@ def ended_ns(span: TimelineSpan) -> int:
 
 
 def lives(recordings: Recordings) -> list[StepLife]:
-    """In the order of the steps, one incarnation after the other."""
+    """Returns the steps of each incarnation, in order."""
     return [
         life
         for began, ended in incarnation_times(recordings.prefetcher)
@@ -226,7 +226,7 @@ def overlap(recordings: Recordings, steps: Sequence[StepLife]) -> Overlap:
 
 
 def shared_ns(span: TimelineSpan, times: Times) -> Iterator[tuple[int, int]]:
-    """Which of `times` (ordered, with increasing ends) overlap the span, and for how long."""
+    """Returns which of `times` (ordered, with increasing ends) overlap the span, and for how long."""
     first = bisect_right(times, span.began_ns, key=itemgetter(1))
     for index in range(first, bisect_left(times, ended_ns(span), key=itemgetter(0))):
         yield index, min(ended_ns(span), times[index][1]) - max(span.began_ns, times[index][0])

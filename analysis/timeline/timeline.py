@@ -3,14 +3,17 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.pairs import last_lives, read_pairs, waited_for_ranks
 from rowcast.analysis.timeline.plot import plot_steps
 from rowcast.analysis.timeline.recording import AHEAD, Recordings, StepLife, ended_ns, overlap
 from rowcast.analysis.timeline.trace_events import Window, write_events
+from rowcast.runtime.command_options import RunFolder, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural
 
@@ -20,9 +23,12 @@ OPEN = "open it at https://ui.perfetto.dev or chrome://tracing"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineOptions:
-    out: Path | None = None
-    steps: str | None = None
-    plot: Path | None = None
+    out: Annotated[
+        Path | None,
+        Option(help="The file to write, as JSON.", metavar="FILE", show_default="timeline.json in the run directory"),
+    ] = None
+    steps: Annotated[str | None, Option(help="Only these, such as 100:110.", metavar="FIRST:END")] = None
+    plot: Annotated[Path | None, Option(help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")] = None
 
 
 def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
@@ -75,7 +81,7 @@ def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
 
 
 def window_of(steps: list[list[StepLife]]) -> Window:
-    """From the first step to the last, of whichever rank is first and last."""
+    """Returns the time from the first step of any rank to the last."""
     return min(own[0].step.began_ns for own in steps), max(ended_ns(own[-1].step) for own in steps)
 
 
@@ -90,3 +96,8 @@ def describe(recordings: Recordings, steps: list[StepLife]) -> str:
 
 def describe_rank(pair: Recordings, steps: list[StepLife]) -> str:
     return f"{describe(pair, steps)}, and for other ranks during {waited_for_ranks(pair, steps):.1%} of the time"
+
+
+@options_of(TimelineOptions)
+def timeline(run_dir: RunFolder, *, options: TimelineOptions) -> None:
+    run_timeline(run_dir, options)

@@ -1,4 +1,4 @@
-"""A run in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
+"""Writes a run in the Trace Event Format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
     M   names and order of processes and threads
     X   a span; category work or wait, and the step under `args`
@@ -7,7 +7,8 @@
     C   a level: bytes in a ring, steps in flight
     i   the processes have met
 
-Times are in microseconds after the first of the recordings began. Of several ranks the pairs stand one below the other.
+Times are in microseconds after the first of the recordings began. With several ranks, their pairs are listed below each
+other.
 """
 
 from collections import Counter
@@ -48,7 +49,7 @@ def track_order(name: str) -> tuple[int, str]:
 
 
 def tracks(recording: TimelineRecording) -> list[str]:
-    """In the order in which a step passes them; spans of whole steps are on no track."""
+    """Returns the tracks in the order of a step. Spans of whole steps are on no track."""
     return sorted({track_name(span) for span in recording.spans if span.kind != "step"}, key=track_order)
 
 
@@ -56,7 +57,7 @@ class Writer:
     """Makes the events of one pair. Processes are numbered, because in containers several may have the same id."""
 
     def __init__(self, recordings: Recordings, rank: str, window: Window, began_ns: int, first_place: int) -> None:
-        """`rank`: how its processes are told from others, "" if there are none. `first_place`: its first process."""
+        """`rank`: a label for its processes, "" for a single rank. `first_place`: its first process."""
         self._recordings = recordings
         self._rank = rank
         self._window = window

@@ -10,7 +10,7 @@
     steady         nothing waits for the device in the steady loop; the share of copies that lies under compute
     speed          batch 16,384: every row on the device, replay, both processes, tables in host memory; where time goes
     speed-large    the same, batch 65,536
-    rates          what the device does, for `prefetcher predict`: build/gpu-check-device-rates.json
+    rates          what the device does, for `prefetcher estimate`: build/gpu-check-device-rates.json
     peers          FBGEMM's managed caching, where it is installed
     more-kernels   the other cases
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_check.findings import NO_DEVICE, Findings
 from benchmarks.machine import machine
 from rowcast.protocol.transport.ring_file import SHARED_MEMORY, in_memory_buffer, shared_memory
-from rowcast.trainer.execute.page_locking import page_locked
+from rowcast.trainer.device.page_locking import page_locked
 
 PAGE = 4096
 NEEDED = (

@@ -8,7 +8,7 @@ trained rows               within TOLERANCE of plain torch operations on the sam
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,13 @@ from benchmarks.gpu_check.equality import SIZE
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import make_job
 from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.job.schema import RowType, SparseOptimizer
+from rowcast.job.embedding_tables import RowType
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.tables import record_parts
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, torch_ops
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
-from rowcast.trainer.kernels.record_views import part_of
+from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
+from rowcast.trainer.kernels.record_views import part_of, rule_at
 from rowcast.trainer.kernels.self_check import fill_randomly
 
 KINDS = tuple(ROW_OPTIMIZERS)
@@ -80,33 +80,11 @@ def random_lookup(case: Case, sizes: Sizes, rng: np.random.Generator) -> GroupLo
     """Skewed: one row is looked up very often. Weighted bags are jagged, and some are empty."""
     counts = np.ones(sizes.bags, np.int64) if case.single else rng.integers(0, MOST_LOOKUPS, sizes.bags, endpoint=True)
     rows = (rng.random(counts.sum()) ** 4 * sizes.rows).astype(np.int32)
-    places = rng.permutation(sizes.slots).astype(np.int32)
-    unique, inverse, uses = np.unique(rows, return_inverse=True, return_counts=True)
-    order = np.argsort(inverse, kind="stable").astype(np.int32)
-    bags = np.repeat(np.arange(sizes.bags, dtype=np.int32), counts)
-    segments = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
-    group = GroupLookup(
-        batch_size=sizes.bags,
-        slots=torch.from_numpy(places[rows]),
-        unique_slots=torch.from_numpy(places[unique]),
-        segment_offsets=torch.from_numpy(segments),
-        bag_order=torch.from_numpy(bags[order]),
-        chunks=Chunks(*map(torch.from_numpy, cut_long_rows(segments))),
-    )
+    slots = rng.permutation(sizes.slots).astype(np.int32)[rows]
     if case.single:
-        return group
-    return replace(
-        group,
-        lookup_order=torch.from_numpy(order),
-        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-        weights=torch.from_numpy(rng.standard_normal(len(rows), np.float32)),
-    )
-
-
-def on(device: torch.device, group: GroupLookup) -> GroupLookup:
-    arrays = {name: getattr(group, name) for name in GroupLookup.__dataclass_fields__}
-    moved: dict[str, Any] = {name: array.to(device) for name, array in arrays.items() if isinstance(array, Tensor)}
-    return replace(group, chunks=Chunks(*(array.to(device) for array in group.chunks)), **moved)
+        return group_lookup(lookup_arrays(rows, slots), sizes.bags)
+    weights = rng.standard_normal(len(rows), np.float32)
+    return group_lookup(lookup_arrays(rows, slots, counts, weights), sizes.bags)
 
 
 class Records:
@@ -149,7 +127,7 @@ class Records:
 
 
 def settings(case: Case) -> SparseOptimizer:
-    return SparseOptimizer(kind=case.kind, lr=0.05, eps=1e-8, master=case.master)
+    return ROW_OPTIMIZERS[case.kind].settings(kind=case.kind, lr=0.05, eps=1e-8, master=case.master)
 
 
 def difference(own: Tensor, other: Tensor) -> float:
@@ -166,8 +144,8 @@ def check_case(
 ) -> dict[str, Any]:
     """`in_chunks`: the kernels have the bits of a device, not those of a CPU."""
     plain_group, plain = random_lookup(case, sizes, np.random.default_rng(5)), Records.random(case, sizes.slots)
-    group, records = on(device, plain_group), plain.copy(device)
-    rule = Rule(kind=case.kind, lr=0.05, eps=1e-8, betas=(0.9, 0.999), step=3)
+    group, records = moved(plain_group, device), plain.copy(device)
+    rule = rule_at(settings(case), 2)
     plain_grads = torch.randn(sizes.bags, case.dim, generator=torch.Generator().manual_seed(4))
     grads = plain_grads.to(device)
     pooled, row_grads = kernels.lookup(records.rows, group, None), kernels.reduce(grads, group, None)

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_check import environment, equality, kernels, peers, rates, speed, steady
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import sizes
-from rowcast.trainer.execute.streams import choose_device, on_device
+from rowcast.trainer.device.streams import choose_device, on_device
 from rowcast.trainer.run.trainer_run import set_threads
 
 Work = Callable[[Findings, torch.device, Path], None]  # the path: a folder for further files

@@ -1,4 +1,4 @@
-"""What this device does, as `trainer rates` measures it: a file that makes it a device of `prefetcher predict`."""
+"""What this device does, as `trainer rates` measures it: a file that makes it a device of `prefetcher estimate`."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.findings import Findings
-from rowcast.trainer.rates.measure import measure, write_rates
+from rowcast.analysis.estimate.rates.measure import measure, write_rates
 
 FILE = "device-rates.json"
 

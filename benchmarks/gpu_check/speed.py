@@ -23,10 +23,10 @@ from benchmarks.gpu_check.live import live
 from benchmarks.gpu_check.timed import WARM, timed
 from benchmarks.training.recorded import record, slots_for, touched
 from benchmarks.training.resident import ResidentRun, wait_for
+from rowcast.analysis.estimate.rates.replay import Recording, Replay
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.rates.replay import Recording, Replay
 
 # of the rows that the run touches, and at least one batch, which is 6 % of those of 48 batches of 16,384 and 10 % of
 # those of 24 batches of 65,536

@@ -2,8 +2,9 @@
 
     python -m benchmarks.mutations [--only NAME] [--list] [--jobs 2] [--limit 120]
 
-The lines and their tests are in `mutants.py`. The tree is copied to a temporary folder, where all the tests must pass
-before anything is broken. Then each mutant gets a copy of its own, and a line here with its seconds:
+The lines and their tests are in `mutants.py`. Only cases that `make test` runs count, and each mutant must have one.
+The tree is copied to a temporary folder, where all the tests must pass before anything is broken. Then each mutant gets
+a copy of its own, and a line here with its seconds:
 
     killed      the test failed
     timed out   the test was still running after the limit; this counts as killed
@@ -38,6 +39,7 @@ HAS_LOOPS = re.compile(r"^@\w*(?:compiled|jit|intrinsic)", re.MULTILINE)
 TOKEN = re.compile(r"\w+|\S")
 VERDICTS = {"passed": "SURVIVED", "failed": "killed"}
 DEAD = {"killed", "timed out"}
+MAKE_TEST = ("-m", "not rest")  # its selection
 LISTED = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
 
 
@@ -58,6 +60,9 @@ def main() -> int:
         unbroken = Path(folder) / "unbroken"
         copy_tree(unbroken)
         tests = sorted({mutant.test for mutant, _ in chosen})
+        if left_out := not_selected(unbroken, tests, options.limit):
+            print("`make test` runs no case of these; tests/smoke.txt must name one of each:", *left_out, sep="\n")
+            return 1
         outcome, said = run_tests(unbroken, [*tests, "-n", str(options.jobs)], options.limit * len(chosen))
         show(outcome, began_s, f"{len(tests)} tests of the unbroken tree")
         if outcome != "passed":
@@ -68,6 +73,11 @@ def main() -> int:
     told = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
     print(f"{len(chosen)} mutants: {told}; {time.perf_counter() - began_s:.0f} s")
     return int(not verdicts.keys() <= DEAD)
+
+
+def not_selected(tree: Path, tests: Sequence[str], limit_s: float) -> list[str]:
+    _, said = run_tests(tree, [*tests, "--collect-only"], limit_s)
+    return [test for test in tests if not re.search(rf"^{re.escape(test)}(\[|/|::|$)", said, re.MULTILINE)]
 
 
 def try_one(unbroken: Path, mutant: Mutant, place: Path, limit_s: float) -> str:
@@ -95,7 +105,7 @@ def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> tuple[str
     """How they end, and what pytest says. A crash of the interpreter is a failure."""
     variables = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     variables["PYTHONPATH"] = str(tree)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *MAKE_TEST, *arguments]
     # a session of its own, so that all that the tests have started can be killed
     with Popen(command, cwd=tree, env=variables, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True) as run:
         try:

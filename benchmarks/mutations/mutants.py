@@ -17,15 +17,22 @@ class Mutant:
 
 BARRIERS = "tests/system/test_barrier_states.py::test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row"
 CHANGED_ROWS = "tests/stores/test_changed_rows.py"
+CHECKSUMS = "tests/system/test_batch_checksums.py"
 CODEC = "tests/protocol/test_codec.py"
 COMPILED = "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch"
 COUNTED = "tests/telemetry/test_ranks.py::"
 DAMAGE = "tests/checkpoints/test_damage.py"
 EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
+EARLIER = "tests/trainer/test_earlier_results.py"
+ENDPOINT = "tests/protocol/test_endpoint.py"
+FAULTS = "tests/system/test_faults_ahead.py::test_every_step_before_a_fault_is_trained_and_in_a_checkpoint"
+FOREIGN = "tests/checkpoints/test_foreign.py"
 FROZEN_ROWS = "tests/stores/test_frozen_rows.py"
 GOING_ON = "tests/checkpoints/test_going_on.py"
 FALLBACK = "tests/kernels/test_triton_fallback.py"
+IDENTITY = "tests/checkpoints/test_training_identity.py"
 NUMBERS = "tests/system/test_ranks.py::test_numbers_that_are_no_powers_of_two_have_the_bits_of_as_many_parts"
+LEFT_TABLES = "tests/stores/test_left_tables.py"
 LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
 ORDER = "tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers"
 PEERS = "tests/system/test_peers.py"
@@ -40,6 +47,7 @@ RING = "tests/protocol/test_ring.py"
 SEGMENT_DISK = "tests/stores/cold/test_segment_file_disk.py"
 SEGMENT_FILE = "tests/stores/cold/test_segment_file.py"
 SESSION = "tests/protocol/test_session.py"
+SIGNALS = "tests/test_signals.py"
 STORES = "tests/stores"
 TIERED = "tests/stores/test_tiered.py"
 STORE_HINTS = "tests/system/test_store_hints.py"
@@ -150,8 +158,8 @@ PROTOCOL = (
     ),
     Mutant(
         "the peer's silence has no end",
-        "now_s - last_s > SILENCE_LIMIT_S",
-        "False",
+        "silent_s <= self._silence_timeout_s",
+        "True",
         f"{PEERS}::test_a_peer_that_ticks_slowly_is_still_found_silent",
     ),
     Mutant(
@@ -333,9 +341,15 @@ PREFETCHER = (
     ),
     Mutant(
         "redis: a copy of a run deletes the rows of the original",
-        "if earlier.folder != path.parent.stat().st_ino:",
-        "if False:",
+        "if earlier is None or earlier.folder != folder.st_ino:",
+        "if earlier is None:",
         f"{REDIS_ROWS}::test_a_copy_of_a_run_leaves_the_rows_of_the_original_alone",
+    ),
+    Mutant(
+        "redis: a copy of a disk deletes the rows of the original",
+        "earlier.machine not in (None, machine_of(folder))",
+        "False",
+        f"{REDIS_ROWS}::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone",
     ),
     Mutant(
         "redis: closing deletes every run's rows",
@@ -345,8 +359,8 @@ PREFETCHER = (
     ),
     Mutant(
         "redis: rows that a killed process left stay",
-        "if earlier.server == server:",
-        "if False:",
+        "if earlier.server != server:",
+        "if True:",
         f"{REDIS_ROWS}::test_the_next_process_deletes_what_a_killed_one_left",
     ),
     Mutant(
@@ -459,8 +473,8 @@ PREFETCHER = (
     ),
     Mutant(
         "the horizon ends where the device has nothing to guess",
-        "levels = self._groups + self._tier",
-        "levels = self._groups",
+        "[group for level in self._levels for group in level.groups]",
+        "self._levels[0].groups",
         "tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either",
     ),
     Mutant(
@@ -585,9 +599,21 @@ PREFETCHER = (
     ),
     Mutant(
         "a row that was written counts as absent",
-        "marks[row] = PRESENT",
-        "marks[row] |= 0",
+        "marks[row] = PRESENT for word in range(width):",
+        "marks[row] |= 0\n        for word in range(width):",
         f"{STORES}/test_stores.py::test_a_row_has_the_bytes_that_were_written_last_and_its_neighbours_keep_theirs",
+    ),
+    Mutant(
+        "rows that passed the caches are reported before they are seen",
+        "    end_stores()",
+        "    pass",
+        f"{STORES}/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_caches",
+    ),
+    Mutant(
+        "a segment is written while an array of the planner uses it",
+        "weakref.finalize(lease, self._freed.append, head.segment).atexit = False",
+        "self._freed.append(head.segment)",
+        "tests/readers/test_shared_arrays.py::test_what_is_kept_is_never_overwritten",
     ),
     Mutant(
         "an absent row keeps the bytes that lay there",
@@ -699,8 +725,8 @@ PREFETCHER = (
     ),
     Mutant(
         "a row that got a slot while it was written keeps its older bytes there",
-        "left = self._overwrite(keys, numbers, rows)  # the others have got a slot meanwhile",
-        "left = np.arange(len(keys))",
+        "places = self.cold.write(keys, rows) with self._lock: left = self._overwrite(keys, numbers, rows)",
+        "places = self.cold.write(keys, rows)\n        with self._lock:\n            left = np.arange(len(keys))",
         f"{TIERED}::test_a_row_that_gets_a_slot_while_it_is_written_past_memory_has_the_written_bytes",
     ),
     Mutant(
@@ -795,9 +821,8 @@ PREFETCHER = (
     ),
     Mutant(
         "rows are set aside while a checkpoint copies them",
-        "def set_aside(self, keys: Keys, numbers: I64) -> None: "
-        '"""Must be called before these rows are written. There must be room.""" with self._lock:',
-        "def set_aside(self, keys: Keys, numbers: I64) -> None:\n        if True:",
+        "with self._lock: left = found_rows(numbers, self._pending, self._aside)",
+        "if True:\n            left = found_rows(numbers, self._pending, self._aside)",
         f"{FROZEN_ROWS}::test_two_threads_give_the_same_rows_as_one",
     ),
     Mutant(
@@ -863,8 +888,8 @@ PREFETCHER = (
     ),
     Mutant(
         "files of a checkpoint with a damaged manifest are garbage",
-        "if folder.name not in unclear and (is_shared or shard.number == 0):",
-        "if is_shared or shard.number == 0:",
+        "may_clean = folder.name not in unclear and (is_shared or shard.number == 0)",
+        "may_clean = is_shared or shard.number == 0",
         f"{WRITER}::test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable",
     ),
     Mutant(
@@ -880,15 +905,69 @@ PREFETCHER = (
         f"{DAMAGE}::test_flipped_bits_are_detected_and_never_restored",
     ),
     Mutant(
+        "a restart takes other contents of the same size",
+        "elif same_sizes and before.checksum != file.checksum:",
+        "elif False:",
+        f"{IDENTITY}::test_other_data_is_named",
+    ),
+    Mutant(
+        "a new key makes every checkpoint one of another job",
+        "before = was[name] if name in was else msgspec.to_builtins(default_of(field))",
+        "before = was.get(name)",
+        f"{IDENTITY}::test_a_key_that_a_later_version_adds_had_its_default",
+    ),
+    Mutant(
+        "a digest forgets the keys of other models",
+        "content[name] |= defaults_of_other_kinds(section)",
+        "pass",
+        f"{IDENTITY}::test_the_training_digests_of_6aa9055_are_those_of_today",
+    ),
+    Mutant(
+        "the range of a key is not checked",
+        "return is_number(value, number) and is_within(number, value)",
+        "return is_number(value, number)",
+        "tests/test_job.py::test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence",
+    ),
+    Mutant(
+        "a key of another kind is taken",
+        "if type(value) is type(default) and value == default:",
+        "if True:",
+        "tests/test_job.py::test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence",
+    ),
+    Mutant(
+        "the last block of a file is not sampled",
+        "start = (nbytes - block_bytes) * index // (num_blocks - 1)",
+        "start = (nbytes - block_bytes) * index // num_blocks",
+        "tests/readers/test_file_samples.py",
+    ),
+    Mutant(
         "an error of the data set is swallowed",
-        "except RowcastError as error: array_pipe.send(pipe, error)",
-        "except RowcastError:\n            array_pipe.send(pipe, EndOfBatches())",
+        "except RowcastError as error: sender.send(error)",
+        "except RowcastError:\n            sender.send(EndOfBatches())",
         "tests/readers/test_worker.py::test_a_data_error_arrives_after_the_batches_before_it",
     ),
     Mutant(
+        "an unsigned id of 64 bits wraps to a negative one",
+        "ids.dtype == np.uint64 and int(ids.max()) > LARGEST_ID",
+        "False",
+        "tests/readers/test_ids_everywhere.py::test_ids_that_are_replaced_are_replaced_alike",
+    ),
+    Mutant(
+        "one odd cell makes text of a column of numbers",
+        """if numbers + cells["no number"] >= enough:""",
+        """if numbers + cells["no number"] == self._num_values:""",
+        "tests/analysis/test_odd_files.py",
+    ),
+    Mutant(
+        "the first odd cell is placed in the line before it",
+        """return lambda i: f"{file}, line {first + i}\"""",
+        """return lambda i: f"{file}, line {first + i - 1}\"""",
+        "tests/analysis/test_odd_files.py",
+    ),
+    Mutant(
         "an id may be as large as its table",
-        "ids.view(np.uint64) >= np.repeat",
-        "ids.view(np.uint64) > np.repeat",
+        "(np.array(largest, np.uint64) < self._limits).all()",
+        "(np.array(largest, np.uint64) <= self._limits).all()",
         "tests/readers/test_parquet.py",
     ),
     Mutant(
@@ -1007,6 +1086,12 @@ TRAINER = (
         "num_lookups // CHUNK_LOOKUPS + long_rows",
         "num_lookups // CHUNK_LOOKUPS",
         "tests/kernels/test_chunks.py",
+    ),
+    Mutant(
+        "look-ups that are made without a planner name the bags in the batch's order",
+        "counts)[order]",
+        "counts)",
+        PLANS,
     ),
     Mutant(
         "a row's padding is trained with it",
@@ -1429,4 +1514,198 @@ SEEN = (
     ),
 )
 
-MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY, *RANKS, *SEEN)
+DATA = (
+    Mutant(
+        "a restart reads other ids",
+        "expected is not None and expected.ids != checksum",
+        "False",
+        f"{CHECKSUMS}::test_a_restart_compares_ids_and_the_dense_parts_that_were_known",
+    ),
+    Mutant(
+        "a checksum of batches is one batch short",
+        "values[self._num_added : self.ahead + 1]",
+        "values[self._num_added : self.ahead]",
+        f"{CHECKSUMS}::test_a_chain_has_seen_as_far_ahead_as_it_says",
+    ),
+    Mutant(
+        "ranks do not compare the first batches",
+        "start.first_batches != first.first_batches",
+        "False",
+        "tests/trainer/test_meeting.py::test_ranks_that_have_read_other_batches_name_what_differs",
+    ),
+    Mutant(
+        "ranks do not compare the batches of a step",
+        "if len(differing):",
+        "if False:",
+        "tests/system/test_ranks_read_the_same.py::test_a_batch_that_differs_is_never_trained",
+    ),
+    Mutant(
+        "a fault in the data ends the run as its end does",
+        "if barrier.fault is not None:",
+        "if False:",
+        FAULTS,
+    ),
+    Mutant(
+        "a stop before a fault raises it",
+        "fault=self._fault if self._data_is_planned else None",
+        "fault=self._fault",
+        "tests/system/test_faults_ahead.py::test_a_stop_before_the_fault_is_a_stop",
+    ),
+)
+
+KEPT = (
+    Mutant(
+        "a link that is named as a file of ours is taken for one",
+        "stat.S_ISREG(path.lstat().st_mode)",
+        "stat.S_ISREG(path.stat().st_mode)",
+        FOREIGN,
+    ),
+    Mutant(
+        "a checkpoint of another run is taken for one of this run",
+        "if found not in (None, run_id):",
+        "if False:",
+        f"{FOREIGN}::test_another_runs_checkpoint_stays_whole_and_is_not_counted_among_those_kept",
+    ),
+    Mutant(
+        "a checkpoint takes the place of another run's",
+        "if run_of(folder) not in (None, self._run_id):",
+        "if False:",
+        f"{FOREIGN}::test_a_checkpoint_never_takes_the_place_of_another_runs",
+    ),
+    Mutant(
+        "files go although the removal of their manifest may be lost",
+        "self._unsynced.add(folder)",
+        "pass",
+        f"{FOREIGN}::test_files_go_only_after_the_removal_of_their_manifest_is_on_the_disk",
+    ),
+    Mutant(
+        "checkpoints of several runs are cleared away as those of one",
+        "if len(runs) <= 1:",
+        "if True:",
+        f"{FOREIGN}::test_checkpoints_of_two_runs_are_both_left_where_nobody_knows_which_was_replaced",
+    ),
+    Mutant(
+        "a fresh run uses a folder earlier/ of somebody else",
+        "if self._results() and not is_free and self._held() is None:",
+        "if False:",
+        f"{EARLIER}::test_a_folder_that_is_not_ours_is_never_used",
+    ),
+    Mutant(
+        "results that are on their way to earlier/ are forgotten",
+        "for note in (self._owner, self._moving) if",
+        "for note in (self._owner,) if",
+        f"{EARLIER}::test_a_kill_while_results_are_set_aside_loses_none",
+    ),
+    Mutant(
+        "the socket of a process that lives is removed",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) found = os.fstat(descriptor)",
+        "found = os.fstat(descriptor)",
+        f"{ENDPOINT}::test_a_start_removes_the_sockets_of_killed_runs_and_of_no_others",
+    ),
+    Mutant(
+        "a start gives up at a lock that is being removed",
+        "if time.monotonic() < refused_s:",
+        "if False:",
+        f"{ENDPOINT}::test_a_run_whose_dead_lock_is_being_removed_starts_all_the_same",
+    ),
+    Mutant(
+        "the rows of a rank that is still at work are deleted",
+        "if folder != job.run_dir:",
+        "if False:",
+        f"{LEFT_TABLES}::test_keys_of_a_prefetcher_that_is_still_at_work_stay",
+    ),
+    Mutant(
+        "a copied disk deletes the rows of the original",
+        "elif earlier.machine not in (None, machine_of(folder)):",
+        "elif False:",
+        f"{REDIS_ROWS}::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone",
+    ),
+    Mutant(
+        "nobody looks for what another number of ranks has left",
+        "remove_left_tables(job)",
+        "pass",
+        "tests/recovery/test_left_behind.py::test_a_start_looks_for_what_ranks_and_other_stores_have_left",
+    ),
+    Mutant(
+        "an index that is full blames memory",
+        "self._limit = limit if most <= indexed else INDEX_LIMIT",
+        "self._limit = limit",
+        f"{STORES}/test_touched_rows.py::test_more_rows_than_the_index_numbers_are_refused_by_that_cause",
+    ),
+)
+
+CALLERS = "tests/telemetry/test_slow_callers.py"
+MEETING = "tests/trainer/test_meeting.py"
+LIMITS = (
+    Mutant(
+        "a new caller of the metrics port takes nobody's place",
+        "return len(self._callers) == MOST_CALLERS",
+        "return False",
+        f"{CALLERS}::test_a_new_caller_takes_the_place_of_the_oldest",
+    ),
+    Mutant(
+        "a caller that sends a byte now and then stays",
+        "late_s = time.monotonic() - REQUEST_S",
+        "late_s = 0.0",
+        f"{CALLERS}::test_a_byte_now_and_then_gives_no_more_time",
+    ),
+    Mutant(
+        "greetings are counted for ever",
+        "if count > MOST_GREETINGS:",
+        "if count > 10**13:",
+        f"{MEETING}::test_a_counter_beyond_all_processes_is_not_counted_to",
+    ),
+    Mutant(
+        "a rank's texts are shown as they are",
+        "return cleaned(value)",
+        "return value",
+        f"{MEETING}::test_texts_of_a_peer_are_shown_without_control_characters",
+    ),
+    Mutant(
+        "a stopped peer on this host is waited for",
+        'found.state not in "TZX"',
+        'found.state not in "ZX"',
+        "tests/protocol/test_other_process.py::test_a_peer_runs_until_a_signal_stops_it_and_again_after_that",
+    ),
+    Mutant(
+        "a busy peer on this host is given up",
+        "if not self._link.peer_runs:",
+        "if True:",
+        f"{PEERS}::test_a_silent_peer_that_runs_has_until_the_stall_timeout",
+    ),
+    Mutant(
+        "restarts count for ever",
+        "if now_s - time_s < WITHIN_S",
+        "if True",
+        "tests/recovery/test_restart_limit.py::test_rare_kills_of_a_run_of_weeks_never_end_it",
+    ),
+)
+
+STOPS = (
+    Mutant(
+        "a signal of the same moment is a second one",
+        "time.sleep(TOGETHER_S)",
+        "pass",
+        f"{SIGNALS}::test_signals_within_a_second_are_one_and_what_a_parent_passes_on_is_never_another",
+    ),
+    Mutant(
+        "what a parent passes on is a second signal",
+        "leave_at_once(128 + self._next(STOPS))",
+        "leave_at_once(128 + self._next(HELD))",
+        f"{SIGNALS}::test_signals_within_a_second_are_one_and_what_a_parent_passes_on_is_never_another",
+    ),
+    Mutant(
+        "a signal kills a process that is leaving",
+        "atexit.register(ignore_signals)",
+        "pass",
+        f"{SIGNALS}::test_a_signal_while_a_process_is_leaving_changes_nothing",
+    ),
+    Mutant(
+        "a parent that was killed early is missed",
+        "if os.getppid() != parent:",
+        "if False:",
+        f"{SIGNALS}::test_a_child_learns_that_its_parent_was_killed_before_it_could_ask_to_be_told",
+    ),
+)
+
+MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY, *RANKS, *DATA, *STOPS, *SEEN, *KEPT, *LIMITS)

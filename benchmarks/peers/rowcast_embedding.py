@@ -17,9 +17,9 @@ from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.plan import GroupPlan
-from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
-from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
+from rowcast.trainer.kernels import Kernels, torch_ops
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
+from rowcast.trainer.kernels.lookups import group_lookup
 from rowcast.trainer.models.embedding import Embeddings
 
 DEPTH, HORIZON = 4, 16
@@ -32,7 +32,7 @@ class Rowcast:
         self._gradients = by_feature(gradient, terms)
         self._table = Table(terms, group)
         self._plans = plans_of(terms, group, ids)
-        self._lookups = [lookup_of(plan, terms) for plan in self._plans]
+        self._lookups = [group_lookup(plan, terms.batch_size) for plan in self._plans]
         self._records = np.zeros((terms.slots, group.record_floats), np.float32)
         self._layer = Embeddings((group,), job.optimizer.sparse, [torch.from_numpy(self._records)], kernels)
         self._table.move(self._plans[0], self._records)
@@ -85,7 +85,7 @@ def job_of(terms: Terms) -> Job:
 
 
 def plans_of(terms: Terms, group: GroupSpec, ids: npt.NDArray[np.int64]) -> list[GroupPlan]:
-    planner = RowPlanner((group,), (terms.slots,), DEPTH, HORIZON)
+    planner = RowPlanner((group,), [(terms.slots,)], DEPTH, HORIZON)
     dense, labels = np.zeros((terms.batch_size, 1), np.float32), np.zeros(terms.batch_size, np.float32)
     plans: list[GroupPlan] = []
     for step, of_step in enumerate(ids):
@@ -97,17 +97,6 @@ def plans_of(terms: Terms, group: GroupSpec, ids: npt.NDArray[np.int64]) -> list
     while planner.ready():
         plans.append(planner.plan()[1].groups[0])
     return plans
-
-
-def lookup_of(plan: GroupPlan, terms: Terms) -> GroupLookup:
-    return GroupLookup(
-        batch_size=terms.batch_size,
-        slots=torch.from_numpy(plan.slots),
-        unique_slots=torch.from_numpy(plan.unique_slots),
-        segment_offsets=torch.from_numpy(plan.segment_offsets),
-        bag_order=torch.from_numpy(plan.bag_order),
-        chunks=Chunks(*map(torch.from_numpy, cut_long_rows(plan.segment_offsets))),
-    )
 
 
 def kernels_named(name: str) -> Kernels:

@@ -36,7 +36,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.cores import usable_cores
-from rowcast.trainer.execute.streams import choose_device
+from rowcast.trainer.device.streams import choose_device
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

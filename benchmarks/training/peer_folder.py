@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.job.tables import table_specs
 from rowcast.prefetcher.stores.first_values import initial_rows
@@ -42,6 +43,7 @@ def write_folder(folder: Path, job: Job, batches: Sequence[ScheduledBatch], thre
         np.save(folder / f"{name}.npy", tensor.numpy())
     num_pairs = len(specs) * (len(specs) + 1) // 2
     settings = job.optimizer.sparse
+    assert isinstance(job.model, BottomAndTop)
     terms = {
         "num_tables": len(specs),
         "optimizer": settings.kind,

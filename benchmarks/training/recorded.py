@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from rowcast.analysis.estimate.rates.replay import RecordedPlan, Recording
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
@@ -16,7 +17,6 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.trainer.rates.replay import RecordedPlan, Recording
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[i
 
 
 def recorded_plans(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Iterator[RecordedPlan]:
-    planner = job_planner(job, group_specs(job), slots, batches[:MEASURED_BATCHES], keep_ids=True)
+    planner = job_planner(job, group_specs(job), [slots], batches[:MEASURED_BATCHES], keep_ids=True)
     coming = iter(batches)
     for _ in batches:
         while planner.wants_batch:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
 from benchmarks.training.recorded import recorded_plans, slots_for, touched, train_batches
+from rowcast.analysis.estimate.rates.replay import RecordedPlan
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -27,11 +28,10 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.packing import plan_block, plan_header
 from rowcast.runtime.cores import usable_cores
-from rowcast.trainer.execute.plan_memory import unpack
-from rowcast.trainer.execute.streams import choose_device
+from rowcast.trainer.device.streams import choose_device
 from rowcast.trainer.kernels.chunks import chunk_arrays
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.rates.replay import RecordedPlan
+from rowcast.trainer.step.plan_memory import unpack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

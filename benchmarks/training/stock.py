@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job, SparseOptimizer
+from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec, table_specs
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule

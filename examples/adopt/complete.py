@@ -81,7 +81,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="where best.pt and last.pt go")
     options = parser.parse_args()
     torch.manual_seed(0)
-    embeddings = rowcast.EmbeddingBagCollection(CONFIGS, optimizer={"kind": "adagrad", "lr": 0.03}, capacity="200KB")
+    rows = {"kind": "adagrad", "lr": 0.03, "schedule": {"kind": "linear", "decay_steps": 480}}
+    embeddings = rowcast.EmbeddingBagCollection(CONFIGS, optimizer=rows, capacity="200KB")
     model = Model(embeddings)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)

@@ -1,1 +1,1 @@
-"""Checkpoints: taken at a barrier, written while training continues, restored, merged, exported and imported."""
+"""Freezes, writes, restores, merges, exports and imports checkpoints."""

@@ -1,11 +1,11 @@
-"""Makes one checkpoint of what all ranks have written: it exists once rank 0 has written the manifest.
+"""Commits one checkpoint of all ranks: it exists once rank 0 has written the manifest.
 
     rank 3    row files | shard-003.json |                                              | sees the manifest, is done
     rank 0    row files | ...            | sees all shard files, which agree | manifest | removes what is old, is done
 
-Every rank stays busy until the manifest is there. So a rank that begins a checkpoint knows that all have ended the one
-before, and rank 0, which alone removes files of others, knows what nobody writes to any more. What a rank says in its
-shard file counts for one attempt: `Checkpoints.withdraw` removes it before another attempt begins.
+Every rank stays busy until the manifest exists. So a rank that begins a checkpoint knows that all ranks have finished
+the previous one. Rank 0, which alone removes files of other ranks, knows which files are no longer written. A shard
+file counts for one attempt: `Checkpoints.withdraw` removes it before the next attempt begins.
 """
 
 import time
@@ -21,7 +21,7 @@ from rowcast.runtime.errors import DataError
 from rowcast.runtime.sealed import render
 from rowcast.runtime.shard_file import ShardFile, read_shard_file, shard_name
 
-LOOK_EVERY_S = 1.0  # at what others write
+LOOK_EVERY_S = 1.0  # at other ranks' files
 GIVE_UP_S = 10.0  # without any change, once the attempt is over
 
 
@@ -30,7 +30,7 @@ class Abandoned(Exception):
 
 
 class OthersProgress:
-    """Whether other ranks still write their shards, as the sizes of files in the checkpoint's folder show."""
+    """Watches the sizes of files in the checkpoint's folder, to see whether other ranks still write their shards."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -38,12 +38,12 @@ class OthersProgress:
         self._looked_s = self._changed_s = clock()
 
     def changed(self) -> bool:
-        """Whether a look has found that something was written since the look before."""
+        """Returns whether anything was written since the last call."""
         now_s = self._clock()
         if now_s - self._looked_s < LOOK_EVERY_S:
             return False
         self._looked_s, before = now_s, self._sizes
-        with suppress(OSError):  # the folder is renamed, or a file is gone
+        with suppress(OSError):  # the folder was renamed, or a file is gone
             self._sizes = {path.name: path.stat().st_size for path in self._folder.iterdir()}
         if self._sizes == before:
             return False
@@ -56,7 +56,7 @@ class OthersProgress:
 
 
 def write_shard_file(disk: Disk, folder: Path, own: ShardFile) -> Steps:
-    """Says that the shard is on the disk; its files and the folder must be."""
+    """Declares the shard durable; its files and the folder must be."""
     path = folder / shard_name(own.number)
     partial = path.with_name(f"{path.name}.partial")
     with closing(disk.create(partial)) as file:
@@ -76,9 +76,9 @@ def write_shard_file(disk: Disk, folder: Path, own: ShardFile) -> Steps:
 def gather_shards(
     disk: Disk, folder: Path, own: ShardFile, is_over: Callable[[], bool]
 ) -> Generator[bool, None, list[ShardFile]]:
-    """Waits for the shard files of all other ranks, and removes them. `is_over`: nobody needs the checkpoint any more.
+    """Waits for the shard files of all other ranks, and removes them. `is_over`: the checkpoint is no longer needed.
 
-    Raises DataError if one cannot be read or does not agree with `own`, and Abandoned if they do not come.
+    Raises DataError if one is unreadable or does not agree with `own`, and Abandoned if they do not arrive.
     """
     shards, progress = [own], OthersProgress(folder)
     for number in range(1, own.count):
@@ -103,7 +103,7 @@ def look_again(progress: OthersProgress, is_over: Callable[[], bool]) -> bool:
 
 
 def check_agrees(path: Path, number: int, found: ShardFile, own: ShardFile) -> None:
-    """Raises DataError if two ranks do not write the same checkpoint, or do not hold the same model state."""
+    """Raises DataError if two ranks write different checkpoints or hold different model states."""
     mine, theirs = (
         (shard.run_id, shard.count, shard.position.step, shard.position, shard.after) for shard in (own, found)
     )
@@ -126,7 +126,7 @@ def await_manifest(
     look: Callable[[], Manifest | None], folder: Path, own: ShardFile, is_over: Callable[[], bool]
 ) -> Generator[bool, None, Manifest]:
     """Waits for the manifest that names `own`. `look` returns a new manifest of the step, if there is one. Raises
-    Abandoned if it does not come."""
+    Abandoned if it does not arrive."""
     progress = OthersProgress(folder)
     while True:
         manifest = look()
@@ -158,7 +158,7 @@ def publish(disk: Disk, folder: Path, manifest: Manifest) -> Steps:
         yield True
         disk.sync_folder(folder)
     except OSError:
-        if not replaced:  # it may not be on the disk, so it must not pass for a checkpoint
+        if not replaced:  # it may not be durable, so it must not pass for a checkpoint
             with suppress(OSError):
                 disk.unlink(path)
         raise

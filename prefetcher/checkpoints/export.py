@@ -1,14 +1,14 @@
 """Implements `prefetcher export`: writes a checkpoint as one safetensors file.
 
-Tables are written one after the other, a block of rows at a time.
+It writes table after table, a block of rows at a time.
 
     embedding_bags.<table>.weight     f32, f16 or bf16 [num_embeddings, embedding_dim]: the table's dtype
     optimizer.<table>.master          f32 [num_embeddings, embedding_dim]: weights before rounding, where they are kept
     optimizer.<table>.<state>         f32 [num_embeddings, width of the state]
-    <name>                            dense weights under the model's own names
+    <name>                            dense weights under the model's names
 
-A row that was never trained has its first value, which follows from the job in the manifest. With `--trained-rows` the
-tensors of a table hold its trained rows only, and another one says which:
+An untrained row has its first value, computed from the job in the manifest. With `--trained-rows`, a table's tensors
+hold only its trained rows, and one more tensor lists them:
 
     embedding_bags.<table>.rows       i64 [n]: the ids of these rows, ascending
 """
@@ -22,8 +22,9 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from rowcast.job.embedding_tables import RowType
 from rowcast.job.file import parse_job
-from rowcast.job.schema import Job, RowType
+from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import merged
@@ -86,7 +87,7 @@ def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModel
             f"{out}: the export could not be written ({error.strerror}); choose another --out or free space"
         ) from None
     finally:
-        with suppress(OSError):  # renamed, or never made
+        with suppress(OSError):  # renamed, or never created
             partial.unlink()
 
 
@@ -100,7 +101,7 @@ def check_space(out: Path, nbytes: int) -> None:
 
 
 class SavedModelState:
-    """The model's tensors by their own names, copied as they are."""
+    """The model's tensors under the model's names, copied unchanged."""
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self.tensors: dict[str, PlacedTensor] = {}
@@ -118,8 +119,8 @@ Block = tuple[I64, Records]  # row ids of one table, ascending, and their record
 
 
 class CheckpointRows:
-    """A checkpoint's rows by table, in blocks. Trained rows come from its layers, with one file of each in memory; the
-    others are computed."""
+    """A checkpoint's rows by table, in blocks. Reads trained rows from its layers, with one file of each in memory, and
+    computes the others."""
 
     def __init__(self, root: Path, layers: tuple[RowLayer, ...], seed: int) -> None:
         self._root = root
@@ -165,7 +166,8 @@ class TrainedRows(CheckpointRows):
         return tensors
 
     def _num_rows(self, group: GroupSpec) -> dict[int, int]:
-        """Counts each table's trained rows, in a pass over the checkpoint of its own: a file begins with its sizes."""
+        """Counts each table's trained rows in a separate pass over the checkpoint, because a file begins with its
+        sizes."""
         num_rows = {table.index: 0 for table in group.tables}
         for keys, _ in self._merged(group):
             for index, count in zip(*np.unique(keys >> KEY_SHIFT, return_counts=True), strict=True):
@@ -179,7 +181,7 @@ class TrainedRows(CheckpointRows):
 
 
 class AscendingRows:
-    """Blocks of rows by ascending key, cut again to the ranges that a caller asks for."""
+    """Re-cuts blocks of rows by ascending key to the requested ranges."""
 
     def __init__(self, blocks: Iterator[Rows]) -> None:
         self._blocks = blocks
@@ -210,7 +212,7 @@ def write_safetensors(
     dense: SavedModelState | None,
     log: ExportLog,
 ) -> None:
-    """Writes the header, then every tensor at its offset; a table's parts are filled side by side, block by block."""
+    """Writes the header, then every tensor at its offset. Fills a table's tensors together, block by block."""
     header, at = make_header(tensors)
     file.write(header)
     for group in groups:

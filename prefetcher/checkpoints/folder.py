@@ -1,22 +1,30 @@
-"""Manages the checkpoints of a run directory: finds the newest valid one and removes files that are no longer needed.
+"""Finds the newest valid checkpoint of a run directory and removes files that are no longer needed.
 
 A file is removed only when no kept manifest names it: files of a base outlive the checkpoint in whose folder they are.
-A checkpoint's manifest is removed first, so that there is never a manifest whose files are gone. Several ranks write to
-one folder; only rank 0 removes what others wrote (`commit.py`).
+A checkpoint's manifest is removed first, so no manifest ever names a missing file. Several ranks write to one folder;
+only rank 0 removes other ranks' files (`commit.py`).
 
-A fresh run replaces an earlier one only once it has a checkpoint:
+Only files that this run certainly wrote are removed: those with a name of `OWN_NAME`, and empty folders. A link, and a
+folder with any other entry or of a different run, stay with all their content.
+
+A fresh run replaces an earlier run once it has a checkpoint:
 
     <run_dir>/checkpoints            the earlier run          ->  -                    ->  the fresh run
               .checkpoints.new       the fresh run            ->  the fresh run        ->  -
               .checkpoints.replaced  -                        ->  the earlier run      ->  -
+              checkpoints.left-1     -                        ->  -                    ->  what others put in it
 """
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Generator, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from rowcast.prefetcher.checkpoints.interval import FILE as INTERVAL_FILE
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
-from rowcast.prefetcher.checkpoints.row_files import Steps
+from rowcast.prefetcher.checkpoints.row_files import NEW_NAME, Steps
 from rowcast.runtime.checkpoint_manifest import (
     FOLDER_NAME,
     MANIFEST_NAME,
@@ -26,15 +34,20 @@ from rowcast.runtime.checkpoint_manifest import (
     beside,
     checked_file,
     read_manifest,
+    run_of,
 )
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.own_files import is_own_file, own_files_in
 from rowcast.runtime.run_directory import COMPLETE
-from rowcast.runtime.shard_file import shard_name, writer_of
+from rowcast.runtime.shard_file import SHARD_NAME, shard_name, writer_of
+from rowcast.runtime.telemetry.logs import get_logger
 
 CheckpointFile = RowFile | DenseFile
 FOLDER = "checkpoints"
+INTERVAL_NAME = re.compile(rf"{re.escape(INTERVAL_FILE)}(?:\.partial)?")
+OWN_NAME = re.compile(rf"{NEW_NAME}|(?:{SHARD_NAME}|{re.escape(MANIFEST_NAME)})(?:\.partial)?")
 # the reason of a checkpoint made from a file or another run: this run has not trained anything yet
 IMPORT = "import"
 
@@ -43,15 +56,30 @@ class FolderLog(Protocol):
     def warning(self, event: str, *args: Any, **kw: Any) -> object: ...
 
 
-def carry_out(steps: Steps) -> None:
+def carry_out(steps: Iterable[bool]) -> None:
     """Carries out all steps at once. Raises RowcastError if the disk fails."""
     try:
         for _ in steps:
             pass
     except OSError as error:
         raise RowcastError(
-            f"{error.filename}: files of an earlier run cannot be cleaned up ({error.strerror}); repair this by hand"
+            f"{error.filename}: what an earlier process has left cannot be cleaned up ({error.strerror}); "
+            "let this user write there and start again"
         ) from None
+
+
+def softly(steps: Steps) -> Generator[bool, None, bool]:
+    """Carries out steps that only remove something. Returns whether all succeeded; warns of a failure."""
+    try:
+        yield from steps
+    except OSError as error:
+        get_logger().warning(
+            "old checkpoints could not be removed; the next checkpoint, or the next start, tries again",
+            path=error.filename,
+            error=error.strerror,
+        )
+        return False
+    return True
 
 
 class Checkpoints:
@@ -60,29 +88,30 @@ class Checkpoints:
     def __init__(self, run_dir: Path, disk: Disk) -> None:
         self.disk = disk
         self._run_dir = run_dir
+        self._warned: set[Path] = set()  # of folders that stay
+        self._unsynced: set[Path] = set()  # folders whose removed manifest may reappear after a power loss
         current = run_dir / FOLDER
-        # a link stays, whatever it points to
+        # a link stays, whatever its target
         self.root = self._current = current.resolve() if current.is_symlink() else current
         self._new, self._earlier = beside(self._current)
 
-    # an earlier run and a fresh one
+    # an earlier run and a fresh run
 
     def settle(self, log: FolderLog) -> Steps:
-        """Finishes or removes what a killed fresh run has left: it replaces the earlier run if it had a checkpoint of
-        its own training, and is removed if not. The process that holds the run directory must call it first."""
+        """Finishes or removes what a killed fresh run left: with a checkpoint of its training it replaces the earlier
+        run, else it is removed. The process that holds the run directory must call this first."""
         newest = self._newest_of_fresh(log)
         if newest is not None and newest.reason != IMPORT:
             yield from self._replace_earlier()
         elif self._earlier.exists() and not self._current.exists():
             yield from self._rename(self._earlier, self._current)
-        if self._new.exists() and (newest is None or newest.reason == IMPORT):
-            self.disk.remove_tree(self._new)
-            yield True
-        yield from self._remove_earlier()
+        if newest is None or newest.reason == IMPORT:
+            yield from self._clear(self._new)
+        yield from softly(self.remove_earlier())
 
     @property
     def are_fresh(self) -> bool:
-        """Whether these are a fresh run's checkpoints, which have yet to replace an earlier run's."""
+        """Whether these are a fresh run's checkpoints and an earlier run's are still there."""
         return self.root == self._new
 
     def replaced_run_id(self) -> str:
@@ -92,28 +121,33 @@ class Checkpoints:
         return next((manifest.run_id for manifest in manifests if manifest is not None), "")
 
     def begin_fresh(self, shard: OwnShard = ALONE) -> Steps:
-        """Makes these the checkpoints of a fresh run, which has none yet. The earlier run's stay as they are. Only rank
-        0 calls it; the others see the folder. Raises ConfigError if they could not be replaced."""
+        """Makes these the checkpoints of a fresh run, which has none yet. The earlier run's stay. Only rank 0 calls it;
+        the other ranks see the folder. Raises ConfigError if the earlier ones could not be replaced."""
         if self._current.is_mount():
             raise ConfigError(
                 f"{self._current} is a mount point, which a fresh run cannot replace; mount {self._run_dir} instead"
             )
         self.root = self._new
-        if self._new.exists():
-            self.disk.remove_tree(self._new)
-            yield True
+        yield from self._clear(self._new)
         if shard.count > 1:
             self.disk.mkdir(self._new)
             yield True
 
     def take_over(self) -> Steps:
-        """Called once the run has a durable checkpoint: a fresh run then replaces the earlier one."""
+        """Makes a fresh run replace the earlier one. Called once it has a durable checkpoint; `remove_earlier` or
+        `keep` then removes the earlier run."""
         if self.are_fresh:
             yield from self._replace_earlier()
             self.root = self._current
-            yield from self._remove_earlier()
+
+    def remove_earlier(self) -> Steps:
+        """Removes the run that a fresh run has replaced."""
+        if self._current.exists():
+            yield from self._clear(self._earlier)
 
     def _newest_of_fresh(self, log: FolderLog) -> Manifest | None:
+        if self._new.is_symlink():
+            return None  # not made by a run
         fresh = Checkpoints(self._run_dir, self.disk)
         fresh.root = self._new
         try:
@@ -124,6 +158,7 @@ class Checkpoints:
     def _replace_earlier(self) -> Steps:
         complete = self._run_dir / COMPLETE
         if self._current.exists():
+            yield from self._leave(self._earlier)  # one that was not removable
             yield from self._rename(self._current, self._earlier)
         if complete.exists():
             self.disk.unlink(complete)
@@ -138,12 +173,29 @@ class Checkpoints:
         self.disk.sync_folder(source.parent)
         yield True
 
-    def _remove_earlier(self) -> Steps:
-        if self._earlier.exists() and self._current.exists():
-            self.disk.remove_tree(self._earlier)
-            yield True
+    def _clear(self, root: Path) -> Steps:
+        """Removes all checkpoints of a run. Moves other files to `<run_dir>/checkpoints.left-<n>`."""
+        if root.is_dir() and not root.is_symlink():
+            runs = {run_of(folder) for folder in self._folders(root)} - {None}
+            if len(runs) <= 1:  # of several, the replaced one is unknown
+                yield from self._remove(root, next(iter(runs), None), set())
+                for file in own_files_in(root, INTERVAL_NAME):
+                    self.disk.unlink(file)
+                    yield True
+            if not any(root.iterdir()):
+                self.disk.rmdir(root)
+                yield True
+        yield from self._leave(root)
 
-    # one run's
+    def _leave(self, root: Path) -> Steps:
+        """Renames what is still there to a name that is never removed."""
+        if os.path.lexists(root):
+            names = (self._current.with_name(f"{self._current.name}.left-{number}") for number in count(1))
+            place = next(name for name in names if not os.path.lexists(name))
+            get_logger().warning("files of an earlier run stay, as it did not write all of them", folder=str(place))
+            yield from self._rename(root, place)
+
+    # one run
 
     def candidates(self) -> list[str]:
         """Names of folders that hold a manifest, newest first. The manifests may be damaged."""
@@ -164,7 +216,7 @@ class Checkpoints:
     def newest_valid(self, log: FolderLog) -> Manifest | None:
         """Returns the newest undamaged checkpoint, or None if there is none at all. Warns of damaged ones.
 
-        Raises DataError if all are damaged: starting again from step 0 is for a person to decide.
+        Raises DataError if all are damaged: a restart from step 0 is the user's decision.
         """
         names, whole, damages = self.candidates(), set[CheckpointFile](), list[str]()
         for name in names:
@@ -199,8 +251,8 @@ class Checkpoints:
         return self.load(name)
 
     def newest_for_ranks(self, known: Manifest | None, log: FolderLog) -> Manifest | None:
-        """Like `newest_valid`, for one of several ranks: looks whether a fresh run is under way, and for checkpoints
-        that others have made. Does not read the files of `known`, the newest that this process knows, again."""
+        """Like `newest_valid`, for one of several ranks: also looks for a fresh run, and for checkpoints by other
+        ranks. Does not reread the files of `known`, the newest that this process knows."""
         self.root = self._new if self._new.exists() else self._current
         names = self.candidates()
         newest = self.readable(names[0]) if names else None
@@ -209,8 +261,8 @@ class Checkpoints:
         return self.newest_valid(log)
 
     def committed(self, name: str, replaced: Manifest | None) -> Manifest | None:
-        """Returns the manifest of that name that rank 0 has written, where a fresh run has then replaced the earlier
-        one. None while there is none but `replaced`, which was there before."""
+        """Returns the manifest of that name once rank 0 has written it and a fresh run has replaced the earlier one.
+        None while there is only `replaced`, which was there before."""
         try:
             manifest = read_manifest(self._current / name)
         except DataError:
@@ -219,12 +271,12 @@ class Checkpoints:
         return manifest if is_new else None
 
     def taken_over(self) -> None:
-        """Rank 0 has done what `take_over` does."""
+        """Notes that rank 0 has done `take_over`."""
         self.root = self._current
 
     def withdraw(self, shard: OwnShard) -> Steps:
-        """Removes what this rank has said about checkpoints that never were. Must be called before an attempt begins,
-        while the writer of the attempt before is not busy."""
+        """Removes this rank's shard files of checkpoints that were not completed. Must be called before an attempt
+        begins, when the writer of the previous attempt is not busy."""
         for folder in (*self._folders(self._current), *self._folders(self._new)):
             path = folder / shard_name(shard.number)
             if path.exists():
@@ -232,39 +284,67 @@ class Checkpoints:
                 yield True
 
     def keep(self, n: int, newest: Manifest, shard: OwnShard = ALONE) -> Steps:
-        """Drops all but `newest`, the n - 1 before it and damaged ones; then removes files that no manifest names.
-        Where there are several ranks, only rank 0 calls it, and others may write to the folder of `newest` and later
-        ones."""
-        older = (self.readable(name) for name in self.candidates() if name < newest.name)
+        """Drops all but `newest` and the n - 1 of its run before it; then removes files that no manifest names, and the
+        run that this one replaced. Of several ranks, only rank 0 calls it, while others may write to the folder of
+        `newest` and later ones."""
+        own = (folder.name for folder in self._folders(self.root) if self._is_own(folder, newest.run_id))
+        older = (self.readable(name) for name in own if name < newest.name)
         kept = {newest.name, *[manifest.name for manifest in older if manifest is not None][: n - 1]}
-        for name in self.candidates():
-            if name not in kept:
-                self.disk.unlink(self.root / name / MANIFEST_NAME)
-                crash_point("old manifest removed")
-                yield True
-                self.disk.sync_folder(self.root / name)
-                yield True
-        named, unclear = self._named()
-        for folder in self._folders(self.root):
-            if folder.name not in unclear and (shard.count == 1 or folder.name < newest.name):
-                yield from self._clean(folder, named, ALONE)
+        yield from self._remove(self.root, newest.run_id, kept, "" if shard.count == 1 else newest.name)
+        if not self.are_fresh:
+            yield from self.remove_earlier()
 
-    def collect_garbage(self, shard: OwnShard = ALONE, current: str = "") -> Steps:
-        """Removes files that no manifest names, and empty folders, before the first checkpoint of an attempt. Where
-        there are several ranks, that is in the folder `current`: there each removes its own files, and rank 0 all
-        else."""
-        named, unclear = self._named()
+    def drop(self, files: Iterable[CheckpointFile]) -> Steps:
+        """Removes files that no manifest names."""
+        for file in files:
+            self.disk.unlink(self.root / file.file)
+            yield True
+
+    def collect_garbage(self, run_id: str, shard: OwnShard = ALONE, current: str = "") -> Steps:
+        """Removes files that no manifest names, and empty folders, before the first checkpoint of an attempt. Several
+        ranks share the folder `current`: there each rank removes its files, and rank 0 all others."""
+        named, unclear = self._named(self.root)
         for folder in self._folders(self.root):
             is_shared = shard.count > 1 and folder.name == current
-            if folder.name not in unclear and (is_shared or shard.number == 0):
+            may_clean = folder.name not in unclear and (is_shared or shard.number == 0)
+            if may_clean and self._is_own(folder, run_id):
                 yield from self._clean(folder, named, shard if is_shared else ALONE)
 
-    def _named(self) -> tuple[set[str], set[str]]:
-        """Returns the files that manifests name, and the folders of damaged ones, which may name any of their files."""
-        names = self.candidates()
-        manifests = [self.readable(name) for name in names]
-        named = {file.file for manifest in manifests if manifest is not None for file in manifest.files}
-        return named, {name for name, manifest in zip(names, manifests, strict=True) if manifest is None}
+    def _remove(self, root: Path, run_id: str | None, kept: set[str], before: str = "") -> Steps:
+        """Removes a run's checkpoints except those named in `kept`, then files that no manifest names. `before`: only
+        in folders before that one; "": in all."""
+        folders = [folder for folder in self._folders(root) if self._is_own(folder, run_id)]
+        for folder in folders:
+            if folder.name not in kept and (folder / MANIFEST_NAME).exists():
+                self._unsynced.add(folder)
+                self.disk.unlink(folder / MANIFEST_NAME)
+                crash_point("old manifest removed")
+                yield True
+        for folder in sorted(self._unsynced):
+            if folder.is_dir():
+                self.disk.sync_folder(folder)
+                yield True
+            self._unsynced.remove(folder)
+        named, unclear = self._named(root)
+        for folder in folders:
+            if folder.name not in unclear and (not before or folder.name < before):
+                yield from self._clean(folder, named, ALONE)
+
+    def _is_own(self, folder: Path, run_id: str | None) -> bool:
+        """Returns whether this run may have written everything in a folder. Warns once of each other folder."""
+        reason = why_foreign(folder, run_id)
+        if reason is not None and folder not in self._warned:
+            self._warned.add(folder)
+            get_logger().warning("a folder stays with all its files", folder=str(folder), because=reason)
+        return reason is None
+
+    def _named(self, root: Path) -> tuple[set[str], set[str]]:
+        """Returns the files that manifests name, and the folders of damaged manifests, which may name any file
+        there."""
+        folders = [folder for folder in self._folders(root) if (folder / MANIFEST_NAME).exists()]
+        manifests = {folder.name: readable(folder) for folder in folders}
+        named = {file.file for manifest in manifests.values() if manifest is not None for file in manifest.files}
+        return named, {name for name, manifest in manifests.items() if manifest is None}
 
     def _clean(self, folder: Path, named: set[str], shard: OwnShard) -> Steps:
         entries = sorted(folder.iterdir())
@@ -275,24 +355,17 @@ class Checkpoints:
             and f"{folder.name}/{entry.name}" not in named
             and writer_of(entry.name, shard.count) == shard.number
         ]
-        if len(left_over) == len(entries) and shard.count == 1:
-            self.disk.remove_tree(folder)
-            yield True
-            return
         for entry in left_over:
-            if entry.is_dir() and not entry.is_symlink():
-                self.disk.remove_tree(entry)
-            else:
-                self.disk.unlink(entry)
+            self.disk.unlink(entry)
             crash_point("garbage removed")
+            yield True
+        if len(left_over) == len(entries) and shard.count == 1:
+            self.disk.rmdir(folder)
             yield True
 
     def readable(self, name: str) -> Manifest | None:
-        """The manifest of that name; None if there is none or it is damaged."""
-        try:
-            return self.load(name)
-        except DataError:
-            return None
+        """Returns the manifest of that name; None if it is missing or damaged."""
+        return readable(self.root / name)
 
     def _folders(self, root: Path) -> Iterator[Path]:
         """Newest first."""
@@ -300,3 +373,22 @@ class Checkpoints:
             yield from sorted(
                 (path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True
             )
+
+
+def readable(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except DataError:
+        return None
+
+
+def why_foreign(folder: Path, run_id: str | None) -> str | None:
+    """Returns why a run did not write everything in a folder; None if it may have. `run_id`: None if the run has no
+    checkpoint."""
+    if folder.is_symlink():
+        return "it is a link"
+    found = run_of(folder)
+    if found not in (None, run_id):
+        return f"it holds a checkpoint of run {found or '(unreadable)'}"
+    name = next((entry.name for entry in sorted(folder.iterdir()) if not is_own_file(entry, OWN_NAME)), None)
+    return None if name is None else f"rowcast did not write {name} in it"

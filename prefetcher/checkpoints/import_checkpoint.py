@@ -1,6 +1,6 @@
 """Implements `prefetcher import` and `prefetcher run --from`: starts a run from another run or an exported file.
 
-Both make one checkpoint at which the run has trained nothing, from either
+Both make one checkpoint before the run's first train step, from one of
 
 - the newest checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses; its count
   of train steps continues
@@ -21,18 +21,17 @@ from typing import IO, Protocol
 import numpy as np
 import xxhash
 
+from rowcast.job.embedding_tables import LARGEST, RowType
 from rowcast.job.file import parse_job
-from rowcast.job.schema import LARGEST, Job, RowType
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors
-from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
+from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out, softly
 from rowcast.prefetcher.checkpoints.merge_layers import merged
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
-from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
-from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
@@ -44,14 +43,13 @@ from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
 BLOCK_ROWS = 65536
-TABLE_PREFIXES = ("embedding_bags.", "optimizer.")  # of the names of rows and their state
+TABLE_PREFIXES = ("embedding_bags.", "optimizer.")  # of names of rows and their state
 ROW_TYPES: dict[str, RowType] = {words: dtype for dtype, words in DTYPES.items()}
 
 
 def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
     """Makes the checkpoint. Raises ConfigError if the source does not fit the job or the directory holds a run."""
     opened = open_source(job, source)
-    digest = job.training_digest(open_reader(job).file_sizes, hot_rows_checksum(job))
     with RunDirectory(job.run_dir, "prefetcher"):
         checkpoints = Checkpoints(job.run_dir, RealDisk())
         carry_out(checkpoints.settle(get_logger()))
@@ -61,14 +59,15 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
             raise ConfigError(
                 f"{job.run_dir} holds a checkpoint; set another job.run_dir, or add --fresh to replace it"
             )
-        manifest = import_into(checkpoints, job, opened, digest)
+        manifest = import_into(checkpoints, job, opened)
         carry_out(checkpoints.take_over())
+        carry_out(softly(checkpoints.remove_earlier()))
     return manifest
 
 
-def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint", digest: str = "") -> Manifest:
-    """Makes the first checkpoint of a run. `digest`: the job's training digest; "": its data is not open yet."""
-    writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], digest, checkpoints, None, keep=1)
+def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint") -> Manifest:
+    """Makes the first checkpoint of a run."""
+    writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], None, checkpoints, None, keep=1)
     writer.begin(source.position, finished=False, reason=IMPORT)
     blocks = (
         RowBlock(group_index=index, keys=keys, records=records)
@@ -83,7 +82,7 @@ def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint", dig
 
 
 class StartingPoint(Protocol):
-    """What a run can start from."""
+    """A source that a run can start from."""
 
     @property
     def position(self) -> Position:
@@ -93,7 +92,7 @@ class StartingPoint(Protocol):
         """Yields the rows that differ from their first values, by ascending key. Raises DataError."""
 
     def dense_content(self) -> Iterator[bytes]:
-        """Yields the model state as blocks of a safetensors file, or nothing if there is none. Raises DataError."""
+        """Yields the model state as blocks of a safetensors file, if there is one. Raises DataError."""
 
 
 def open_source(job: Job, path: Path) -> StartingPoint:
@@ -161,7 +160,8 @@ class ExportedFile:
             self._tensors = read_header(path)
         except OSError as error:
             raise ConfigError(
-                f"--from {path} cannot be read ({error.strerror}); name a file that `prefetcher export` wrote"
+                f"--from {path} cannot be read ({error.strerror}); name a run directory, or a "
+                "file that `prefetcher export` wrote"
             ) from None
 
     @property
@@ -231,7 +231,7 @@ class ExportedFile:
                     yield keys[changed], records[changed]
 
     def _source(self, table: TableSpec, part: RecordPart) -> PlacedTensor | None:
-        """The tensor that a part is read from; None: the part keeps its first value."""
+        """Returns the tensor that a field is read from; None: the field keeps its first value."""
         found = self._tensors.get(part_name(table, part.name))
         return self._tensors[part_name(table, "weight")] if found is None and part.name == "master" else found
 
@@ -256,8 +256,8 @@ class ExportedFile:
 
 
 def may_become(found: str, needed: str, name: str) -> bool:
-    """Whether a tensor of dtype `found` (safetensors' name) may fill a part of dtype `needed`: only weights are
-    converted."""
+    """Returns whether a tensor of dtype `found` (safetensors' name) may fill a field of dtype `needed`. Only weights
+    are converted."""
     return found == needed or (name.startswith("embedding_bags.") and found in ROW_TYPES)
 
 

@@ -2,10 +2,10 @@
 
     start of the run | measure the pace: no checkpoint | N steps | N steps | ...       a restart reads N
 
-So a plan stays a function of job, data, step and this number. What the run computes does not depend on it at all.
+So a plan stays a function of job, data, step and this number. The run's results do not depend on it.
 
-Where there are several ranks, the first one measures, over steps that are the same in every run (`RankPace`). The
-others wait with their plans at a step that the first has not planned either before it knows (`AwaitedPace`).
+Of several ranks, the first measures, over steps that are the same in every run (`RankPace`). The other ranks stop
+planning at a step that the first does not plan either before it knows the number (`AwaitedPace`).
 """
 
 import time
@@ -20,19 +20,19 @@ from rowcast.runtime.errors import RowcastError
 
 FILE = "interval.json"  # in the checkpoints' folder
 LONGEST_MEASUREMENT_S = 15.0
-LEAST_STEPS = 10  # to measure, unless they take half of the interval
-SKIPPED_STEPS = 2  # the first ones are slow, as they compile
+LEAST_STEPS = 10  # to measure, or fewer if those take half of the interval
+SKIPPED_STEPS = 2  # the first ones compile
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file."""
+    """The file's content."""
 
-    every: str  # checkpoint.every, as the job had it
+    every: str  # checkpoint.every, as in the job file
     steps: int  # train steps
 
 
 def read_interval(root: Path, every: str) -> int | None:
-    """Returns the train steps between checkpoints if this run has fixed them for `every`."""
+    """Returns the train steps between checkpoints that this run has fixed for `every`, if any."""
     try:
         found = msgspec.json.decode((root / FILE).read_bytes(), type=Interval)
     except (OSError, msgspec.DecodeError):
@@ -53,20 +53,20 @@ def keep_interval(disk: Disk, root: Path, every: str, steps: int) -> None:
 
 
 class PaceMeter:
-    """Measures the pace after every step until it is known. `seconds`: between checkpoints; `start`: train steps before
-    this attempt."""
+    """Measures the pace after every step until known. `seconds`: between checkpoints; `start`: train steps before this
+    attempt."""
 
     def __init__(self, seconds: float, start: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._start, self._clock = seconds, start, clock
-        self._began: tuple[float, int] | None = None  # seconds, steps done then
-        # the first measurement was dropped, as caches fill and pages are touched during it
+        self._began: tuple[float, int] | None = None  # seconds, and steps done at that time
+        # the first measurement was dropped: caches fill and pages are touched during it
         self._is_warm = False
 
     def steps(self, done: int, planned: int) -> int | None:
-        """Returns the train steps that take `seconds`, or None while that is unknown.
+        """Returns the train steps that take `seconds`; None while unknown.
 
-        `done`: steps done in this attempt; `planned`: train steps of the run that are planned. No multiple of the
-        result is among the steps planned here, so that a restart plans them the same way.
+        `done`: steps done in this attempt; `planned`: train steps of the run that are planned. No step planned so far
+        is a multiple of the result, so a restart plans them the same way.
         """
         if done < SKIPPED_STEPS:
             return None
@@ -94,22 +94,23 @@ WARM_UP_STEPS, MEASURED_STEPS = 16, 32  # of the first rank
 
 
 def held_after(ahead: int) -> int:
-    """The steps of an attempt that may be planned before the interval is known. `ahead`: how far planning may be ahead
-    of the last step done: so far beyond the last measured step, and as far again while steps are done meanwhile."""
+    """Returns how many steps of an attempt may be planned before the interval is known. `ahead`: how far planning may
+    be ahead of the last step done. Planning runs that far beyond the last measured step, and as far again while steps
+    finish."""
     return WARM_UP_STEPS + MEASURED_STEPS + 3 * ahead
 
 
 class RankPace:
-    """The pace of several ranks, measured by the first."""
+    """Measures, on the first rank, the pace of several."""
 
     def __init__(self, seconds: float, start: int, ahead: int, clock: Callable[[], float] = time.monotonic) -> None:
         """As `PaceMeter`; `ahead` as in `held_after`."""
         self._seconds, self._start, self._clock = seconds, start, clock
-        self._free = start + held_after(ahead)  # train steps that have no checkpoint among them
+        self._free = start + held_after(ahead)  # train steps without a checkpoint
         self._began: tuple[float, int] | None = None
 
     def steps(self, done: int, planned: int) -> int | None:
-        """As `PaceMeter.steps`; no multiple of the result is among the steps that any rank has planned."""
+        """As `PaceMeter.steps`; no step that any rank has planned is a multiple of the result."""
         if done < WARM_UP_STEPS:
             return None
         now_s = self._clock()
@@ -126,10 +127,10 @@ class RankPace:
 
 
 class AwaitedPace:
-    """The interval that the first rank has found, for another rank."""
+    """Waits, on the other ranks, for the interval that the first rank found."""
 
     def __init__(self, read: Callable[[], int | None], ahead: int) -> None:
-        """`read`: the interval, once the file is there."""
+        """`read`: returns the interval once the file exists."""
         self._read, self._held_after = read, held_after(ahead)
 
     def steps(self, done: int, planned: int) -> int | None:

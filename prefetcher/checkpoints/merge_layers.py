@@ -1,4 +1,4 @@
-"""Merges the rows of several layers as sorted files; the newest layer that has a row wins.
+"""Merges the sorted files of several layers; the newest layer that has a row wins.
 
 base     k1 . k3 k4 . . k7          a cursor per layer, each with one file in memory; a block of the merge ends at the
 delta    .  k2 k3 .  .  k6 .        smallest key that every cursor has reached
@@ -19,7 +19,7 @@ MAX_LAYERS = 16
 
 
 class LayerCursor:
-    """Walks over the rows of one layer."""
+    """Iterates over the rows of one layer."""
 
     def __init__(self, root: Path, group: GroupSpec, files: tuple[RowFile, ...]) -> None:
         self._root = root
@@ -36,7 +36,7 @@ class LayerCursor:
 
     @property
     def reached(self) -> int:
-        """The last key of the next block that this layer can give."""
+        """The last key of this layer's next block."""
         assert self._rows is not None, "a cursor that has ended reaches nothing"
         keys = self._rows[0]
         return int(keys[min(self._at + self._block_rows, len(keys)) - 1])
@@ -72,7 +72,8 @@ def newest_of(parts: list[Rows]) -> Rows:
 
 
 def layers_of(older: tuple[RowLayer, ...], written: list[RowFile]) -> tuple[RowLayer, ...]:
-    """Returns the `older` layers and one of the files just written. Layers without rows are omitted, except a base."""
+    """Returns the `older` layers and a layer of the files just written. Layers without rows are omitted, except a
+    base."""
     files = [files for files in (*(layer.files for layer in older), tuple(written)) if files] or [()]
     return tuple(
         RowLayer(kind="delta" if index else "base", num_rows=sum(file.num_rows for file in own), files=own)

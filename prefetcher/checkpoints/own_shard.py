@@ -1,10 +1,10 @@
-"""The shard of the tables that a prefetcher holds, and which part of a checkpoint it reads.
+"""Decides which files of a checkpoint a prefetcher reads for the shard of the tables that it holds.
 
     a checkpoint of 4 shards      |     0      |      1       |     2      |      3       |
     read by 2                     |      0: all of 0 and 1    |      1: all of 2 and 3    |
     read by 8                     |   0  |  1  |  2   |   3   |  4  |  5   |   6   |  7   |      half of the rows of one
 
-A shard reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps the rows it owns.
+A prefetcher reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps its rows.
 """
 
 from collections.abc import Iterator
@@ -32,23 +32,24 @@ class OwnShard:
 
     @property
     def tag(self) -> str:
-        """What the names of its row files have behind the group's; empty where there is one shard."""
+        """The suffix of the group's name in its row files' names; empty for a single shard."""
         return "" if self.count == 1 else f"-r{self.number:03d}"
 
     def overlaps(self, other: "OwnShard") -> bool:
-        """Whether a row may belong to both: to one where there are `count` shards, to the other where there are its."""
+        """Returns whether a row may belong to both: to this one of `count` shards, and to the other one of
+        `other.count`."""
         first = self.number * other.count < (other.number + 1) * self.count
         return first and other.number * self.count < (self.number + 1) * other.count
 
     def parts_of(self, manifest: Manifest) -> Iterator["ShardPart"]:
-        """The shards of a checkpoint that may have rows of this one."""
+        """Yields the shards of a checkpoint that may have rows of this one."""
         for number, shard in enumerate(manifest.shards):
             held = OwnShard(number=number, count=len(manifest.shards))
             if self.overlaps(held):
                 yield ShardPart(layers=shard.layers, held=held, wanted=self)
 
     def owned(self, group: GroupSpec, rows: Rows) -> Rows:
-        """Those of the rows that belong to this shard."""
+        """Returns the rows that belong to this shard."""
         if self.count == 1:
             return rows
         (keys, records), own = rows, self.owns(group, rows[0])
@@ -59,7 +60,7 @@ class OwnShard:
         return own
 
     def identity(self, manifest: Manifest) -> str:
-        """Names the rows that this shard has at a checkpoint, for table files that outlive the process."""
+        """Identifies this shard's rows at a checkpoint, for table files that outlive the process."""
         return f"{manifest.checksum}{self.tag}" + ("" if self.count == 1 else f"-of-{self.count}")
 
 
@@ -68,14 +69,14 @@ ALONE = OwnShard(number=0, count=1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPart:
-    """What one shard of a checkpoint, `held`, has for a shard that reads it, `wanted`."""
+    """Reads the rows of the shard `wanted` from a checkpoint's shard `held`."""
 
     layers: tuple[RowLayer, ...]  # oldest first
     held: OwnShard
     wanted: OwnShard
 
     def read(self, root: Path, group: GroupSpec, file: RowFile) -> Rows:
-        """The wanted rows of a file. Raises DataError if it has rows of another shard than it should."""
+        """Returns the wanted rows of a file. Raises DataError if it has rows of a wrong shard."""
         rows = read_rows(root, group, file)
         if self.held.count > 1:
             strange = np.flatnonzero(~self.held.owns(group, rows[0]))

@@ -1,4 +1,4 @@
-"""Restores the rows and the model state of a checkpoint; checksums are compared while reading."""
+"""Restores the rows and the model state of a checkpoint, and compares checksums while reading."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ def restore_changed(
             for layer in reversed(part.layers):
                 keys = restore_chosen(root, part, layer, group, store, keys)
         if len(keys):
-            store.forget(keys)  # in no layer: they had their first value
+            store.forget(keys)  # in no layer: they have their first value
         store.settle()
         crash_point("changed rows restored")
 
@@ -86,7 +86,7 @@ def restore_chosen(
 
 
 def dense_content(root: Path, manifest: Manifest) -> Iterator[bytes]:
-    """Yields the dense safetensors file in blocks after checking all of it, if there is one. Raises DataError."""
+    """Checks the whole dense safetensors file, if there is one, then yields it in blocks. Raises DataError."""
     if manifest.dense is None:
         return
     with checked_file(root, manifest.dense).open("rb") as file:

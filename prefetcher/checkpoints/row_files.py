@@ -1,6 +1,7 @@
 """Writes and reads row files: the rows of one group by ascending key, about 64 MiB each.
 
-Every function that writes is a generator that yields after each file operation, so that a stage can do one at a time.
+Every function that writes is a generator that yields after each file operation, so that a stage can do one operation at
+a time.
 """
 
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec
+from rowcast.job.tables import GROUP_NAME, KEY_SHIFT, ROW_MASK, GroupSpec
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES, TensorSpec, make_header
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import Bytes
@@ -23,13 +24,14 @@ from rowcast.runtime.disk import Content, Disk
 from rowcast.runtime.errors import DataError
 
 ROW_FILE_BYTES = 64 * 2**20
+NEW_NAME = rf"(?:dense|{GROUP_NAME}(?:-r[0-9]{{3,}})?)-[0-9]{{5,}}\.safetensors"  # of `new_path`
 
 Rows = tuple[Keys, Records]
 Steps = Generator[bool, None, None]  # True for each operation done; False if there is nothing to do yet
 
 
 class HashedFile:
-    """A file whose size and checksum are known once it is written, without reading it back."""
+    """Writes a file, and knows its size and checksum without reading it back."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self.nbytes = 0
@@ -62,7 +64,7 @@ class RowFiles:
     """Gathers one layer's rows and writes them to a checkpoint's folder, a file at a time."""
 
     def __init__(self, disk: Disk, folder: Path, tag: str = "") -> None:
-        """`tag`: what names have behind the group's, so that several ranks can write to one folder."""
+        """`tag`: a suffix of the group in file names, so that several ranks can write to one folder."""
         self.files: list[RowFile] = []
         self._tag = tag
         self._disk = disk
@@ -73,7 +75,7 @@ class RowFiles:
         self._numbers = count()
 
     def add(self, group: GroupSpec, keys: Keys, records: Records) -> Steps:
-        """Groups must come in order, a group's keys ascending. The arrays are used until their file is written."""
+        """Adds rows: groups in order, a group's keys ascending. Uses the arrays until their file is written."""
         assert records.shape == (len(keys), group.record_bytes), (
             f"records {records.shape} for {len(keys)} rows of {group.record_bytes}"
         )
@@ -125,7 +127,8 @@ class RowFiles:
 
 def new_path(folder: Path, name: str, numbers: Iterator[int]) -> Path:
     """Returns an unused path for a row file or a dense file: a manifest may name an existing one."""
-    return next(path for number in numbers if not (path := folder / f"{name}-{number:05d}.safetensors").exists())
+    paths = (folder / f"{name}-{number:05d}.safetensors" for number in numbers)
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def row_file_header(num_rows: int, record_bytes: int) -> bytes:

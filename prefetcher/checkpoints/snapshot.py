@@ -1,7 +1,7 @@
 """Freezes changed rows and copies the model state at a barrier, so that training continues while both become durable.
 
 fetcher's thread       begin
-write-back's thread      take_dense: the model state's pieces ----> writer (a stage of its own) -> files, manifest
+write-back's thread      take_dense: the model state's pieces ----> writer (a separate stage) -> files, manifest
                          with the last piece: freeze    frozen rows ->
 """
 
@@ -17,7 +17,7 @@ from rowcast.protocol.messages import Replica, Saved
 from rowcast.runtime.crash_points import crash_point
 
 BLOCK_BYTES = 8 * 2**20
-NUMBER_BYTES = 8  # beside each row that is set aside
+NUMBER_BYTES = 8  # per row set aside, beside its record
 
 
 class BarrierCheckpointer:
@@ -30,7 +30,7 @@ class BarrierCheckpointer:
         writer: CheckpointWriter,
         aside_bytes: int,
     ) -> None:
-        """`aside_bytes`: what frozen rows that were written over may take until they are on their way to the disk."""
+        """`aside_bytes`: the most memory for copies of overwritten frozen rows, until they are collected."""
         self._groups = groups
         self._stores = stores
         self._writer = writer
@@ -46,7 +46,9 @@ class BarrierCheckpointer:
             return False
         if newest is None and not barrier.position.step and not barrier.plan.finished:
             return False  # stopped before any training: this must not replace an earlier run
-        self._writer.begin(barrier.position, finished=barrier.plan.finished, reason=barrier.plan.reason)
+        self._writer.begin(
+            barrier.position, finished=barrier.plan.finished, reason=barrier.plan.reason, ahead=barrier.ahead
+        )
         return True
 
     def take_dense(self, message: Saved | Replica, content: bytes) -> bool:

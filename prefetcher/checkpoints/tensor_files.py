@@ -2,7 +2,7 @@
 
     8 bytes: length of the JSON | JSON: name -> dtype, shape, data_offsets, padded to 8 bytes | content of each tensor
 
-`safetensors` checks what is read, but it can only write a file from memory, so headers are made here.
+`safetensors` checks files that are read, but writes only from memory, so headers are made here.
 """
 
 import json
@@ -20,7 +20,7 @@ BLOCK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A tensor of any dtype in safetensors. Its content stays uninterpreted, as numpy has no bfloat16."""
+    """A tensor of any dtype in safetensors. Its content stays uninterpreted, because numpy has no bfloat16."""
 
     dtype: str  # safetensors' name, such as "F32"
     shape: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""A bounded queue from the thread that copies the model state to the thread that writes a checkpoint.
+"""Passes pieces of the model state, in a bounded queue, to the thread that writes a checkpoint.
 
-Each counter is written by one thread only, and a deque needs no lock: neither thread ever waits for the other.
+Each counter has one writing thread, and a deque needs no lock: neither thread ever waits for the other.
 """
 
 from collections import deque

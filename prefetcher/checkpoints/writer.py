@@ -3,8 +3,8 @@
 fetcher's thread      begin
 write-back's thread            offer_dense ... offer_dense  finish
                                  v  at most QUEUE_BYTES wait
-checkpoint's thread   folder | dense file | row files | merge, if deltas grew too many | manifest | drop old ones
-                                                                                                ^ it exists from here
+checkpoint's thread   folder | dense file | row files | merge, if there are many deltas | manifest | drop old ones
+                                                                                                ^ it exists from here on
 """
 
 import time
@@ -15,24 +15,25 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-import msgspec
-
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.commit import Abandoned, await_manifest, gather_shards, publish, write_shard_file
-from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints
+from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, softly
 from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
 from rowcast.prefetcher.checkpoints.write_queue import Complete, QueuedDensePiece, RowBlock, WriteQueue
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_VERSION,
+    BatchChecksum,
     DenseFile,
     Manifest,
     RowFile,
     RowLayer,
     ShardLayers,
+    TrainingData,
     folder_name,
+    run_of,
 )
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RowcastError
@@ -46,39 +47,41 @@ class CheckpointStart:
     position: Position
     finished: bool
     reason: str
+    ahead: tuple[BatchChecksum, ...]
     began_s: float
 
 
 class CheckpointWriter:
-    """A stage: its own thread calls `advance`, others `begin`, `offer_dense`, `finish` and `abandon`, one at a time."""
+    """A stage: its thread calls `advance`; others call `begin`, `offer_dense`, `finish` and `abandon`, one at a
+    time."""
 
     def __init__(
         self,
         job: Job,
         groups: tuple[GroupSpec, ...],
         run_id: str,
-        training_digest: str,
+        trained_on: TrainingData | None,
         checkpoints: Checkpoints,
         newest: Manifest | None,
         keep: int,
         on_durable: Callable[[float, int], None] = lambda seconds, nbytes: None,
         shard: OwnShard = ALONE,
     ) -> None:
-        """`newest`: the checkpoint that the run continues from, to whose layers the next one adds. `keep`: how many
-        checkpoints to keep. `on_durable` gets each checkpoint's seconds from `begin` until it was durable, and the
-        bytes written for it. `shard`: the one whose rows come; where there are several, all write one checkpoint."""
+        """`newest`: the checkpoint that the run continues from; the next one adds to its layers. `keep`: how many
+        checkpoints to keep. `on_durable` gets each checkpoint's seconds from `begin` until durable, and its written
+        bytes. `shard`: the one of these rows; several shards write one checkpoint."""
         assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
         self.newest = newest
         self.on_offer: Callable[[], None] = lambda: None  # called when `advance` has something to do
-        self.work = 0  # increases with progress
+        self.work = 0  # grows with progress
         self.num_files = 0  # written for the last checkpoint, including a merge's
         self.bytes_written = 0  # of the last checkpoint, to those files
         self.seconds = 0.0  # of the last checkpoint, from `begin` until it was durable
-        self.gave_up = False  # a checkpoint whose rows were handed over did not come to be
+        self.gave_up = False  # a checkpoint was not completed although its rows were handed over
         self._job = job
         self._groups = groups
         self._run_id = run_id
-        self._training_digest = training_digest
+        self._trained_on = trained_on
         self._checkpoints = checkpoints
         self._disk = checkpoints.disk
         self._keep = keep
@@ -90,36 +93,39 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being made, or old ones removed after it."""
+        """Whether it is making a checkpoint, or removing old ones after it."""
         return self._work is not None
 
-    def begin(self, position: Position, finished: bool, reason: str) -> None:
+    def begin(self, position: Position, finished: bool, reason: str, ahead: tuple[BatchChecksum, ...] = ()) -> None:
+        """`ahead`: of the batches after the checkpoint, as far as they are known."""
         assert not self.busy, f"a checkpoint at step {position.step} begins while another is being written"
         self._complete = self._abandoned = self._attempt_is_over = False
         self._queue = WriteQueue()
         self._work = self._make(
-            CheckpointStart(position=position, finished=finished, reason=reason, began_s=time.perf_counter())
+            CheckpointStart(
+                position=position, finished=finished, reason=reason, ahead=ahead, began_s=time.perf_counter()
+            )
         )
         self.on_offer()
 
     def offer_dense(self, content: bytes) -> bool:
-        """Takes the next piece of the dense safetensors file. Returns False while QUEUE_BYTES wait to be written: try
+        """Queues the next piece of the dense safetensors file. Returns False while QUEUE_BYTES are waiting: try
         again."""
         return self._put(QueuedDensePiece(content=content))
 
     def finish(self, dense_checksum: str | None, rows: Iterable[RowBlock]) -> None:
         """Ends the checkpoint. The dense file must have this xxh3_64 (16 hex digits); None: it has no dense file.
 
-        `rows`: those of the shard that changed since the newest checkpoint, groups in order, keys ascending within a
-        group. They are read as they are written, by `advance`; the writer owns their arrays. Where there are several
-        shards, the checksum is that of the model state which the shard's own trainer has.
+        `rows`: rows of the shard that changed since the newest checkpoint, groups in order, keys ascending within a
+        group. `advance` reads them as it writes; the writer owns their arrays. With several shards, the checksum is of
+        the model state of the shard's trainer.
         """
         self._put(Complete(dense_checksum=dense_checksum, rows=rows))
         self._complete = True
 
     def abandon(self) -> None:
-        """Gives up the checkpoint in progress unless `finish` was called, and one that waits for other ranks once these
-        write nothing for GIVE_UP_S. Either way, wait until not `busy`."""
+        """Gives up the checkpoint in progress unless `finish` was called. Gives up one that waits for other ranks once
+        they write nothing for GIVE_UP_S. Either way, wait until not `busy`."""
         self._abandoned = self.busy and not self._complete
         self._attempt_is_over = self.busy
 
@@ -147,8 +153,9 @@ class CheckpointWriter:
 
     def _make(self, start: CheckpointStart) -> Steps:
         folder = self._checkpoints.root / folder_name(start.position)
+        if not self._cleared:  # before the first checkpoint: files left by a crash take room
+            self._cleared = yield from softly(self._checkpoints.collect_garbage(self._run_id, self._shard, folder.name))
         try:
-            yield from self._clear_once(folder.name)
             manifest = yield from self._write(start, folder)
             if start.reason != IMPORT and self._shard.number == 0:
                 yield from self._checkpoints.take_over()
@@ -158,24 +165,17 @@ class CheckpointWriter:
             ) from None
         self.newest, self.seconds = manifest, time.perf_counter() - start.began_s
         self._on_durable(self.seconds, self.bytes_written)
-        try:
-            crash_point("manifest durable")
-            if self._shard.number == 0:
-                yield from self._checkpoints.keep(self._keep, manifest, self._shard)
-        except OSError as error:
-            raise RowcastError(
-                f"{folder.parent}: an old checkpoint could not be removed ({error.strerror}); "
-                "repair this by hand and run again"
-            ) from None
-
-    def _clear_once(self, name: str) -> Steps:
-        # before the first checkpoint, as what a crash has left takes room
-        if not self._cleared:
-            yield from self._checkpoints.collect_garbage(self._shard, name)
-            self._cleared = True
+        crash_point("manifest durable")
+        if self._shard.number == 0:
+            yield from softly(self._checkpoints.keep(self._keep, manifest, self._shard))
 
     def _write(self, start: CheckpointStart, folder: Path) -> Generator[bool, None, Manifest]:
         replaced = self._checkpoints.readable(folder.name)
+        if run_of(folder) not in (None, self._run_id):
+            raise RowcastError(
+                f"{folder} holds a checkpoint of run {run_of(folder)}, which that of run {self._run_id} would replace; "
+                "move that folder elsewhere and start again"
+            )
         yield from self._make_folder(folder)
         dense, model_state, blocks = yield from self._receive(folder)
         rows = RowFiles(self._disk, folder, self._shard.tag)
@@ -211,10 +211,11 @@ class CheckpointWriter:
                 position=start.position,
                 finished=start.finished,
                 reason=start.reason,
-                job=msgspec.to_builtins(self._job),
-                training_digest=self._training_digest,
+                job=self._job.content(),
+                trained_on=self._trained_on,
                 shards=shards,
                 dense=dense,
+                ahead=start.ahead,
             )
         )
 
@@ -233,7 +234,7 @@ class CheckpointWriter:
         )
 
     def _make_folder(self, folder: Path) -> Steps:
-        """The folder may exist: from the newest checkpoint at the same step, or left by a crash."""
+        """Makes the folder, which may exist: from the newest checkpoint at the same step, or from a crash."""
         for path in (folder.parent, folder):
             if not path.exists():
                 with suppress(FileExistsError):  # another rank was faster
@@ -246,8 +247,8 @@ class CheckpointWriter:
             yield True
 
     def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, str | None, Iterable[RowBlock]]]:
-        """Writes the dense file. Returns it, the checksum that its trainer has sent, and the rows that come after it.
-        Only rank 0 gets pieces of a dense file."""
+        """Writes the dense file. Returns it, the checksum that its trainer sent, and the rows. Only rank 0 gets pieces
+        of a dense file."""
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
             dense: HashedFile | None = None
@@ -277,8 +278,8 @@ class CheckpointWriter:
         return file, item.dense_checksum, item.rows
 
     def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:
-        """Returns the layers of the shard: a single one if the deltas had to be merged, or if the newest checkpoint has
-        other shards."""
+        """Returns the layers of the shard: a single one if the deltas were merged or the newest checkpoint has other
+        shards."""
         shards = () if self.newest is None else self.newest.shards
         is_divided_anew = len(shards) not in (0, self._shard.count)
         if is_divided_anew and self.newest is not None:
@@ -295,9 +296,7 @@ class CheckpointWriter:
                 crash_point("merging")
                 yield True
         yield from base.flush()
-        for file in written:  # which the base has: nobody will name them
-            self._disk.unlink(self._checkpoints.root / file.file)
-            yield True
+        yield from softly(self._checkpoints.drop(written))  # the base has them: no manifest will name them
         return layers_of((), base.files)
 
     def _count(self, files: list[RowFile | DenseFile | None], folder: Path) -> None:

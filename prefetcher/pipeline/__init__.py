@@ -1,1 +1,1 @@
-"""The stages that each step passes: planning, fetching rows, writing rows back."""
+"""Runs the stages of each step: planning, fetching rows, writing rows back."""

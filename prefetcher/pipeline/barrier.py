@@ -1,4 +1,4 @@
-"""The prefetcher's side of a barrier: the states between two steps in which all rows come home. `TABLE` lists them.
+"""Runs the prefetcher's side of a barrier, between two steps, until all rows are home. `TABLE` lists its states.
 
     thread      method                        writes
     fetcher     advance                       state, finished, _flush, _restore
@@ -19,8 +19,8 @@ from typing import Protocol
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Stall, reached
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlanStream
+from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.pipeline.writeback import Writeback
-from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.dense_pieces import DensePieces
 from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, TierTotals, Wait
 from rowcast.protocol.packing import (
@@ -97,7 +97,7 @@ STALLS: dict[PrefetcherState, Stall | None] = {
 
 class Checkpointer(Protocol):
     """Freezes a barrier's rows and makes them durable later. The write-back's thread calls `take_dense`, the fetcher's
-    thread the other methods. None of them waits."""
+    the other methods. No method waits."""
 
     @property
     def busy(self) -> bool:
@@ -107,8 +107,8 @@ class Checkpointer(Protocol):
         """Returns whether this barrier needs a checkpoint: False if nothing was planned since the last one."""
 
     def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
-        """Takes a piece of the model state, or its checksum alone, without content. With the last one it freezes the
-        rows, all of which are home. Returns False while there is no room for it."""
+        """Accepts a piece of the model state, or only its checksum, without content. With the last one it freezes the
+        rows, which are all home. Returns False while there is no room."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,12 +136,11 @@ class PrefetcherBarrier:
         send: Callable[[Restore | Flush | EndOfData | Released], None],
         restore: bytes,
         takes_model_state: bool,
-        verifier: Verifier | None,
+        observer: RowObserver,
         tier: Callable[[], TierTotals | None],
     ) -> None:
         """`restore`: the model state that the trainer starts from; empty: the job's initial state. `takes_model_state`:
-        whether its trainer sends it at a checkpoint, and not only a checksum. `tier`: what the
-        stores have counted."""
+        whether its trainer sends it at a checkpoint, and not only a checksum. `tier`: the stores' counters."""
         self.state = PrefetcherState.RESTORING
         self.finished = False  # the data had ended at the last barrier
         self._plans = plans
@@ -152,7 +151,7 @@ class PrefetcherBarrier:
         self._back_ring = back_ring
         self._counters = counters
         self._send = send
-        self._verifier = verifier
+        self._observer = observer
         self._takes_model_state = takes_model_state
         self._tier = tier
         self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
@@ -162,7 +161,7 @@ class PrefetcherBarrier:
         self._copied: tuple[Saved | Replica, bytes] | None = (
             None  # a piece copied from the ring that the checkpointer lacks
         )
-        self._saved_barriers = 0  # every barrier before this one has passed on its model state
+        self._saved_barriers = 0  # every earlier barrier has passed on its model state
         if self._restore is None:
             self._follow(PrefetcherEvent.RESTORED)
 
@@ -182,7 +181,7 @@ class PrefetcherBarrier:
         self._cut = position, reason
 
     def accept_dense(self, message: Saved | Replica) -> None:
-        """Raises RemoteProtocolError if only the trainer of another rank may send this."""
+        """Queues a message of the model state. Raises RemoteProtocolError if this rank's trainer may not send it."""
         if isinstance(message, Saved) != self._takes_model_state:
             wanted = "the model state" if self._takes_model_state else "a checksum of it"
             raise RemoteProtocolError(
@@ -227,7 +226,7 @@ class PrefetcherBarrier:
         )
 
     def advance(self) -> bool:
-        """Does what the current state allows without waiting. Returns whether anything was done."""
+        """Does what the current state allows without waiting. Returns whether it did anything."""
         self._fetcher.stalled_by = STALLS.get(self.state, "barrier")
         match self.state:
             case PrefetcherState.RESTORING:
@@ -244,8 +243,8 @@ class PrefetcherBarrier:
                 home = self._writeback.applied_barriers > self._plan.barrier
                 return home and not self._fetch_ring.used_bytes and self._follow(PrefetcherEvent.HOME)
             case PrefetcherState.VERIFYING:
-                if self._verifier is not None and self._verifier.must_read_back:
-                    return self._verifier.read_back(self._plan.after_step)
+                if self._observer.must_read_back:
+                    return self._observer.read_back(self._plan.after_step)
                 return self._follow(
                     PrefetcherEvent.VERIFIED if self._open.checkpoint else PrefetcherEvent.NO_CHECKPOINT
                 )
@@ -276,7 +275,7 @@ class PrefetcherBarrier:
         return self._flush
 
     def _send_restore(self) -> bool:
-        # sent before anything else, so that no row waits in the ring after it
+        # sent first, so that no row waits in the ring after it
         if not self._fetcher.connected or self._restore is None:
             self._fetcher.stalled_by = "credit"
             return False
@@ -300,7 +299,7 @@ class PrefetcherBarrier:
         plan = self._plan
         self._writeback.expect(plan.after_step, plan.barrier, tuple(move.keys for move in plan.dirty))
         slots = {f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)}
-        checked = {} if self._verifier is None else self._verifier.open_barrier(plan)
+        checked = self._observer.open_barrier(plan)
         block = make_block({**slots, **checked})
         self._flush = OutgoingFlush(
             block=block,
@@ -345,6 +344,8 @@ class PrefetcherBarrier:
         if not barrier.last:
             self._plans.popleft()
             return self._follow(PrefetcherEvent.GOES_ON)
+        if barrier.fault is not None:
+            raise barrier.fault
         crash_point("EndOfData not sent")
         self._send(self._end_of_data(barrier.plan))
         self._plans.popleft()

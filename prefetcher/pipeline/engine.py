@@ -1,4 +1,4 @@
-"""Connects the prefetcher's stages with each other and with one conversation. It has no thread, socket or clock.
+"""Connects the prefetcher's stages with each other and with one conversation, without threads, sockets or clocks.
 
 The life of step p; `PrefetcherEngine.advance` is the code:
 
@@ -8,7 +8,7 @@ The life of step p; `PrefetcherEngine.advance` is the code:
     staging     stage_rows        rows of plan p, from below          -> the store's memory
     fetcher     read_rows         rows of plan p, from the store      -> the fetch ring
                 announce_read     StepReady(p)                        -> the trainer
-    ...                           the trainer trains step p (`rowcast.trainer.execute.loop`)
+    ...                           the trainer trains step p (`rowcast.trainer.step.loop`)
     mail        conversation      RowsBack(p), StepDone(p), Released  -> write-back, fetcher, fetch ring
     write-back  write_arrived     victims of plan p, from the ring    -> the store
                 release_written   Released                            -> the trainer
@@ -19,23 +19,24 @@ A barrier (`barrier.py`) replaces the fetcher's work between two plans; the writ
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier, PrefetcherState
+from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlanStream
 from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStage
+from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.schedule import PlacedBatch
+from rowcast.prefetcher.readers.schedule import ReadBatch
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import (
     Bye,
@@ -50,7 +51,7 @@ from rowcast.protocol.messages import (
     StopRequest,
     Welcome,
 )
-from rowcast.protocol.parts import Rank
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.session import check_hello
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.position import Position
@@ -58,7 +59,7 @@ from rowcast.runtime.stages import FunctionStage, Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
 
-# a message, or a turn of a thread -> the threads that it may let go on; nobody else waits for it
+# a message, or a turn of a thread -> the threads that it may unblock; no other thread waits for it
 WAKES: Wakes = {
     Hello: ("fetcher", "main"),  # rows may be sent
     StepDone: ("planning", "fetcher"),  # plans and rows may run one step further ahead
@@ -78,13 +79,14 @@ WAKES: Wakes = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetcherParts:
-    """What an engine is made of. The caller owns and closes the parts."""
+    """Everything that an engine is built from. The caller closes these."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
     source: BatchSource
     planner: RowPlanner
-    measured: list[PlacedBatch]  # the first batches, read to divide the capacity
+    measured: list[ReadBatch]  # the first batches, read to divide the capacity
+    checksums: BatchChecksums
     stores: tuple[TrackedStore, ...]  # one per group
     conversation: Conversation
     fetch_ring: RingWriter
@@ -96,11 +98,12 @@ class PrefetcherParts:
     counters: PrefetcherCounters  # of the process
     restore: bytes  # the model state that the trainer starts from; empty: the job's initial state
     pace: Pace | None = None  # see PlanningStage
-    rank: Rank | None = None  # None: the trainer is alone
+    rank: Rank = UNDIVIDED
+    observer: RowObserver = field(default_factory=RowObserver)
 
 
 class PrefetcherEngine:
-    """Each of the `stages` may have its own thread, or one thread may advance all of them in any order."""
+    """Each of the `stages` may have a separate thread, or one thread may advance all of them in any order."""
 
     def __init__(self, parts: PrefetcherParts) -> None:
         welcome = parts.welcome
@@ -112,10 +115,9 @@ class PrefetcherEngine:
         self.checkpointer = parts.checkpointer
         self.planner = parts.planner
         self.conversation = parts.conversation
-        verifier = Verifier(parts.groups, parts.stores, welcome.verify, self.counters) if welcome.verify else None
         self.plans: PlanStream = deque()
         self.writeback = Writeback(
-            parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send, verifier
+            parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send, parts.observer
         )
         self.fetcher = Fetcher(
             plans=self.plans,
@@ -126,7 +128,7 @@ class PrefetcherEngine:
             counters=self.counters,
             limits=Limits(depth=welcome.depth, first_step=parts.start.step, staging_bytes=welcome.staging_bytes),
             send=parts.conversation.send,
-            verifier=verifier,
+            observer=parts.observer,
         )
         self.barrier = PrefetcherBarrier(
             plans=self.plans,
@@ -138,8 +140,8 @@ class PrefetcherEngine:
             counters=self.counters,
             send=parts.conversation.send,
             restore=parts.restore,
-            takes_model_state=parts.rank is None or parts.rank.number == 0,
-            verifier=verifier,
+            takes_model_state=parts.rank.number == 0,
+            observer=parts.observer,
             tier=lambda: totals(self._store_counts()),
         )
         self.planning = PlanningStage(
@@ -152,6 +154,7 @@ class PrefetcherEngine:
             depth=welcome.depth,
             start=parts.start,
             measured=parts.measured,
+            checksums=parts.checksums,
             counters=self.counters,
             pace=parts.pace,
             rank=parts.rank,
@@ -170,7 +173,7 @@ class PrefetcherEngine:
                 RowsBack: self.writeback.accept,
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
-                **({} if verifier is None else {RowChecksums: verifier.reported}),
+                RowChecksums: parts.observer.reported,
                 StepDone: self._step_done,
                 StopRequest: lambda message: self.planning.stop(message.reason, message.next_step, message.after_step),
                 Bye: self._bye,
@@ -178,11 +181,11 @@ class PrefetcherEngine:
         )
 
     def advance(self, thread: Thread) -> bool:
-        """Does what this thread can do now without waiting. Returns whether it did anything.
+        """Does all that this thread can do now without waiting. Returns whether it did anything.
 
-        The cases follow the life of a step from top to bottom. All threads run side by side on different steps: ids
-        of a batch far ahead are read while plan p + 2 * depth is made, whose rows a store may bring into memory
-        meanwhile, rows of plan p + depth go to the ring, and victims of plan p come home.
+        The cases follow the life of a step from top to bottom. All threads run in parallel on different steps: ids of a
+        batch far ahead are read, plan p + 2 * depth is made and staged, rows of plan p + depth enter the ring, and
+        victims of plan p are written.
         """
         match thread:
             case "planning":
@@ -210,8 +213,8 @@ class PrefetcherEngine:
         return any(worked)
 
     def stop(self, reason: str) -> None:
-        """Stops in order, once a trainer has come. Ranks agree on the last step, which the trainer then names."""
-        if self._parts.rank is None or self._parts.rank.count == 1:
+        """Stops in order, once a trainer has connected. Ranks agree on the last step, which the trainer then sends."""
+        if self._parts.rank.count == 1:
             self.planning.stop(reason)
         else:
             self.conversation.send(StopRequest(reason=reason))
@@ -245,12 +248,10 @@ class PrefetcherEngine:
         return [store.store.counts() for store in self._parts.stores]
 
     def _greet(self, hello: Hello) -> None:
-        rank, number = self._parts.rank, self._parts.welcome.rank
-        check_hello(
-            hello, self._parts.job.session_digest(), self._parts.mode, 1 if rank is None else rank.count, number
-        )
+        parts = self._parts
+        check_hello(hello, parts.job.session_digest(), parts.mode, parts.rank.count, parts.rank.number)
         self.hello = hello
-        self.conversation.send(self._parts.welcome)
+        self.conversation.send(parts.welcome)
         self.fetcher.connected = True
 
     def _step_done(self, message: StepDone) -> None:

@@ -12,10 +12,10 @@ from typing import Literal
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep, PlanStream
+from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.stores.store import Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.messages import PlanHeader, RowSpan, StepReady
 from rowcast.protocol.packing import ArrayBlock, Piece, cut, is_sampled, plan_block, plan_header, plan_stamp
 from rowcast.protocol.plan import StepPlan
@@ -27,7 +27,7 @@ Stall = Literal["plans", "credit", "write_back", "ring", "store", "barrier", "ch
 
 @dataclass(slots=True, kw_only=True)
 class Outgoing:
-    """A plan that is cut into pieces, some of which are being read."""
+    """A plan cut into pieces, some of them being read."""
 
     step: PlannedStep
     block: ArrayBlock
@@ -43,6 +43,7 @@ class Reading:
     outgoing: Outgoing
     number: int
     slice: RingSlice | None
+    rows: list[Records]  # of each span, in the slice
     tickets: list[Ticket]
 
     def done(self) -> bool:
@@ -56,7 +57,7 @@ class Limits:
 
     depth: int  # steps ahead of the trainer
     first_step: int  # of this incarnation
-    staging_bytes: int  # rows that one piece may bring
+    staging_bytes: int  # of rows in one piece
 
     def before(self, step: int) -> int:
         """The step that must be done and home before this step's rows may be sent."""
@@ -77,9 +78,9 @@ class Fetcher:
         counters: PrefetcherCounters,
         limits: Limits,
         send: Callable[[StepReady], None],
-        verifier: Verifier | None,
+        observer: RowObserver,
     ) -> None:
-        self.connected = False  # a trainer was welcomed; before that, rows may be read but nothing is sent
+        self.connected = False  # a trainer was welcomed; before that, rows may be read but not sent
         self.done_through: int | None = None  # the last step that the trainer completed
         self.sent_through: int | None = None
         self.stalled_by: Stall | None = None  # written by the fetcher's thread
@@ -91,7 +92,7 @@ class Fetcher:
         self._counters = counters
         self._limits = limits
         self._send = send
-        self._verifier = verifier
+        self._observer = observer
         self._outgoing: Outgoing | None = None
         self._reading: deque[Reading] = deque()  # pieces in the ring, in order
 
@@ -114,7 +115,7 @@ class Fetcher:
     # store -> ring
 
     def read_rows(self) -> bool:
-        """Takes the next plan from the stream, or starts reading the rows of its next piece into the ring."""
+        """Removes the next plan from the stream, or starts reading the rows of its next piece into the ring."""
         if self._outgoing is not None:
             with self._counters.timed("fetch", self._outgoing.step.plan.step):
                 return self._begin_piece(self._outgoing)
@@ -139,8 +140,8 @@ class Fetcher:
     def _open(self, step: PlannedStep) -> Outgoing:
         plan = step.plan
         self._writeback.expect(plan.step, None, tuple(group.evict.keys[: group.num_dirty] for group in plan.groups))
-        checked = {} if self._verifier is None else self._verifier.open_plan(plan)
-        block = plan_block(step.batch.batch, plan, checked)
+        checked = self._observer.open_plan(plan)
+        block = plan_block(step.dense, plan, checked)
         pieces = cut(
             block.nbytes,
             [len(group.fetch) for group in plan.groups],
@@ -148,7 +149,7 @@ class Fetcher:
             self._ring.max_payload,
             self._limits.staging_bytes,
         )
-        header = plan_header(step.batch.batch, plan, block, num_checksums=sum(map(len, checked.values())))
+        header = plan_header(step.dense, plan, block, sum(map(len, checked.values())), step.batches)
         return Outgoing(step=step, block=block, header=header, pieces=pieces)
 
     def _begin_piece(self, outgoing: Outgoing) -> bool:
@@ -159,17 +160,21 @@ class Fetcher:
             return False
         if piece.arrays is not None:
             outgoing.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
-        tickets = [self._read_span(outgoing, slot, piece, index) for index in range(len(piece.rows))]
-        self._reading.append(Reading(outgoing=outgoing, number=outgoing.begun, slice=slot, tickets=tickets))
+        rows = [self._rows(slot, span) for span in piece.rows]
+        tickets = [self._read_span(outgoing.step.plan, *pair) for pair in zip(piece.rows, rows, strict=True)]
+        self._reading.append(Reading(outgoing=outgoing, number=outgoing.begun, slice=slot, rows=rows, tickets=tickets))
         outgoing.begun += 1
         if outgoing.begun == len(outgoing.pieces):
             self._outgoing = None
         return True
 
-    def _read_span(self, outgoing: Outgoing, slot: RingSlice, piece: Piece, index: int) -> Ticket:
-        span = piece.rows[index]
-        keys = outgoing.step.plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
-        return self._stores[span.group].read(keys, self._rows(slot, span))
+    def _rows(self, slot: RingSlice, span: RowSpan) -> Records:
+        width = self._groups[span.group].record_bytes
+        return slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
+
+    def _read_span(self, plan: StepPlan, span: RowSpan, rows: Records) -> Ticket:
+        keys = plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
+        return self._stores[span.group].read(keys, rows)
 
     # ring -> trainer
 
@@ -189,24 +194,16 @@ class Fetcher:
             return False
         self._reading.popleft()
         with self._counters.timed("send", plan.step):
-            self._verify_read(reading)
+            self._show_read(reading)
             self._announce(reading)
         return True
 
-    def _verify_read(self, reading: Reading) -> None:
-        if self._verifier is None:
-            return
-        outgoing, piece = reading.outgoing, reading.outgoing.pieces[reading.number]
-        step = outgoing.step.plan.step
-        for span in piece.rows:
-            assert reading.slice is not None, "rows must be read into a slice of the ring"
-            self._verifier.rows_read(step, span.group, span.start, self._rows(reading.slice, span))
-        if reading.number == len(outgoing.pieces) - 1:
-            self._verifier.plan_read(step)
-
-    def _rows(self, slot: RingSlice, span: RowSpan) -> Records:
-        width = self._groups[span.group].record_bytes
-        return slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
+    def _show_read(self, reading: Reading) -> None:
+        step, pieces = reading.outgoing.step.plan.step, reading.outgoing.pieces
+        for span, rows in zip(pieces[reading.number].rows, reading.rows, strict=True):
+            self._observer.rows_read(step, span.group, span.start, rows)
+        if reading.number == len(pieces) - 1:
+            self._observer.plan_read(step)
 
     def _announce(self, reading: Reading) -> None:
         outgoing, number = reading.outgoing, reading.number

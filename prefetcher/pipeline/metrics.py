@@ -119,8 +119,8 @@ class PrefetcherCollector(CountersCollector):
         build: Mapping[str, str],
         health: Health,
     ) -> None:
-        """The scrape's thread calls `gauges`, which must answer at once and take no lock that a stage holds while it
-        works. `build` comes from `build_info`."""
+        """The scrape's thread calls `gauges`, which must return at once and take no lock that a working stage holds.
+        `build` comes from `build_info`."""
         super().__init__("prefetcher", build, health, counters.rank)
         self._counters = counters
         self._gauges = gauges

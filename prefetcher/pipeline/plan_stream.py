@@ -1,17 +1,22 @@
-"""The queue of plans and barriers from the planning stage to the fetcher, in order."""
+"""Passes plans and barriers from the planning stage to the fetcher, in order."""
 
 from collections import deque
 from dataclasses import dataclass, replace
 
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.prefetcher.planner.horizon import ScheduledLookups
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.runtime.checkpoint_manifest import BatchChecksum
+from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.position import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    batch: ScheduledBatch
+    ids: ScheduledLookups
+    dense: DenseBatch  # of this rank's parts
     plan: StepPlan
+    batches: int  # the checksum that ranks compare, see `BatchShare`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +26,14 @@ class PlannedBarrier:
     plan: BarrierPlan
     position: Position  # where training continues after it
     last: bool  # no entry follows
+    ahead: tuple[BatchChecksum, ...]  # of the batches that follow
+    fault: RowcastError | None  # raised once the barrier's checkpoint is durable: the batch after it is bad
 
     def cut(self, position: Position, reason: str) -> "PlannedBarrier":
         """Returns this barrier for a run that stops at `position`: its checkpoint is at that position or earlier."""
         if self.position.step <= position.step:
             return self
-        return replace(self, position=position, plan=replace(self.plan, reason=reason, finished=False))
+        return replace(self, position=position, plan=replace(self.plan, reason=reason, finished=False), fault=None)
 
 
 PlanStream = deque[PlannedStep | PlannedBarrier]  # the planning thread appends, the fetcher's takes

@@ -5,17 +5,19 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
+from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep, PlanStream
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.parts import Rank, samples_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, samples_of
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.position import Position
+from rowcast.runtime.telemetry.logs import get_logger
 
 
 class BatchSource(Protocol):
@@ -39,19 +41,20 @@ class Pace(Protocol):
     def steps(self, done: int, planned: int) -> int | None: ...
 
     def must_wait(self, planned: int) -> bool:
-        """Whether nothing may be planned after so many steps of this attempt until the interval is known."""
+        """Returns whether planning must wait for the interval after `planned` steps of this attempt."""
 
 
 def plans_ahead(depth: int) -> int:
-    """How many steps plans may be beyond the last one that the trainer completed."""
+    """Returns how many steps plans may be beyond the last completed one."""
     return 2 * depth + 2
 
 
 class PlanningStage:
-    """Makes plans up to 2 * depth + 2 steps beyond the last one that the trainer completed, so that a stop is prompt.
-    Tells the stores of each.
+    """Makes plans up to 2 * depth + 2 steps beyond the last completed one, so that a stop is prompt. Announces each to
+    the stores.
 
-    Adds a barrier to the plan stream wherever the planner says that a checkpoint is due.
+    Adds a barrier to the plan stream wherever the planner says that a checkpoint is due. A *fault*, an error of the
+    reader, ends the stream with a barrier where its batch would be.
     """
 
     def __init__(
@@ -65,14 +68,13 @@ class PlanningStage:
         barrier: PrefetcherBarrier,
         depth: int,
         start: Position,
-        measured: list[PlacedBatch],
+        measured: list[ReadBatch],
+        checksums: BatchChecksums,
         counters: PrefetcherCounters,
         pace: Pace | None = None,
-        rank: Rank | None = None,
+        rank: Rank = UNDIVIDED,
     ) -> None:
-        """`pace`: converts a time between checkpoints into train steps; None if the interval is already known.
-        `rank`: None if the trainer is alone.
-        """
+        """`pace`: converts a time between checkpoints into train steps; None if the interval is already known."""
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
@@ -83,14 +85,17 @@ class PlanningStage:
         self._ahead = plans_ahead(depth)
         self._first_step = start.step
         self._position = start  # after the last plan
-        self._measured = measured  # the batches that the capacity was divided by, read before there was a planner
-        # of the measured batches in the horizon, and of the batch to be planned next
-        self._dense_batches: deque[DenseBatch] = deque()
+        self._measured = measured  # the batches that divided the capacity, read before the planner existed
+        self._checksums = checksums
+        self._measured_dense: deque[DenseBatch] = deque()  # of measured batches in the horizon
+        self._dense_batches: deque[DenseBatch] = deque()  # of the batch to be planned next, and of the one after it
         self._misses_dense = False
         self._counters = counters
         self.stop_reason: str | None = None
         self._last_step: int | None = None  # of a stop, if ranks have agreed on one
         self._ended = False
+        self._fault: RowcastError | None = None  # ends the run after the last plan
+        self._dense_ended = False  # the fault is in the dense part that follows `_dense_batches`
         self._barrier_sent = False
         self._pace = pace
         self._rank = rank
@@ -110,15 +115,15 @@ class PlanningStage:
 
     @property
     def _data_is_planned(self) -> bool:
-        """Nothing is left to plan, so a stop would change nothing."""
-        return self._ended and not self._planner.ready()
+        """Whether all data is planned, so that a stop would change nothing."""
+        return (self._dense_ended and not self._dense_batches) or (self._ended and not self._planner.ready())
 
     def stop(self, reason: str, next_step: int | None = None, after_step: int | None = None) -> None:
         """Makes no plan after the next turn, and a barrier after the last plan. The mail's thread calls it.
 
         `next_step`: the trainer skips this step and all later ones, so the run continues there. Raises
-        RemoteProtocolError unless it is a step under way. `after_step`: plans go on to this step, after which all ranks
-        have the barrier. Raises RemoteProtocolError if a later one is planned.
+        RemoteProtocolError unless the step is in progress. `after_step`: plans continue to this step; all ranks have
+        the barrier after it. Raises RemoteProtocolError if a later one is planned.
         """
         if after_step is not None and after_step < (self.planned_through or 0):
             raise RemoteProtocolError(
@@ -138,41 +143,67 @@ class PlanningStage:
         """Adds one batch's ids to the horizon if the planner needs them for its next plan."""
         if self._barrier_sent or self._ended or not self._planner.wants_batch:
             return False
-        ids = self._next_measured() if self._measured else self._source.poll_ids()
+        try:
+            ids = self._next_measured() if self._measured else self._source.poll_ids()
+        except RowcastError as fault:
+            self._note(fault)
+            return self._end("a fault")
         if ids is not None:
             with self._counters.timed("read", ids.step):
+                self._checksums.add_ids(ids)
                 self._planner.add(ids)
-        elif self._source.ended:
-            self._planner.end()
-            self._ended = True
-        else:
-            return False
+            return True
+        return self._source.ended and self._end("the end")
+
+    def _end(self, how: str) -> bool:
+        self._checksums.end(how)
+        self._planner.end()
+        self._ended = True
         return True
 
+    def _note(self, fault: RowcastError) -> None:
+        self._fault = fault
+        get_logger().warning("training will end at a fault", train_step=self._position.train_step, fault=str(fault))
+
     def _next_measured(self) -> PlacedIds:
-        ids, dense = self._measured.pop(0).divided()
-        self._dense_batches.append(dense)
+        ids, dense = self._measured.pop(0)
+        self._measured_dense.append(dense)
         return ids
 
     def _has_dense(self) -> bool:
-        if not self._dense_batches:
-            dense = self._source.poll_dense()
-            self._dense_batches.extend([] if dense is None else [dense])
-        self._misses_dense = not self._dense_batches
-        return not self._misses_dense
+        """Whether the next plan's batch and the one after it have their dense parts, as far as there are any."""
+        wanted = min(2, self._planner.num_known)
+        while len(self._dense_batches) < wanted and not self._dense_ended:
+            dense = self._measured_dense.popleft() if self._measured_dense else self._poll_dense()
+            if dense is None:
+                break
+            self._checksums.add_dense(dense)
+            self._dense_batches.append(dense)
+        self._misses_dense = len(self._dense_batches) < wanted and not self._dense_ended
+        return bool(self._dense_batches) and not self._misses_dense
+
+    def _poll_dense(self) -> DenseBatch | None:
+        try:
+            return self._source.poll_dense()
+        except RowcastError as fault:
+            self._note(fault)
+            self._dense_ended = True
+            return None
 
     def plan_next(self) -> bool:
         if self._barrier_sent:
             return False
         if self.stop_reason is not None and self._last_step is None and not self._data_is_planned:
-            return self._send_barrier(self.stop_reason, finished=False, last=True)
+            return self._send_barrier(self.stop_reason, last=True)
+        if self._data_is_planned:
+            return self._send_end()
         if not self._planner.ready():
-            return self._data_is_planned and self._send_barrier("end of data", finished=True, last=True)
+            return False
         # only here, where every rank knows whether the data has ended as well
         if self.stop_reason is not None and self.planned_through == self._last_step is not None:
-            return self._send_barrier(self.stop_reason, finished=False, last=True)
+            return self._send_barrier(self.stop_reason, last=True)
         if self._planner.checkpoint_due:
-            return self._send_barrier("checkpoint", finished=False, last=False)
+            return self._send_barrier("checkpoint", last=False)
         step = self._first_step if self.planned_through is None else self.planned_through + 1
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         self._find_interval(done)
@@ -186,16 +217,13 @@ class PlanningStage:
                 store.stage(step, group)
         crash_point("plan made")
         assert isinstance(ids, PlacedIds), "the planner must return the batches that it was given"
-        dense = self._dense_batches.popleft()
-        if self._rank is not None:
-            dense = dense.of_samples(samples_of(ids.batch.size, self._rank))
-        batch = ids.with_dense(dense)
-        planned = PlannedStep(batch=batch, plan=plan)
-        self._counters.planned(plan, batch.batch.size)
+        dense = self._dense_batches.popleft().of_samples(samples_of(ids.batch.size, self._rank))
+        planned = PlannedStep(ids=ids, dense=dense, plan=plan, batches=self._checksums.planned())
+        self._counters.planned(plan, len(dense.labels))
         self.on_plan(planned)
         self._plans.append(planned)
         self.planned_through = step
-        self._position = self._position_after[step] = batch.following
+        self._position = self._position_after[step] = ids.point.following
         self._position_after.pop(step - self._ahead - 1, None)
         return True
 
@@ -207,9 +235,19 @@ class PlanningStage:
             self.on_interval(steps)
             self._planner.checkpoint_every = steps
 
-    def _send_barrier(self, reason: str, *, finished: bool, last: bool) -> bool:
-        self._plans.append(
-            PlannedBarrier(plan=self._planner.barrier(reason, finished), position=self._position, last=last)
+    def _send_end(self) -> bool:
+        if self._fault is None:
+            return self._send_barrier("end of data", finished=True, last=True)
+        return self._send_barrier("a fault in the data", last=True)
+
+    def _send_barrier(self, reason: str, *, finished: bool = False, last: bool) -> bool:
+        barrier = PlannedBarrier(
+            plan=self._planner.barrier(reason, finished),
+            position=self._position,
+            last=last,
+            ahead=self._checksums.ahead,
+            fault=self._fault if self._data_is_planned else None,
         )
+        self._plans.append(barrier)
         self._barrier_sent = last
         return True

@@ -1,9 +1,9 @@
-"""Writes returned rows to the stores and tracks up to which step that is done.
+"""Writes returned rows to the stores, and tracks the last step with all rows written.
 
-`RowsBack` carries no keys: its rows come in the order of the victims that the plan (or the barrier) named. The keys are
-kept here from before the plan is sent until its last row is applied. This stage never waits for ring space or for
-credit. It waits for another stage only where it would write over more rows of a checkpoint than may be set aside: until
-that checkpoint has written some, which waits for the disk alone.
+`RowsBack` carries no keys: its rows have the order of the plan's (or the barrier's) victims. This stage keeps the keys
+from before the plan is sent until its last row is applied. It never waits for ring space or credit. It waits for a
+different stage only when it would overwrite more rows of a checkpoint than can be set aside, until the checkpoint has
+collected some. Collecting waits only for the disk.
 """
 
 from collections import deque
@@ -14,9 +14,9 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.stores.store import Keys, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.prefetcher.verify.verifier import Verifier
 from rowcast.protocol.messages import Released, RingRef, RowsBack
 from rowcast.protocol.packing import barrier_stamp, plan_stamp
 from rowcast.protocol.transport.ring import RingReader, release
@@ -26,11 +26,11 @@ from rowcast.runtime.errors import RemoteProtocolError
 
 @dataclass(slots=True)
 class Expected:
-    """The rows that one plan or barrier will return."""
+    """The rows to be returned for one plan or barrier."""
 
     step: int | None
     barrier: int | None
-    keys: tuple[Keys, ...]  # one per group, in the order in which the rows travel
+    keys: tuple[Keys, ...]  # one per group, in the order of the rows
     applied: list[int] = field(default_factory=list)  # rows of each group that have arrived
     arrived_last: bool = False
     tickets_open: int = 0
@@ -61,17 +61,17 @@ class Writeback:
         ring: RingReader,
         counters: PrefetcherCounters,
         send: Callable[[Released], None],
-        verifier: Verifier | None,
+        observer: RowObserver,
     ) -> None:
         self.applied_through: int | None = None  # rows of every plan up to this one are in the store
         self.applied_barriers = 0
-        self.waits_for_checkpoint = False  # rows have arrived, but a checkpoint's rows leave no room to write them
+        self.waits_for_checkpoint = False  # rows have arrived, but too many frozen rows are set aside to write them
         self._groups = groups
         self._stores = stores
         self._ring = ring
         self._counters = counters
         self._send = send
-        self._verifier = verifier
+        self._observer = observer
         self._expected: deque[Expected] = deque()  # plans and barriers in order, including those that return no rows
         self._inbox: deque[RowsBack] = deque()
         self._writing: deque[PendingWrite] = deque()
@@ -90,7 +90,7 @@ class Writeback:
         return bool(self._writing)
 
     def expect(self, step: int | None, barrier: int | None, keys: tuple[Keys, ...]) -> None:
-        """Must be called before the plan or barrier is sent. `keys` are in the order in which the rows will come."""
+        """Must be called before the plan or barrier is sent. `keys` have the order of the rows."""
         nothing = barrier is None and not any(len(part) for part in keys)
         self._expected.append(Expected(step, barrier, keys, [0] * len(keys), arrived_last=nothing))
 
@@ -159,8 +159,7 @@ class Writeback:
                     f"rows {span.start}+{span.count} of group {span.group} came back out of order in {expected.name}"
                 )
             rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
-            if self._verifier is not None:
-                self._verifier.rows_home(message.step, message.barrier, span.group, span.start, rows)
+            self._observer.rows_home(message.step, message.barrier, span.group, span.start, rows)
             tickets.append(self._stores[span.group].write(keys, rows))
             expected.applied[span.group] += span.count
         return tickets

@@ -1,20 +1,22 @@
-"""Grows the horizon while knowing more batches would change what is fetched, within a budget of bytes.
+"""Grows the horizon, within a budget of bytes, while knowing more batches would change the fetched rows.
 
-A plan that took victims and left no idle row had nothing to guess: it knew when every remaining row is needed next, and
-knowing more would have changed nothing. A plan that left idle rows chose among rows without a known next use, so the
-horizon grows. While a group has free slots there is nothing to evict yet, and the horizon grows by 8 batches per plan
-in preparation, to about eight times the plans that fill the cache once. On 18 logs that fetched no row more than the
-bound (docs/experiments.md).
+A plan that evicted rows and left no idle row guessed nothing: it knew the next use of every remaining row, and knowing
+more would have changed nothing. A plan that left idle rows chose among rows without a known next use, so the horizon
+grows. While a group has free slots there is nothing to evict yet, and the horizon grows by 8 batches per plan in
+preparation, to about eight times the plans that fill the cache once. On 18 logs this fetched exactly as many rows as
+the bound (docs/log/planner.md).
 
-With a memory tier both levels count, so the horizon grows until neither has anything to guess.
+All levels count, so the horizon grows until none has anything to guess.
 
 Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
 """
 
+from collections.abc import Sequence
+
 from rowcast.prefetcher.planner.group_planner import GroupPlanner
 
 WHILE_FILLING = 8  # batches per plan
-SHARE = 16  # the horizon grows by 1/16 per plan while there is something to guess
+SHARE = 16  # the horizon grows by 1/16 per plan while plans guess
 
 
 class AutoHorizon:
@@ -24,7 +26,7 @@ class AutoHorizon:
         self.num_batches = least
         self._budget_bytes = id_bytes
 
-    def grow(self, groups: tuple[GroupPlanner, ...], known_bytes: int, num_known: int) -> int:
+    def grow(self, groups: Sequence[GroupPlanner], known_bytes: int, num_known: int) -> int:
         """Returns the new horizon after a plan. `groups`: of every level. `known_bytes`: bytes of the `num_known`
         batches known now."""
         proposed = self.num_batches + max(self._growth(group) for group in groups)

@@ -1,17 +1,17 @@
-"""Divides the cache's capacity among the groups once, at the start, from the first batches alone."""
+"""Divides the cache's capacity among the groups once, at the start, by the first batches."""
 
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rowcast.job.schema import Job, Lookahead, parse_bytes
+from rowcast.job.schema import Job, Lookahead
 from rowcast.job.tables import GroupSpec, rows_in
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.exchange import distinct
 from rowcast.prefetcher.planner.grouping import Grouper
-from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
-from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.parts import Rank
+from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES, ScheduledLookups
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
@@ -22,30 +22,27 @@ TOUCHES = f"a batch among the first {MEASURED_BATCHES} touches"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Touched:
-    """What the first batches touch, by group."""
+    """The rows that the first batches touch, by group."""
 
-    largest_batch_rows: tuple[int, ...]  # distinct rows of the batch that touches most
+    largest_batch_rows: tuple[int, ...]  # distinct rows of the largest batch
     distinct_rows: tuple[int, ...]  # distinct rows of all these batches together
 
 
-def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None) -> Touched:
-    """Counts over the first 32 of `batches`. `groups` are all groups of the job. `rank`: counts the rows that it
-    owns."""
+def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED) -> Touched:
+    """Counts the rows that `rank` owns over the first 32 of `batches`. `groups` are all groups of the job."""
     num_features = sum(group.num_features for group in groups)
     keys_of_groups = []
     for group in groups:
-        grouper, shards = Grouper(group, num_features), None if rank is None else Shards(group.tables, rank.count)
+        grouper, shards = Grouper(group, num_features), Shards(group.tables, rank.count)
         keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches[:MEASURED_BATCHES]]
-        if rank is not None and shards is not None:
-            keys = [own[shards.owners(own) == rank.number] for own in keys]
-        keys_of_groups.append(keys)
-    return touched_by(groups, keys_of_groups, batches, 1 if rank is None else rank.count)
+        keys_of_groups.append([shards.rows_of(rank.number, of_batch) for of_batch in keys])
+    return touched_by(groups, keys_of_groups, batches, rank.count)
 
 
 def touched_by(
     groups: tuple[GroupSpec, ...],
     keys_of_groups: Sequence[Sequence[I64]],
-    batches: Sequence[ScheduledBatch],
+    batches: Sequence[ScheduledLookups],
     num_shards: int = 1,
 ) -> Touched:
     """`keys_of_groups`: of each group, the distinct rows of each batch that are in one of `num_shards` shards."""
@@ -57,22 +54,22 @@ def touched_by(
     return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(counts))
 
 
-def untouched_share(group: GroupSpec, batches: Sequence[ScheduledBatch]) -> int:
-    """Distinct rows to expect of a group that the first batches do not touch: one per bag, or all rows."""
+def untouched_share(group: GroupSpec, batches: Sequence[ScheduledLookups]) -> int:
+    """Estimates the distinct rows of a group that the first batches do not touch: one per bag, or all rows."""
     largest = max((scheduled.batch.size for scheduled in batches), default=1)
     return min(group.num_rows, group.num_features * largest)
 
 
 def job_slots(
-    job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], rank: Rank | None = None
+    job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED
 ) -> tuple[int, ...]:
-    """Slots of each group in a run of the job, on the device of `rank`. `groups` are all groups of the job. Raises
-    ConfigError."""
+    """Computes the slots of each group in a run of the job, on the device of `rank`. `groups` are all groups of the
+    job. Raises ConfigError."""
     return slots_of(job, groups, measure(groups, batches, rank))
 
 
 def slots_of(job: Job, groups: tuple[GroupSpec, ...], touched: Touched) -> tuple[int, ...]:
-    """Like `job_slots`, from what the first batches touch."""
+    """Like `job_slots`, from the rows that the first batches touch."""
     rows = job.cache.capacity_rows
     nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
     fixed = {
@@ -85,14 +82,14 @@ def slots_of(job: Job, groups: tuple[GroupSpec, ...], touched: Touched) -> tuple
 
 
 def known_rows(lookahead: Lookahead, largest_batch_rows: int) -> int:
-    """The most rows of a group that the known batches, and one more that enters, touch."""
+    """Returns the most rows of a group in the known batches and one more."""
     rows = (lookahead.horizon_batches + 2) * largest_batch_rows
     return rows if lookahead.horizon != "auto" else max(rows, parse_bytes(lookahead.id_bytes) // OCCURRENCE_BYTES)
 
 
 def check_trackable(group: GroupSpec, num_slots: int, num_known: int, *, alone: bool) -> None:
-    """Raises ConfigError if the planner cannot keep track of all resident and all known rows. `alone`: the job has no
-    other group."""
+    """Raises ConfigError if the planner cannot keep track of all resident and all known rows. `alone`: the job has only
+    this group."""
     if min(group.num_rows, num_slots + num_known) <= MOST_ROWS:
         return
     most = MOST_ROWS - num_known
@@ -114,9 +111,9 @@ def divide_capacity(
 ) -> tuple[int, ...]:
     """Slots of each group, from one of the two capacities; rows are for a single group.
 
-    Groups in `fixed_rows` (the job file's cache.groups) get that number. Of the remainder, every other group gets the
-    rows of its largest batch; what is left is divided by the distinct bytes that each touches, never beyond a group's
-    rows, and what a full group cannot use goes to the others. Raises ConfigError if the largest batches do not fit.
+    Groups in `fixed_rows` (the job file's cache.groups) get that number. Every other group gets the rows of its largest
+    batch. The rest is divided in proportion to the distinct bytes that each touches, up to a group's rows; the other
+    groups get what a full group cannot use. Raises ConfigError if the largest batches do not fit.
     """
     assert (capacity_bytes is None) != (capacity_rows is None), "one capacity, in bytes or in rows"
     if capacity_rows is not None:
@@ -144,7 +141,7 @@ def divide_capacity(
 
 
 def fixed_slots(group: GroupSpec, rows: int, limit: int, largest_batch_rows: int) -> int:
-    """Slots that cache.groups gives a group. Raises ConfigError if a measured batch does not fit."""
+    """Returns the slots of a group in cache.groups. Raises ConfigError if a measured batch does not fit."""
     if rows < largest_batch_rows:
         needed = f'"{largest_batch_rows} rows" ({largest_batch_rows * group.record_bytes} bytes)'
         raise ConfigError(
@@ -173,7 +170,7 @@ def too_small(
 
 def hand_out(slots: list[int], limits: list[int], shares: list[int], record_bytes: list[int], rest_bytes: int) -> None:
     """Adds `rest_bytes` to `slots` in proportion to `shares`. A group that reaches its limit drops out, and the others
-    share what it leaves."""
+    divide its rest."""
     open_groups = [g for g in range(len(slots)) if slots[g] < limits[g]]
     while open_groups:
         total = sum(shares[g] for g in open_groups)
@@ -187,7 +184,7 @@ def hand_out(slots: list[int], limits: list[int], shares: list[int], record_byte
         if not full:
             break
         open_groups = [g for g in open_groups if g not in full]
-    for g in open_groups:  # what rounding left
+    for g in open_groups:  # the rest of rounding
         gained = min(rest_bytes // record_bytes[g], limits[g] - slots[g])
         slots[g] += gained
         rest_bytes -= gained * record_bytes[g]

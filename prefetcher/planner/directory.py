@@ -1,14 +1,13 @@
-"""A hash from row key to the position of the row's last occurrence (horizon.py), for every row that the planner tracks.
+"""Maps each tracked row's key to the position of its last occurrence (horizon.py), in a hash.
 
-A row is tracked while it is resident or some batch of the horizon touches it; so memory follows the slots and the
-horizon, never the tables. The hash uses linear probing. It is searched once for each distinct row when a batch enters
-the horizon, and once when a row leaves; a plan follows positions instead.
+A row is tracked while it is resident or in a batch of the horizon, so memory grows with slots and horizon, never with
+the tables. The hash uses linear probing. It is searched once for each distinct row when a batch enters the horizon, and
+once when a row leaves; a plan follows positions instead.
 
     cell    31 bits of the key's hash | low 32 bits of the position        or EMPTY
 
-The lowest bits of the hash say where the search for a key begins. The key itself is in the occurrence at that position,
-which is needed next anyway; so a search that ends at the right cell costs one memory access for the cell and one for
-the occurrence.
+The lowest bits of the hash decide where the search for a key begins. The key itself is in the occurrence, which is
+needed next anyway, so a direct hit costs one memory access for the cell and one for the occurrence.
 """
 
 from typing import NamedTuple
@@ -28,7 +27,7 @@ LOW, POSITION_BITS = np.uint64(2**32 - 1), np.uint64(32)
 INITIAL_CELLS = 2048
 CELLS_A_ROW = 2.5  # at least
 CELL_BYTES = 8
-MOST_CELLS = 2**31  # as many as 31 bits of a hash tell apart
+MOST_CELLS = 2**31  # as many as 31 bits of a hash distinguish
 MOST_ROWS = int(MOST_CELLS / CELLS_A_ROW)  # that can be tracked
 AHEAD = 24  # how many cells ahead the processor prefetches
 
@@ -75,7 +74,7 @@ def hash_of(key: int) -> np.uint64:
 
 @compiled_loop
 def locate(cells: U64, rows: Records, key: int) -> np.uint64:
-    """Returns the cell of a tracked row, or the empty one that it would get. `rows` are the occurrences."""
+    """Returns the cell of a tracked row, or the empty cell for it. `rows` are the occurrences."""
     mask, last = np.uint64(len(cells) - 1), np.uint64(len(rows) - 1)
     tag = hash_of(key)
     cell = tag & mask

@@ -1,4 +1,4 @@
-"""Defines what an eviction policy must do, and removes the rows that it chose.
+"""Defines the interface of an eviction policy, and removes the rows that it chose.
 
 Rows without a known next use are idle and form one line in the order (last use, key); rows with a known next use are in
 the queue of that step, in the same order (horizon.py):
@@ -7,7 +7,7 @@ the queue of that step, in the same order (horizon.py):
     queue of step p+1    2 6
     queue of step p+2    8 1
 
-A policy that does not look ahead knows only the batch being planned, so every row is idle to it.
+A policy that does not look ahead knows only the batch being planned: all rows are idle.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ NEVER = 2**31 - 1  # instead of a step: no known batch uses the row
 
 
 class Residents(NamedTuple):
-    """A group's resident rows while a step is planned, by position. Those of the step itself may not leave."""
+    """A group's resident rows while a step is planned, by position. The step's rows may not leave."""
 
     occurrences: Occurrences
     oldest: int  # the line of idle rows starts here
@@ -47,7 +47,7 @@ class Victims(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """The policy of one group in one planner. Its answers depend on the batches planned so far and, if it looks ahead,
+    """The policy of one group in one planner. Its choices depend on the batches planned so far and, if it looks ahead,
     on the known batches, never on time.
     """
 
@@ -58,7 +58,7 @@ class EvictionPolicy(Protocol):
         """The scores of fetched rows before their first use; None: all are 0. `keys` are ascending."""
 
     def choose(self, rows: Residents, victims: Victims) -> int:
-        """Fills `victims` and returns how many rows it found: fewer than there is room for only if no more may leave.
+        """Fills `victims` and returns how many rows it found: fewer than fit only if no more may leave.
 
         Must not change `rows`.
         """
@@ -89,7 +89,7 @@ class LeastScore:
 
 
 def new_policy(name: str, first_batches: Iterable[I64]) -> EvictionPolicy:
-    """`first_batches`: distinct keys of each of the run's first batches, read only by policies that look at them."""
+    """`first_batches`: distinct keys of each of the run's first batches, read only by policies that use them."""
     policy: EvictionPolicy = import_module(EVICTION_POLICIES[name].module).new_policy(first_batches)
     return policy
 
@@ -133,7 +133,7 @@ def pick(row: np.void, position: int, victims: Victims, i: int) -> None:
 
 @compiled_loop
 def leave(rows: Residents, positions: I64) -> tuple[int, int]:
-    """Removes the rows at these positions. Returns how many were idle, and where the line of idle rows now starts."""
+    """Removes the rows at these positions. Returns how many were idle, and the new start of the line of idle rows."""
     records, last, num_idle = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
     for position in positions:
         row = records[position & last]

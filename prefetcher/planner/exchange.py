@@ -1,16 +1,17 @@
-"""Plans what ranks exchange in a step, for one group: rows go out to the ranks that look them up, gradients come back.
+"""Plans a group's exchange between ranks in a step: owners send rows to the ranks that look them up, and get gradients
+back.
 
-Every rank knows the ids of the whole batch, so each works out its own side alone, and both sides agree on every size
-and order:
+Every rank knows the ids of the whole batch and computes its side from them, so both sides agree on every size and
+order:
 
     rows         an owner sends each rank the distinct rows that its parts look up, by ascending key
-    received     from owner 0, owner 1, ...                            place: where a row stands among those
-    gradients    each part gives one a distinct row; a rank adds its parts (`home`) and sends them back in that order
+    received     from owner 0, owner 1, ...                            place: a row's position among those
+    gradients    each part has one per distinct row; a rank adds its parts (`home`) and sends them back in that order
     returned     from rank 0, rank 1, ...                              the owner adds them (`sums`) and trains its rows
 
-Both sums are parts of one tree over all parts of the batch, `((0 + 1) + (2 + 3)) + ...`: level by level, neighbours
-are added, and one without a neighbour goes up as it is. A part that does not look up a row has no place in its tree; it
-would add a zero, which changes no sum of a row's gradients, as these start from 0 and are never -0.0.
+Both sums are branches of one tree over all parts of the batch, `((0 + 1) + (2 + 3)) + ...`: level by level, neighbours
+are added, and a value without a neighbour passes unchanged. A part that does not look up a row is not in its tree: its
+zero would not change the sum, which starts from 0 and is never -0.0.
 """
 
 from collections.abc import Sequence
@@ -25,13 +26,13 @@ from rowcast.runtime.arrays import I32, I64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderedSum:
-    """How rows' gradients that several sources give, one source after the other, are added in place."""
+    """The additions, in place, of rows' gradients from several sources, concatenated."""
 
-    keys: I64  # [U] ascending: every row that a source has
-    to: I32  # [A] values[to] += values[of], level after level; in a level no place occurs twice
+    keys: I64  # [U] ascending: every row of any source
+    to: I32  # [A] values[to] += values[of], level by level; within a level all positions differ
     of: I32  # [A]
     level_ends: tuple[int, ...]  # additions up to the end of each level
-    roots: I32  # [U] where each row's sum stands after the last level
+    roots: I32  # [U] position of each row's sum after the last level
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +40,7 @@ class OrderedSum:
 
 
 def ordered_sum(sources: Sequence[I64]) -> OrderedSum:
-    """`sources`: the distinct rows that each source gives a gradient of, by ascending key."""
+    """`sources`: the distinct rows with a gradient from each source, by ascending key."""
     keys = np.concatenate([np.zeros(0, np.int64), *sources])
     nodes = np.repeat(np.arange(len(sources)), [len(own) for own in sources])
     places = np.argsort(keys, kind="stable")  # by row, and by source within a row
@@ -58,14 +59,14 @@ def ordered_sum(sources: Sequence[I64]) -> OrderedSum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupExchange:
-    """One rank's side of a step's exchange, as it is known before the rows have slots."""
+    """One rank's side of a step's exchange, before the rows have slots."""
 
-    send_counts: tuple[int, ...]  # rows that go to each rank
-    send: I32  # [sent] which of the own rows, for rank 0, then rank 1, ...
-    sums: OrderedSum  # over what comes back, laid out as what was sent; its keys are the own rows of the whole batch
-    receive_counts: tuple[int, ...]  # rows that come from each owner
-    places: tuple[I32, ...]  # for each own part: where its distinct rows, by ascending key, stand among those received
-    home: OrderedSum  # over the own parts, one after the other; its roots follow the received rows
+    send_counts: tuple[int, ...]  # rows sent to each rank
+    send: I32  # [sent] which of this rank's rows, for rank 0, then rank 1, ...
+    sums: OrderedSum  # over returned gradients, laid out as the sent rows; its keys are the shard's rows of the batch
+    receive_counts: tuple[int, ...]  # rows received from each owner
+    places: tuple[I32, ...]  # for each part here: positions of its distinct rows, ascending, among those received
+    home: OrderedSum  # over the parts here, concatenated; its roots follow the received rows
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +77,7 @@ def exchange_of(keys_of_parts: Sequence[I64], shards: Shards, rank: Rank) -> Gro
     """`keys_of_parts`: the distinct rows of a group that each part of the batch looks up, by ascending key."""
     k = rank.parts_per_rank
     wanted = [distinct(keys_of_parts[first : first + k]) for first in range(0, rank.parts, k)]  # by each rank
-    asked_here = [keys[shards.owners(keys) == rank.number] for keys in wanted]
+    asked_here = [shards.rows_of(rank.number, keys) for keys in wanted]
     sums = ordered_sum(asked_here)
     home = ordered_sum(own_parts := keys_of_parts[rank.number * k : (rank.number + 1) * k])
     owners = shards.owners(home.keys)
@@ -96,9 +97,9 @@ def exchange_of(keys_of_parts: Sequence[I64], shards: Shards, rank: Rank) -> Gro
 
 
 def distinct(keys: Sequence[I64]) -> I64:
-    """The rows of several batches or parts, ascending; `keys`: those of each, ascending and distinct.
+    """Returns the rows of several batches or parts, ascending; `keys`: those of each, ascending and distinct.
 
-    numpy's `unique` hashes, which is several times slower than merging what is sorted already."""
+    numpy's `unique` hashes, several times slower than merging sorted keys."""
     if len(keys) == 1:
         return keys[0]
     every = np.sort(np.concatenate([np.zeros(0, np.int64), *keys]), kind="stable")

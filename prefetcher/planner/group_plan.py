@@ -1,5 +1,6 @@
-"""Joins the look-ups of a group's plan with the moves of its rows."""
+"""Makes a group's plan from its look-ups and the moves of its rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,30 +9,32 @@ import numpy.typing as npt
 from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupMoves
 from rowcast.prefetcher.planner.grouping import Grouping, bags_of
 from rowcast.protocol.plan import GroupPlan, GroupShare
-from rowcast.protocol.plan_layout import LOOKUP_ARRAYS, LookupArrays
+from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.runtime.arrays import I32
-
-Lookups = LookupArrays[npt.NDArray[Any]]
 
 
 def group_plan(
-    lookups: Lookups, moves: GroupMoves, tier: GroupMoves | None, share: GroupShare | None = None
+    lookups: LookupArrays[npt.NDArray[Any]],
+    moves: Sequence[GroupMoves],
+    share: GroupShare | None = None,
 ) -> GroupPlan:
+    """`moves`: of each level, from the device down."""
+    device, *below = moves
     return GroupPlan(
-        **{name: getattr(lookups, name) for name in LOOKUP_ARRAYS},
-        fetch_slots=moves.fetch.slots,
-        fetch_keys=moves.fetch.keys,
-        evict_keys=moves.evict.keys,
-        num_dirty=moves.num_dirty,
-        fill_after=moves.fill_after,
-        load_keys=NO_ROWS if tier is None else tier.fetch.keys,
-        spill_keys=NO_ROWS if tier is None else tier.evict.keys,
+        **lookups.named(),
+        fetch_slots=device.fetch.slots,
+        fetch_keys=device.fetch.keys,
+        evict_keys=device.evict.keys,
+        num_dirty=device.num_dirty,
+        fill_after=device.fill_after,
+        load_keys=below[0].fetch.keys if below else NO_ROWS,
+        spill_keys=below[0].evict.keys if below else NO_ROWS,
         share=share,
     )
 
 
 def bag_order(grouping: Grouping, order: I32) -> I32:
-    """The bag of each look-up, in `order`."""
+    """Returns the bag of each look-up, in `order`."""
     if grouping.offsets is None:
         return order
     bags = np.empty(len(order), np.int32)

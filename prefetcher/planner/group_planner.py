@@ -42,7 +42,7 @@ NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Occupancy:
-    """A group's slots after the last plan."""
+    """Counts a group's slots after the last plan."""
 
     num_slots: int
     num_resident: int
@@ -55,7 +55,7 @@ class Occupancy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupMoves:
-    """What a step changes in a group's slots; fields as in `GroupPlan`."""
+    """A step's changes in a group's slots; fields as in `GroupPlan`."""
 
     unique_slots: I32
     fetch: RowMove
@@ -69,8 +69,7 @@ class GroupPlanner:
     """Batches `enter` and are planned later, both in step order. An evicted row's slot is filled at once, so slots 0 to
     n - 1 are in use.
 
-    pinned: ascending keys of rows that never leave once they are resident. capacity_key: the job's key that gives it
-    slots.
+    pinned: ascending keys of rows that never leave once resident. capacity_key: the job's key that sets its slots.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class GroupPlanner:
         num_slots: int,
         policy: EvictionPolicy,
         pinned: I64,
-        capacity_key: str = "cache.capacity",
+        capacity_key: str,
     ) -> None:
         self.group = group
-        self._capacity_key = capacity_key
+        self.capacity_key = capacity_key
         self.num_slots = num_slots
         self.directory = new_directory()
         self._policy = policy
@@ -128,7 +127,7 @@ class GroupPlanner:
         if num_tracked + len(keys) > MOST_ROWS:
             raise ConfigError(
                 f"step {step} touches {len(keys)} distinct rows of group {self.group.name} while {num_tracked} are "
-                f"tracked, of at most {MOST_ROWS}; lower {self._capacity_key}, lookahead.horizon or data.batch_size"
+                f"tracked, of at most {MOST_ROWS}; lower {self.capacity_key}, lookahead.horizon or data.batch_size"
             )
         if self._head == self._tail:
             self._first_step = step
@@ -200,7 +199,7 @@ class GroupPlanner:
         return evict, num_dirty, int(victims.last_uses.max())
 
     def _fetch(self, missing: I32, evict: RowMove) -> tuple[RowMove, int]:
-        """Missing rows take the victims' slots in the victims' order, then free slots, lowest first."""
+        """Gives missing rows the victims' slots in the victims' order, then free slots, lowest first."""
         num_resident = self._num_resident + len(missing) - len(evict)
         slots = np.concatenate([evict.slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
         self._num_resident = num_resident
@@ -213,8 +212,8 @@ class GroupPlanner:
 
 
 def planner_bytes(num_slots: int, num_known: int, *, scored: bool = False) -> int:
-    """Host memory for planning a group once its slots are full. `num_known`: distinct rows of the known batches, each
-    counted in every batch that touches it. `scored`: the policy has scores."""
+    """Returns the host memory for planning a group with full slots. `num_known`: distinct rows of the known batches,
+    each counted in every batch that touches it. `scored`: the policy has scores."""
     num_tracked = min(num_slots + num_known, MOST_ROWS)
     return occurrences_bytes(num_slots, num_known, scored=scored) + CELL_BYTES * cells_for(num_tracked)
 

@@ -10,24 +10,25 @@ look-ups:
     keys       |  0<<48|3   0<<48|7  |     2<<48|5       |   distinct, ascending
     segments   0         1           3                   5   where each distinct row's look-ups start, and the last end
 
-Unpooled features (pooling = "none") end here: each of their look-ups becomes a bag of its own, and where each sample's
-bags start is stored beside them. Everything later, including the kernels, pools every bag and needs no other kind.
+Unpooled features (pooling = "none") end here: each of their look-ups becomes a separate bag, and the start of each
+sample's bags is stored beside them. All later code, including the kernels, pools every bag.
 
-A table with few rows is counted row by row; a table of which the batch touches few rows goes through a small hash; any
-other is sorted by digits. Tables are independent, so several threads may take some each: the result does not depend on
-their number.
+A table with few rows is counted row by row, a table with few rows in the batch uses a small hash, and any other is
+sorted by digits. Tables are independent, so several threads may divide them: the result does not depend on their
+number.
 """
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.runtime.arrays import F32, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop
 from rowcast.runtime.splitmix import GOLDEN
@@ -43,22 +44,6 @@ ONE = np.uint32(1)  # indexing with unsigned integers saves the test for negativ
 OUTSIDE, TOO_MANY = -1, -2  # instead of a number of rows
 SORTED_AT_ONCE = 2**16  # pairs: 768 KiB of spare arrays, which a nearby cache holds
 FEW_ROWS = 1024  # distinct rows of a table in a batch that a hash in the nearest cache holds
-
-
-class Lookups(Protocol):
-    """What the planner needs of a batch; fields as in `rowcast.protocol.batch.Batch`."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def ids(self) -> I64: ...
-
-    @property
-    def offsets(self) -> I64 | None: ...
-
-    @property
-    def weights(self) -> F32 | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +116,7 @@ class Grouper:
         self._num_rows = np.array([table.num_embeddings for table in group.tables], np.int64)
         self._pool = pool or Pool()
 
-    def lookups(self, batch: Lookups) -> GroupLookups:
+    def lookups(self, batch: Batch | IdsBatch) -> GroupLookups:
         check_shape(batch, self._num_features)
         runs = [(first * batch.size, end * batch.size) for first, end in self._runs]  # in bags
         table_starts = self._feature_starts * batch.size
@@ -219,7 +204,7 @@ def consecutive_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-def check_shape(batch: Lookups, num_features: int) -> None:
+def check_shape(batch: Batch | IdsBatch, num_features: int) -> None:
     num_bags, num_lookups = num_features * batch.size, len(batch.ids)
     assert max(num_bags, num_lookups) <= MAX_LOOKUPS, (
         f"{num_bags} bags of {num_lookups} look-ups are more than {MAX_LOOKUPS}"
@@ -507,9 +492,9 @@ def sort_pairs(keys: I64, values: I32) -> None:
 def sort_distinct(keys: I64, values: I32) -> None:
     """Like `sort_pairs` for distinct keys, with spare arrays for SORTED_AT_ONCE pairs only.
 
-    Splits the pairs in place by the highest bit in which their keys differ until a part fits.
+    Splits the pairs in place by the highest bit in which their keys differ until a range fits.
     """
-    begins, ends = np.zeros(64, np.int64), np.zeros(64, np.int64)  # parts to do; each split uses another of 63 bits
+    begins, ends = np.zeros(64, np.int64), np.zeros(64, np.int64)  # ranges to do; each split uses a new one of 63 bits
     ends[0], count = len(keys), 1
     while count:
         begin, end = begins[count - 1], ends[count - 1]
@@ -524,7 +509,7 @@ def sort_distinct(keys: I64, values: I32) -> None:
 
 @compiled_loop
 def split(keys: I64, values: I32, begin: int, end: int) -> int:
-    """Moves pairs with the highest bit in which keys differ behind the others. Returns where they begin."""
+    """Moves pairs with the highest differing bit set after the others. Returns where they begin."""
     different, bit = np.int64(0), np.int64(1)
     for i in range(begin, end):
         different |= keys[i] ^ keys[begin]

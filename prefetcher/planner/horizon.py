@@ -1,4 +1,4 @@
-"""Keeps the known batches, from the next plan's to the horizon, and where each distinct row occurs in them.
+"""Keeps the known batches, from the next plan's to the horizon, and each distinct row's occurrences in them.
 
 A group's occurrences are kept in a circular buffer, batch after batch, by ascending key within a batch. A position is
 counted over the whole run; its index in the buffer is the position modulo the buffer's size:
@@ -7,15 +7,15 @@ counted over the whole run; its index in the buffer is the position modulo the b
     oldest             head                                               tail
     next_in                       3 4 0            0 2             0 0     distance to the row's next occurrence, or 0
 
-The state of a resident row is kept in its next occurrence. So a plan reads its batch's occurrences one after the other
-and moves each row's state to the row's next one, which is in a later batch in the same order of keys: planning never
-searches for anything and hardly ever leaves the processor's cache. A row without a known next use is *idle*: its state
-stays in its last occurrence, before the head. So the occurrences from `oldest` to the head, read from left to right,
-are the line of idle rows by (last use, key), with gaps where rows have moved.
+The state of a resident row is kept in its next occurrence. So a plan reads its batch's occurrences in sequence and
+moves each row's state to the row's next occurrence, in a later batch in the same order of keys: planning never searches
+and rarely misses the processor's cache. A row without a known next use is *idle*: its state stays in its last
+occurrence, before the head. So the occurrences from `oldest` to the head, read from left to right, are the line of idle
+rows by (last use, key), with gaps where rows have moved.
 
-Most occurrences are of idle rows where slots are many, so only what these need has room in the large buffer; what known
-batches need besides is kept in buffers of their size. A buffer grows in place, to twice its size, and the large one
-only if closing its gaps would leave it more than 5/8 full: so it has 1.6 to 3.2 places for each row in it.
+With many slots, most occurrences are of idle rows, so the large buffer holds only their fields; the other fields of
+known batches have smaller buffers. A buffer doubles in place, the large one only if closing its gaps would leave it
+more than 5/8 full: so it has room for 1.6 to 3.2 times its rows.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ from rowcast.prefetcher.planner.directory import (
     hash_of,
     locate_position,
 )
-from rowcast.prefetcher.planner.grouping import Lookups, sort_pairs
-from rowcast.protocol.batch import Kind
+from rowcast.prefetcher.planner.grouping import sort_pairs
+from rowcast.protocol.batch import Batch, IdsBatch, Kind
 from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
 
@@ -45,7 +45,7 @@ DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never
 FLAGS, FLAG_BITS = DIRTY | PINNED, 2
 UNUSED = NONE << FLAG_BITS
 MOST_STEPS = 2**29  # what the flags leave of an int32
-FULLEST = (5, 8)  # share of the large buffer that is in use after gaps were closed; otherwise it grows
+FULLEST = (5, 8)  # fraction of the large buffer in use after closing gaps; above it, the buffer grows
 OCCURRENCES_AHEAD = 8  # how many occurrences ahead the processor prefetches
 INITIAL_OCCURRENCES = 1024
 INITIAL_STEPS = 16
@@ -80,11 +80,11 @@ class ScheduledLookups(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def batch(self) -> Lookups: ...
+    def batch(self) -> Batch | IdsBatch: ...
 
 
 class NeededRows(Protocol):
-    """What a batch needs of one group: `Grouping`, or a rank's share of it."""
+    """A batch's rows in one group: `Grouping`, or a rank's version of it."""
 
     @property
     def keys(self) -> I64:
@@ -105,7 +105,7 @@ class KnownBatch:
     scheduled: ScheduledLookups
     groups: tuple[NeededRows, ...]
     slots_needed: tuple[int, ...]  # by group: its distinct rows, and the pinned ones
-    num_levels: int = 1  # planned levels, each with occurrences of its own: 2 with a memory tier
+    num_levels: int  # each has separate occurrences
 
     @property
     def id_bytes(self) -> int:
@@ -216,7 +216,7 @@ def new_occurrences(
 
 
 def occurrences_bytes(num_idle: int, num_known: int, *, scored: bool) -> int:
-    """The bytes of a ring that has held so many idle rows and known occurrences at once."""
+    """Returns the bytes of a ring that has held `num_idle` idle rows and `num_known` occurrences at once."""
     used, of_all = FULLEST
     num_places = enlarged(INITIAL_OCCURRENCES, -(-of_all * (num_idle + num_known) // used))
     known_bytes = 2 * np.dtype(np.int32).itemsize * enlarged(INITIAL_OCCURRENCES, num_known)
@@ -230,7 +230,7 @@ def enlarged(size: int, needed: int) -> int:
 
 
 def should_close(size: int, oldest: int, head: int, num_idle: int, tail: int, num_new: int) -> bool:
-    """Whether the ring is full and closing its gaps makes room enough for `num_new` occurrences."""
+    """Returns whether the ring is full and closing its gaps makes room for `num_new` occurrences."""
     used, of_all = FULLEST
     return tail - oldest + num_new > size and of_all * (num_idle + tail - head + num_new) <= used * size
 
@@ -246,7 +246,7 @@ def make_room(occurrences: Occurrences, oldest: int, head: int, tail: int, num_n
 
 
 def with_steps(occurrences: Occurrences, first: int, last: int) -> Occurrences:
-    """Returns the same buffer, or one with queues for steps `first` to `last`; existing queues stay as they are."""
+    """Returns the same buffer, or one with queues for steps `first` to `last`; existing queues do not change."""
     size = len(occurrences.first)
     while size <= last - first:
         size *= 2
@@ -262,7 +262,7 @@ def with_steps(occurrences: Occurrences, first: int, last: int) -> Occurrences:
 
 @compiled_loop
 def spread(array: Records | I32, before: int, begin: int, end: int) -> None:
-    """Moves what is at these positions of a ring that had `before` places to where it belongs in the larger one."""
+    """Moves these positions of a ring that had `before` entries to their indices in the larger one."""
     for position in range(begin, end):
         old, new = position & (before - 1), position & (len(array) - 1)
         if new != old:
@@ -327,7 +327,7 @@ def queue_revived(step: int, occurrences: Occurrences, revived: Revived) -> None
 
 @compiled_loop
 def expect_occurrence(cells: U64, rows: Records, keys: I64, i: int) -> None:
-    """Prefetches the occurrence of keys[i], as far as its first cell tells, into the processor's cache."""
+    """Prefetches the occurrence of keys[i] that its first cell points to."""
     if i < len(keys):
         held = cells[hash_of(keys[i]) & np.uint64(len(cells) - 1)]
         if held != EMPTY:
@@ -348,7 +348,7 @@ def contains(ascending: I64, key: int) -> bool:
 
 @compiled_loop
 def move_state(rows: Records, scores: I32, before: int, after: int) -> None:
-    """Moves a row's state from its occurrence at one position to the one at another."""
+    """Moves a row's state between its occurrences at two positions."""
     source, target = rows[before & (len(rows) - 1)], rows[after & (len(rows) - 1)]
     target["slot"], target["use"] = source["slot"], source["use"]
     scores[after & (len(scores) - 1)] = scores[before & (len(scores) - 1)]
@@ -359,8 +359,8 @@ def move_state(rows: Records, scores: I32, before: int, after: int) -> None:
 def use_rows(
     step: int, train: bool, per_use: int, position: int, occurrences: Occurrences, unique_slots: I32
 ) -> tuple[int, int]:
-    """Uses the batch at `position`, whose rows are all resident. Each row's state moves to its next occurrence, whose
-    queue it joins, or stays as an idle row's. Returns how many rows became dirty, and how many idle."""
+    """Uses the batch at `position`, whose rows are all resident. Each row's state moves to its next occurrence and
+    joins that step's queue, or stays as an idle row's. Returns how many rows became dirty, and how many idle."""
     rows, scores, next_in = occurrences.rows, occurrences.scores, occurrences.next_in
     last, last_known, last_step = len(rows) - 1, len(next_in) - 1, len(occurrences.first) - 1
     num_dirtied = num_idle = 0
@@ -409,7 +409,7 @@ def close_gaps(rows: Records, scores: I32, cells: U64, oldest: int, head: int) -
 
 @compiled_loop
 def take_dirty(rows: Records, oldest: int, tail: int, keys: I64, slots: I32) -> int:
-    """Marks the dirty rows as clean and fills `keys` and `slots`, which have room for them. Returns their number."""
+    """Marks the dirty rows as clean and writes them to `keys` and `slots`. Returns their number."""
     last, found = len(rows) - 1, 0
     for position in range(oldest, tail):
         row = rows[position & last]

@@ -2,29 +2,30 @@
 
 from collections.abc import Sequence
 
-from rowcast.job.schema import CheckpointInterval, Job, Lookahead, parse_bytes
+from rowcast.job.schema import CheckpointInterval, Job, Lookahead
 from rowcast.job.tables import GroupSpec
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.horizon import ScheduledLookups
+from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.protocol.parts import Rank
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.runtime.arrays import I64
 
 
 def job_planner(
     job: Job,
     groups: tuple[GroupSpec, ...],
-    slots: tuple[int, ...],
+    slots: Sequence[Slots],
     first_batches: Sequence[ScheduledLookups],
     *,
     pinned: tuple[I64, ...] | None = None,
     num_threads: int = 1,
     keep_ids: bool = False,
     checkpoint_every: CheckpointInterval | None = None,
-    rank: Rank | None = None,
-    tier_slots: tuple[int, ...] | None = None,
+    rank: Rank = UNDIVIDED,
 ) -> RowPlanner:
-    """`first_batches`: those that the capacity was divided by. `pinned`: the loaded rows of cache.pin.
+    """`first_batches`: the batches that divided the capacity. `pinned`: the loaded rows of cache.pin.
     `checkpoint_every`: the job's interval by default. The others as in RowPlanner."""
     return RowPlanner(
         groups,
@@ -38,7 +39,6 @@ def job_planner(
         keep_ids=keep_ids,
         checkpoint_every=job.checkpoint.interval if checkpoint_every is None else checkpoint_every,
         rank=rank,
-        tier_slots=tier_slots,
     )
 
 

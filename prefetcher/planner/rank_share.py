@@ -1,6 +1,6 @@
-"""A rank's share of a batch: the look-ups of its parts, and the rows that it owns for the parts of all ranks.
+"""Plans what one rank does with a batch: the look-ups of its parts, and the rows of its shard for all ranks' parts.
 
-Every rank groups all parts of every batch, so their plans agree without a message between them.
+Every rank groups all parts of every batch, so the plans of all ranks agree without a message.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.exchange import GroupExchange, exchange_of
 from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
 from rowcast.prefetcher.planner.group_planner import GroupMoves
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups
-from rowcast.prefetcher.readers.batch_parts import IdsBatch
-from rowcast.protocol.parts import Ids, Rank, ids_of_samples, part_bounds
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping
+from rowcast.protocol.batch import Batch, IdsBatch
+from rowcast.protocol.parts import Rank, ids_of_samples, part_bounds
 from rowcast.protocol.plan import GroupPlan, GroupShare
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.shards import Shards
@@ -26,9 +26,9 @@ NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedRows:
-    """What a batch needs of a group here: rows of this shard for every rank, and the look-ups of the own parts."""
+    """A group's rows of a batch: those of this shard for every rank, and the look-ups of this rank's parts."""
 
-    parts: tuple[Grouping, ...]  # the own ones
+    parts: tuple[Grouping, ...]  # of this rank
     exchange: GroupExchange
 
     @property
@@ -49,25 +49,24 @@ class SharedRows:
 
 
 class ShareOfBatch:
-    """Implements `planner.Arranger` for one of several ranks, or for a trainer that computes several parts."""
+    """Implements `planner.Arranger` for a rank of several, or a batch in several parts."""
 
     def __init__(self, group: GroupSpec, grouper: Grouper, rank: Rank) -> None:
         self._grouper = grouper
         self._rank = rank
         self._shards = Shards(group.tables, rank.count)
 
-    def group(self, batch: Lookups) -> SharedRows:
+    def group(self, batch: Batch | IdsBatch) -> SharedRows:
         bounds = part_bounds(batch.size, self._rank.parts)
-        whole = Ids(batch.ids, batch.offsets, batch.weights)
-        parts = []
-        for first, end in pairwise(bounds):
-            ids = ids_of_samples(batch.size, whole, first, end)
-            parts.append(self._grouper.group(self._grouper.lookups(IdsBatch(size=end - first, **ids._asdict()))))
+        parts = [
+            self._grouper.group(self._grouper.lookups(ids_of_samples(batch, first, end)))
+            for first, end in pairwise(bounds)
+        ]
         exchange = exchange_of([part.keys for part in parts], self._shards, self._rank)
         return SharedRows(parts=tuple(parts[own] for own in self._rank.own_parts), exchange=exchange)
 
-    def plan(self, rows: SharedRows, moves: GroupMoves, tier: GroupMoves | None, train: bool) -> GroupPlan:
-        """Look-ups, distinct rows and bags stand part by part; rows are named by their place among the received."""
+    def plan(self, rows: SharedRows, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
+        """Look-ups, distinct rows and bags follow each other part by part. A slot is an index among received rows."""
         parts, exchange = rows.parts, rows.exchange
         arranged = [self._grouper.arrange(part, own) for part, own in zip(parts, exchange.places, strict=True)]
         orders = [order for _, order in arranged]
@@ -88,11 +87,11 @@ class ShareOfBatch:
             else np.concatenate([part.weights for part in parts if part.weights is not None]),
             sequence_offsets=sequences_of(parts),
         )
-        return group_plan(arrays, moves, tier, share_of(exchange, parts, moves, train))
+        return group_plan(arrays, moves, share_of(exchange, parts, moves[0], train))
 
 
 def share_of(exchange: GroupExchange, parts: Sequence[Grouping], moves: GroupMoves, train: bool) -> GroupShare:
-    """An evaluation sends no gradients."""
+    """Returns what the rank sends and adds in the step. An evaluation sends no gradients."""
     home, sums = exchange.home, exchange.sums
     return GroupShare(
         send_slots=moves.unique_slots[exchange.send],
@@ -115,7 +114,7 @@ def share_of(exchange: GroupExchange, parts: Sequence[Grouping], moves: GroupMov
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    """Where each part starts if they stand one after the other."""
+    """Returns where each part starts in the concatenation of all parts."""
     return [sum(counts[:part]) for part in range(len(counts))]
 
 
@@ -125,7 +124,7 @@ def one_after_another(arrays: Sequence[I32], bases: Sequence[int] | None = None)
 
 
 def joined_offsets(offsets: Sequence[I32]) -> I32:
-    """Offsets of parts, each from 0, as those of the parts one after the other."""
+    """Returns the offsets of the concatenated parts. The offsets of each part start from 0."""
     bases = starts([int(own[-1]) for own in offsets])
     return np.concatenate(
         [offsets[0][:1], *(own[1:] + np.int32(base) for own, base in zip(offsets, bases, strict=True))]
@@ -133,7 +132,7 @@ def joined_offsets(offsets: Sequence[I32]) -> I32:
 
 
 def sequences_of(parts: Sequence[Grouping]) -> I32 | None:
-    """[S, B + 1] over the samples of all parts."""
+    """Returns [S, B + 1] over the samples of all parts; None if all features are pooled."""
     of_parts = [part.sequence_offsets for part in parts if part.sequence_offsets is not None]
     if not of_parts:
         return None

@@ -1,1 +1,1 @@
-"""Turns data files into batches in training order, in processes of their own."""
+"""Turns data files into batches in training order, in separate processes."""

@@ -7,12 +7,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rowcast.job.schema import Columns
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
+from rowcast.job.formats import Columns
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
-from rowcast.prefetcher.readers.id_check import MISSING, Feature, IdCheck, Location, check_dense, check_labels
+from rowcast.prefetcher.readers.id_check import (
+    LARGEST_ID,
+    MISSING,
+    Feature,
+    IdCheck,
+    Location,
+    check_dense,
+    check_labels,
+)
+from rowcast.protocol.batch import IdsBatch
 from rowcast.runtime.errors import DataError
 
 
@@ -22,14 +31,18 @@ class RowDecoder:
 
     def dense(self, table: Any, location: Location) -> DenseBatch:
         roles = self._roles
-        with np.errstate(over="ignore"):  # values beyond fp32 become infinite, which the checks refuse
+        with np.errstate(over="ignore"):  # values beyond fp32 become infinite, and the checks refuse them
             labels, dense = ([floats(table[name]) for name in names] for names in (roles.labels, roles.dense))
         stacked = np.stack(dense, axis=1) if dense else np.zeros((table.num_rows, 0), np.float32)
-        own_labels = np.stack(labels, axis=1) if self._columns.labels else labels[0]
         return DenseBatch(
             dense=check_dense(stacked, roles.dense, location),
-            labels=check_labels(own_labels, self._columns, location),
+            labels=check_labels(self._labels(labels, table.num_rows), self._columns, location),
         )
+
+    def _labels(self, columns: list[Floats], num_rows: int) -> Floats:
+        if not columns:  # label_values = "none"
+            return np.full((num_rows, *self._columns.label_shape), np.nan, np.float32)
+        return np.stack(columns, axis=1) if self._columns.labels else columns[0]
 
     def ids(self, table: Any, location: Location) -> IdsBatch:
         columns = [feature_column(table, feature, location) for feature in self._roles.features]
@@ -46,7 +59,8 @@ def feature_column(table: Any, feature: Feature, location: Location) -> Column:
     values = table[feature.name]
     lengths = bag_lengths(values)
     single = values if lengths is None else values.flatten()
-    ids = hashed_rows(single, feature.num_embeddings) if feature.hashed else integers(single, feature, location)
+    where = lookup_location(lengths, location)
+    ids = hashed_rows(single, feature.num_embeddings) if feature.hashed else integers(single, feature, where)
     return Column(ids=ids, lengths=lengths, weights=feature_weights(table, feature, lengths, location))
 
 
@@ -87,12 +101,15 @@ def bag_lengths(values: Any) -> Ids | None:
 
 
 def integers(values: Any, feature: Feature, location: Location) -> Ids:
-    try:
-        wide = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"{location(0)} and following, column {feature.name}: an id is beyond 2**63 ({error})"
-        ) from None
+    if pa.types.is_uint64(values.type):
+        beyond = pc.greater(values, pa.scalar(LARGEST_ID, pa.uint64())).fill_null(False).to_numpy(zero_copy_only=False)
+        if beyond.any():
+            at = int(np.argmax(beyond))
+            raise DataError(
+                f"{location(at)}, column {feature.name}: id {values[at].as_py()} is beyond 2**63 - 1; set "
+                "data.columns.hash = true, which takes ids of any size"
+            )
+    wide = values.cast(pa.int64())
     ids: Ids = (wide.fill_null(MISSING) if wide.null_count else wide).to_numpy(zero_copy_only=False)
     return ids
 

@@ -1,4 +1,4 @@
-"""The two parts of a batch: ids, which are needed far ahead, and dense features, needed when the step is planned.
+"""Splits a batch in two: ids, needed far ahead, and dense features, needed when the step is planned.
 
 IdsBatch     ids, offsets, weights      hundreds of batches ahead
 DenseBatch   dense, labels, extra       a few batches ahead
@@ -11,20 +11,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.protocol.batch import Batch
-from rowcast.runtime.arrays import F32, I64
+from rowcast.protocol.batch import Batch, IdsBatch
+from rowcast.runtime.arrays import F32
 
-Columns = Literal["all", "ids", "dense"]  # what a reader is opened for: whole batches or one part of each
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IdsBatch:
-    """Fields as in `Batch`."""
-
-    size: int  # B
-    ids: I64
-    offsets: I64 | None = None
-    weights: F32 | None = None
+Columns = Literal["all", "ids", "dense"]  # what a reader decodes: whole batches, or one half of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +26,7 @@ class DenseBatch:
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     def of_samples(self, samples: slice) -> "DenseBatch":
-        """Without `extra`, of which nothing says how it belongs to samples."""
+        """Returns some samples. Drops `extra`: it has no per-sample layout."""
         return DenseBatch(dense=self.dense[samples], labels=self.labels[samples])
 
 
@@ -55,7 +45,7 @@ def divide(batch: Batch) -> tuple[IdsBatch, DenseBatch]:
 
 
 def decode_part(columns: Columns, dense: Callable[[], DenseBatch], ids: Callable[[], IdsBatch]) -> Part:
-    """Decodes what `columns` asks for. Dense features are decoded first, so their errors precede those of the ids."""
+    """Decodes the requested columns. Decodes dense features first, so their errors precede those of the ids."""
     if columns == "ids":
         return ids()
     decoded = dense()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns
 from rowcast.prefetcher.readers.id_check import Feature, job_features, require_features
@@ -38,9 +39,10 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
     if dense is None:
         numbered = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"int_(\d+)", name)))
         dense = [name for _, name in numbered]
-    roles = Roles(labels=columns.label_names, dense=dense, features=features)
+    labels = [] if columns.label_values == "none" else columns.label_names
+    roles = Roles(labels=labels, dense=dense, features=features)
     require_columns(job, roles, path, names)
-    if columns.dense is None and not dense and job.model.bottom_mlp:
+    if columns.dense is None and not dense and isinstance(job.model, BottomAndTop) and job.model.bottom_mlp:
         used, numbers = roles.names(), numeric()
         raise no_dense_column(path, [name for name in names if name in numbers and name not in used])
     return roles

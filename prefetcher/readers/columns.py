@@ -1,7 +1,6 @@
-"""Joins columns: the features of a batch, and the parts of a batch whose rows are in several files.
+"""Joins the features of a batch, and the rows of a batch from several files.
 
-Every function returns new values and does not change its arguments. Ids are feature-major, so one sample's ids are
-spread over the batch: sample b of feature f is bag f * B + b.
+No function changes its arguments. Ids are feature-major: sample b of feature f is bag f * B + b.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
+from rowcast.protocol.batch import IdsBatch
 from rowcast.runtime.arrays import F32, I64
 
 Ids = I64
@@ -57,14 +57,14 @@ def offsets_of(lengths: Ids) -> Ids:
 
 
 def needed_offsets(ids: Ids, offsets: Ids | None) -> Ids | None:
-    """Returns the offsets as they leave the reader: None if every bag holds exactly one id."""
+    """Returns the offsets that the reader delivers: None if every bag holds exactly one id."""
     if offsets is None or len(ids) != len(offsets) - 1 or not (np.diff(offsets) == 1).all():
         return offsets
     return None
 
 
 def bag_offsets(ids: Ids, offsets: Ids | None) -> Ids:
-    """Returns offsets [F * B + 1], also if they were omitted."""
+    """Returns offsets [F * B + 1], computed if omitted."""
     return np.arange(len(ids) + 1, dtype=np.int64) if offsets is None else offsets
 
 
@@ -96,7 +96,7 @@ def as_slice(rows: Ids) -> Ids | slice:
 
 
 def join_dense(files: list[FileRows], parts: list[DenseBatch]) -> DenseBatch:
-    """Joins the parts read from each file into the batch's samples, in their order."""
+    """Joins what was read from each file into the batch's samples, in their order."""
     if len(parts) == 1:
         return parts[0]
     order = batch_order(files)

@@ -43,14 +43,16 @@ class FileSpan:
         return self.stop - self.start
 
 
+def is_gzip(path: Path) -> bool:
+    """Decides by the first bytes, whatever the name. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
 def split_rows(num_rows: int, eval_fraction: float) -> tuple[FileSpan, FileSpan]:
     """Returns (train, eval): the last floor(num_rows * eval_fraction) rows are for evaluation."""
     num_train = num_rows - math.floor(num_rows * eval_fraction)
     return FileSpan(start=0, stop=num_train), FileSpan(start=num_train, stop=num_rows)
-
-
-def sizes_of(paths: list[Path]) -> list[int]:
-    return [path.stat().st_size for path in paths]
 
 
 def cumulative(counts: list[int]) -> list[int]:

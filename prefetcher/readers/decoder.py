@@ -1,12 +1,12 @@
-"""Decodes batches in a child process, so that parsing never takes the interpreter from the planner.
+"""Decodes batches in a child process, so that parsing never holds the planner's GIL.
 
     child                                     parent
-    schedule -> decode -> send ---- pipe ---> receiver thread -> queue -> take
+    schedule -> decode -> send == shared memory ==> receiver thread -> queue -> take
 
-The pipe holds less than a batch: when the queue is full the receiver stops reading, and the child waits in `send`. The
-child is started by the standard library's spawn: arrays cross as numpy arrays, and importing torch would cost seconds
-and hundreds of MB. It ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole process
-group and which the parent handles, and it exits when the parent does, however the parent ends.
+When the queue is full the receiver takes nothing more, and the child waits in `send`. The child starts by spawn:
+importing torch would cost seconds and hundreds of MB. It
+ignores stop signals, which a terminal or a service manager sends to the whole process group and the parent handles. It
+exits when the parent does, however the parent ends.
 """
 
 import os
@@ -15,21 +15,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process, resource_tracker
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import NamedTuple
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers import array_pipe
 from rowcast.prefetcher.readers.batch_parts import Columns, Part
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.schedule import SchedulePoint, places
+from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.readers.source import SourceInfo, source_info
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.child import killed_by
+from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.runtime.position import Position
-
-GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from rowcast.runtime.stops import STOPS, held, release
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,33 +55,48 @@ class Delivery:
     invalid_ids: int  # so far
     blocked_s: float  # seconds that the child spent sending, so far
     decode_s: float
-    decoded_s: float  # by the performance counter, which all processes of a host share
+    decoded_s: float  # by the performance counter, the same in all processes of a host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfBatches:
-    """Every batch of the share was sent."""
+    """All batches were sent."""
 
 
 Message = Delivery | EndOfBatches | RowcastError
 
 
+class FileState(NamedTuple):
+    path: Path
+    size: int
+    changed_ns: int
+
+
+def state_of(path: Path) -> FileState:
+    try:
+        found = path.stat()
+    except OSError:  # it was removed
+        return FileState(path, 0, 0)
+    return FileState(path, found.st_size, found.st_mtime_ns)
+
+
 def decode(share: DecoderShare, pipe: connection.Connection) -> None:
-    """The child's main function: sends its share of the schedule, then the end or the error that ended it."""
+    """Runs in the child: sends its batches of the schedule, then the end or the error that ended it."""
     ignore_group_signals()
     threading.Thread(target=exit_with_parent, daemon=True, name="exit-with-parent").start()
+    sender = ArraySender(pipe)
     try:
         try:
-            send_share(share, pipe)
+            send_share(share, sender)
         except RowcastError as error:
-            array_pipe.send(pipe, error)
+            sender.send(error)
     except BrokenPipeError:  # the parent has closed its end
         return
 
 
-def send_share(share: DecoderShare, pipe: connection.Connection) -> None:
+def send_share(share: DecoderShare, sender: ArraySender) -> None:
     reader = open_reader(share.job, share.columns)
-    array_pipe.send(pipe, source_info(share.job, reader, share.max_steps, share.start))
+    sender.send(source_info(share.job, reader, share.max_steps, share.start))
     blocked_s, began_s = 0.0, time.perf_counter()
     for point, part in decode_share(share, reader):
         decoded_s = time.perf_counter()
@@ -92,10 +108,10 @@ def send_share(share: DecoderShare, pipe: connection.Connection) -> None:
             decode_s=decoded_s - began_s,
             decoded_s=decoded_s,
         )
-        array_pipe.send(pipe, delivery)
+        sender.send(delivery)
         began_s = time.perf_counter()
         blocked_s += began_s - decoded_s
-    array_pipe.send(pipe, EndOfBatches())
+    sender.send(EndOfBatches())
 
 
 def decode_share(share: DecoderShare, reader: Reader) -> Iterator[tuple[SchedulePoint, Part]]:
@@ -105,39 +121,29 @@ def decode_share(share: DecoderShare, reader: Reader) -> Iterator[tuple[Schedule
 
 
 def ignore_group_signals() -> None:
-    for number in GROUP_SIGNALS:
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+    release()
 
 
 def exit_with_parent() -> None:
-    """Ends this process at once when its parent is gone, whatever the decoder is doing."""
+    """Ends this process at once when its parent is gone."""
     parent = parent_process()
     assert parent is not None, "decode must run in a child"
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
-@contextmanager
-def group_signals_held() -> Iterator[None]:
-    """Blocks the signals, and a child started meanwhile inherits that until it ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class Decoder:
-    """A child and its batches: at most `num_ahead` that were not taken, besides the one that it is sending."""
+    """A child and its batches: at most `num_ahead` not yet taken, and the one that it is sending."""
 
     def __init__(self, share: DecoderShare, num_ahead: int, on_arrival: Callable[[], None]) -> None:
-        """The receiver's thread calls `on_arrival` whenever `take` may return something new: a batch, the end, an
-        error."""
+        """The receiver's thread calls `on_arrival` when `take` may return something new: a batch, the end, an error."""
         self._share, self._on_arrival = share, on_arrival
         self._arrived: queue.Queue[Message] = queue.Queue(num_ahead)
         self._info: SourceInfo | None = None
-        self._opened = threading.Event()  # the first message has arrived: the info, or an error
+        self._file_states: list[FileState] = []  # as the child has opened them
+        self._opened = threading.Event()  # the first message arrived: the info, or an error
         self._closing = threading.Event()
         self._process: SpawnProcess | None = None
         self._receiver: threading.Thread | None = None
@@ -146,10 +152,10 @@ class Decoder:
 
     def start(self) -> None:
         context = get_context("spawn")
-        pipe, childs_end = context.Pipe(duplex=False)
+        pipe, childs_end = context.Pipe()
         self._process = context.Process(target=decode, args=(self._share, childs_end), name="rowcast-reader")
-        resource_tracker.ensure_running()  # first, as starting it would unblock the signals
-        with group_signals_held():
+        resource_tracker.ensure_running()  # first: starting it would unblock the signals
+        with held():
             self._process.start()
         childs_end.close()  # so that the child's death ends the pipe
         self._receiver = threading.Thread(target=self._receive, args=(pipe,), daemon=True, name="rowcast-receiver")
@@ -204,19 +210,20 @@ class Decoder:
 
     def _receive(self, pipe: connection.Connection) -> None:
         with pipe:
+            arrays = ArrayReceiver(pipe)
             while not self._closing.is_set():
-                message = self._message(pipe)
+                message = self._message(arrays)
                 if isinstance(message, SourceInfo):
-                    self._info = message
+                    self._info, self._file_states = message, list(map(state_of, message.paths))
                 else:
                     self._enqueue(message)
                 self._opened.set()
                 if isinstance(message, EndOfBatches | RowcastError):
                     return
 
-    def _message(self, pipe: connection.Connection) -> SourceInfo | Message:
+    def _message(self, arrays: ArrayReceiver) -> SourceInfo | Message:
         try:
-            message: SourceInfo | Message = array_pipe.receive(pipe)
+            message: SourceInfo | Message = arrays.receive()
         except (EOFError, OSError):
             return self._death()
         except Exception as error:  # noqa: BLE001 - unpickling can raise anything, and a silent receiver would hang the run
@@ -240,8 +247,12 @@ class Decoder:
             self._process.exitcode,
             f"the decoding process (pid {self.pid}, after {self._num_received} batches)",
         )
-        if code is not None and code < 0:
-            return RowcastError(
-                f"{what} was killed by signal {-code}; if no one sent it, the machine ran out of memory"
+        if code == -signal.SIGBUS:
+            changed = ", ".join(str(state.path) for state in self._file_states if state != state_of(state.path))
+            return DataError(
+                f"{what} was killed by SIGBUS: a data file became shorter ({changed or 'but none has changed'}), or "
+                "its disk failed; leave data files as they are while a run reads them"
             )
+        if code is not None and code < 0:
+            return RowcastError(f"{what} {killed_by(-code)}")
         return RowcastError(f"{what} ended with exit code {code}; its own error is above on stderr")

@@ -1,4 +1,4 @@
-"""Hashes strings and integers of any size to rows of a table, under data.columns.hash.
+"""Hashes strings and integers to rows of a table, for data.columns.hash.
 
 missing   row 0, which no value gets
 value     row 1 + xxh3_64(bytes) % (num_embeddings - 1)      bytes: a string's UTF-8, an integer's int64, little-endian

@@ -1,10 +1,10 @@
-"""Which samples are hot: those all of whose ids are among the rows of data.hot. One bit for each training row.
+"""Finds hot samples, whose ids are all in data.hot, and keeps one bit per training row.
 
     data.hot, ids of every training row (one pass, without dense features where the format allows) -> bits
     <run_dir>/order/hot-samples     what they were made from (32 hex digits), their checksum (16), the bits
 
-The bits are a function of the data, the job and data.hot, so a file that was made from something else is made again.
-The process that makes it holds a lock, and others wait for it and map the same bits.
+The bits depend on the data, the job and data.hot, so a file for other inputs is recomputed. The process that makes the
+file holds a lock; others wait for it and map the same bits.
 """
 
 import os
@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rowcast.job.formats import format_of
+from rowcast.job.formats import Data, format_of
 from rowcast.job.schema import Job, digest
-from rowcast.prefetcher.planner.pin_files import check_tables, checksum, read_pins
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.data_files import data_files
 from rowcast.prefetcher.readers.line_index import counting_lock, file_state, path_text
+from rowcast.prefetcher.readers.pin_files import check_tables, checksum, read_pins
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
 from rowcast.runtime.arrays import I64, Bools, Bytes
 from rowcast.runtime.checkpoint_manifest import write_durably
@@ -39,12 +39,12 @@ class HotSamples:
     _counts: dict[int, I64] = field(default_factory=dict)  # by rows in a block
 
     def are_hot(self, start: int, stop: int) -> Bools:
-        """bool [stop - start]."""
+        """Returns bool [stop - start]."""
         own = np.unpackbits(self.bits[start // 8 : -(-stop // 8)])
         return own[start % 8 :][: stop - start].astype(np.bool_)
 
     def counts(self, block_rows: int) -> I64:
-        """Hot rows of each block of the training rows, i64 [blocks]."""
+        """Counts the hot rows of each block of training rows, i64 [blocks]."""
         if block_rows not in self._counts:
             starts = range(0, self.num_rows, block_rows)
             found = [self.are_hot(start, min(start + block_rows, self.num_rows)).sum() for start in starts]
@@ -57,7 +57,7 @@ class HotSamples:
 
 
 def hot_rows_checksum(job: Job) -> str:
-    """The checksum of the rows of data.hot, 16 hex digits; "" if the job has none. Raises as `read_pins`."""
+    """Returns the checksum of the rows of data.hot, 16 hex digits; "" if the job has none. Raises as `read_pins`."""
     return "" if job.data.hot is None else checksum(read_pins(Path(job.data.hot), KEY))
 
 
@@ -72,7 +72,7 @@ def hot_samples(job: Job, num_rows: int) -> HotSamples:
     if bits is not None:
         return HotSamples(num_rows=num_rows, bits=bits)
     with counting_lock(folder) if job.run_dir.is_dir() else nullcontext():
-        bits = load_bits(folder / "hot-samples", made_from, num_rows)  # another process may have made them meanwhile
+        bits = load_bits(folder / "hot-samples", made_from, num_rows)  # another process may have written them meanwhile
         if bits is None:
             bits = np.concatenate([np.zeros(0, np.uint8), *(np.packbits(own) for own in passes(job, hot))])
             if folder.is_dir():
@@ -82,9 +82,8 @@ def hot_samples(job: Job, num_rows: int) -> HotSamples:
 
 
 def passes(job: Job, hot: Mapping[str, I64]) -> Iterator[Bools]:
-    """Which samples are hot, in the files' order."""
-    plain = {"order": None, "hot": None, "shuffle": "none", "batch_size": PASS_SAMPLES}
-    plain_job = msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, **plain))
+    """Yields which samples are hot, in the files' order."""
+    plain_job = msgspec.structs.replace(job, data=in_file_order(job.data))
     nothing = np.zeros(0, np.int64)
     features = [hot.get(table.name, nothing) for table in job.tables for _ in table.features]
     for decode in open_reader(plain_job, stream_columns(job)[0]).pending("train", 0):
@@ -97,8 +96,13 @@ def passes(job: Job, hot: Mapping[str, I64]) -> Iterator[Bools]:
         yield are_hot
 
 
+def in_file_order(data: Data) -> Data:
+    plain = {"order": None, "hot": None, "shuffle": "none", "batch_size": PASS_SAMPLES, "epochs": 1}
+    return msgspec.structs.replace(data, **plain)
+
+
 def contained(ids: I64, rows: I64) -> Bools:
-    """Whether each id is among the ascending `rows`."""
+    """Returns whether each id is among the ascending `rows`."""
     if not len(rows):
         return np.zeros(len(ids), np.bool_)
     found: Bools = rows[np.minimum(np.searchsorted(rows, ids), len(rows) - 1)] == ids
@@ -109,7 +113,8 @@ def origin(job: Job, hot_rows: str, num_rows: int) -> bytes:
     known, path = format_of(job.data.format), job.data.path
     paths = data_files(path, "data.path", known.file_names) if known.has_files and path is not None else []
     files = [(path_text(own), *file_state(own)) for own in paths]
-    return digest([job.training_digest([], hot_rows), files, num_rows]).encode()
+    read = msgspec.to_builtins([job.tables, in_file_order(job.data), job.job.seed])
+    return digest([read, hot_rows, files, num_rows]).encode()
 
 
 def load_bits(path: Path, made_from: bytes, num_rows: int) -> Bytes | None:

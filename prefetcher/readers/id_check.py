@@ -1,19 +1,21 @@
-"""Checks ids, dense values and labels at the edge, before anything is indexed with them."""
+"""Checks ids, dense values and labels before they are used."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from rowcast.job.formats import formats_with
-from rowcast.job.schema import Columns, Job
+from rowcast.job.formats import Columns, formats_with
+from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
 Location = Callable[[int], str]  # position in the checked array -> "file, row 17"
 MISSING = np.iinfo(np.int64).min  # a missing id; numpy also converts NaN to it
+LARGEST_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +87,11 @@ class IdCheck:
         `location(f)(i)` names the file and row of the feature's i-th id. Under "error", raises DataError for the first
         feature with an invalid id.
         """
-        # as unsigned, a negative id is a huge one
-        outside = ids.view(np.uint64) >= np.repeat(self._limits, np.diff(bounds))
-        if not outside.any():
+        unsigned = ids.view(np.uint64)  # a negative id is a huge one
+        largest = [unsigned[start:stop].max(initial=0) for start, stop in pairwise(bounds.tolist())]
+        if (np.array(largest, np.uint64) < self._limits).all():
             return ids
+        outside = unsigned >= np.repeat(self._limits, np.diff(bounds))
         inside = ids.copy()
         for f, (feature, start, stop) in enumerate(zip(self._features, bounds, bounds[1:], strict=False)):
             where = start + np.flatnonzero(outside[start:stop])
@@ -108,7 +111,7 @@ def refusal(row: int, feature: Feature, location: str) -> DataError:
     if row == MISSING:
         return DataError(
             f"{location}, column {feature.name}: the id is missing; give missing ones an id of their own, "
-            'or set data.on_invalid_id = "zero", which replaces them by row 0 and counts them'
+            'or set data.on_invalid_id = "zero", which replaces them by row 0 and counts them; -2**63 counts as missing'
         )
     return DataError(
         f"{location}, column {feature.name}: id {row} is outside table {feature.table} "
@@ -132,6 +135,8 @@ def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
 def check_labels(labels: Floats, columns: Columns, location: Location) -> Floats:
     """Returns `labels` f32 [n], or [n, T] with data.columns.labels. Raises DataError for one that `columns` does not
     allow."""
+    if columns.label_values == "none":
+        return labels
     is_binary = columns.label_values == "binary"
     valid = (labels == 0) | (labels == 1) if is_binary else np.isfinite(labels)
     if columns.labels:

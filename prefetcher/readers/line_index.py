@@ -2,8 +2,8 @@
 
     <run_dir>/lines/<xxh3_64 of the data file's path>.json    `Counted`, and its checksum before it
 
-There is one file per data file, so that only new files of a growing folder are read. An index that does not match its
-data file exactly is made again. The process that counts holds a lock, and processes that wait for it read its counts.
+Each data file has one, so that only new files of a growing folder are read. An index that does not match its data file
+exactly is recomputed. The counting process holds a lock; waiting processes read its counts.
 """
 
 import fcntl
@@ -17,13 +17,14 @@ import msgspec
 import xxhash
 
 from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.data_files import is_gzip
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError
 
 VERSION = 1
 CHECKSUM_BYTES = 16  # xxh3_64 as hex digits
 MAX_KEPT_BYTES = 2**28  # far more than the counts of a file of 10 TB
-LONGEST_WAIT_S = 1800.0  # for another process that counts; a terabyte takes 10 minutes
+LONGEST_WAIT_S = 1800.0  # for a different process's count; a terabyte takes 10 minutes
 
 Pieces = list[tuple[int, int]]  # (lines, bytes uncompressed) of each piece of a file, in order
 
@@ -41,8 +42,8 @@ def lines_folder(job: Job) -> Path | None:
 
 
 def kept_pieces(paths: list[Path], folder: Path, count: Callable[[Path], Pieces], max_piece_bytes: int) -> list[Pieces]:
-    """Returns each file's counts: those kept in `folder`, or else `count(path)`, which are then kept. A folder that
-    cannot be written is ignored. Raises what `count` raises.
+    """Returns each file's counts: those kept in `folder`, or else `count(path)`, which it then keeps. Ignores a folder
+    that it cannot write to. Raises what `count` raises.
     """
     found = [load_pieces(path, folder, max_piece_bytes) for path in paths]
     if any(pieces is None for pieces in found):
@@ -74,12 +75,14 @@ def load_pieces(path: Path, folder: Path, max_piece_bytes: int) -> Pieces | None
     fits = (kept.version, kept.path, (kept.nbytes, kept.mtime_ns)) == (VERSION, path_text(path), file_state(path))
     whole = found == checksum(content)
     possible = all(1 <= num_lines <= nbytes <= max_piece_bytes for num_lines, nbytes in kept.pieces)
-    complete = path.suffix == ".gz" or sum(nbytes for _, nbytes in kept.pieces) == kept.nbytes
-    return kept.pieces if fits and whole and possible and complete and kept.pieces else None
+    if not (fits and whole and possible and kept.pieces):
+        return None
+    complete = sum(nbytes for _, nbytes in kept.pieces) == kept.nbytes or is_gzip(path)
+    return kept.pieces if complete else None
 
 
 def forget(path: Path, folder: Path) -> None:
-    """Drops the counts of a file that has changed although its size and time have not."""
+    """Drops the counts of a file that changed with the same size and time."""
     with suppress(OSError):
         kept_file(path, folder).unlink(missing_ok=True)
 
@@ -107,8 +110,8 @@ def checksum(content: bytes) -> bytes:
 
 @contextmanager
 def counting_lock(folder: Path) -> Iterator[None]:
-    """Keeps other processes from counting for this folder. Continues without a lock if the folder cannot be written or
-    the holder seems to have stopped.
+    """Locks counting for this folder. Continues without a lock if the folder is not writable or the holder seems to be
+    stopped.
     """
     lock = None
     with suppress(OSError):

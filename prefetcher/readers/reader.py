@@ -1,7 +1,8 @@
-"""Defines what every reader must do, and opens the reader of a job."""
+"""Defines the interface of a reader, and opens a job's reader."""
 
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 from rowcast.job.formats import FORMATS, format_of
@@ -13,11 +14,11 @@ Pending = Callable[[], Part]  # decodes and checks a batch when called
 
 
 class Reader(Protocol):
-    """A data set, cut into batches in training order. Used by one thread of one process. Opening it may count rows but
-    reads no others.
+    """A data set, cut into batches in training order. Used by one thread of one process. Opening it may count rows,
+    without decoding them.
 
-    Two readers of one job yield bit-equal batches: batches are a function of job file and data, never of time, and none
-    depends on whether others were decoded. So several readers can share the batches of a run.
+    Two readers of one job yield bit-equal batches: a batch depends on job file and data, never on time or on which
+    other batches were decoded. So several readers can divide the batches of a run.
     """
 
     @property
@@ -29,11 +30,11 @@ class Reader(Protocol):
         """Ids replaced under data.on_invalid_id in the batches decoded so far."""
 
     @property
-    def file_sizes(self) -> list[int]:
-        """Bytes of the data files in reading order; empty if there are none."""
+    def paths(self) -> list[Path]:
+        """The data files in reading order; empty if there are none."""
 
     def num_samples(self, split: Kind) -> int | None:
-        """Samples of one epoch; None if only reading to the end would tell."""
+        """Returns the samples of one epoch; None if only reading to the end would show it."""
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yields batches `start`, `start` + 1, ... of one epoch, of data.batch_size samples; the last may be smaller.
@@ -43,22 +44,21 @@ class Reader(Protocol):
         """
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
-        """Yields the same batches undecoded. Each is decoded when it is called: before the next is taken, or never. One
-        that is never called is skipped, and costs little or nothing. A call returns the columns that the reader was
-        opened for.
+        """Yields the same batches undecoded. Calling one decodes it: before the next is taken, or never. A batch that
+        is not called is skipped at little or no cost. The call returns the columns that the reader was opened for.
         """
 
 
 @runtime_checkable
 class CutElsewhere(Protocol):
-    """A reader whose batches are cut by foreign code, so that only that code knows their number."""
+    """A reader of batches that foreign code cuts, so that only that code knows their number."""
 
     @property
     def pairing(self) -> str:
         """Each feature with its column, if ids come by position; "" if they come by name."""
 
     def num_batches(self, split: Kind) -> int | None:
-        """Batches of an epoch; None if unknown."""
+        """Returns the batches of an epoch; None if unknown."""
 
 
 def num_batches(job: Job, reader: Reader, split: Kind) -> int | None:
@@ -78,7 +78,7 @@ def whole_batch(decode: Pending) -> Batch:
 
 
 def can_share(job: Job) -> bool:
-    """Whether several readers can share the batches: not if foreign code makes them one by one."""
+    """Returns whether several readers can divide the batches: not if foreign code makes them one by one."""
     return job.data.format in FORMATS
 
 

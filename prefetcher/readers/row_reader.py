@@ -1,6 +1,6 @@
-"""Turns rows into batches: the split, the shuffle and the batch boundaries that all file formats share.
+"""Turns rows into batches: does the split, the shuffle and the batch boundaries for all file formats.
 
-A format implements `DataSetRows`: the number of rows, and a `Cursor` that reads any of them.
+A format implements `DataSetRows`: the number of rows, and a `Cursor` that reads any row.
 
     data.batch_size, data.shuffle, data.order -> rows of batch k -> Cursor.take -> Batch
 """
@@ -25,13 +25,13 @@ from rowcast.runtime.errors import DataError
 
 
 class Cursor(Protocol):
-    """One walk through a data set. It may hold files open and keep what it has read. Used by one thread."""
+    """One pass through a data set, by one thread. It may hold files open and keep what it has read."""
 
     def take(self, rows: Ids, within: FileSpan) -> Part:
         """Reads the given rows, at least one, in the given order, decoded and checked.
 
-        All of them are `within`. Only the rows there are kept until the next call, so a walk whose `within` moves
-        forward reads nothing twice. Rows that no call asks for are not decoded.
+        All are `within`. Keeps only rows in that span until the next call, so a pass whose `within` moves forward reads
+        nothing twice. Never decodes rows that were not requested.
         """
 
 
@@ -45,7 +45,7 @@ class DataSetRows(Protocol):
     def num_rows(self) -> int: ...
 
     @property
-    def file_sizes(self) -> list[int]: ...  # bytes
+    def paths(self) -> list[Path]: ...  # of the files, in reading order
 
     def cursor(self) -> AbstractContextManager[Cursor]: ...
 
@@ -57,12 +57,13 @@ def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRo
     names, held_out = format_of(job.data.format).file_names, eval_path(job)
     assert job.data.path is not None, f"the job file refuses {job.data.format} without a path"
     rows = rows_of(data_files(job.data.path, "data.path", names))
-    evaluation = None if held_out is None else rows_of(data_files(held_out, "data.eval_path", names))
-    return RowReader(job, ids, rows, evaluation)
+    if held_out is None or held_out == job.data.path:  # of the same files, one index of their rows is enough
+        return RowReader(job, ids, rows, None if held_out is None else rows)
+    return RowReader(job, ids, rows, rows_of(data_files(held_out, "data.eval_path", names)))
 
 
 class RowReader:
-    """A `Reader` of both splits. `evaluation` None: the last rows are for evaluation, by data.eval_fraction."""
+    """A `Reader` of both splits. `evaluation` None: data.eval_fraction reserves the last rows for evaluation."""
 
     def __init__(self, job: Job, ids: IdCheck, rows: DataSetRows, evaluation: DataSetRows | None = None) -> None:
         self._job, self._ids = job, ids
@@ -70,7 +71,7 @@ class RowReader:
         self._spans = split_spans(job, rows, evaluation)
         self._hot: HotSamples | None = None
         self.num_dense = rows.num_dense
-        self.file_sizes = [*rows.file_sizes, *(evaluation.file_sizes if evaluation else [])]
+        self.paths = [*rows.paths, *(evaluation.paths if evaluation else [])]
 
     @property
     def invalid_ids(self) -> int:
@@ -93,7 +94,8 @@ class RowReader:
 
     @property
     def hot_samples(self) -> HotSamples:
-        """Those of the training rows. The first call may read the ids of all of them; raises as `hot_samples`."""
+        """Returns the hot samples of the training rows. The first call may read all their ids. Raises as
+        `hot_samples`."""
         if self._hot is None:
             self._hot = hot_samples(self._job, self._spans["train"].num_rows)
         return self._hot
@@ -109,7 +111,7 @@ class RowReader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingRows:
-    """The batch at positions start to stop of a split whose first row is `origin`."""
+    """The batch at positions start to stop of a split that begins at row `origin`."""
 
     cursor: Cursor
     order: RowOrder | HotBlocks

@@ -1,6 +1,6 @@
 """Orders the batches of a whole run: training batches epoch by epoch, with evaluations between them.
 
-places      (schedule point, undecoded batch)     every batch; the caller decodes those that it needs
+places      (schedule point, undecoded batch)     every batch; the caller decodes the ones it needs
 schedule    the same, decoded
 """
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, divide, join_parts
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.reader import Pending, Reader, num_batches, whole_batch
-from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.protocol.batch import Batch, IdsBatch, Kind, ScheduledBatch
 from rowcast.runtime.position import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulePoint:
-    """A batch's place in the run: a run that starts at `position` starts with this batch, one at `following` with the
+    """A batch's position in the run: a run from `position` starts with this batch, a run from `following` with the
     next."""
 
     kind: Kind
@@ -36,16 +36,10 @@ class PlacedBatch(ScheduledBatch):
     position: Position
     following: Position
 
-    def divided(self) -> tuple["PlacedIds", DenseBatch]:
-        ids, dense = divide(self.batch)
-        return PlacedIds(
-            point=SchedulePoint(kind=self.kind, position=self.position, following=self.following), batch=ids
-        ), dense
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedIds:
-    """A scheduled batch of which only the ids are known."""
+    """A scheduled batch with only its ids."""
 
     point: SchedulePoint
     batch: IdsBatch
@@ -66,8 +60,8 @@ class PlacedIds:
     def epoch(self) -> int:
         return self.point.position.epoch
 
-    def with_dense(self, dense: DenseBatch) -> PlacedBatch:
-        return placed(self.point, join_parts(self.batch, dense))
+
+ReadBatch = tuple[PlacedIds, DenseBatch]
 
 
 def placed(point: SchedulePoint, batch: Batch) -> PlacedBatch:
@@ -96,8 +90,8 @@ def schedule(
 def places(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[Turn]:
     """Yields every batch of a run from `start` on, in order, with steps counted over the whole run.
 
-    An evaluation follows each job.eval.every train steps and each epoch's training, once if the two coincide. The data
-    ends after `max_steps` train steps, counted from the run's first, and the epoch's evaluation; with 0 there is none.
+    An evaluation follows each job.eval.every train steps and each epoch's training, once if the two coincide. Ends
+    after `max_steps` train steps, counted from the run's first, and the epoch's evaluation; yields nothing for 0.
     """
     return Schedule(job, reader, max_steps).batches(start or Position())
 
@@ -105,7 +99,7 @@ def places(job: Job, reader: Reader, max_steps: int | None = None, start: Positi
 def expected_train_steps(
     job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
 ) -> int | None:
-    """Train steps of the whole run, including those before `start`; None if the reader does not know its batches."""
+    """Counts the train steps of the whole run, also before `start`; None if the reader does not know its batches."""
     batches = num_batches(job, reader, "train")
     if batches is None:
         return None
@@ -124,7 +118,8 @@ class Schedule:
             at = yield from self._epoch(at)
 
     def _is_spent(self, at: Position) -> bool:
-        """No epoch starts if no train step is left; one that has started is still evaluated."""
+        """Returns whether the run ends here. No epoch starts without a train step left; a started epoch is still
+        evaluated."""
         return at.train_batch == 0 and at.eval_batch is None and self._steps_left(at) == 0
 
     def _epoch(self, at: Position) -> Generator[Turn, None, Position]:
@@ -150,7 +145,7 @@ class Schedule:
         return at.end_eval()
 
     def _eval_is_due(self, at: Position) -> bool:
-        """By job.eval.every, after the last train step; outside an evaluation it means that one has been made."""
+        """Returns whether job.eval.every falls on the last train step. Outside an evaluation, that one was made."""
         return self._eval_every > 0 and at.train_batch > 0 and at.train_step % self._eval_every == 0
 
     def _steps_left(self, at: Position) -> int | None:

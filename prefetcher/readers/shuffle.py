@@ -1,4 +1,4 @@
-"""Shuffles rows in an order that can be replayed: numpy's Philox, keyed by seed, epoch and block."""
+"""Shuffles rows reproducibly with numpy's Philox, keyed by seed, epoch and block."""
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class RowOrder:
         return UNSHUFFLED_ROWS if self._window is None else self._window
 
     def block(self, block: int) -> Ids:
-        """The rows of a block of `block_rows`, in order; not kept."""
+        """Returns the rows of a block of `block_rows`, in order, without keeping them."""
         first = block * self.block_rows
         num_rows = min(self.block_rows, self._num_rows - first)
         if self._window is None:
@@ -69,12 +69,12 @@ class RowOrder:
 
 
 class HotBlocks:
-    """The order of one epoch's rows in which runs of hot samples and of cold ones take turns.
+    """The order of one epoch's rows with alternating runs of hot and cold samples.
 
         order    h c c h c h c c c h c c     2 blocks:  h h | c c c c | h h | c c c c
 
-    Both kinds stay in the order that they have in `order`. A function of the row's number, as that is: where a run is
-    follows from how many samples of each kind come before each block of `order`.
+    Both kinds keep their order in `order`. The order is a function of the row's number: the counts of each kind before
+    each block of `order` give the position of a run.
     """
 
     def __init__(self, order: RowOrder, hot: HotSamples, num_blocks: int) -> None:
@@ -82,10 +82,10 @@ class HotBlocks:
         block_rows, num_rows = order.block_rows, hot.num_rows
         sizes = np.diff(np.minimum(np.arange(-(-num_rows // block_rows) + 1) * block_rows, num_rows))
         counts = hot.counts(block_rows)
-        # samples of each kind, hot and cold, before each block, and in all
+        # samples of each kind, hot and cold, before each block, and in total
         self._before = [np.concatenate([[0], np.cumsum(own)]) for own in (counts, sizes - counts)]
         bounds = [own[-1] * np.arange(num_blocks + 1) // num_blocks for own in self._before]
-        self._firsts = np.stack([own[:-1] for own in bounds], axis=1).ravel()  # of each run, among those of its kind
+        self._firsts = np.stack([own[:-1] for own in bounds], axis=1).ravel()  # of each run, among samples of its kind
         self._starts = np.concatenate([[0], np.cumsum(np.stack([np.diff(own) for own in bounds], axis=1).ravel())])
         self._last: tuple[int, tuple[Ids, Ids]] | None = None
 
@@ -105,7 +105,7 @@ class HotBlocks:
         return FileSpan(start=0, stop=self._hot.num_rows)
 
     def _of_kind(self, kind: int, start: int, stop: int) -> list[Ids]:
-        """The samples `start` to `stop` of a kind, counted over the epoch; kind 0 is hot, 1 is cold."""
+        """Returns the samples `start` to `stop` of a kind, counted over the epoch; kind 0 is hot, 1 is cold."""
         before = self._before[kind]
         first, last = np.searchsorted(before, [start, stop - 1], side="right") - 1
         blocks = range(int(first), int(last) + 1)

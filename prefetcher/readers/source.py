@@ -1,24 +1,25 @@
-"""Provides the planner's batches, from decoding processes or in the calling thread.
+"""Delivers the planner's batches, decoded in child processes or in the calling thread.
 
     stream of ids  ---- far ahead ------------------------> poll_ids
     stream of dense --- as far as poll_dense has asked ---> poll_dense
 
-Ids are needed as far ahead as the horizon reaches, dense features and labels only when their batch is planned. A format
-that can be read in columns is read as two streams, so that only ids are held for hundreds of batches. Any other format
-is one stream of whole batches, whose dense features are kept here until they are requested.
+Ids are needed for the whole horizon, dense features and labels only when their batch is planned. A format with separate
+columns is read as two streams, so that hundreds of batches hold only ids. Any other format is one stream of whole
+batches; their dense features are kept here until requested.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, divide
 from rowcast.prefetcher.readers.reader import CutElsewhere, Reader, num_batches, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import (
-    PlacedBatch,
     PlacedIds,
+    ReadBatch,
     SchedulePoint,
     Turn,
     expected_train_steps,
@@ -33,14 +34,14 @@ Arrival = tuple[SchedulePoint, Part]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceInfo:
-    """What is known before the first batch."""
+    """Facts known before the first batch."""
 
     num_dense: int
     expected_train_steps: int | None  # over the whole run; None if the reader does not know its samples
     num_train: int | None  # samples of an epoch
     num_eval: int | None
-    file_sizes: list[int]  # bytes of the data files, in reading order
-    # train and evaluation batches of an epoch, where they are known
+    paths: list[Path]  # of the data files, in reading order
+    # train and evaluation batches of an epoch, if known
     epoch_batches: tuple[int | None, int | None] = (None, None)
     pairing: str = ""  # each feature with its column, if ids come by position
 
@@ -57,7 +58,7 @@ class SourceCounters:
 
 
 class BatchStream(Protocol):
-    """The batches of a run in order, or one part of each. Called from one thread."""
+    """The batches of a run in order, whole or half of each. Called from one thread."""
 
     counters: SourceCounters
 
@@ -67,7 +68,7 @@ class BatchStream(Protocol):
 
     def take(self) -> Arrival | None:
         """Returns the next one without waiting; None if none has arrived or, see `ended`, none will. Raises as
-        `Source.poll_ids`, and the same error at every later call.
+        `Source.poll_ids`, the same error at every later call.
         """
 
     @property
@@ -84,10 +85,10 @@ class Source:
     """
 
     def __init__(self, ids: BatchStream, dense: BatchStream | None) -> None:
-        """`dense` None: `ids` gives whole batches."""
+        """`dense` None: `ids` delivers whole batches."""
         self.counters = ids.counters
         self._ids, self._dense = ids, dense
-        self._kept: deque[DenseBatch] = deque()  # dense parts that have arrived and were not returned
+        self._kept: deque[DenseBatch] = deque()  # dense parts that arrived and were not returned
         # batches whose ids were returned, whose dense part has arrived, whose dense part was returned
         self._num_ids = self._num_arrived = self._num_whole = 0
         self._broken: DataError | None = None  # why the ids of the next batch cannot be returned
@@ -99,7 +100,7 @@ class Source:
             stream.start()
 
     def info(self) -> SourceInfo:
-        """Waits for what is known before the first batch. Raises as `poll_ids` if the data cannot be opened."""
+        """Waits for the facts known before the first batch. Raises as `poll_ids` if the data cannot be opened."""
         return self._ids.info()
 
     def poll_ids(self) -> PlacedIds | None:
@@ -124,7 +125,7 @@ class Source:
         self._num_whole += 1
         return self._kept.popleft()
 
-    def poll(self) -> PlacedBatch | None:
+    def poll(self) -> ReadBatch | None:
         self._polled = self.poll_ids()
         assert self._polled is None or self._num_whole + 1 == self._num_ids, (
             f"{self._num_ids - self._num_whole} batches lack their dense part"
@@ -132,8 +133,8 @@ class Source:
         dense = None if self._polled is None else self.poll_dense()
         if self._polled is None or dense is None:
             return None
-        batch, self._polled = self._polled.with_dense(dense), None
-        return batch
+        ids, self._polled = self._polled, None
+        return ids, dense
 
     @property
     def ended(self) -> bool:
@@ -164,7 +165,8 @@ class Source:
         return PlacedIds(point=point, batch=part)
 
     def _take_ids(self) -> Arrival | None:
-        """Raises the data's first error, which may be in a dense part, as if whole batches were decoded in order."""
+        """Returns the next ids. Raises the data's first error, also one in a dense part, as if whole batches were
+        decoded in order."""
         if self._broken is None:
             try:
                 return self._ids.take()
@@ -263,7 +265,7 @@ def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position
         expected_train_steps=expected_train_steps(job, reader, max_steps, start),
         num_train=reader.num_samples("train"),
         num_eval=reader.num_samples("eval"),
-        file_sizes=reader.file_sizes,
+        paths=reader.paths,
         epoch_batches=(num_batches(job, reader, "train"), num_batches(job, reader, "eval")),
         pairing=reader.pairing if isinstance(reader, CutElsewhere) else "",
     )

@@ -1,10 +1,10 @@
-"""Reads any lines of text files, plain or gzip.
+"""Reads any lines of text files, plain or gzip by their first bytes.
 
     file  | chunk 0 | chunk 1 | chunk 2 | ...    chunks of whole lines, found in one pass at the first opening
                       a b c d e                  one of them in memory, with the starts of its lines
                         b   d   -> "b\\nd\\n"      the requested lines
 
-A plain file is read from the requested chunk on; a gzip file is decompressed up to it.
+A plain file is read from the requested chunk; a gzip file is decompressed up to it.
 """
 
 import gzip
@@ -17,11 +17,20 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from rowcast.prefetcher.readers.columns import Ids, as_slice
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, is_gzip
 from rowcast.prefetcher.readers.line_index import Pieces, forget, kept_pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
 CHUNK_BYTES = 4 * 2**20
+OTHER_FILES = {  # first bytes -> what the file is, and what to do
+    b"PK\x03\x04": "a zip archive (or an Excel file); unpack it, or save it as CSV",
+    b"PAR1\x15": "Parquet; name it .parquet",
+    b"\xff\xfe": "text in UTF-16; write it as UTF-8",
+    b"\xfe\xff": "text in UTF-16; write it as UTF-8",
+    b"BZh91AY&": "compressed by bzip2; unpack it, or compress it with gzip",
+    b"\xfd7zXZ": "compressed by xz; unpack it, or compress it with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it, or compress it with gzip",
+}
 MAX_CHUNKS = 3  # limit of a chunk in CHUNK_BYTES: a line of up to two before it ends, and the lines after it
 
 
@@ -69,7 +78,8 @@ class TextIndex:
         return chunk + 1 == len(self.chunks) or self.chunks[chunk + 1].first_line == 0
 
     def differs(self, chunk: int, found: int) -> DataError:
-        """The error for a chunk whose lines have changed since they were counted; the next start counts them again."""
+        """Returns the error for a chunk whose lines changed since they were counted. Makes the next start recount
+        them."""
         path, first_line, num_lines, *_ = self.chunks[chunk]
         if self._kept_in is not None:
             forget(path, self._kept_in)
@@ -85,7 +95,7 @@ class Lines(NamedTuple):
 
     first: int  # line, counted over all files
     text: bytes
-    starts: Ids  # [n + 1] bytes, where each line starts and the last one ends
+    starts: Ids  # [n + 1] bytes: the start of each line, and the end of the last
 
 
 class TextCursor:
@@ -164,10 +174,20 @@ def chunks_of(path: Path, pieces: Pieces) -> Iterator[Chunk]:
 
 
 def open_text(path: Path) -> IO[bytes]:
+    """Raises ConfigError for a file that cannot be read, DataError for one that is neither text nor gzip."""
     try:
-        return cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
+        require_text(path)
+        return cast(IO[bytes], gzip.open(path) if is_gzip(path) else path.open("rb"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def require_text(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(max(map(len, OTHER_FILES)))
+    for first_bytes, what in OTHER_FILES.items():
+        if start.startswith(first_bytes):
+            raise DataError(f"{path}: the file is {what}")
 
 
 def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:

@@ -1,11 +1,11 @@
-"""Decodes batches in prefetcher.workers processes, in the order and with the bits of a single one.
+"""Decodes batches in prefetcher.workers processes, with the order and the bits of a single process.
 
     decoder 0: steps 0, 3, 6, ...  --> queue --+
     decoder 1: steps 1, 4, 7, ...  --> queue --+--> take: step 0 of the first, step 1 of the second, ...
     decoder 2: steps 2, 5, 8, ...  --> queue --+
 
-Every decoder walks the whole schedule and skips the batches of others. So an error appears where its batch would have
-been, and the end where the next batch is missing.
+Every decoder iterates the whole schedule and skips the others' batches. So an error appears in its batch's turn, and
+the end in the turn of the missing batch.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from rowcast.runtime.position import Position
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 
-NUM_AHEAD = 8  # batches of a stream decoded ahead by all decoders together
+NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead
 LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 
 
@@ -57,7 +57,7 @@ class DecodedStream:
         self._starved_since: float | None = None
 
     def start(self) -> None:
-        atexit.register(self.close)  # before multiprocessing's own, which would wait for children that ignore SIGTERM
+        atexit.register(self.close)  # before multiprocessing's, which would wait for children that ignore SIGTERM
         for decoder in self._decoders:
             decoder.start()
 
@@ -102,8 +102,7 @@ class DecodedStream:
             decoder.close()
 
     def _show(self, index: int, delivery: Delivery) -> None:
-        """Puts a batch's decoding on the timeline, and before it the time that the child waited to send the previous
-        one."""
+        """Records a batch's decoding on the timeline, and before it the child's wait to send the previous one."""
         if self._timeline is None:
             return
         track, before_s = f"decoder {index}" + (" (dense)" if self._columns == "dense" else ""), self._decoded_s[index]

@@ -1,1 +1,1 @@
-"""How a run of the prefetcher is started, sized, observed, and repeated after the loss of a trainer."""
+"""Starts, sizes and observes a run of the prefetcher, and repeats it after the loss of a trainer."""

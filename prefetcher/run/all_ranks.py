@@ -1,11 +1,11 @@
-"""Starts the prefetchers of all ranks of a host, and starts one again that was killed or stands still.
+"""Starts the prefetchers of all ranks of a host, and restarts one that was killed or is stopped.
 
-    prefetcher run                        settles where the run begins, on the host of rank 0
+    prefetcher run                        decides where the run begins, on the host of rank 0
       prefetcher run --rank 0             serves trainer 0
       prefetcher run --rank 1 ...
 
-A prefetcher that is started again reads its rows from the newest checkpoint. Its trainer has lost it and ends, so
-torchrun starts all trainers again; the other prefetchers keep their rows and go back to that checkpoint.
+A restarted prefetcher reads its rows from the newest checkpoint. Its trainer has lost it and ends, so torchrun restarts
+all trainers; the other prefetchers keep their rows and roll back to that checkpoint.
 """
 
 import math
@@ -14,22 +14,24 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from rowcast.job.prediction import keep_prediction
-from rowcast.job.schema import Job, parse_seconds
+from rowcast.job.schema import Job
+from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.starting_point import settle_run
 from rowcast.runtime.child import Child
-from rowcast.runtime.children import END_S, POLL_S, ended_badly, ended_together, has_terminal, start_child
+from rowcast.runtime.children import END_S, POLL_S, StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.process import STOPS, Signals
+from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
 STOP_S = END_S - 5  # until children are killed: before our own parent kills us
-MOST_RESTARTS = 10  # of one rank
+# of one rank: a fault in every attempt recurs within a start and the time to the next checkpoint, so it uses these up
+# in time; rare kills of a long run never do
+MOST_RESTARTS, WITHIN_S = 10, 24 * 3600.0
 
 
 def check_options(job: Job, options: RunOptions) -> None:
@@ -47,19 +49,37 @@ def check_options(job: Job, options: RunOptions) -> None:
         )
 
 
+class Restarts:
+    """Counts each process's recent restarts."""
+
+    def __init__(self) -> None:
+        self._times_s: dict[str, list[float]] = {}  # monotonic clock
+
+    def allows(self, name: str) -> bool:
+        """Returns whether `name` may be restarted, and counts that restart."""
+        now_s = time.monotonic()
+        recent = [time_s for time_s in self._times_s.get(name, []) if now_s - time_s < WITHIN_S]
+        if len(recent) == MOST_RESTARTS:
+            within = f"{MOST_RESTARTS} times within {WITHIN_S / 3600:g} hours"
+            get_logger().error(f"the {name} was started again {within}; now the run ends")
+            return False
+        self._times_s[name] = [*recent, now_s]
+        return True
+
+
 class AllRanks:
     """The parent of the prefetchers of a host."""
 
     def __init__(self, job: Job, options: RunOptions, signals: Signals, arguments: Sequence[str]) -> None:
-        """`arguments`: of this command, which each prefetcher gets too."""
+        """`arguments`: of this command, passed to each prefetcher."""
         self._job, self._options, self._signals = job, options, signals
         self._arguments = arguments
-        self._restarts: dict[str, int] = {}
-        self._stopped_s: dict[str, float] = {}  # how long each has been stopped, without the time in which we were too
+        self._restarts = Restarts()
+        self._stopped_s: dict[str, float] = {}  # how long each was stopped while this process ran
         self._stopped_limit_s = parse_seconds(job.ranks.timeout)
         self._names = {f"prefetcher of rank {rank}": rank for rank in self._ranks}
         self._children: list[Child] = []
-        self._stopping = False
+        self._stop = StopsChildren(signals, self._children)
         self._kill_at_s = math.inf
 
     @property
@@ -76,29 +96,26 @@ class AllRanks:
                 stack.enter_context(directory)
                 shard = OwnShard(number=0, count=self._job.ranks.count)
                 settle_run(self._job, self._options, Checkpoints(self._job.run_dir, RealDisk()), directory, shard)
-                keep_prediction(directory.path, self._options.prediction, fresh=self._options.fresh)
             elif self._options.mode == "train" and not self._options.fresh:
                 directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
             if self._signals.stop_reason is not None:
                 return False
-            self._children = [self._start(name) for name in self._names]
+            self._children.extend(self._start(name) for name in self._names)
             first = ended_together(self._children, self._another, self._meanwhile)
             if first is not None:
                 raise ended_badly(first)
             return directory.completion() is not None
 
     def _start(self, name: str) -> Child:
-        # the last value of an option counts; what was begun once is not begun again
+        # the last value of an option counts: a restart must not begin a new run again
         own = ["--rank", str(self._names[name]), "--unfinished-code", "0"]
         return start_child(name, "rowcast.prefetcher", [*self._arguments, *own])
 
     def _another(self, child: Child) -> Child | None:
-        """In place of one that was killed."""
+        """Starts a prefetcher in place of a killed one."""
         assert child.code is not None, "it has ended"
-        restarts = self._restarts.get(child.name, 0)
-        if self._stopping or child.process.returncode >= 0 or restarts >= MOST_RESTARTS:
+        if self._stop.asked or child.process.returncode >= 0 or not self._restarts.allows(child.name):
             return None
-        self._restarts[child.name] = restarts + 1
         get_logger().warning("started again, from the newest checkpoint", because=child.describe_exit())
         return self._start(child.name)
 
@@ -107,7 +124,7 @@ class AllRanks:
         self._pass_on()
 
     def _kill_stopped(self) -> None:
-        """Kills one that was stopped for too long: its trainer has ended, and no other can connect to it."""
+        """Kills a prefetcher that was stopped for too long: its trainer has ended, and no new one can connect to it."""
         for child in self._children:
             stopped_s = self._stopped_s.get(child.name, 0.0) + POLL_S if child.is_stopped else 0.0
             self._stopped_s[child.name] = stopped_s
@@ -117,18 +134,9 @@ class AllRanks:
                 child.signal(signal.SIGKILL)
 
     def _pass_on(self) -> None:
-        """Passes a signal on, once; a terminal has sent it to all processes itself."""
-        if self._signals.stop_reason is None:
-            return
-        if self._stopping:
-            if time.monotonic() > self._kill_at_s:  # one that stands still would outlive us
-                for child in self._children:
-                    child.signal(signal.SIGKILL)
-            return
-        self._stopping = True
-        self._kill_at_s = time.monotonic() + STOP_S
-        number = STOPS[0] if self._signals.stop_reason == STOPS[0].name else STOPS[1]
-        get_logger().info("stopping all ranks of this host", reason=self._signals.stop_reason)
-        if number is not STOPS[0] or not has_terminal():
+        if self._stop.advance():
+            self._kill_at_s = time.monotonic() + STOP_S
+            get_logger().info("stopping all ranks of this host", reason=self._signals.stop_reason)
+        if time.monotonic() > self._kill_at_s:  # a stopped one would outlive us
             for child in self._children:
-                child.signal(number)
+                child.signal(signal.SIGKILL)

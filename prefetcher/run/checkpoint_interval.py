@@ -1,4 +1,4 @@
-"""When the checkpoints of an attempt are made: the job's interval, and what a time becomes in train steps."""
+"""Decides when an attempt makes checkpoints: by the job's interval, converted from a time to train steps."""
 
 from functools import cached_property
 
@@ -15,14 +15,13 @@ class AttemptInterval:
         self._job, self._checkpoints, self._rank = job, checkpoints, rank
         self._seconds = None if mode == "eval" else job.checkpoint.every_seconds
 
-    @cached_property  # rank 0 may find the interval between two questions of another rank
+    @cached_property  # rank 0 may find the interval between two reads on a different rank
     def known(self) -> CheckpointInterval:
-        """0 if the job gave a time that this run had not converted to train steps when it was asked first."""
+        """The interval; 0 if it is a time that this run had not yet converted to train steps at the first read."""
         return self._job.checkpoint.interval if self._seconds is None else self._read() or 0
 
     def pace(self, train_steps: int, *, has_trace: bool) -> Pace | None:
-        """What finds the interval, which is not known yet. `train_steps`: before this attempt. None if there is nothing
-        to find."""
+        """Returns what finds the unknown interval; None if it is known. `train_steps`: before this attempt."""
         if self._seconds is None or self.known:
             return None
         if has_trace:
@@ -36,7 +35,7 @@ class AttemptInterval:
         return AwaitedPace(self._read, ahead) if self._rank else RankPace(self._seconds, train_steps, ahead)
 
     def keep(self, steps: int) -> None:
-        """The pace has been found. Rank 0 keeps the interval for all ranks and restarts."""
+        """Keeps the interval found by the pace. Rank 0 writes it for all ranks and restarts."""
         if self._rank == 0:
             keep_interval(self._checkpoints.disk, self._checkpoints.root, self._every, steps)
         get_logger().info("the pace is known", checkpoint_every=self._every, train_steps=steps)

@@ -26,7 +26,7 @@ def stall_clocks(engine: PrefetcherEngine) -> dict[str, Callable[[float], None]]
         if reason is None or engine.hello is None:
             return
         if engine.writeback.waits_for_checkpoint:
-            reason = "checkpoint"  # whatever the fetcher waits for is held up by rows that cannot come home
+            reason = "checkpoint"  # the fetcher's wait is due to rows that cannot be written
         counters.stalled(reason, seconds)
         if reason == "plans":
             counters.blocked("plans", "consumer", seconds)
@@ -76,10 +76,10 @@ def engine_gauges(idle: PrefetcherGauges, engine: PrefetcherEngine, source: Work
 
 
 def train_steps_of(interval: CheckpointInterval) -> int:
-    """Train steps between checkpoints; 0 if another rule decides when they are made."""
+    """Returns the train steps between checkpoints; 0 if a different rule applies."""
     return interval if isinstance(interval, int) else 0
 
 
 def steps_between(older: int | None, newer: int | None) -> int:
-    """Steps after `older` up to `newer`; None: before step 0."""
+    """Returns the steps after `older` up to `newer`; None: before step 0."""
     return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))

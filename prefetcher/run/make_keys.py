@@ -7,8 +7,11 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
 import zmq
+from typer import Option
 
 from rowcast.protocol.transport.curve_keys import (
     CLIENTS,
@@ -27,16 +30,21 @@ from rowcast.runtime.errors import ConfigError
 DEFAULT_CLIENT = "trainer"
 
 
-def keys_command(out: Path | None, clients: list[str] | None, check: Path | None) -> list[str]:
-    """Returns the lines to print. Raises ConfigError."""
+def keys(
+    out: Annotated[Path | None, Option(help="The folder of keys to make, or to add clients to.", metavar="DIR")] = None,
+    clients: Annotated[
+        list[str] | None, Option("--client", help="A trainer's name. Repeatable.", show_default=DEFAULT_CLIENT)
+    ] = None,
+    check: Annotated[Path | None, Option(help="A folder of keys to check instead.", metavar="DIR")] = None,
+) -> None:
+    """Raises ConfigError."""
     if (out is None) == (check is None):
         raise ConfigError("say either --out DIR, to make keys, or --check DIR, to check them")
-    if check is not None:
-        if clients:
-            raise ConfigError("--client goes with --out, not with --check")
-        return check_keys(check)
-    assert out is not None, "one of the two must be given"
-    return make_keys(out, clients or [DEFAULT_CLIENT])
+    if check is not None and clients:
+        raise ConfigError("--client goes with --out, not with --check")
+    made = check_keys(check) if check is not None else make_keys(out, clients or [DEFAULT_CLIENT]) if out else []
+    for line in made:
+        typer.echo(line)
 
 
 def make_keys(folder: Path, clients: list[str]) -> list[str]:
@@ -92,7 +100,7 @@ def _make_pair(folder: Path, name: str) -> str:
 
 
 def certificate(public: bytes, secret: bytes | None) -> str:
-    """Uses the format of `zmq.auth`, whose own function cannot write a file that others can never read."""
+    """Writes the format of `zmq.auth`, whose function leaves the file readable by others for a moment."""
     lines = ["metadata", "curve", f'    public-key = "{public.decode()}"']
     if secret is not None:
         lines = ["#   Secret: do not share it.", *lines, f'    secret-key = "{secret.decode()}"']

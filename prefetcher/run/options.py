@@ -1,9 +1,8 @@
-"""The options of `prefetcher run`."""
+"""Defines the options of `prefetcher run`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from rowcast.job.prediction import RunPrediction
 from rowcast.protocol.messages import Mode
 
 
@@ -15,8 +14,7 @@ class RunOptions:
     save_trace: Path | None = None
     timeline: bool = False  # record one
     mode: Mode = "train"
-    verify: float = 0.0  # share of the rows whose checksums are followed
+    verify: float = 0.0  # fraction of the rows whose checksums are followed
     checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest
-    prediction: RunPrediction | None = None  # written into the run directory
     host: int = 0  # which of the hosts that have ranks
-    rank: int | None = None  # serve this rank alone; None: all ranks of the host
+    rank: int | None = None  # serve only this rank; None: all ranks of the host

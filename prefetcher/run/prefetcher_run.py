@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rowcast.job.pair import with_ports_of_pair, with_tables_of_pair
-from rowcast.job.prediction import keep_prediction
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
@@ -18,6 +17,7 @@ from rowcast.prefetcher.run.gauges import idle_gauges
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.starting_point import StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.stores.left_tables import remove_left_keys
 from rowcast.protocol.attempts import Attempts, transport_of_ranks
 from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.parts import rank_of
@@ -33,7 +33,7 @@ from rowcast.runtime.telemetry.timeline import Timeline
 
 
 class PrefetcherRun:
-    """One run, which holds the lock on its directory."""
+    """One run, with the lock on its directory."""
 
     def __init__(self, job: Job, options: RunOptions, signals: Signals) -> None:
         number, count = options.rank or 0, job.ranks.count
@@ -76,10 +76,10 @@ class PrefetcherRun:
         point = None
         if self._shard.count == 1:
             point = settle_run(self._job, self._options, self._checkpoints, self._directory, self._shard)
-            keep_prediction(self._directory.path, self._options.prediction, fresh=self._options.fresh)
         if self._options.timeline:
             self._counters.timeline = stack.enter_context(Timeline(self._directory.path, "prefetcher"))
         remove_leftovers()
+        remove_left_keys(self._job, self._directory.path)
         own = with_tables_of_pair(self._job, self._shard.number)
         tables = Tables(own, self._groups, self._checkpoints, 1 + secrets.randbelow(2**31), self._shard)
         stack.callback(tables.close)
@@ -89,10 +89,7 @@ class PrefetcherRun:
             rank=self._rank,
             shard=self._shard,
             folder=self._directory.path,
-            mode=self._options.mode,
-            max_steps=self._options.max_steps,
-            save_trace=self._options.save_trace,
-            verify=self._options.verify,
+            options=self._options,
             signals=self._signals,
             health=self._health,
             counters=self._counters,
@@ -112,7 +109,7 @@ class PrefetcherRun:
             return None if point is None else PrefetcherAttempt(parts, point, transport, crew, over)
 
         last = self._attempts.run(begin)
-        if last is None or parts.mode == "eval" or not last.connected:
+        if last is None or parts.options.mode == "eval" or not last.connected:
             return False
         parts.tables.close(at=last.newest)
         # with a fresh run that has no checkpoint, the run in the directory is the earlier one
@@ -143,7 +140,7 @@ class PrefetcherRun:
         )
 
     def _on_training(self) -> None:
-        """Marks a complete run as not complete once it trains again. A fresh run leaves the earlier one as it is."""
+        """Marks a complete run as incomplete once it trains again. A fresh run does not change the earlier one."""
         if self._options.mode == "train" and not self._checkpoints.are_fresh and self._shard.number == 0:
             RunDirectory(self._job.run_dir, "prefetcher").go_on()
 

@@ -13,19 +13,14 @@ from rowcast.prefetcher.traces.writer import TraceWriter
 
 
 def save_plans(
-    stack: ExitStack,
-    path: Path,
-    job: Job,
-    groups: tuple[GroupSpec, ...],
-    engine: PrefetcherEngine,
-    tier_slots: tuple[int, ...] | None,
+    stack: ExitStack, path: Path, job: Job, groups: tuple[GroupSpec, ...], engine: PrefetcherEngine
 ) -> Callable[[], None]:
-    """Writes to `path` what `engine` plans from now on. The returned function is called when the run is over."""
-    writer = stack.enter_context(TraceWriter(path, trace_header(job, groups, engine.welcome.slots, tier_slots)))
+    """Writes the engine's plans to `path` from now on. Call the returned function when the run is over."""
+    writer = stack.enter_context(TraceWriter(path, trace_header(job, groups, engine.planner.slots)))
     before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
 
     def on_plan(planned: PlannedStep) -> None:
-        writer.add(planned.batch, planned.plan)
+        writer.add(planned.ids, planned.plan)
 
     def finish() -> None:
         if engine.finished:

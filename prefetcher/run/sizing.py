@@ -1,31 +1,32 @@
 """Chooses what the job file leaves open: the planner's threads, and the bytes of the rings and of staging.
 
 Rings and staging are sized by a *typical plan*: the rows that the first batches need for the first time, per batch, and
-the arrays that come with them. A plan that brings more, as the first one always does, is cut into more pieces.
+the arrays that come with them. A larger plan, such as the first one, is cut into more pieces.
 
     each ring      depth + 1 typical plans: all that may be in flight
-    staging        the rows of two typical plans, each way: one is used while the next one comes
+    staging        the rows of two typical plans, each way: one is used while the next one arrives
 
-A store with a memory tier keeps two kinds of rows there: those that the planner counts (`job_tier_slots`), and those
-that still wait to leave, since a row leaves only once all rows of its step are home (`tier_reserve`).
+A store with a memory tier keeps two kinds of rows there: rows that the planner counts (`job_levels`), and rows that
+wait to leave until all rows of their step are home (`tier_reserve`).
 """
 
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowcast.job.schema import MIN_RING_BYTES, Job, parse_bytes
-from rowcast.job.stores import STORES
+from rowcast.job.schema import MIN_RING_BYTES, Job
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec, aligned
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import hand_out, measure
 from rowcast.prefetcher.planner.group_planner import planner_bytes
-from rowcast.prefetcher.planner.grouping import Lookups
+from rowcast.prefetcher.planner.horizon import ScheduledLookups
+from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.batch_parts import IdsBatch
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.parts import Ids, Rank, ids_of_samples, samples_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, ids_of_samples, samples_of
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
@@ -35,7 +36,7 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 LEAST_RING_BYTES = 2 * 2**20
 LEAST_STAGING_BYTES = 2**19
-ARRAYS_SPARE = 1.25  # for dense features and labels, which are not known yet, and for larger batches
+ARRAYS_SPARE = 1.25  # for dense features and labels, still unknown, and for larger batches
 MOST_THREADS = 8
 PROCESS_BYTES = 320 * 2**20  # of the prefetcher with its libraries and compiled loops, before it has any rows
 TIER_BUFFER_BYTES = 16 * 2**20  # of each group: rows that are read, written and moved, and the end of its file
@@ -56,12 +57,12 @@ class Sizes:
 
 
 def automatic_threads() -> int:
-    """Planner threads: a quarter of the cores that this process may use, leaving the rest to readers and trainer."""
+    """Returns the planner threads: a quarter of the usable cores, which leaves the rest to readers and trainer."""
     return max(1, min(MOST_THREADS, usable_cores() // 4))
 
 
 def sizes(
-    job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int, rank: Rank | None = None
+    job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledLookups], depth: int, rank: Rank = UNDIVIDED
 ) -> Sizes:
     """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit."""
     typical, transport = typical_plan(groups, measured, rank), job.transport
@@ -73,23 +74,23 @@ def sizes(
     return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
 
 
-def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], rank: Rank | None = None) -> Typical:
-    """`measured`: at most the first MEASURED_BATCHES of the run. `rank`: whose plan; None if the trainer is alone."""
+def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED) -> Typical:
+    """`measured`: at most the first MEASURED_BATCHES of the run. `rank`: whose plan."""
     if not measured:
         return Typical(rows=0, arrays=0)
     touched = measure(tuple(groups), measured, rank)
     new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
     most_rows = sum(touched.largest_batch_rows)
     most_arrays = max(
-        group_arrays_bytes(scheduled.batch, most_rows)
-        if rank is None
-        else shared_arrays_bytes(groups, scheduled.batch, most_rows, rank)
+        shared_arrays_bytes(groups, scheduled.batch, most_rows, rank)
+        if rank.is_divided
+        else group_arrays_bytes(scheduled.batch, most_rows)
         for scheduled in measured
     )
     return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * most_arrays))
 
 
-def group_arrays_bytes(batch: Lookups, num_rows: int) -> int:
+def group_arrays_bytes(batch: Batch | IdsBatch, num_rows: int) -> int:
     present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
     counts = Counts(
         samples=batch.size,
@@ -102,11 +103,10 @@ def group_arrays_bytes(batch: Lookups, num_rows: int) -> int:
     return sum(layout.nbytes_of(counts) for layout in GROUP_ARRAYS.values())
 
 
-def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Lookups, num_owned: int, rank: Rank) -> int:
+def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Batch | IdsBatch, num_owned: int, rank: Rank) -> int:
     """`num_owned`: rows of the batch in the rank's shard. A rank sends about as many rows as it receives."""
     samples = samples_of(batch.size, rank)
-    ids = ids_of_samples(batch.size, Ids(batch.ids, batch.offsets, batch.weights), samples.start, samples.stop)
-    own = IdsBatch(size=samples.stop - samples.start, **ids._asdict())
+    own = ids_of_samples(batch, samples.start, samples.stop)
     received = sum(len(grouper.group(grouper.lookups(own)).keys) for grouper in groupers_of(tuple(groups)))
     counts = Counts(
         samples=own.size,
@@ -123,7 +123,7 @@ def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Lookups, num_owned: 
 
 
 def automatic_ring_bytes(typical: Typical, depth: int, pairs: int) -> int:
-    """Uses at most a quarter of the free shared memory, which `pairs` on this host share."""
+    """Returns a ring's bytes, at most a quarter of the free shared memory divided among the `pairs` on this host."""
     needed = max(LEAST_RING_BYTES, (depth + 1) * (typical.rows + typical.arrays))
     free = free_shared_memory()
     allowed = free // (4 * pairs)
@@ -138,7 +138,7 @@ def automatic_ring_bytes(typical: Typical, depth: int, pairs: int) -> int:
 
 
 def staging_bytes(typical_rows: int, ring_bytes: int) -> int:
-    """A piece takes at most half a ring, so more staging would not be used."""
+    """Returns the bytes of staging. A piece takes at most half a ring, so more would be unused."""
     return min(largest_payload(ring_bytes), aligned(max(LEAST_STAGING_BYTES, 2 * typical_rows), ARRAY_ALIGNMENT))
 
 
@@ -152,28 +152,28 @@ def check_shared_memory(ring_bytes: int) -> None:
         )
 
 
-def job_tier_slots(
+def job_levels(
     job: Job,
     groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledBatch],
-    slots: Sequence[int],
-    rank: Rank | None = None,
-) -> tuple[int, ...] | None:
-    """Rows of each group that the planner keeps in memory in a run of the job; None if its store has no memory tier.
+    measured: Sequence[ScheduledLookups],
+    slots: Slots,
+    rank: Rank = UNDIVIDED,
+) -> tuple[Slots, ...]:
+    """The slots of each level that the planner plans in a run of the job: `slots` on the device of `rank`, and the rows
+    in memory of a store with a memory tier.
 
-    `measured`: at most the first MEASURED_BATCHES of the run. `slots`: of each group, on the device of `rank`. Raises
-    ConfigError if store.memory is too small.
+    `measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError if store.memory is too small.
     """
-    if not STORES[job.store.kind].has_tier:
-        return None
-    if job.store.memory_rows is not None:
-        return rows_alone(job.store.memory_rows, groups, slots)
+    store = job.store
+    if not isinstance(store, StoreWithTier):
+        return (slots,)
+    if store.memory_rows is not None:
+        return slots, rows_alone(store.memory_rows, groups, slots)
     reserve = tier_reserve(job, groups, measured, rank)
     touched = measure(groups, measured, rank)
     shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
-    assert job.store.memory is not None, "a store with a tier has a budget of memory"
-    budget = parse_bytes(job.store.memory)
+    budget = parse_bytes(store.memory)
     parts = tier_parts(job, groups, measured, slots, rank)
     rest_bytes = budget - sum(parts.values())
     costs = [group.record_bytes + SLOT_BYTES for group in groups]
@@ -192,14 +192,15 @@ def job_tier_slots(
         listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
         rows = " + ".join(map(str, least))
         raise ConfigError(
-            f"store.memory = {job.store.memory!r} ({budget} bytes) is too small: {listed} leave "
+            f"store.memory = {store.memory!r} ({budget} bytes) is too small: {listed} leave "
             f"{human_bytes(max(0, rest_bytes))} for rows, but the rows on the device and those that wait to leave, "
             f"{rows}, take {human_bytes(taken(least))}; set {sum(parts.values()) + taken(least)} bytes or more"
         )
     while high - low > 2**16:
         middle = (low + high) // 2
         low, high = (middle, high) if taken(divided(middle)) <= rest_bytes else (low, middle)
-    return tuple(n if n == limit else n - spare for n, limit, spare in zip(divided(low), limits, reserve, strict=True))
+    most = zip(divided(low), limits, reserve, strict=True)
+    return slots, tuple(n if n == limit else n - spare for n, limit, spare in most)
 
 
 def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> tuple[int, ...]:
@@ -213,9 +214,9 @@ def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> 
 
 
 def tier_reserve(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank | None = None
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED
 ) -> tuple[int, ...]:
-    """Rows of each group that may wait to leave: those that as many typical plans bring as can be under way."""
+    """Returns the rows of each group that may wait to leave: those of all typical plans that can be in flight."""
     touched, plans_under_way = measure(groups, measured, rank), 3 * job.lookahead.depth + 4
     return tuple(plans_under_way * max(1, -(-rows // max(1, len(measured)))) for rows in touched.distinct_rows)
 
@@ -223,11 +224,11 @@ def tier_reserve(
 def tier_rows(
     job: Job,
     groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledBatch],
+    measured: Sequence[ScheduledLookups],
     tier_slots: Sequence[int],
-    rank: Rank | None = None,
+    rank: Rank = UNDIVIDED,
 ) -> tuple[int, ...]:
-    """Rows of each group that have room in memory, those that wait to leave included."""
+    """Returns the rows of each group that fit into memory, including those that wait to leave."""
     reserve = tier_reserve(job, groups, measured, rank)
     return tuple(
         min(n + spare, group.num_rows, MOST_SLOTS) for n, spare, group in zip(tier_slots, reserve, groups, strict=True)
@@ -237,11 +238,11 @@ def tier_rows(
 def tier_parts(
     job: Job,
     groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledBatch],
+    measured: Sequence[ScheduledLookups],
     slots: Sequence[int],
-    rank: Rank | None = None,
+    rank: Rank = UNDIVIDED,
 ) -> dict[str, int]:
-    """What takes memory beside the tier's rows, in bytes."""
+    """Returns the memory used beside the tier's rows, in bytes."""
     index_rows = sum(share.num_rows for share in disk_shares(job, groups))
     return {
         "the process": PROCESS_BYTES,

@@ -1,8 +1,8 @@
-"""Where a run begins: at its newest checkpoint, at that of another run, or at step 0.
+"""Decides where a run begins: at its newest checkpoint, at a different run's, or at step 0.
 
-With several ranks, one process settles this for all of them (`settle_run`): the parent of rank 0's prefetcher. The
-prefetcher of a rank then looks before each attempt (`look`). It may look too early, on another host, or while a
-checkpoint is being made; the trainers compare what their prefetchers found, and all look again if it differs.
+With several ranks, the parent of rank 0's prefetcher decides for all (`settle_run`). The prefetcher of a rank then
+looks before each attempt (`look`). It may look too early, on a different host or during a checkpoint; the trainers
+compare what their prefetchers found, and all look again if it differs.
 """
 
 import time
@@ -13,17 +13,19 @@ from pathlib import Path
 
 import msgspec
 
-from rowcast.job.schema import Job, parse_seconds
+from rowcast.job.schema import Job
+from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.run.options import RunOptions
+from rowcast.prefetcher.stores.left_tables import remove_left_tables
 from rowcast.runtime.checkpoint_manifest import Manifest, write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 
-RUN_FILE = "run.json"  # in the run directory, only where there are several ranks
+RUN_FILE = "run.json"  # in the run directory, only with several ranks
 POLL_S = 0.05
 
 
@@ -46,6 +48,7 @@ def settle_run(
     complete, DataError if every checkpoint is damaged.
     """
     newest = newest_of_run(job, options, checkpoints, directory, shard)
+    remove_left_tables(job)
     point = StartingPoint(newest=newest, run_id=new_run_id() if newest is None else newest.run_id)
     if shard.count > 1:
         write_durably(job.run_dir / RUN_FILE, msgspec.json.encode(RunNote(run_id=point.run_id)) + b"\n")
@@ -85,7 +88,7 @@ def look(
     shard: OwnShard,
     given_up: Callable[[], bool],
 ) -> StartingPoint | None:
-    """What one of several ranks finds; `known`: the newest checkpoint that it has seen before. None if `given_up`.
+    """Returns what one of several ranks finds; `known`: the newest checkpoint that it has seen. None if `given_up`.
 
     Raises PeerLost if no run has begun within transport.connect_timeout.
     """

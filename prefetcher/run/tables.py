@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from rowcast.job.schema import Job
-from rowcast.job.stores import STORES
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
-from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.store_counts import StoreCounts, described
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
@@ -32,25 +32,25 @@ class Tables:
         self._checkpoints = checkpoints
         self._incarnation = incarnation
         self._shard = shard
-        # the checksum of the checkpoint since which the record of changed rows is complete; None: the start of the run
+        # checksum of the checkpoint since which changed rows are tracked completely; None: the start of the run
         self._since: str | None = None
         self._is_known = False  # whether that is known
-        no_counts = StoreCounts() if STORES[job.store.kind].has_tier else None
+        no_counts = StoreCounts() if isinstance(job.store, StoreWithTier) else None
         self._counts: tuple[StoreCounts | None, ...] = (no_counts,) * len(groups)  # before and after the stores
 
     @property
     def folder(self) -> Path:
-        """For stores that keep rows in files."""
+        """The folder for stores with files."""
         return self._job.table_folder
 
     @property
     def counts(self) -> tuple[StoreCounts | None, ...]:
-        """What the store of each group has counted; None for stores without a memory tier. Any thread."""
+        """The counters of each group's store; None for stores without a memory tier. Any thread."""
         stores = self.stores
         return tuple(store.store.counts() for store in stores) if len(stores) == len(self._groups) else self._counts
 
     def restore(self, newest: Manifest | None) -> None:
-        """Gives all rows what they have at this checkpoint; None: at the start of the run. Raises DataError."""
+        """Sets all rows to this checkpoint's; None: to the start of the run. Raises DataError."""
         if not self._is_known or self._since != checksum_of(newest):
             self.close()
             self._open(newest)
@@ -65,14 +65,33 @@ class Tables:
         self._since, self._is_known = checksum_of(newest), True
 
     def attempt_ended(self, newest: Manifest | None, *, gave_up: bool) -> None:
-        """`newest`: the newest checkpoint to which these stores have given their rows. `gave_up`: they gave rows to
-        another one after it, which does not exist, so that nobody knows any more which rows have changed since."""
+        """`newest`: the newest checkpoint with these stores' rows. `gave_up`: they handed rows to a later one that was
+        given up, so the set of rows changed since is unknown."""
         self._since, self._is_known = checksum_of(newest), self._is_known and not gave_up
 
     def begin(self, memory_rows: tuple[int, ...]) -> None:
         """See `RowStore.begin`. `memory_rows`: of each group."""
         for store, rows in zip(self.stores, memory_rows, strict=True):
             store.begin(rows)
+
+    def log_counts(self) -> None:
+        """Logs what each memory tier has moved, and whether it kept up."""
+        log = get_logger()
+        for group, counts in zip(self._groups, self.counts, strict=True):
+            if counts is not None:
+                log.info(
+                    "memory and cold tier",
+                    group=group.name,
+                    rows_from_cold=counts.loaded,
+                    rows_read_past_memory=counts.cold_reads,
+                    rows_to_cold=counts.spilled,
+                    rows_never_trained=counts.untouched_loaded,
+                    late_rows=counts.late,
+                    disk_bytes=counts.disk_used_bytes,
+                    garbage_bytes=counts.disk_garbage_bytes,
+                )
+                if not counts.keeps_up:
+                    log.warning("steps may have waited for " + described([counts]), group=group.name)
 
     def close(self, at: Manifest | None = None) -> None:
         """`at`: the checkpoint that the rows are at, for a store that outlives the process and may reuse them."""

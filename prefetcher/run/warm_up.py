@@ -40,7 +40,7 @@ def warm_up(*, verify: bool = False, tiers_in: Path | None = None) -> None:
 def plan_and_move() -> None:
     groups = tuple(tiny_group(index, init) for index, init in enumerate(INITS))
     for multi_hot in (False, True):
-        planner = RowPlanner(groups, (2,) * len(groups), depth=1, horizon=2)
+        planner = RowPlanner(groups, [(2,) * len(groups)], depth=1, horizon=2)
         stores = [TrackedStore(MemoryStore(group), group, seed=0) for group in groups]
         for step in range(3):
             planner.add(tiny_batch(step, multi_hot=multi_hot))
@@ -76,7 +76,7 @@ def move_between_tiers(folder: Path) -> None:
     most = keys[keys % 10 > 0]
     finish(store.write(most, records[: len(most)]))  # leaves garbage, which `advance` collects
     store.begin(NUM_TIER_ROWS)
-    planner = RowPlanner((group,), (2,), depth=1, horizon=2, tier_slots=(4,))
+    planner = RowPlanner((group,), [(2,), (4,)], depth=1, horizon=2)
     for step in range(3):
         planner.add(tiny_batch(step, multi_hot=False, num_features=1))
     planner.end()

@@ -1,17 +1,17 @@
-"""Compiled loops over the cells that lead from a row to its number. Nothing else keeps the row's key.
+"""Compiled loops over cells, which map a row to its number and are the only record of its key.
 
 A row's position in its group is mixed by a bijection. Its bits, at the top of a word, are the row's *hash*:
 
     hash    implied | kept        | 0           as many bits as positions have, then zeros
     cell              kept | number + 1         or EMPTY
 
-The hash's highest 32 bits name the row's *own bucket*, a bucket being one cache line. The row lies there or, if that is
-full, in the next bucket that is not, fewer than REACH further. Implied bits are those for which a cell has no room. Own
-buckets of rows that differ in them are at least REACH apart, so these bits follow from where a cell lies; and within a
-search, equal cells mean equal rows.
+The hash's highest 32 bits name the row's *first bucket*; a bucket is one cache line. The row is in it or, if it is
+full, in the next bucket with room, fewer than REACH further. A cell leaves out the implied bits. Rows that differ in
+them have first buckets at least REACH apart, so the cell's bucket implies these bits, and within a search equal cells
+mean equal rows.
 
-Buckets grow by an eighth, in place: no row's own bucket moves to the left. A few at a time, from the right, they pass
-from the size *before* to the present one, so that no growth stops a step for long:
+Buckets grow by an eighth, in place: no row's first bucket moves to the left. They pass from the size *before* to the
+present one a few at a time, from the right, so that growth never stops a step for long:
 
     buckets    as before, left of the frontier | empty | the others, already where the present size wants them
 """
@@ -28,9 +28,9 @@ from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
 
 EMPTY = np.uint64(0)
 BUCKET = 8  # cells
-REACH = 256  # buckets; at the fullest, one row in 10**30 would lie further
+REACH = 256  # buckets; at the fullest, one row in 10**30 would need more
 BEFORE, SIZE, FRONTIER = range(3)  # in `sizes`; the frontier is 0 unless buckets pass to a new size
-GROWTH = 8  # by one part in so many
+GROWTH = 8  # by an eighth
 FULL_PERCENT = 76
 MOVED_AT_ONCE, MOVED_A_ROW = 64, 2  # buckets, at least; so growth ends well before the next begins
 AHEAD = 24  # how many rows ahead the processor prefetches
@@ -39,7 +39,7 @@ UNDO_1, UNDO_2, UNDO_3 = (np.uint64(pow(int(factor), -1, 2**64)) for factor in (
 
 
 class Layout(NamedTuple):
-    """Of hashes and cells, in bits."""
+    """How the bits of hashes and cells are split."""
 
     unused: np.uint64  # below a hash
     half: np.uint64  # of a hash, rounded up
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 
 
 def layout_for(num_rows: int, most: int) -> Layout:
-    """`num_rows` of a group, of which at most `most` are numbered."""
+    """`num_rows`: rows of the group. `most`: how many of them may be numbered."""
     bits, number_bits = max(2, (num_rows - 1).bit_length()), most.bit_length()
     implied = max(0, bits + number_bits - 64)
     return Layout(np.uint64(64 - bits), np.uint64(-(-bits // 2)), np.uint64(implied), np.uint64(2**number_bits - 1))
@@ -154,9 +154,9 @@ def place(cells: U64, own: int, hashed: np.uint64, number: np.uint64, layout: La
 
 @compiled_loop
 def move(cells: U64, sizes: I64, layout: Layout, spare: U64) -> None:
-    """Moves the buckets to the left of the frontier to where the present size wants them; `spare` holds them meanwhile.
+    """Moves the rows left of the frontier to their buckets in the present size, through `spare`.
 
-    The frontier stays behind a bucket that is not full, so no row lies across it.
+    The frontier stays right of a bucket that is not full, so no row's search crosses it.
     """
     end = sizes[FRONTIER] if sizes[FRONTIER] < sizes[BEFORE] else sizes[BEFORE] + REACH
     start, moved = max(0, sizes[FRONTIER] - MOVED_AT_ONCE), 0
@@ -179,12 +179,12 @@ def move(cells: U64, sizes: I64, layout: Layout, spare: U64) -> None:
 
 @compiled_loop
 def hash_in(cell: np.uint64, bucket: int, size: int, layout: Layout) -> np.uint64:
-    """Returns the hash of the row whose cell lies in this bucket."""
+    """Returns the hash of the row whose cell is in this bucket."""
     kept = (cell & ~layout.numbers) >> layout.implied
     if layout.implied == 0:
         return kept
     shift, top = np.int64(layout.implied), WORD_BITS - layout.implied
-    # the largest implied bits of any row whose own bucket is this one or one further left
+    # the largest implied bits of a row whose first bucket is this one or further left
     implied = min((1 << shift) - 1, (((bucket + 1) << shift) - 1) // size)
     hashed = (np.uint64(implied) << top) | kept
     return hashed if bucket_in(hashed, size) <= bucket else hashed - (ONE << top)
@@ -201,8 +201,8 @@ def select(
     out: I64,
     count: int,
 ) -> int:
-    """Appends, to the `count` positions in `out`, those of a range whose row's bit is set, of rows whose hash has its
-    highest 32 bits in the range `part`. Returns how many there are now."""
+    """Appends to the `count` positions in `out` those of a range whose row's bit is set. Takes only rows whose hash has
+    its highest 32 bits in the range `part`. Returns the new count."""
     before, size, frontier = sizes[BEFORE], sizes[SIZE], sizes[FRONTIER]
     low, high = np.uint64(part[0]) << HIGH, np.uint64(part[1] - 1) << HIGH
     bucket, last = bucket_of(low, before, size, frontier), bucket_of(high, before, size, frontier)

@@ -1,9 +1,9 @@
-"""Converts between records and numpy arrays of their elements; bf16, which numpy lacks, is held in uint16."""
+"""Converts between records and numpy arrays of their elements; bf16, which numpy lacks, is stored as uint16."""
 
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.job.schema import RowType
+from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import RecordPart
 from rowcast.prefetcher.stores.store import Records
 from rowcast.runtime.arrays import F32, U16
@@ -35,7 +35,7 @@ def rounded(values: F32, dtype: RowType) -> Elements:
 
 
 def upper_halves(values: F32) -> U16:
-    """Rounds fp32 to bf16, its upper half: adds half of the last bit, or a little less if that bit is 0, and cuts."""
+    """Rounds fp32 to bf16, its upper half: adds half of the last bit, slightly less if that bit is 0, and truncates."""
     bits = values.view(np.uint32)
     rounded_bits = bits >> 16
     rounded_bits &= 1

@@ -1,4 +1,4 @@
-"""Computes rows' first values with a counter-based generator, so rows need no storage and no order of creation.
+"""Computes rows' first values with a counter-based generator: they need no storage and no order of creation.
 
 Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four random words, for columns 4c to 4c + 3:
 
@@ -13,8 +13,8 @@ Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four r
     linear   0: the last weight in a row, if the table has linear weights
 
 Weights of fp16 and bf16 are these float32 values, rounded to the nearest, ties to even; a record's master weights are
-the values themselves. A table keeps its values when tables are added, moved or widened: they do not depend on its index
-or width.
+the values themselves. A table's values do not depend on its index or width, so they stay the same when tables are
+added, moved or widened.
 """
 
 from math import cos, log, pi, sin, sqrt
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from rowcast.job.schema import parse_init
+from rowcast.job.embedding_tables import parse_init
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
 from rowcast.prefetcher.stores.elements import elements_of, rounded
 from rowcast.runtime.arrays import F32, I64, Bytes
@@ -42,7 +42,7 @@ Words = tuple[np.uint64, np.uint64, np.uint64, np.uint64]  # each below 2**32
 
 
 class Initializer(NamedTuple):
-    """What decides a table's first values; compiled loops take it."""
+    """What decides a table's first values, in a form for compiled loops."""
 
     kind: int  # UNIFORM on [a, b), NORMAL with mean a and deviation b, CONSTANT a
     a: float
@@ -60,8 +60,8 @@ def table_initializer(seed: int, table: TableSpec) -> Initializer:
 
 
 def initial_rows(seed: int, table: TableSpec, rows: I64) -> F32:
-    """Returns the first values of `rows` [n] of a table, f32 [n, embedding_dim]. The bits of a row never depend on the
-    others."""
+    """Returns the first values of `rows` [n] of a table, f32 [n, embedding_dim]. A row's bits never depend on other
+    rows."""
     out = np.empty((len(rows), table.embedding_dim), np.float32)
     fill_initial(table_initializer(seed, table), rows, out)
     return out

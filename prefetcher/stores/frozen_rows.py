@@ -1,11 +1,11 @@
-"""Hands out the rows of a checkpoint as they were at its barrier, while training goes on and writes over them.
+"""Hands out a checkpoint's rows as they were at its barrier, while training continues and overwrites them.
 
-    write-back's thread    set_aside: copies the rows that it is about to write over, if they were not handed out
-    checkpoint's thread    blocks: hands out all rows in order, from the store or from those set aside
+    write-back's thread    set_aside: copies the rows that it is about to overwrite, if they were not handed out
+    checkpoint's thread    blocks: hands out all rows in order, from the store or from the copies set aside
 
-A row is pending until its block has a copy. Of a pending row that is not aside, the store has the barrier's bytes: its
-first write begins only after `set_aside`. Both threads copy and mark a row under the lock, so each row is copied from
-the store once, and no write of it is open meanwhile. A thread that holds the lock waits for the store only.
+A row is pending until its block has a copy. A pending row that is not aside still has the barrier's bytes in the store,
+because its first write begins only after `set_aside`. Both threads copy and mark a row under the lock, so each row is
+copied from the store once, and no write of it is open meanwhile. A thread that holds the lock waits only for the store.
 """
 
 import threading
@@ -24,28 +24,28 @@ NOBODY = -1
 
 class FrozenRows:
     def __init__(self, store: RowStore, group: GroupSpec, numbers: RowNumbers, rows: U64, share: float) -> None:
-        """`rows`: one bit per row of the group, by its number; the array belongs to this object from now on. `share`:
-        how many of them can be aside at a time."""
+        """`rows`: one bit per row of the group, by its number; this object keeps the array. `share`: the fraction of
+        them that can be aside at a time."""
         self._store, self._group, self._numbers = store, group, numbers
         self._lock = threading.Lock()
         self._pending = rows
-        self._aside: U64 = np.zeros(len(rows), np.uint64)  # pending rows of which `_records` has the bytes
+        self._aside: U64 = np.zeros(len(rows), np.uint64)  # pending rows with their bytes in `_records`
         self._num_left = count_bits(rows)  # pending rows that are not aside
         room = int(self._num_left * share)
-        # places of rows that are aside; memory is touched only where one is used
-        self._owners: I64 = np.empty(room, np.int64)  # the row's number, or NOBODY; defined for places used before
+        # slots of rows that are aside; an unused slot takes no memory
+        self._owners: I64 = np.empty(room, np.int64)  # the row's number, or NOBODY; defined for slots used before
         self._records: Records = np.empty((room, group.record_bytes), np.uint8)
-        self._num_used = 0  # places used before
-        self._free: I64 = np.empty(0, np.int64)  # those of them that are free
+        self._num_used = 0  # slots used before
+        self._free: I64 = np.empty(0, np.int64)  # free ones of these
 
     # the write-back's thread
 
     def has_room(self, num_rows: int) -> bool:
-        """Whether so many rows can be set aside. What the checkpoint's thread does meanwhile only makes room."""
+        """Returns whether this number of rows can be set aside. The checkpoint's thread can only add room meanwhile."""
         return len(self._owners) - self._num_used + len(self._free) >= min(num_rows, self._num_left)
 
     def set_aside(self, keys: Keys, numbers: I64) -> None:
-        """Must be called before these rows are written. There must be room."""
+        """Copies these rows before they are written. There must be room."""
         with self._lock:
             left = found_rows(numbers, self._pending, self._aside)
             if not len(left):
@@ -68,7 +68,7 @@ class FrozenRows:
     # the checkpoint's thread
 
     def blocks(self, nbytes: int) -> Iterator[tuple[Keys, Records]]:
-        """Yields all rows by ascending key, at most `nbytes` of one table at a time. What is written meanwhile changes
+        """Yields all rows by ascending key, at most `nbytes` of one table at a time. Writes meanwhile change
         nothing."""
         tables, block = [table.index for table in self._group.tables], max(1, nbytes // self._group.record_bytes)
         for keys, numbers in self._numbers.found(self._pending, tables, block):
@@ -85,7 +85,7 @@ class FrozenRows:
         return records
 
     def _take_stored(self, keys: Keys, numbers: I64, out: Records) -> int:
-        """Copies the rows that are in the store. Returns how many are aside."""
+        """Copies rows from the store. Returns how many are aside."""
         with self._lock:
             stored = found_rows(numbers, self._pending, self._aside)
             if len(stored) == len(keys):
@@ -103,7 +103,7 @@ class FrozenRows:
             owners = self._owners[: self._num_used]
             order = np.argsort(
                 numbers, kind="stable"
-            )  # ascending already, unless rows are numbered as they are touched
+            )  # already ascending, unless rows are numbered as they are touched
             at = order[np.searchsorted(numbers, owners, sorter=order) % len(order)]
             places = np.flatnonzero(numbers[at] == owners)
             assert len(places) == num_aside, f"{len(places)} of {num_aside} rows that are aside were found"

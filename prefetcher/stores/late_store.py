@@ -13,10 +13,10 @@ class LateTicket:
     def __init__(self, chance: random.Random, operation: Callable[[], Ticket]) -> None:
         self._chance = chance
         self._operation: Callable[[], Ticket] | None = operation
-        self._ticket: Ticket | None = None  # of the operation, once it has begun
+        self._ticket: Ticket | None = None  # of the operation, once begun
 
     def done(self) -> bool:
-        """Starts the operation only now, at random, so that no caller can rely on it having happened earlier."""
+        """Starts the operation only now, at random, so that no caller can rely on an earlier start."""
         if self._operation is not None and self._chance.random() < 0.3:
             self._ticket = self._operation()
             self._operation = None

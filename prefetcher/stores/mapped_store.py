@@ -4,12 +4,12 @@
     4096     marks       one byte per row (row_loops.py), to the end of a page
     ...      records     of fixed stride, table after table
 
-The file is scratch. It holds a checkpoint's rows only if it was closed at that very checkpoint, which the header then
-says; while it is open, and after a crash, the header says that it is worthless, and the next process makes it again and
-restores. No checkpoint refers to it. Only the header has a checksum: checking the records at a start would take as long
-as restoring them. If the disk fails under the mapping, the kernel ends the process with SIGBUS.
+The file is scratch, and no checkpoint refers to it. It holds a checkpoint's rows only if it was closed at that
+checkpoint, as its header then records. While it is open, and after a crash, the header marks it as worthless, and the
+next process recreates it and restores. Only the header has a checksum: checking the records at a start would take as
+long as restoring them. If the disk fails under the mapping, the kernel kills the process with SIGBUS.
 
-The staging thread brings the pages of coming steps into memory, where they are not there already (pages_ahead.py).
+The staging thread loads missing pages of coming steps into memory (pages_ahead.py).
 """
 
 import mmap
@@ -25,7 +25,7 @@ from rowcast.job.tables import GroupSpec, aligned
 from rowcast.prefetcher.stores.pages_ahead import bring, present_among
 from rowcast.prefetcher.stores.row_numbers import RowsInOrder
 from rowcast.prefetcher.stores.store import Keys
-from rowcast.prefetcher.stores.table_file import TableFile
+from rowcast.prefetcher.stores.table_file import TableFile, table_path
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader, layout_digest, why_rebuilt
 from rowcast.prefetcher.stores.table_store import TableStore
 from rowcast.protocol.plan import GroupPlan
@@ -48,11 +48,11 @@ class MappedStore(TableStore):
         memory = file.map(nbytes)
         # in smaller files, reading ahead soon caches all rows after a restart
         if nbytes > memory_limit() // 2:
-            # in larger files, it would replace rows in use by others that were not requested
+            # in larger files, it would replace rows in use by rows not requested
             memory.madvise(mmap.MADV_RANDOM, marks_end)
         self._bytes = np.frombuffer(memory, np.uint8)  # all of the file
         self._first_record = marks_end
-        self._staged: deque[tuple[int, Keys, Keys]] = deque()  # step, rows to be read, rows to be written
+        self._staged: deque[tuple[int, Keys, Keys]] = deque()  # step, rows to read, rows to write
         words = np.frombuffer(memory, np.uint64, group.num_rows * group.record_bytes // 8, marks_end)
         marks = np.frombuffer(memory, np.uint8, group.num_rows, HEADER_BYTES)
         super().__init__(group.name, RowsInOrder(group), words.reshape(group.num_rows, -1), marks)
@@ -63,13 +63,13 @@ class MappedStore(TableStore):
 
     @classmethod
     def open(cls, group: GroupSpec, seed: int, folder: Path, *, incarnation: int, checkpoint: str | None) -> Self:
-        """Has the rows of `checkpoint` if the file was closed at it, otherwise none. Until it is closed at one, the
-        file says that it is open.
+        """Holds the rows of `checkpoint` if the file was closed at it, otherwise none. Marks the file as open until it
+        is closed at a checkpoint.
 
-        `checkpoint` must identify content, not only a step, or an earlier run's rows of the same name would be taken.
-        Raises ConfigError if another process has the file or there is not enough space for all of it.
+        `checkpoint` must identify content, not only a step; else an earlier run's rows of the same name would match.
+        Raises ConfigError if another process has the file or the disk has too little space for all of it.
         """
-        path, (_, nbytes), layout = folder / f"{group.name}.rows", file_layout(group), layout_digest(group, seed)
+        path, (_, nbytes), layout = table_path(folder, group.name), file_layout(group), layout_digest(group, seed)
         file = TableFile.open(path)
         try:
             reason = why_rows_are_lost(file, layout, checkpoint, nbytes)
@@ -99,12 +99,12 @@ class MappedStore(TableStore):
         bring(self._bytes, HEADER_BYTES, 1, np.sort(np.concatenate([fetched, victims])))
         present = np.empty(len(fetched), np.int64)
         present = present[: present_among(self._marks, fetched, present)]
-        # a write to a part of a page reads the page first
+        # writing less than a page reads the page first
         touched = np.sort(np.concatenate([present, victims]))
         bring(self._bytes, self._first_record, 8 * self._words.shape[1], touched)
 
     def close(self, checkpoint: str | None = None) -> None:
-        """Writes rows, then the header that vouches for them. A failure only costs a restore at the next start."""
+        """Writes rows, then the header that declares them valid. A failure only costs a restore at the next start."""
         if checkpoint is not None and self._memory is not None:
             self._mark_closed(checkpoint, self._memory)
         super().close()
@@ -129,7 +129,7 @@ def file_layout(group: GroupSpec) -> tuple[int, int]:
 
 
 def why_rows_are_lost(file: TableFile, layout: str, checkpoint: str | None, nbytes: int) -> str | None:
-    """None if the file has the checkpoint's rows."""
+    """Gives the reason; None if the file has the checkpoint's rows."""
     if file.nbytes == 0:
         return "a new file"
     reason = why_rebuilt(file.read_header(), layout, checkpoint)

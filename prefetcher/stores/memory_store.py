@@ -1,4 +1,4 @@
-"""Stores rows in this process's memory, which a row takes only once it was trained."""
+"""Keeps rows in this process's memory, allocated on first write."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from rowcast.prefetcher.stores.table_store import TableStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows, reserved
 from rowcast.runtime.errors import ConfigError
 
-# Tables of a group up to this size lie in order, which is faster to read. In a larger group rows lie in the order in
-# which they were first written: where few rows are trained, each would otherwise take a page of its own.
+# Rows of a group up to this size are stored in key order, which is faster to read. In a larger group they are stored in
+# order of first write: otherwise, if few rows are trained, each would take a separate page.
 IN_ORDER_BYTES = 2**30
 
 

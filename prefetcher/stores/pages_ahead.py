@@ -1,8 +1,8 @@
 """Compiled loops that bring pages of a mapped file into memory before they are needed, without the GIL.
 
-A page fault reads one page and waits for it. The kernel reads many side by side if it is told of all of them first, so
-these loops tell it (`ask_for`) and wait for the pages afterwards (`touch`). Record i of a file lies at `offset` +
-i * `stride`; `numbers` ascend.
+A page fault reads one page and waits for it. The kernel reads many at once if it knows them all first, so these loops
+request them (`ask_for`) and then wait (`touch`). Record i of a file starts at `offset` + i * `stride`; `numbers`
+ascend.
 """
 
 import mmap
@@ -14,14 +14,14 @@ from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.compiled import c_madvise, c_mincore, compiled_loop
 
 PAGE, WILL_NEED = mmap.PAGESIZE, mmap.MADV_WILLNEED
-LOOKED_AT = 64  # records by which a batch is judged
+LOOKED_AT = 64  # records checked before a batch is requested
 
 
 def bring(file: Bytes, offset: int, stride: int, numbers: Positions) -> None:
     """Returns once the pages of these records are in memory. `file` is all of the file, mapped.
 
-    Does nothing if none of 64 of the records needs reading: telling the kernel of 8,000 pages costs 4 ms where all are
-    there, looking at 64 takes 0.03 ms.
+    Checks 64 of the records and does nothing if all are in memory: requesting 8,000 pages that are there costs 4 ms,
+    the check 0.03 ms.
     """
     looked_at = numbers[:: max(1, len(numbers) // LOOKED_AT)]
     if are_there(file, offset, stride, looked_at, np.empty(1, np.uint8)):
@@ -32,7 +32,7 @@ def bring(file: Bytes, offset: int, stride: int, numbers: Positions) -> None:
 
 @compiled_loop
 def are_there(file: Bytes, offset: int, stride: int, numbers: Positions, state: Bytes) -> bool:
-    """Whether the first page of each record is in memory, as far as the kernel tells. `state` u8 [1] is overwritten."""
+    """Returns whether the kernel reports each record's first page as in memory. Overwrites `state` u8 [1]."""
     for i in range(len(numbers)):
         page = (offset + numbers[i] * stride) // PAGE * PAGE
         if c_mincore(file.ctypes.data + page, PAGE, state.ctypes.data) == 0 and state[0] & 1 == 0:
@@ -42,9 +42,9 @@ def are_there(file: Bytes, offset: int, stride: int, numbers: Positions, state: 
 
 @compiled_loop
 def ask_for(file: Bytes, offset: int, stride: int, numbers: Positions) -> None:
-    """Makes the kernel read the pages of these records; neighbours in one piece. Waits only for room in its queue."""
+    """Requests the pages of these records, adjacent ones together. Waits only for room in the kernel's queue."""
     start = file.ctypes.data
-    begin, end = 0, 0  # pages of the piece
+    begin, end = 0, 0  # pages requested together
     for i in range(len(numbers)):
         first = (offset + numbers[i] * stride) // PAGE
         if first > end:
@@ -56,7 +56,8 @@ def ask_for(file: Bytes, offset: int, stride: int, numbers: Positions) -> None:
 
 @compiled_loop
 def touch(file: Bytes, offset: int, stride: int, numbers: Positions) -> int:
-    """Waits for these records' pages and maps them. The result says nothing, but without one nothing would be read."""
+    """Waits for these records' pages and maps them. The result is meaningless; it keeps the compiler from dropping the
+    reads."""
     found = 0
     for i in range(len(numbers)):
         begin = offset + numbers[i] * stride

@@ -1,7 +1,7 @@
-"""Opens a tiered store whose cold rows lie on a Redis server or cluster."""
+"""Opens a tiered store with cold rows on a Redis server or cluster."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rowcast.job.schema import Job
 from rowcast.job.server_url import PASSWORD, parse_server_url
+from rowcast.job.stores import Redis
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.tier_budget import disk_shares
 from rowcast.prefetcher.stores.tiered_store import TieredStore
@@ -31,19 +32,52 @@ def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | N
 
 @contextmanager
 def trial_rows(job: Job, group: GroupSpec) -> "Iterator[RedisRows]":
-    """Rows for a trial, beside those of any run. They are deleted, after a failure too if the server answers again."""
+    """Opens rows for a trial, separate from any run's. Deletes them at the end, after a failure too if the server
+    answers again."""
     with TemporaryDirectory() as folder:
         try:
             with closing(open_rows(job, group, Path(folder))) as rows:
                 yield rows
         except RowcastError:
             with suppress(RowcastError):
-                open_rows(job, group, Path(folder)).close()  # what the first one has left, by its note
+                open_rows(job, group, Path(folder)).close()  # deletes what the first one left, by its note
             raise
 
 
 def open_rows(job: Job, group: GroupSpec, folder: Path) -> "RedisRows":
     """See `RedisRows.open`."""
+    check_packages(job)
+    from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
+
+    assert isinstance(job.store, Redis)
+    return RedisRows.open(
+        group,
+        parse_server_url(job.store.url),
+        folder,
+        password=os.environ.get(PASSWORD),
+        timeout_s=job.store.timeout_seconds,
+    )
+
+
+def delete_left_keys(job: Job, notes: Sequence[Path]) -> None:
+    """Deletes the rows that killed processes of a run left on the job's servers, and the notes that name them. Warns of
+    rows elsewhere. Raises ConfigError or StoreLost."""
+    if not isinstance(job.store, Redis):
+        for path in notes:
+            get_logger().warning("rows of an earlier process may remain on a Redis server", note=str(path))
+        return
+    check_packages(job)
+    from rowcast.prefetcher.stores.cold.redis_keys import delete_earlier
+    from rowcast.prefetcher.stores.cold.redis_servers import Servers
+
+    url = parse_server_url(job.store.url)
+    with closing(Servers(url, os.environ.get(PASSWORD), job.store.timeout_seconds)) as servers:
+        servers.open()
+        for path in notes:
+            delete_earlier(servers, f"{url.host}:{url.port}", path)
+
+
+def check_packages(job: Job) -> None:
     for package in ("redis", "hiredis"):
         try:
             import_module(package)
@@ -52,13 +86,3 @@ def open_rows(job: Job, group: GroupSpec, folder: Path) -> "RedisRows":
                 f'store.kind = "{job.store.kind}" needs the package {package}, which is not installed; pip install '
                 "'rowcast[redis]'"
             ) from None
-    from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
-
-    assert job.store.url is not None, "a store on a server has a URL"
-    return RedisRows.open(
-        group,
-        parse_server_url(job.store.url),
-        folder,
-        password=os.environ.get(PASSWORD),
-        timeout_s=job.store.timeout_seconds,
-    )

@@ -1,13 +1,22 @@
 """Compiled loops over arrays of records and their marks, and over bits of rows.
 
-A mark is one byte per row: PRESENT if the row was written; 0 if not, and its record means nothing. Bits are packed 64
+A mark is one byte per row: PRESENT if the row was written; 0 if not, when its record is meaningless. Bits are packed 64
 to a word; that of row r is bit r % 64 of word r // 64.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
 from rowcast.runtime.arrays import I64, U64, Bytes
-from rowcast.runtime.compiled import compiled_loop, prefetch
+from rowcast.runtime.compiled import (
+    STORES_PAST_CACHES,
+    compiled_loop,
+    end_stores,
+    prefetch,
+    prefetch_to_write,
+    store_line,
+)
 
 Words = U64  # [rows, record_bytes / 8]; of bits [ceil(rows / 64)]
 Marks = Bytes  # [rows]
@@ -17,13 +26,16 @@ PRESENT = 1
 BITS = 64  # per word
 
 ROWS_AHEAD = 8  # how many rows ahead the processor prefetches
+ROWS_AHEAD_TO_STORE = 16  # the same where only a row's first line is prefetched
 LINE_WORDS = 8  # per cache line
+LINE_BYTES = 8 * LINE_WORDS
+LEAST_LINES = 3  # per record: shorter ones are stored faster through the caches (docs/log/stores.md)
 
 
 @compiled_loop
 def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
-    """Sets out[i] = words[positions[i]] for present rows and leaves the others. Returns how many are absent, among them
-    those with a negative position."""
+    """Sets out[i] = words[positions[i]] for present rows and leaves the others. Returns how many are absent. A negative
+    position counts as absent."""
     width, flat = words.shape[1], words.reshape(-1)
     num_absent = 0
     for i in range(len(positions)):
@@ -40,13 +52,44 @@ def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
     return num_absent
 
 
+Scatter = Callable[[Words, Positions, Words, Marks], None]
+
+
+def scatter_for(words: Words) -> Scatter:
+    """Returns the faster loop for records that are some whole cache lines."""
+    num_lines, rest = divmod(words.shape[1], LINE_WORDS)
+    aligned = rest == 0 and words.ctypes.data % LINE_BYTES == 0
+    return scatter_lines if STORES_PAST_CACHES and aligned and num_lines >= LEAST_LINES else scatter
+
+
 @compiled_loop
 def scatter(source: Words, positions: Positions, words: Words, marks: Marks) -> None:
+    """Sets words[positions[i]] = source[i] and marks the rows."""
+    width, flat = words.shape[1], words.reshape(-1)
     for i in range(len(positions)):
+        if i + ROWS_AHEAD < len(positions):
+            prefetch_to_write(marks, positions[i + ROWS_AHEAD])
+            for word in range(0, width, LINE_WORDS):
+                prefetch_to_write(flat, positions[i + ROWS_AHEAD] * width + word)
         row = positions[i]
         marks[row] = PRESENT
-        for word in range(source.shape[1]):
+        for word in range(width):
             words[row, word] = source[i, word]
+
+
+@compiled_loop
+def scatter_lines(source: Words, positions: Positions, words: Words, marks: Marks) -> None:
+    """Does what `scatter` does. The rows of a piece are needed again much later, so they pass the caches."""
+    width, flat, new = words.shape[1], words.reshape(-1), source.reshape(-1)
+    for i in range(len(positions)):
+        if i + ROWS_AHEAD_TO_STORE < len(positions):
+            prefetch_to_write(marks, positions[i + ROWS_AHEAD_TO_STORE])
+            prefetch_to_write(flat, positions[i + ROWS_AHEAD_TO_STORE] * width)
+        row = positions[i]
+        marks[row] = PRESENT
+        for word in range(0, width, LINE_WORDS):
+            store_line(flat, row * width + word, new, i * width + word)
+    end_stores()
 
 
 @compiled_loop
@@ -58,7 +101,7 @@ def set_bits(bits: Words, rows: Positions) -> None:
 @compiled_loop
 def find_rows(rows: Positions, bits: Words, without: Words, out: Positions) -> int:
     """Fills `out` with the positions, in `rows`, of the rows whose bit is set in `bits` and not in `without`. Returns
-    how many there are.
+    how many.
     """
     found = 0
     for i in range(len(rows)):
@@ -77,7 +120,7 @@ def clear_bits(bits: Words, rows: Positions) -> None:
 
 @compiled_loop
 def clear_all_bits(bits: Words) -> None:
-    """Writes only words with bits, as the others may have no memory yet."""
+    """Clears all bits. Writes only nonzero words: the others may have no memory yet."""
     for i in range(len(bits)):
         if bits[i]:
             bits[i] = 0

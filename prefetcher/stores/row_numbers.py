@@ -1,4 +1,4 @@
-"""Numbers the rows of a group, so that one array, or one bit, has a place for each of them."""
+"""Numbers the rows of a group, to index arrays and bits."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class RowsInOrder:
         self._shifts = ends[:-1] - self._first_keys  # from a table's keys to its numbers
 
     def of(self, keys: Keys) -> I64:
-        bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys lie side by side
+        bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys are contiguous
         numbers: I64 = keys + np.repeat(self._shifts, np.diff(bounds))
         return numbers
 
@@ -31,11 +31,11 @@ class RowsInOrder:
         return self.of(keys)
 
     def range_of(self, table: int) -> tuple[int, int]:
-        """Returns the number of a table's first row, and that after its last row's."""
+        """Returns the number of a table's first row, and the number after its last row's."""
         return self._ranges[table]
 
     def shifts(self) -> I64:
-        """Returns i64 [tables of the job, up to the group's last]: from a key of each table to its row's number."""
+        """Returns i64 [tables of the job, up to the group's last]: key + shift is the row's number."""
         shifts = np.zeros(max(self._ranges) + 1, np.int64)
         shifts[self._first_keys >> KEY_SHIFT] = self._shifts
         return shifts

@@ -1,31 +1,31 @@
-"""What the store of a group with a memory tier has counted since it was opened, and what it holds now."""
+"""Counts what a store with a memory tier has done since it was opened, and what it holds now."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rowcast.protocol.messages import TierTotals
 
-MOST_LATE = 0.001  # of the rows asked for, in a run whose cold tier keeps up
+MOST_LATE = 0.001  # of the requested rows, in a run whose cold tier keeps up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreCounts:
-    """Numbers of rows, unless a name says otherwise. A row that was never written is *untouched*: it lies nowhere."""
+    """Numbers of rows, unless a name says otherwise. A row that was never written is *untouched*: no tier holds it."""
 
     memory_rows: int = 0  # in the slots of the memory tier, untouched ones included
     cold_rows: int = 0  # in the cold tier and not in memory
-    memory_reads: int = 0  # asked for and found in memory
+    memory_reads: int = 0  # requested and found in memory
     cold_reads: int = 0  # read from the cold tier past the memory: late rows, and those of a checkpoint
-    untouched_reads: int = 0  # asked for and made from their key
+    untouched_reads: int = 0  # requested and computed from their key
     loaded: int = 0  # entered memory from the cold tier
-    untouched_loaded: int = 0  # entered memory with their first value still to be trained
+    untouched_loaded: int = 0  # entered memory untouched
     spilled: int = 0  # left memory and were written to the cold tier
-    dropped: int = 0  # left memory without a copy: the same bytes lay in the cold tier, or they were never written
-    late: int = 0  # were to be in memory when they were asked for, and were not
-    bytes_read: int = 0  # from the cold tier, with whatever lies on the same pages
+    dropped: int = 0  # left memory without a copy: the cold tier had the same bytes, or they were never written
+    late: int = 0  # planned to be in memory when requested, and were not
+    bytes_read: int = 0  # from the cold tier, whole pages
     bytes_written: int = 0  # to it, rows moved to collect garbage included
-    read_seconds: float = 0.0  # that reads of the cold tier took, added up over the threads that read
-    index_bytes: int = 0  # of memory that say where each row lies
+    read_seconds: float = 0.0  # spent reading the cold tier, summed over threads
+    index_bytes: int = 0  # of memory, for the index of where each row is
     disk_used_bytes: int = 0  # taken by the cold tier
     disk_garbage_bytes: int = 0  # of these: old copies of rows
 
@@ -39,7 +39,7 @@ class StoreCounts:
 
 
 def described(stores: Iterable[StoreCounts | None]) -> str:
-    """What the stores of a run are waited for, and what to change; "the store" where none has tiers."""
+    """Says what waits for the stores are spent on, and what to change; "the store" if none has tiers."""
     tiers = [counts for counts in stores if counts is not None]
     if not tiers:
         return "the store"
@@ -53,7 +53,7 @@ def described(stores: Iterable[StoreCounts | None]) -> str:
 
 
 def totals(stores: Iterable[StoreCounts | None]) -> TierTotals | None:
-    """The sums over the stores of a run, for its report; None where none has tiers."""
+    """Sums over the stores of a run, for its report; None if none has tiers."""
     tiers = [counts for counts in stores if counts is not None]
     if not tiers:
         return None

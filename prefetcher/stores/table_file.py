@@ -4,14 +4,17 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Self
 
+from rowcast.job.tables import GROUP_NAME
 from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader
 from rowcast.protocol.transport.ring_file import try_lock
 from rowcast.runtime.errors import ConfigError
 
+NAME = re.compile(rf"{GROUP_NAME}\.rows")
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -51,15 +54,15 @@ class TableFile:
         os.fsync(self._open)
 
     def begin(self, header: TableHeader, nbytes: int, *, keep: bool) -> None:
-        """Gives the file `nbytes` of reserved space after a durable header; all zeros without `keep`.
+        """Reserves `nbytes` for the file, after a durable header. Zeroes them unless `keep`.
 
-        The space is reserved because a write to a hole on a full disk would kill the process with SIGBUS. Nothing is
-        read or filled: unwritten bytes read as zeros. If the file system cannot reserve, glibc writes to each block
-        instead, which takes a while and is as safe; another C library reports an error, and then the space was only
-        seen to be free: a disk that fills up later kills the process.
+        Without reserved space, a write to a hole on a full disk kills the process with SIGBUS. Reserving reads and
+        fills nothing: unwritten bytes read as zeros. If the file system cannot reserve, glibc writes to each block,
+        which is slower and as safe. Other C libraries report an error, and then the space was only checked: a disk that
+        fills up later kills the process.
 
-        Raises ConfigError if there is too little space, before anything is changed. A file that could not be made is
-        removed.
+        Raises ConfigError if there is too little space, before changing anything. Removes a file that it could not
+        make.
         """
         self._check_space(nbytes)
         try:
@@ -77,7 +80,7 @@ class TableFile:
             ) from None
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """Maps all of the file, for as long as an array over it is held, also after `close`. Raises ConfigError."""
+        """Maps the whole file until no array uses it, also after `close`. Raises ConfigError."""
         try:
             return mmap.mmap(self._open, nbytes)
         except (OSError, OverflowError, ValueError):
@@ -92,7 +95,7 @@ class TableFile:
     def close(self) -> None:
         """Releases the lock. Idempotent."""
         if self._descriptor is not None:
-            # a mapping holds a duplicate of the descriptor, which would keep the lock
+            # a mapping duplicates the descriptor, which would keep the lock
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
@@ -148,3 +151,16 @@ def reserve(descriptor: int, start: int, nbytes: int) -> None:
         if error.errno not in NO_FALLOCATE:
             raise
         os.ftruncate(descriptor, start + nbytes)
+
+
+def table_path(folder: Path, group: str) -> Path:
+    return folder / f"{group}.rows"
+
+
+def remove_left(path: Path) -> None:
+    """Removes a table file. Raises ConfigError if another process has it, OSError."""
+    descriptor = lock_named(path)
+    try:
+        path.unlink()
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The first page of a table file: what the file holds, and whether it may be trusted.
+"""Defines the first page of a table file: what the file holds, and whether it is valid.
 
     magic 8 | xxh3_64 of the rest of the page, u64 | bytes of msgpack, u32 | Header as msgpack | zeros to 4096
 
@@ -36,7 +36,7 @@ class TableHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def decode(cls, page: bytes) -> Self | None:
-        """Returns None for anything but a page that `encode` of this version made."""
+        """Returns None unless `encode` of this version made the page."""
         rest = page[16:]
         if (
             len(page) != HEADER_BYTES
@@ -55,14 +55,14 @@ class TableHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def layout_digest(group: GroupSpec, seed: int) -> str:
-    """A digest of what decides where a row is in the file, its bytes, and the rows' first values."""
+    """Digests what decides a row's position in the file, its bytes and its first values."""
     parts = [(part.name, part.dtype, part.offset, part.width, part.initial) for part in group.parts]
     tables = [(table.index, table.name, table.num_embeddings, table.init) for table in group.tables]
     return digest([group.name, group.record_bytes, parts, tables, seed])
 
 
 def why_rebuilt(header: TableHeader | None, layout: str, checkpoint: str | None) -> str | None:
-    """Why a file with this header does not hold the rows of `checkpoint`; None: it does."""
+    """Says why a file with this header does not hold the rows of `checkpoint`; None: it does."""
     if header is None:
         return "its header is damaged or of another version"
     if header.layout != layout:

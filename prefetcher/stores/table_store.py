@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rowcast.prefetcher.stores.row_loops import Marks, Words, gather, scatter
+from rowcast.prefetcher.stores.row_loops import Marks, Words, gather, scatter_for
 from rowcast.prefetcher.stores.store import ABSENT, FINISHED, Finished, Keys, Records, RowNumbers, RowStore
 
 
@@ -11,6 +11,7 @@ class TableStore(RowStore):
         """`name`: the group's. u64 `words` [numbers.most, record_bytes / 8], u8 `marks` [numbers.most]: `row_loops`."""
         self.numbers: RowNumbers = numbers
         self._name, self._words, self._marks = name, words, marks
+        self._scatter = scatter_for(words)
 
     def read(self, keys: Keys, out: Records) -> Finished:
         numbers = self._numbers_for(keys).of(keys)
@@ -19,7 +20,7 @@ class TableStore(RowStore):
         return FINISHED
 
     def write(self, keys: Keys, rows: Records) -> Finished:
-        scatter(rows.view(np.uint64), self._numbers_for(keys).added(keys), self._words, self._marks)
+        self._scatter(rows.view(np.uint64), self._numbers_for(keys).added(keys), self._words, self._marks)
         return FINISHED
 
     def close(self, checkpoint: str | None = None) -> None:

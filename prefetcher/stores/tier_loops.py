@@ -1,10 +1,10 @@
-"""Compiled loops of the tiered store: over its rows' whereabouts and the slots of its memory.
+"""Compiled loops over the tiered store's memory slots and the whereabouts of its rows.
 
 Where a row is, u32 by its number:
 
     0                            nowhere: it was never written
     1 + place                    in the cold tier
-    2**32 - 1 - slot             in a slot of the memory; the slot's state says more
+    2**32 - 1 - slot             in a slot of the memory; the slot's state adds the rest
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def slot_of(where: np.uint32) -> int:
 
 @compiled_loop
 def ask_for_rows(i: int, numbers: I64, whereabouts: U32, words: Words) -> None:
-    """Lets the processor fetch what the rows some places after row i need."""
+    """Prefetches what a row a few positions after row i needs."""
     if i + NUMBERS_AHEAD < len(numbers) and numbers[i + NUMBERS_AHEAD] >= 0:
         prefetch(whereabouts, numbers[i + NUMBERS_AHEAD])
     if i + ROWS_AHEAD < len(numbers) and numbers[i + ROWS_AHEAD] >= 0:
@@ -44,7 +44,7 @@ def ask_for_rows(i: int, numbers: I64, whereabouts: U32, words: Words) -> None:
 def copy_rows(
     numbers: I64, whereabouts: U32, states: Bytes, words: Words, out: Words, found: Bytes, places: U32
 ) -> int:
-    """Copies rows that are in memory. Sets what was found of each, and the place of cold ones. Returns how many were
+    """Copies rows that are in memory. Sets each row's finding, and the place of cold ones. Returns how many were
     copied."""
     num_copied = 0
     for i in range(len(numbers)):
@@ -80,8 +80,8 @@ def overwrite_rows(
     outdated: Positions,
     places: U32,
 ) -> tuple[int, int]:
-    """Writes rows that have a slot. `left` gets the positions of those that have none, `outdated` and `places` the
-    positions and places of those whose copy in the cold tier is older now. Returns how many these are."""
+    """Writes rows that have a slot. Sets `left` to the positions of rows without one, and `outdated` and `places` to
+    the positions and places of rows whose cold copy is now older. Returns the counts of both."""
     num_left = num_outdated = 0
     for i in range(len(numbers)):
         ask_for_rows(i, numbers, whereabouts, words)
@@ -113,8 +113,8 @@ def take_slots(
     num_free: int,
     loading: Positions,
 ) -> tuple[int, int, int]:
-    """Gives each row a slot, until none is free. A row that has one stays in it. Positions of cold rows go to
-    `loading`. Returns how many rows were seen to, how many slots are free now, and how many rows are loading."""
+    """Gives each row a slot until none is free; a row that has one keeps it. Sets `loading` to the positions of cold
+    rows. Returns how many rows are done, how many slots are free, and how many rows are loading."""
     num_loading = 0
     for i in range(len(keys)):
         where = whereabouts[numbers[i]]
@@ -139,7 +139,7 @@ def take_slots(
 
 @compiled_loop
 def loaded(slots: I64, records: Words, states: Bytes, words: Words) -> None:
-    """Puts rows that were read into their slots, but for those that were written meanwhile."""
+    """Puts rows that were read into their slots, except rows written meanwhile."""
     for i in range(len(slots)):
         if states[slots[i]] == LOADING:
             states[slots[i]] = CLEAN
@@ -149,7 +149,7 @@ def loaded(slots: I64, records: Words, states: Bytes, words: Words) -> None:
 
 @compiled_loop
 def not_loaded(slots: I64, whereabouts: U32, states: Bytes, homes: U32, owners: I64, free: I64, num_free: int) -> int:
-    """Leaves rows that could not be read where they were. Returns how many slots are free now."""
+    """Makes rows cold again that could not be read. Returns how many slots are free."""
     for i in range(len(slots)):
         if states[slots[i]] == LOADING:
             whereabouts[owners[slots[i]]] = homes[slots[i]] + np.uint32(1)
@@ -161,7 +161,7 @@ def not_loaded(slots: I64, whereabouts: U32, states: Bytes, homes: U32, owners: 
 
 @compiled_loop
 def leave_after(numbers: I64, step: int, whereabouts: U32, leaves_after: I64, slots: I64) -> int:
-    """Notes that these rows leave after a step, and sets `slots` to theirs. Returns how many have one."""
+    """Marks these rows to leave after a step, and sets `slots` to their slots. Returns how many have one."""
     found = 0
     for i in range(len(numbers)):
         slot = slot_of(whereabouts[numbers[i]]) if numbers[i] >= 0 else len(leaves_after)
@@ -185,8 +185,8 @@ def leave(
     num_free: int,
     spilling: I64,
 ) -> tuple[int, int, int]:
-    """Frees slots whose rows leave after `step`, if the cold tier has their bytes or there are none; `spilling` gets
-    the others. Returns how many slots are free now, how many rows are to be written, and how many are cold now."""
+    """Frees slots whose rows leave after `step`, if the cold tier has their bytes or they have none; sets `spilling` to
+    the others. Returns how many slots are free, how many rows must be written, and how many became cold."""
     num_spilling = num_cold = 0
     for i in range(len(slots)):
         slot = slots[i]
@@ -226,8 +226,8 @@ def spilled(
     num_free: int,
     overtaken: Positions,
 ) -> tuple[int, int]:
-    """Frees slots whose rows were written to the cold tier; `overtaken` gets the positions of those that were written
-    again meanwhile. Returns how many slots are free now, and how many were overtaken."""
+    """Frees slots whose rows were written to the cold tier; sets `overtaken` to the positions of rows written again
+    meanwhile. Returns how many slots are free, and how many rows were overtaken."""
     num_overtaken = 0
     for i in range(len(slots)):
         if states[slots[i]] != SPILLING:
@@ -250,7 +250,7 @@ def not_spilled(slots: I64, states: Bytes) -> None:
 
 @compiled_loop
 def cold_places(numbers: I64, whereabouts: U32, states: Bytes, homes: U32, nowhere: int, places: U32) -> None:
-    """Sets where each row, or the copy of one in memory, lies in the cold tier; `nowhere` where it does not."""
+    """Sets each row's place in the cold tier, also of the copy of a row in memory; `nowhere` without one."""
     for i in range(len(numbers)):
         where = whereabouts[numbers[i]] if numbers[i] >= 0 else UNWRITTEN
         slot = slot_of(where)
@@ -264,8 +264,7 @@ def cold_places(numbers: I64, whereabouts: U32, states: Bytes, homes: U32, nowhe
 
 @compiled_loop
 def take_places(numbers: I64, old: U32, new: U32, whereabouts: U32, states: Bytes, homes: U32, freed: U32) -> None:
-    """Moves the rows that are still at their old place to the new one. Sets `freed` to the place of the two that each
-    row does not have now."""
+    """Moves the rows still at their old place to the new one. Sets `freed` to each row's unused place of the two."""
     for i in range(len(numbers)):
         where = whereabouts[numbers[i]] if numbers[i] >= 0 else UNWRITTEN
         slot = slot_of(where)

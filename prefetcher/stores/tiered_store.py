@@ -1,14 +1,14 @@
-"""Keeps the rows that coming steps need in a bounded memory, and all others in a cold tier, on disk or on a server.
+"""Keeps the rows of coming steps in bounded memory and all others in a cold tier, on disk or on a server.
 
-The planner decides what is in memory: for each plan it names the rows that enter and, once the step's rows are home,
-the rows that leave. This store carries that out ahead of the fetcher. The memory includes the rows of the device.
+The planner decides what is in memory: each plan names the rows that enter and the rows that leave once the step's rows
+are home. This store moves them ahead of the fetcher. The memory includes the rows of the device.
 
-A row is nowhere (never written), in the cold tier at a place, or in a slot of the memory, in one of these states:
+A row is nowhere (never written), at a place in the cold tier, or in a slot of the memory, in one of these states:
 
     EMPTY       the row was never written; the slot is kept for it
     LOADING     the bytes are in the cold tier, and on their way to the slot
     CLEAN       the same bytes are in the slot and in the cold tier
-    DIRTY       the bytes are in the slot alone
+    DIRTY       only the slot has the bytes
     SPILLING    the bytes are in the slot, and on their way to the cold tier
 
     from                      when                              to                                   thread
@@ -27,9 +27,9 @@ A row is nowhere (never written), in the cold tier at a place, or in a slot of t
     ... and got a slot meanwhile                                as above; the new place is freed     write-back
     cold, CLEAN, LOADING      the cold tier moves it            the same, at another place           staging, write-back
 
-Each of these happens under the lock; what reads and writes the cold tier happens outside, between two of them. A reader
-that does so holds the cold tier's places from before it looks them up. A row that was to be in memory and is not when
-it is read is late: one that is still cold is read right there, one that is LOADING when it has come.
+Each transition holds the lock; I/O on the cold tier happens between two transitions, without it. A reader takes a hold
+on the cold tier before looking up places. A row is late if it should be in memory when it is read and is not. A late
+cold row is read from the cold tier at once; a LOADING one is awaited.
 """
 
 import threading
@@ -97,7 +97,7 @@ class Leaving(NamedTuple):
 
 
 class TieredRead:
-    """The ticket of a read of which some rows were loading."""
+    """The ticket of a read with rows still loading."""
 
     def __init__(self, store: "TieredStore", keys: Keys, numbers: I64, out: Records, waiting: I64, absent: I64) -> None:
         self.absent = absent
@@ -114,7 +114,7 @@ class TieredStore(RowStore):
     works_ahead = True
 
     def __init__(self, name: str, record_bytes: int, numbers: TouchedRows, cold: ColdRows) -> None:
-        """`name`: the group's. No row has a slot until `begin`. The caller gives `cold` away, unused."""
+        """`name`: the group's. No row has a slot until `begin`. Takes over `cold`, unused so far."""
         assert cold.most <= NOWHERE - 1, f"the cold tier of group {name} has {cold.most} places, at most {NOWHERE - 1}"
         self.numbers: TouchedRows = numbers
         self.cold = cold
@@ -172,7 +172,7 @@ class TieredStore(RowStore):
         return TieredRead(self, keys, numbers, out, self.read_left(keys, numbers, out, missing), absent)
 
     def read_left(self, keys: Keys, numbers: I64, out: Records, left: I64) -> I64:
-        """Reads the rows at the positions `left`, all of which were written. Returns those that are still LOADING."""
+        """Reads the rows at the positions `left`; all were written. Returns those still LOADING."""
         records: Records = np.empty((len(left), self._record_bytes), np.uint8)
         with self.cold.hold():
             found, places = self._copy(numbers[left], records)
@@ -190,7 +190,7 @@ class TieredStore(RowStore):
         return still
 
     def _copy(self, numbers: I64, out: Records) -> tuple[Bytes, U32]:
-        """Copies rows that are in memory. Returns what was found of each, and the place of cold ones."""
+        """Copies rows that are in memory. Returns each row's finding, and the place of cold ones."""
         found, places = np.empty(len(numbers), np.uint8), np.empty(len(numbers), np.uint32)
         with self._lock:
             self._memory_reads += copy_rows(
@@ -199,7 +199,7 @@ class TieredStore(RowStore):
         return found, places
 
     def _count_late(self, cold_keys: Keys, num_waiting: int) -> None:
-        plans = list(self._plans)  # a copy: other threads append and take
+        plans = list(self._plans)  # a copy: other threads append and pop
         num_named = sum(int(np.isin(cold_keys, plan.load_keys).sum()) for plan in plans)
         with self._lock:
             self._late += num_waiting + num_named
@@ -217,7 +217,7 @@ class TieredStore(RowStore):
         return FINISHED
 
     def _overwrite(self, keys: Keys, numbers: I64, rows: Records) -> I64:
-        """Writes rows that have a slot; under the lock. Returns the positions of those that have none."""
+        """Writes rows that have a slot; under the lock. Returns the positions of the others."""
         left, outdated = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         places = np.empty(len(keys), np.uint32)
         num_left, num_outdated = overwrite_rows(
@@ -238,7 +238,7 @@ class TieredStore(RowStore):
     def _write_cold(self, keys: Keys, numbers: I64, rows: Records) -> None:
         places = self.cold.write(keys, rows)
         with self._lock:
-            left = self._overwrite(keys, numbers, rows)  # the others have got a slot meanwhile
+            left = self._overwrite(keys, numbers, rows)  # the others got a slot meanwhile
             before = self._whereabouts[numbers[left]]
             self._whereabouts[numbers[left]] = places[left] + np.uint32(1)
             had_place = before != UNWRITTEN
@@ -321,11 +321,11 @@ class TieredStore(RowStore):
                 self.cold.free(keys[again], places[again])
 
     def _load_next(self) -> bool:
-        """Takes slots for rows of the next plan, as many as are free, and loads the cold ones."""
+        """Gives rows of the next plan the free slots, and loads the cold ones."""
         if not self._plans:
             return False
         plan = self._plans[0]
-        if not self._has_begun:  # before any row is loaded, as that may have to wait for these
+        if not self._has_begun:  # before any load, which may wait for these
             self._note_leaving(plan)
             self._has_begun = True
         keys = plan.load_keys[self._num_seen : self._num_seen + self._at_once]
@@ -338,7 +338,7 @@ class TieredStore(RowStore):
         return True
 
     def _load(self, keys: Keys) -> int:
-        """Returns how many rows have a slot now."""
+        """Loads cold rows. Returns how many rows have a slot now."""
         numbers, loading = self.numbers.added(keys), np.empty(len(keys), np.int64)
         with self.cold.hold():
             with self._lock:

@@ -1,6 +1,6 @@
-"""Numbers the rows of a group in the order in which they are first written, so that untouched rows cost nothing.
+"""Numbers a group's rows in order of first write, so that untouched rows cost nothing.
 
-Cells (`cell_loops.py`) lead from a row to its number, and back to its key: at most 12 bytes for each touched row.
+Cells (`cell_loops.py`) map a row to its number and back to its key, in at most 12 bytes per touched row.
 """
 
 import mmap
@@ -27,19 +27,23 @@ from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
 
 ROW_BYTES = 12  # at most, for each touched row
-MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, which takes 64 MiB for so many
+MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, 64 MiB at this number
 SORTED_AT_ONCE = 2**20  # rows, or a sixteenth of them if that is more; at most twice as many
-BUCKETS_AT_ONCE = 2**13  # walked while other threads wait
+BUCKETS_AT_ONCE = 2**13  # visited while other threads wait
 HASHES = 2**32  # highest halves of hashes
 MEMORY_LIMIT = "but this machine's memory holds at most {most}; use store.kind mapped, or a machine with more memory"
-MAP_NORESERVE = 0x4000  # Linux; Python 3.13 is the first to name it
+INDEX_LIMIT = (
+    "but an index of its {rows} rows holds at most {most}; lower num_embeddings of its tables: half the rows make room "
+    "for twice as many trained ones"
+)
+MAP_NORESERVE = 0x4000  # Linux; mmap has it from Python 3.13 on
 
 
 def reserved(num_words: int, *, huge_pages: bool = False) -> U64:
     """Returns u64 [num_words] of zeros that take memory page by page as they are written. Raises MemoryError.
 
-    They may exceed the machine's memory. `huge_pages`: where the system grants them, for words that are written from
-    one end; elsewhere the first write of a row would clear 2 MiB.
+    They may exceed the machine's memory. `huge_pages`: use them if the system grants them. Only for words that are
+    written from one end: elsewhere the first write of a row would clear 2 MiB.
     """
     try:
         memory = mmap.mmap(-1, max(1, num_words) * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
@@ -49,15 +53,21 @@ def reserved(num_words: int, *, huge_pages: bool = False) -> U64:
     return np.frombuffer(memory, np.uint64, num_words)
 
 
+def most_indexed(num_rows: int) -> int:
+    """Returns how many of a group's `num_rows` rows can be numbered, as a cell's bits allow."""
+    return int(2 ** (64 + MOST_IMPLIED - (num_rows - 1).bit_length())) - 1
+
+
 class TouchedRows:
-    """Rows have numbers 0 to `count` - 1. One thread may look rows up while another adds some."""
+    """Rows have numbers 0 to `count` - 1. Threads may look rows up while one thread adds rows."""
 
     def __init__(self, group: GroupSpec, most: int, limit: str = MEMORY_LIMIT) -> None:
-        """`most`: how many rows may be added; fewer if a cell has no room for such numbers. `limit`: what sets it, and
+        """`most`: how many rows may be added, or fewer if a cell's bits do not suffice. `limit`: what sets `most`, and
         what to change. Raises MemoryError."""
-        bits = (group.num_rows - 1).bit_length()
-        self.count, self.most = 0, min(most, 2 ** (64 + MOST_IMPLIED - bits) - 1)
-        self._group, self._in_order, self._limit = group, RowsInOrder(group), limit
+        indexed = most_indexed(group.num_rows)
+        self.count, self.most = 0, min(most, indexed)
+        self._group, self._in_order = group, RowsInOrder(group)
+        self._limit = limit if most <= indexed else INDEX_LIMIT
         self._layout = layout_for(group.num_rows, self.most)
         size = REACH << int(self._layout.implied)
         self._most_buckets = max(size, 100 * self.most // (FULL_PERCENT * BUCKET) + 1)
@@ -80,14 +90,14 @@ class TouchedRows:
         return numbers
 
     def added(self, keys: Keys) -> I64:
-        """Returns the rows' numbers; new rows get the next ones. Raises RowcastError, and adds none, beyond `most`."""
+        """Returns the rows' numbers; new rows get the next ones. Beyond `most`, adds none and raises RowcastError."""
         numbers = np.empty(len(keys), np.int64)
         with self._lock:
             num_new = find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
             if self.count + num_new > self.most:
                 raise RowcastError(
                     f"group {self._group.name} has {self.count + num_new} trained rows, "
-                    f"{self._limit.format(most=self.most)}"
+                    f"{self._limit.format(most=self.most, rows=self._group.num_rows)}"
                 )
             if num_new:
                 self.count = add(
@@ -115,7 +125,7 @@ class TouchedRows:
                     yield keys, self.of(keys)
 
     def _first_positions(self, bits: U64, start: int, end: int) -> tuple[I64, int]:
-        """Returns the first positions from `start` on whose rows' bits are set, ascending, and where to continue."""
+        """Returns the first positions from `start` whose rows' bits are set, ascending, and where to continue."""
         room = max(SORTED_AT_ONCE, self.count // 16)
         found = np.empty(2 * room + 2 * (BUCKETS_AT_ONCE + 2 * REACH) * BUCKET, np.int64)
         count, low = 0, 0

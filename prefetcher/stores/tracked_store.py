@@ -1,4 +1,4 @@
-"""Adds first values and a record of changed rows to a store of any kind."""
+"""Adds first values and tracking of changed rows to any store."""
 
 from importlib import import_module
 
@@ -40,9 +40,9 @@ class TrackedStore:
     A row has changed if it was written since the last `freeze` or `settle`: the next checkpoint must hold those rows.
     To restore, write the checkpoint's rows and settle; to roll back, forget the changed rows first.
 
-    The fetcher's thread calls `read`, the write-back's `has_room` and `write`, the checkpoint's `thaw` and the blocks
-    of what `freeze` has returned, all at the same time; `read` and `write` never for the same key. All other methods
-    are called while no ticket is open and nothing is frozen: at a barrier, before the first plan or after the last one.
+    Three threads call at the same time: the fetcher's `read`, the write-back's `has_room` and `write`, the checkpoint's
+    `thaw` and the blocks that `freeze` returned. `read` and `write` never run for the same key at once. All other
+    methods need no open ticket and nothing frozen: at a barrier, before the first plan or after the last one.
     """
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
@@ -55,8 +55,7 @@ class TrackedStore:
         return FilledRead(self.store.read(keys, out), self, keys, out)
 
     def write(self, keys: Keys, rows: Records) -> Ticket:
-        """Stores rows, for which there must be room. They count as changed from now on, even if the ticket is never
-        waited for."""
+        """Stores rows; there must be room. They count as changed from now on, even if the ticket is never awaited."""
         numbers, frozen = self._numbers.added(keys), self._frozen
         if frozen is not None:
             frozen.set_aside(keys, numbers)
@@ -73,7 +72,7 @@ class TrackedStore:
         return self.store.advance(home_through)
 
     def has_room(self, num_rows: int) -> bool:
-        """Whether so many rows may be written now: False while too many frozen rows would have to be set aside."""
+        """Returns whether `num_rows` may be written now: False while this would set aside too many frozen rows."""
         frozen = self._frozen
         return frozen is None or frozen.has_room(num_rows)
 
@@ -89,18 +88,18 @@ class TrackedStore:
         return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in found)])
 
     def freeze(self, share: float) -> FrozenRows:
-        """Declares the rows to be those of a checkpoint, and returns the changed ones. They keep their bytes until
-        `thaw`, whatever is written. `share`: how many of them can be aside at a time."""
+        """Declares the rows to be a checkpoint's, and returns the changed ones. These keep their bytes until `thaw`,
+        whatever is written. `share`: the fraction of them that can be aside at a time."""
         changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)
         self._frozen = FrozenRows(self.store, self._group, self._numbers, changed, share)
         return self._frozen
 
     def thaw(self) -> None:
-        """All frozen rows were handed out."""
+        """Ends the freeze; all frozen rows were handed out."""
         self._frozen = None
 
     def settle(self) -> None:
-        """Declares the rows to be those of a checkpoint: none has changed."""
+        """Declares the rows to be a checkpoint's: none has changed."""
         clear_all_bits(self._changed)
 
     def forget(self, keys: Keys) -> None:
@@ -124,8 +123,8 @@ class TrackedStore:
 
 
 def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> RowStore:
-    """Opens the store that the job asks for. `checkpoint`: identity of the checkpoint that the run continues from; the
-    caller must write its rows to a store that is not `restored`. Raises ConfigError.
+    """Opens the job's store. `checkpoint`: identity of the checkpoint that the run continues from; if the store is not
+    `restored`, the caller must write its rows. Raises ConfigError.
     """
     module = import_module(STORES[job.store.kind].module)
     store: RowStore = module.open_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
@@ -133,6 +132,6 @@ def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: 
 
 
 def open_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> TrackedStore:
-    """Like `open_row_store`, with first values and a record of changed rows."""
+    """Like `open_row_store`, with first values and tracking of changed rows."""
     store = open_row_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
     return TrackedStore(store, group, job.job.seed)

@@ -1,13 +1,16 @@
 """The header of a trace: the settings under which its plans were made, and the tables of its ids."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.schema import CheckpointInterval, Horizon, Job, parse_bytes
+from rowcast.job.schema import CheckpointInterval, Horizon, Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.planner.pin_files import checksum, read_pins
+from rowcast.job.units import parse_bytes
+from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.readers.pin_files import checksum, read_pins
 from rowcast.runtime.errors import Mismatch
 
 
@@ -42,15 +45,16 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     checkpoint_every: CheckpointInterval = 0  # between barriers
 
 
-def trace_header(
-    job: Job, groups: tuple[GroupSpec, ...], slots: tuple[int, ...], tier_slots: tuple[int, ...] | None = None
-) -> TraceHeader:
+def trace_header(job: Job, groups: tuple[GroupSpec, ...], slots: Sequence[Slots]) -> TraceHeader:
+    """`slots`: of each level, from the device down."""
     horizon = job.lookahead.known_ahead if EVICTION_POLICIES[job.cache.policy].looks_ahead else None
     return TraceHeader(
         tables=trace_tables(job),
         groups=[
-            TraceGroup(name=group.name, record_bytes=group.record_bytes, slots=n, tier_slots=tier)
-            for group, n, tier in zip(groups, slots, tier_slots or (None,) * len(groups), strict=True)
+            TraceGroup(
+                name=group.name, record_bytes=group.record_bytes, slots=n, tier_slots=below[0] if below else None
+            )
+            for group, n, *below in zip(groups, *slots, strict=True)
         ],
         depth=job.lookahead.depth,
         policy=job.cache.policy,

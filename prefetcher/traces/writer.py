@@ -32,8 +32,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from rowcast.prefetcher.planner.horizon import ScheduledLookups
 from rowcast.prefetcher.traces.header import TraceHeader, feature_limits
-from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.runtime.checkpoint_manifest import sync_folder
@@ -69,7 +70,8 @@ def plan_facts(plan: StepPlan) -> PlanFacts:
 
 
 def plan_checksum(plan: StepPlan) -> str:
-    hasher = xxhash.xxh3_64(f"{plan.step} {plan.rank} {plan.kind} {plan.after_step}".encode())
+    # the 0 keeps the checksums of traces saved before
+    hasher = xxhash.xxh3_64(f"{plan.step} 0 {plan.kind} {plan.after_step}".encode())
     for group in plan.groups:
         hasher.update(f" {group.num_dirty} {group.fill_after} {group.weights is not None}".encode())
         for array in plan_arrays(group):
@@ -85,7 +87,7 @@ def plan_arrays(group: GroupPlan) -> Iterator[npt.NDArray[Any] | None]:
     yield from (group.fetch_keys, group.evict_keys, group.load_keys, group.spill_keys)
 
 
-def batch_checksum(batch: Batch) -> str:
+def batch_checksum(batch: Batch | IdsBatch) -> str:
     hasher = xxhash.xxh3_64(f"{batch.size} {batch.weights is not None}".encode())
     for array in (batch.ids, batch.offsets):
         add_array(hasher, array)
@@ -145,7 +147,7 @@ class TraceWriter:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def add(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
+    def add(self, scheduled: ScheduledLookups, plan: StepPlan) -> None:
         assert scheduled.step == plan.step == self._next_step, (
             f"step {plan.step} was added, but step {self._next_step} follows"
         )

@@ -33,10 +33,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, VerifyKind
+from rowcast.prefetcher.pipeline.row_observer import RowObserver, SlotArrays
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.checksum_loops import SAMPLE_RANGE, find_sampled, row_checksums
@@ -50,12 +50,11 @@ from rowcast.protocol.row_checksum import barrier_name, checksums_of, column_con
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError, RemoteProtocolError
 
-SlotArrays = dict[str, npt.NDArray[Any]]  # i32 by name, for the plan's or barrier's block
 Visited = tuple[int | None, int | None]  # step, barrier
 REPORTED: tuple[VerifyKind, ...] = ("filled", "returned", "dropped")  # of each group, in the order of its samples
 
 
-class Verifier:
+class Verifier(RowObserver):
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
@@ -76,7 +75,6 @@ class Verifier:
     # the fetcher's thread
 
     def open_plan(self, plan: StepPlan) -> SlotArrays:
-        """Returns the slots whose checksums the trainer must report. Called before the plan is sent."""
         visits, arrays = [], {}
         for index, group in enumerate(plan.groups):
             fetched, victims = self._sample(group.fetch.keys), self._sample(group.evict.keys)
@@ -111,8 +109,6 @@ class Verifier:
         return arrays
 
     def rows_read(self, step: int, group: int, start: int, rows: Records) -> None:
-        """Takes rows of a plan's fetch, from `start` on, as the store gave them. Raises DataError if they are not what
-        it took last."""
         visit = self._visit(step, None)
         if visit is None:
             return
@@ -123,7 +119,6 @@ class Verifier:
             sample.expect(part, found)
 
     def plan_read(self, step: int) -> None:
-        """Must be called once all of a plan's rows are read and before its last piece is announced."""
         visit = self._visit(step, None)
         if visit is None:
             return
@@ -137,11 +132,9 @@ class Verifier:
 
     @property
     def must_read_back(self) -> bool:
-        """Whether rows were written that have not been read since. Asked at a barrier whose rows are all home."""
         return self._ledger.num_unread > 0
 
     def read_back(self, step: int | None) -> bool:
-        """Reads some of them without waiting. Returns whether any arrived. Raises DataError if they differ."""
         if not self._read_back.active:
             self._read_back.begin(self._ledger.unread_keys())
         arrived = self._read_back.advance()
@@ -156,7 +149,6 @@ class Verifier:
     # the write-back's thread
 
     def rows_home(self, step: int | None, barrier: int | None, group: int, start: int, rows: Records) -> None:
-        """Takes dirty rows, from `start` on, before they are written. Raises DataError if the slots held other rows."""
         visit = self._visit(step, barrier)
         if visit is None:
             return
@@ -170,7 +162,6 @@ class Verifier:
     # the mail's thread
 
     def reported(self, message: RowChecksums) -> None:
-        """Raises DataError if the slots held other rows than expected."""
         with self._lock:
             visit = self._visits.get((message.step, message.barrier))
             if visit is None:
@@ -236,6 +227,13 @@ class Verifier:
                 )
             )
         self._counters.rows_verified[kind] += len(sample)
+
+
+def row_observer(
+    groups: tuple[GroupSpec, ...], stores: tuple[TrackedStore, ...], share: float, counters: PrefetcherCounters
+) -> RowObserver:
+    """`share`: share of the rows that are followed; without any, nothing is."""
+    return Verifier(groups, stores, share, counters) if share else RowObserver()
 
 
 def new_sample(keys: Sequence[Any] | I64, positions: I64) -> SampledRows:

@@ -1,4 +1,4 @@
-"""Binds or connects the socket: a file that only this user can reach, or a tcp port that only accepts known keys."""
+"""Binds or connects the socket: a file that only this user can reach, or a tcp port that accepts only known keys."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ import zmq
 
 from rowcast.protocol.transport.auth import DOMAIN, ClientAuth
 from rowcast.protocol.transport.curve_keys import load_client, load_server
-from rowcast.protocol.transport.endpoint import EndpointLock, make_private, socket_path
+from rowcast.protocol.transport.endpoint import EndpointLock, make_private, remove_dead, socket_path
 from rowcast.protocol.transport.refusals import Refusals
 from rowcast.runtime.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
-HANDSHAKE_MS = 5000  # a caller that has not proved its key within this time is cut off
+HANDSHAKE_MS = 5000  # a caller that does not prove its key within this time is cut off
 BACKLOG = 64
 
 
@@ -27,10 +27,10 @@ class BindAddress(Protocol):
 
     @property
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        """The address's own sockets, once it is bound."""
+        """The address's additional sockets, once bound."""
 
     def open(self) -> None:
-        """Called before there is a socket. Raises ConfigError if this process may not serve here."""
+        """Prepares the address, before there is a socket. Raises ConfigError if this process may not serve here."""
 
     def bind(self, context: Context, socket: "zmq.Socket[bytes]") -> None:
         """Raises ConfigError if the socket cannot be made."""
@@ -38,7 +38,7 @@ class BindAddress(Protocol):
     def answer(self) -> None: ...
 
     def close(self) -> None:
-        """Called after a failed `bind` too."""
+        """Frees the address. Called after a failed `bind` too."""
 
 
 class BindFile:
@@ -53,6 +53,7 @@ class BindFile:
 
     def open(self) -> None:
         make_private(self._path.parent)
+        remove_dead(self._path.parent)
         self._lock.acquire()
 
     def bind(self, context: Context, socket: "zmq.Socket[bytes]") -> None:
@@ -64,7 +65,7 @@ class BindFile:
             ) from error
 
     def answer(self) -> None:
-        """There is nothing to answer: the file's mode keeps others out."""
+        """Does nothing: the file's mode keeps other users out."""
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -72,7 +73,7 @@ class BindFile:
 
 
 class BindTcp:
-    """A tcp port. All traffic is encrypted, and a caller without an allowed key is never heard."""
+    """A tcp port. All traffic is encrypted, and no frame of a caller without an allowed key is read."""
 
     has_payloads = True
 
@@ -93,7 +94,7 @@ class BindTcp:
         pair = load_server(self._keys)
         self._auth.open(context)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise a missing answer of the ZAP handler admits any caller
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise a missing ZAP answer admits any caller
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
         limit_tcp(socket, self._endpoint)
@@ -111,7 +112,7 @@ class BindTcp:
         self._auth.answer()
 
     def close(self) -> None:
-        """A port leaves nothing to remove."""
+        """Does nothing: a port leaves nothing to remove."""
 
 
 class ConnectAddress(Protocol):
@@ -121,7 +122,7 @@ class ConnectAddress(Protocol):
     has_payloads: bool
 
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
-        """Called before the socket connects. Raises ConfigError if this process has no usable key."""
+        """Sets up the socket before it connects. Raises ConfigError if this process has no usable key."""
 
 
 class ConnectFile:
@@ -131,7 +132,7 @@ class ConnectFile:
         self.endpoint = f"ipc://{socket_path(run_dir, directory)}"
 
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
-        """A unix socket needs no preparation."""
+        """Does nothing: a unix socket needs no preparation."""
 
 
 class ConnectTcp:

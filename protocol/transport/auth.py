@@ -1,10 +1,10 @@
-"""Accepts or refuses each caller over tcp by the key that it has proved to hold: the ZAP handler of the prefetcher.
+"""Accepts or refuses each tcp caller by its proven key: the prefetcher's ZAP handler.
 
     caller -- CURVE handshake --> socket -- ZAP request: address, public key --> ClientAuth.answer, on the link's thread
                                          <-- 200, or 400 --------------------
 
-The keys are read again for each caller, so removing a file excludes its holder without a restart. After any error the
-answer is no.
+The keys are reread for each caller, so removing a file excludes its holder without a restart. Any error refuses the
+caller.
 """
 
 from pathlib import Path

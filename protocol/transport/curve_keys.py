@@ -1,14 +1,14 @@
 """Loads the CURVE keys of a run and checks that other users cannot read or change them.
 
     keys/                    0700
-      server.key             the prefetcher's public key: a trainer talks to no other prefetcher
+      server.key             the prefetcher's public key: a trainer connects to no other prefetcher
       server.key_secret      0600, only on the prefetcher's host
       clients/               0700
         NAME.key             a trainer that may connect; removing the file excludes it
         NAME.key_secret      0600, only on that trainer's host
 
 Files have the format of `zmq.auth` certificates. On one host both sides may use the same folder; a trainer on another
-host only needs `server.key` and its own `clients/NAME.key_secret`. `prefetcher keys` makes and checks them.
+host needs only `server.key` and its `clients/NAME.key_secret`. `prefetcher keys` makes and checks them.
 """
 
 import hashlib
@@ -37,19 +37,19 @@ class KeyPair:
 
 
 def fingerprint(public: bytes) -> str:
-    """The name of a key in logs: 16 hex digits of the SHA-256 of the z85 public key."""
+    """Names a key in logs: 16 hex digits of the SHA-256 of the z85 public key."""
     return hashlib.sha256(public).hexdigest()[:16]
 
 
 def load_server(keys: Path) -> KeyPair:
-    """The prefetcher's pair. Raises ConfigError."""
+    """Returns the prefetcher's pair. Raises ConfigError."""
     check_folder(keys)
     check_folder(keys / CLIENTS)
     return load_pair(keys / f"{SERVER}{SECRET_END}")
 
 
 def load_client(keys: Path) -> tuple[KeyPair, bytes]:
-    """The trainer's pair and the prefetcher's public key. Raises ConfigError."""
+    """Returns the trainer's pair and the prefetcher's public key. Raises ConfigError."""
     check_folder(keys)
     check_folder(keys / CLIENTS)
     found = sorted((keys / CLIENTS).glob(f"*{SECRET_END}"))
@@ -73,7 +73,7 @@ def allowed_clients(keys: Path) -> dict[bytes, str]:
 
 
 def load_pair(path: Path) -> KeyPair:
-    """Raises ConfigError if others could read the secret, or the two keys do not belong together."""
+    """Raises ConfigError if other users could read the secret, or the two keys do not match."""
     _check_owned(path, stat.S_IFREG, 0o600, "a file", f"chmod 600 {path}")
     public, secret = _load(path)
     if secret is None or not _is_key(secret):
@@ -86,7 +86,8 @@ def load_pair(path: Path) -> KeyPair:
 
 
 def load_public(path: Path) -> bytes:
-    """Raises ConfigError if others could have changed the file, or if it holds a secret, which must not be copied."""
+    """Raises ConfigError if other users could have changed the file, or if it holds a secret, which must not be
+    copied."""
     _check_owned(path, stat.S_IFREG, 0o755, "a file", f"chmod 644 {path}")
     public, secret = _load(path)
     if secret is not None:
@@ -95,7 +96,7 @@ def load_public(path: Path) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigError if others could add their own keys there."""
+    """Raises ConfigError if other users could add keys there."""
     _check_owned(folder, stat.S_IFDIR, 0o755, "a folder", f"chmod 700 {folder}")
 
 

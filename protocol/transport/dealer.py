@@ -1,4 +1,4 @@
-"""Implements the trainer's end of a ZMQ connection: a DEALER that connects once and never again."""
+"""Implements the trainer's end of a ZMQ connection: a DEALER that connects only once."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,10 +13,11 @@ from rowcast.protocol.transport.link import Payload, parts_of
 from rowcast.protocol.transport.refusals import Refusals
 from rowcast.protocol.transport.zmq_socket import close_socket, new_socket, take_apart
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.other_process import OtherProcess, at_other_end
 
 
 class Dealer:
-    """The trainer's end. It tries until a prefetcher answers, and does not connect again after that one is gone."""
+    """The trainer's end. It retries until a prefetcher answers, and never reconnects after that one is gone."""
 
     def __init__(self, address: ConnectAddress, refusals: Refusals, limit_bytes: int) -> None:
         self._address = address
@@ -27,6 +28,7 @@ class Dealer:
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._connected = False
         self._peer_gone = False
+        self.peer_process: OtherProcess | None = None
 
     @property
     def sockets(self) -> Sequence["zmq.Socket[bytes]"]:
@@ -74,6 +76,7 @@ class Dealer:
             kind = event["event"]
             if kind == zmq.EVENT_CONNECTED:
                 self._descriptor, self._connection = event["value"], CallerConnection()
+                self.peer_process = at_other_end(self._descriptor)
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._descriptor = None
             self._peer_gone |= self._connected and kind == zmq.EVENT_DISCONNECTED
@@ -108,6 +111,6 @@ class Dealer:
         self.socket.disconnect(self._address.endpoint)  # otherwise ZMQ would connect to the next prefetcher there
 
     def close(self, linger_ms: int) -> None:
-        with suppress(ConfigError):  # already raised, or no longer of interest
+        with suppress(ConfigError):  # already raised, or irrelevant by now
             self.note_events()
         close_socket(self._context, self.socket, self.monitor, (), linger_ms if self._connected else 0)

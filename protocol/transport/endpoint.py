@@ -1,8 +1,17 @@
-"""Names the unix socket of a run after its run directory, and locks it for the process that serves it."""
+"""Names the unix socket of a run after its run directory, and locks it for the process that serves it.
+
+    <directory>/<hash>.sock     bound by the process that serves the run
+                <hash>.lock     locked by it as long as it lives
+
+A killed process leaves both files. The next process that serves any run there can take their lock, and removes them.
+"""
 
 import fcntl
 import os
+import re
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -11,6 +20,10 @@ from rowcast.runtime.errors import ConfigError
 
 MAX_PATH_BYTES = 107  # the kernel's limit for the path of a unix socket
 NAME_BYTES = len("/") + 16 + len(".sock")
+LOCK_NAME = re.compile(r"[0-9a-f]{16}\.lock")
+LOCK_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+REMOVED_WITHIN_S = 2.0  # a lock that a different process takes to remove it
+POLL_S = 0.01
 
 
 def socket_directory() -> Path:
@@ -36,8 +49,14 @@ def socket_path(run_dir: Path, directory: Path | None = None) -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Makes the directory, or checks that it is one that only this user can reach. Raises ConfigError."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Makes the directory, or checks that only this user can reach it. Raises ConfigError."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the directory for sockets, {directory}, cannot be made ({error.strerror}); let user {os.getuid()} write "
+            f"to {directory.parent}, or set XDG_RUNTIME_DIR to a directory of that user"
+        ) from error
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
@@ -47,7 +66,7 @@ def make_private(directory: Path) -> None:
 
 
 class EndpointLock:
-    """The lock of the process that serves a socket; without it, a second bind would take the socket over silently."""
+    """The lock of the process that serves a socket; without it, a second bind would silently replace the socket."""
 
     def __init__(self, socket: Path, run_dir: Path) -> None:
         self._path = socket.with_suffix(".lock")
@@ -56,11 +75,16 @@ class EndpointLock:
 
     def acquire(self) -> None:
         """Raises ConfigError if another process holds the lock."""
+        refused_s = time.monotonic() + REMOVED_WITHIN_S
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(self._path, LOCK_FLAGS | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
+                if time.monotonic() < refused_s:
+                    os.close(descriptor)
+                    time.sleep(POLL_S)
+                    continue
                 holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
                 os.close(descriptor)
                 raise ConfigError(
@@ -79,3 +103,25 @@ class EndpointLock:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def remove_dead(directory: Path) -> None:
+    """Removes the sockets and locks of processes that were killed."""
+    for lock in directory.iterdir():
+        if LOCK_NAME.fullmatch(lock.name):
+            with suppress(OSError):  # its process lives, or the file is not ours
+                remove_if_dead(lock, lock.with_suffix(".sock"))
+
+
+def remove_if_dead(lock: Path, socket: Path) -> None:
+    """Raises OSError if a process holds the lock."""
+    descriptor = os.open(lock, LOCK_FLAGS)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            if socket.is_socket() and not socket.is_symlink():
+                socket.unlink()
+            lock.unlink()
+    finally:
+        os.close(descriptor)

@@ -1,15 +1,15 @@
-"""Detects a caller over tcp that sends a message without end, which libzmq would store without a limit.
+"""Detects a tcp caller that sends an endless message, which libzmq would store without a limit.
 
     received by the kernel | ....... delivered to us ....... | backlog |
 
-None of our messages needs a backlog beyond the limit.
+Our messages never need a backlog beyond the limit.
 """
 
 import socket
 import struct
 from dataclasses import dataclass
 
-PART_OVERHEAD_BYTES = 128  # upper limit for framing, encryption and the part's share of the handshake
+PART_OVERHEAD_BYTES = 128  # upper limit for framing, encryption and a frame's fraction of the handshake
 SLACK_BYTES = 16 * 2**20  # the kernel's buffer, and what libzmq is processing
 BYTES_RECEIVED_AT = 128  # tcpi_bytes_received, u64, in Linux's struct tcp_info
 
@@ -24,7 +24,8 @@ class CallerConnection:
         self.delivered_bytes += nbytes + num_parts * PART_OVERHEAD_BYTES
 
     def has_backlog(self, descriptor: int, limit_bytes: int) -> bool:
-        """Whether more than `limit_bytes` are outstanding. Raises OSError if the descriptor is not a connection."""
+        """Returns whether more than `limit_bytes` are outstanding. Raises OSError if the descriptor is not a
+        connection."""
         return bytes_received(descriptor) - self.delivered_bytes > limit_bytes + SLACK_BYTES
 
 

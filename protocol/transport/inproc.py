@@ -17,7 +17,7 @@ class InprocLink:
     def __init__(self, inbox: deque[tuple[bytes, Payload]], on_receive: Callable[[], None]) -> None:
         self.last_received_s: float | None = None  # monotonic clock
         self.closed = False
-        self.refused = 0  # no stranger can send here
+        self.refused = 0  # strangers cannot send here
         self._inbox = inbox
         self._on_receive = on_receive
         self._other: InprocLink = self
@@ -48,7 +48,7 @@ class InprocLink:
 def inproc_pair(
     on_receive: tuple[Callable[[], None], Callable[[], None]] = (silent, silent),
 ) -> tuple[InprocLink, InprocLink]:
-    """Both ends; `on_receive` has a doorbell for each, called when a frame has arrived or the other end has closed."""
+    """Returns both ends; `on_receive` has a callback for each, called when a frame arrived or the other end closed."""
     first, second = (InprocLink(deque(), bell) for bell in on_receive)
     first._other, second._other = second, first
     return first, second

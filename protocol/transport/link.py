@@ -1,4 +1,4 @@
-"""Defines a link, which carries frames between two peers in order, without loss while both live, and without blocking.
+"""Defines a link, which carries frames between two peers in order, without blocking and, while both live, without loss.
 
 If the two ends share no memory, the bytes of a message's payload follow its frame in the same message:
 
@@ -14,20 +14,21 @@ Payload = tuple[memoryview, ...]  # the bytes in order; may be empty
 
 
 class Link(Protocol):
-    """One end of a link. One thread, any one, may call `send`, and one `receive`."""
+    """One end of a link. Any single thread may call `send`, and any single thread `receive`."""
 
     @property
     def refused(self) -> int:
-        """How many frames of strangers, and callers that were not admitted, were refused."""
+        """Counts the refused frames of strangers and the refused callers."""
 
     def send(self, frame: bytes, payload: memoryview | None = None) -> None:
         """Queues one frame. Never blocks: the conversation's credits bound what can be outstanding.
 
-        `payload` is not copied at once: its bytes must not change until the peer has released them (`Released`).
+        The bytes of `payload` must not change until the peer has released them (`Released`): they are not copied at
+        once.
         """
 
     def receive(self) -> tuple[bytes, Payload] | None:
-        """The next frame with its payload, or None if none has arrived."""
+        """Returns the next frame with its payload, or None if none has arrived."""
 
     def close(self) -> None:
         """Sends what is queued, for a bounded time, then frees the endpoint. Idempotent."""

@@ -12,9 +12,9 @@ class Refusals:
     """Used by the link's thread; any thread may read `count`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.count = 0  # frames of strangers, and callers that were not admitted
+        self.count = 0  # frames of strangers, and refused callers
         self._clock = clock
-        # sentence -> when it was logged last, and how many times it was suppressed since
+        # sentence -> time of its last log line, and number of lines suppressed since
         self._logged: dict[str, tuple[float, int]] = {}
 
     def note(self, what: str, **context: object) -> None:
@@ -22,7 +22,7 @@ class Refusals:
         self.say(what, **context)
 
     def say(self, what: str, **context: object) -> None:
-        """Logs `what`, a fixed sentence, at most once in `LOG_EVERY_S`, with how many were suppressed since."""
+        """Logs `what`, a fixed sentence, at most once in `LOG_EVERY_S`, with the number suppressed since."""
         last_s, num_suppressed = self._logged.get(what, (None, 0))
         now_s = self._clock()
         if last_s is not None and now_s - last_s < LOG_EVERY_S:

@@ -1,29 +1,28 @@
-"""Implements a byte ring: one side writes pieces, the other reads them in place.
+"""Implements a byte ring: one side writes pieces, the other reads them there, without a copy.
 
-There is no cursor in shared memory. A message announces each piece (`RingRef`), and `Released` gives its bytes back, so
-the socket's order is enough. Positions count every byte ever allocated and never repeat; a byte's place is
-position % capacity.
+There is no cursor in shared memory. A message announces each piece (`RingRef`) and `Released` frees its bytes, so the
+socket's order is enough. Positions count every byte ever allocated and never repeat; a byte's offset is position %
+capacity.
 
     | guard | payload, padded to 64 | guard | guard | payload ... | guard | (skipped tail) |
     64      ^ position                      ^ end
 
 A piece is contiguous. If the tail is too short for it, the tail is skipped, and freed with the piece that follows. Both
-guards hold the stamp that the message implies (step and piece), the position and the length, so the reader never takes
-stale or torn bytes for the announced piece.
+guards hold the stamp that the message implies (step and piece), the position and the length, so the reader never
+mistakes stale or torn bytes for the announced piece.
 
-What always fits: a payload of n bytes takes aligned(n, 64) + 128. `max_payload` is the largest n for which that is half
-a ring. An empty ring starts over at byte 0, so two payloads of `max_payload` always fit into an empty ring, and any
-payload fits once all pieces before it are released. So fragmentation cannot cause a deadlock as long as every piece is
-committed, announced and released without waiting for a later one. A user that must hold more than two large pieces at
-once has no such guarantee.
+A payload of n bytes takes aligned(n, 64) + 128. `max_payload` is the largest n that takes at most half a ring. An empty
+ring starts over at byte 0, so it always fits two payloads of `max_payload`, and any payload fits once all earlier
+pieces are released. So fragmentation cannot cause a deadlock if every piece is committed, announced and released
+without waiting for a later one. Holding more than two large pieces at once has no such guarantee.
 
-Mirrors: if the two ends share no memory, each has a copy of the whole ring. The writer's end is the same. The reader's
-is made with `mirror=True`, and `deposit` copies the bytes of each piece, which came with its message, into place before
-`view`. `view` then writes the guards that `done` checks. The checksum detects torn or stale bytes, so every piece
-carries one (`always_checksum`).
+Mirrors: if the two ends share no memory, each has a copy of the whole ring. The writer's end is unchanged. The reader's
+is made with `mirror=True`. Before `view`, `deposit` copies the bytes of each piece from its message into the mirror.
+`view` then writes the guards that `done` checks. The checksum detects torn or stale bytes, so every piece carries one
+(`always_checksum`).
 
-Threads: any thread may call any method; none waits. The pieces of one writer are allocated, committed and announced in
-one order. The reader views them in that order and may finish them in any order.
+Threads: any thread may call any method; no method waits. The writer allocates, commits and announces pieces in the same
+order. The reader views them in that order and may finish them in any order.
 """
 
 import threading
@@ -72,7 +71,7 @@ def largest_payload(ring_bytes: int) -> int:
 
 
 class RingLayout:
-    """Computes the places of pieces and guards in the ring, for both ends."""
+    """Computes the offsets of pieces and guards in the ring, for both ends."""
 
     def __init__(self, buffer: Bytes) -> None:
         self.capacity = len(buffer) // ALIGNMENT * ALIGNMENT
@@ -87,7 +86,7 @@ class RingLayout:
         return self._bytes[start : start + nbytes]
 
     def start_of(self, newest_end: int, size: int) -> int:
-        """The position where a piece of `size` bytes, with guards, starts after the newest one."""
+        """Returns the start position of a piece of `size` bytes, with guards, after the newest one."""
         fits = newest_end % self.capacity + size <= self.capacity
         return newest_end if fits else aligned(newest_end, self.capacity)
 
@@ -115,7 +114,7 @@ def piece_bytes(nbytes: int) -> int:
 
 
 class RingWriter:
-    """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 are not used.
+    """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 stay unused.
 
     With `always_checksum` every piece carries a checksum, even if `commit` does not ask for one.
     """
@@ -149,7 +148,8 @@ class RingWriter:
         return self._peak_bytes
 
     def try_allocate(self, nbytes: int) -> RingSlice | None:
-        """Space for a payload of `nbytes`, or None while there is too little. Raises ValueError if it can never fit."""
+        """Returns space for a payload of `nbytes`, or None while there is too little. Raises ValueError if it can never
+        fit."""
         if not 0 <= nbytes <= self.max_payload:
             raise ValueError(
                 f"a payload of {nbytes} bytes does not fit a ring of {self.capacity}, "
@@ -172,7 +172,7 @@ class RingWriter:
     def commit(self, piece: RingSlice, stamp: int, checksum: bool) -> RingRef:
         """Seals the oldest uncommitted piece and returns the reference for the message that announces it.
 
-        Its payload must not be written again. The reader will expect `stamp` (int64), which the message implies.
+        Its payload must not change afterwards. The reader will expect `stamp` (int64), which the message implies.
         Raises LocalProtocolError for any other piece.
         """
         digest = xxhash.xxh3_64_intdigest(piece.payload.data) if checksum or self._always_checksum else None
@@ -189,7 +189,7 @@ class RingWriter:
         return ref
 
     def payload(self, ref: RingRef) -> memoryview:
-        """The bytes of a committed piece, in place, until they are released."""
+        """Returns the bytes of a committed piece in the ring, valid until released."""
         return self._layout.payload(ref.position, ref.nbytes).data
 
     def release(self, position: int) -> None:
@@ -231,10 +231,10 @@ class RingReader:
         return self._layout.max_payload
 
     def deposit(self, ref: RingRef, parts: Sequence[memoryview]) -> None:
-        """Copies a piece's `ref.nbytes` bytes into the mirror. Call once for each piece, in order, before its `view`.
+        """Copies a piece's `ref.nbytes` bytes into the mirror. Call once per piece, in order, before its `view`.
 
-        Raises RemoteProtocolError if `view` would or if the piece has no checksum, before it copies anything, so it
-        never touches the bytes of another piece.
+        Raises RemoteProtocolError before copying if `view` would raise or the piece has no checksum, so it never
+        overwrites a different piece.
         """
         assert self.is_mirror, "a ring that both ends share needs no deposit"
         nbytes = sum(len(part) for part in parts)
@@ -251,9 +251,9 @@ class RingReader:
             start += len(part)
 
     def view(self, ref: RingRef, stamp: int) -> Bytes:
-        """The piece's payload in place, u8 [nbytes], valid until `done(ref)`. Call once for each piece, in order.
+        """Returns the piece's payload in the ring, u8 [nbytes], valid until `done(ref)`. Call once per piece, in order.
 
-        Raises RemoteProtocolError if `ref` does not follow the piece before it, or its bytes are not as announced.
+        Raises RemoteProtocolError if `ref` does not follow the previous piece, or its bytes are not as announced.
         """
         with self._lock:
             if self.is_mirror:
@@ -274,7 +274,8 @@ class RingReader:
     def done(self, ref: RingRef) -> int | None:
         """Marks a piece as read; pieces may finish in any order. Returns the position for `Released`, or None.
 
-        Checks the guards again: a writer that reused the bytes too early has torn what was read (RemoteProtocolError).
+        Checks the guards again: raises RemoteProtocolError if the writer reused the bytes too early and tore what was
+        read.
         """
         with self._lock:
             piece = next((piece for piece in self._open if piece.ref.position == ref.position), None)

@@ -1,4 +1,4 @@
-"""Provides the memory of a ring: a file in /dev/shm that is always removed, or plain memory.
+"""Allocates a ring's memory: a file in /dev/shm that is always removed, or plain memory.
 
 Plain memory serves both ends in one process, or one end's mirror of a ring whose other end is on another host.
 """
@@ -6,6 +6,7 @@ Plain memory serves both ends in one process, or one end's mirror of a ring whos
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -22,12 +23,13 @@ from rowcast.runtime.process import AT_SUDDEN_EXIT
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rowcast-"
+NAME = re.compile(rf"{PREFIX}[a-z]+-[0-9]+-[0-9a-f]{{8}}")  # of `_create_locked`
 created: set[str] = set()  # paths of this process's rings that are still linked
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def unlink_created() -> None:
-    """Removes the ring files of a process that is about to end without closing anything."""
+    """Removes the ring files of a process that ends without closing anything."""
     for path in tuple(created):
         Path(path).unlink(missing_ok=True)
 
@@ -36,12 +38,12 @@ AT_SUDDEN_EXIT.append(unlink_created)
 
 
 def in_memory_buffer(nbytes: int) -> Bytes:
-    """Page-aligned zeroed u8 [nbytes] that both ends of an in-process ring share."""
+    """Returns page-aligned zeroed u8 [nbytes] for both ends of an in-process ring."""
     return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
 
 
 def shared_memory(directory: Path = SHARED_MEMORY) -> tuple[int, int]:
-    """The size of the directory's file system in bytes, and how many of them are free."""
+    """Returns the size of the directory's file system, and its free space, in bytes."""
     usage = os.statvfs(directory)
     return usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
 
@@ -53,8 +55,8 @@ def free_shared_memory(directory: Path = SHARED_MEMORY) -> int:
 class RingFile:
     """A file of `nbytes` mapped into this process. The peer attaches `path`; `buffer` is page-aligned u8 [nbytes].
 
-    The owner holds an flock as long as it lives, and unlinks the file once both sides have mapped it: from then on not
-    even a SIGKILL can leave the file on disk. The mapping outlives `close` as long as there is a view of `buffer`.
+    The owner holds an flock while it lives, and unlinks the file once both sides have mapped it: after that, even a
+    SIGKILL leaves no file. The mapping outlives `close` while there is a view of `buffer`.
     """
 
     def __init__(self, path: str, descriptor: int, nbytes: int, owner: bool) -> None:
@@ -67,7 +69,7 @@ class RingFile:
 
     @classmethod
     def create(cls, nbytes: int, name_hint: str, directory: Path = SHARED_MEMORY) -> Self:
-        """Allocates all bytes at once. Raises ConfigError before it allocates anything if they are not free."""
+        """Allocates all bytes at once. Raises ConfigError before allocating if they are not free."""
         free = free_shared_memory(directory)
         if nbytes > free:
             raise _no_space(nbytes, free, name_hint, directory)
@@ -110,7 +112,7 @@ class RingFile:
         if self._descriptor is None:
             return
         self.unlink()
-        # the mapping holds a duplicate of the descriptor, which would keep the lock
+        # the mapping duplicates the descriptor, which would keep the lock
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         self._descriptor = None
@@ -134,10 +136,10 @@ class RingMemory:
         self.buffer: Bytes = in_memory_buffer(nbytes)
 
     def unlink(self) -> None:
-        """There is no file to unlink."""
+        """Does nothing: there is no file."""
 
     def close(self) -> None:
-        """The memory is freed when its last view is."""
+        """Does nothing: the memory is freed with its last view."""
 
     def __enter__(self) -> Self:
         return self
@@ -167,7 +169,7 @@ def attach_ring(transport: Transport, spec: RingSpec) -> RingFile | RingMemory:
 
 def remove_leftovers(directory: Path = SHARED_MEMORY) -> list[Path]:
     """Removes and returns this user's ring files whose owner is dead; only a kill can leave one."""
-    return [path for path in sorted(directory.glob(f"{PREFIX}*")) if _remove_if_left(path)]
+    return [path for path in sorted(directory.iterdir()) if NAME.fullmatch(path.name) and _remove_if_left(path)]
 
 
 def try_lock(descriptor: int) -> bool:
@@ -189,14 +191,14 @@ def _create_locked(directory: Path, name_hint: str) -> tuple[Path, int]:
             ) from error
         if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
             return path, descriptor
-        os.close(descriptor)  # another process took it for a leftover between the two calls
+        os.close(descriptor)  # a different process took it for a leftover between the two calls
 
 
 def _remove_if_left(path: Path) -> bool:
     try:
         descriptor = os.open(path, OPEN_FLAGS | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
-        return False  # already removed, or another user's
+        return False  # already removed, or a different user's
     except OSError:
         return False  # a link or a device, so not ours
     try:

@@ -16,6 +16,7 @@ from rowcast.protocol.transport.link import Payload, parts_of
 from rowcast.protocol.transport.refusals import Refusals
 from rowcast.protocol.transport.zmq_socket import close_socket, new_socket, take_apart
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.other_process import OtherProcess, at_other_end
 
 MAX_CONNECTIONS = 64  # open at the same time; a run needs one
 REFUSAL = encode(
@@ -32,10 +33,10 @@ REFUSAL = encode(
 
 
 class Router:
-    """The prefetcher's end. The first caller that greets becomes its trainer; it hears no other caller.
+    """The prefetcher's end. The first caller that greets becomes its trainer; it refuses all other callers.
 
-    A caller is known by its connection, and ZMQ reconnects by itself: frames of an earlier incarnation, from a trainer
-    that was stopped meanwhile, look like those of a stranger. Hence the greeting.
+    A connection identifies a caller, and ZMQ reconnects by itself: frames of an earlier incarnation, from a trainer
+    that was stopped meanwhile, look like a stranger's. Hence the greeting.
     """
 
     def __init__(self, address: BindAddress, refusals: Refusals, limit_bytes: int) -> None:
@@ -48,6 +49,7 @@ class Router:
         self._peer: bytes | None = None
         self._peer_connection: CallerConnection | None = None
         self._peer_gone = False
+        self.peer_process: OtherProcess | None = None
         self._last_refused: bytes | None = None
 
     @property
@@ -100,7 +102,7 @@ class Router:
                 self._note_disconnect(self._connections.pop(event["value"], None))
 
     def _note_disconnect(self, connection: CallerConnection | None) -> None:
-        """None stands for a connection that was cut off and is already counted."""
+        """Counts a closed connection. None: it was cut off and is already counted."""
         if connection is None:
             return
         if connection is self._peer_connection:
@@ -110,7 +112,7 @@ class Router:
 
     def _cut_off(self, descriptor: int, connection: CallerConnection) -> None:
         """Frees a caller's descriptor and memory, even while its time for the handshake is still running."""
-        with suppress(OSError):  # already closed, which an event reports
+        with suppress(OSError):  # already closed, as an event reports
             held = os.dup(descriptor)
             try:
                 # libzmq reports a close before it closes: if none is reported now, `held` is this connection
@@ -151,13 +153,14 @@ class Router:
         return False
 
     def _accept(self, identity: bytes, frame: zmq.Frame) -> None:
-        self._read_events()  # it connected before its first frame, so without a connection it is already gone
+        self._read_events()  # it connected before its first frame: without a connection it is already gone
         self._peer = identity
-        self._peer_connection = self._connections.get(int(frame.get(zmq.SRCFD)))
+        descriptor = int(frame.get(zmq.SRCFD))
+        self._peer_connection, self.peer_process = self._connections.get(descriptor), at_other_end(descriptor)
         self._peer_gone = self._peer_connection is None
 
     def _refuse(self, identity: bytes) -> None:
-        """Tells the caller why, once."""
+        """Sends the caller the reason, once."""
         if identity == self._last_refused:
             return
         self._last_refused = identity
@@ -168,7 +171,7 @@ class Router:
                 raise
 
     def disconnect(self) -> None:
-        """There is nothing to do: this end does not connect."""
+        """Does nothing: this end does not connect."""
 
     def close(self, linger_ms: int) -> None:
         close_socket(self._context, self.socket, self.monitor, self._address.sockets, linger_ms)
@@ -176,7 +179,8 @@ class Router:
 
 
 def is_greeting(frame: bytes) -> bool:
-    """Whether a conversation can begin with this frame, even one of another version, which then gets an answer."""
+    """Returns whether a conversation can begin with this frame, even one of a different version, which then gets an
+    answer."""
     try:
         envelope = decode(frame)
     except RemoteProtocolError:

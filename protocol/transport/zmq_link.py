@@ -1,10 +1,10 @@
-"""Implements the link between two processes: one thread that owns the ZMQ socket, and a queue in each direction.
+"""Implements the link between two processes: one thread with the ZMQ socket, and a queue in each direction.
 
     any thread  -> send -> outbox -> \\                      / -> the peer
                                       thread: poll, move, poll
     any thread <- receive <- inbox <- /                      \\ <- the peer
 
-The thread blocks only in the poll. A full queue is a bug, ours or the peer's: credits bound what can be outstanding far
+The thread blocks only in the poll. A full queue is a bug, ours or the peer's: credits bound the outstanding frames far
 below its limit.
 """
 
@@ -34,9 +34,9 @@ from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 CLOSE_BUDGET_S = 0.8  # how long a closing link may send what is queued
 FULL_RETRY_MS = 20
-RECEIVE_BATCH = 1024  # frames received before the outbox has its turn
+RECEIVE_BATCH = 1024  # frames received before the outbox is sent
 CHECK_MS = 1000  # between checks of the backlog
-INBOX_BYTES = 16 * MAX_FRAME_BYTES  # frames in the inbox; payloads, which the rings bound, are extra
+INBOX_BYTES = 16 * MAX_FRAME_BYTES  # frames in the inbox; the rings bound payloads separately
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class ZmqLink:
         directory: Path | None = None,
         transport: Transport | None = None,
     ) -> Self:
-        """The end that serves. `directory` is for the unix socket; by default it is this user's own.
+        """Makes the serving end. `directory`: for the unix socket; by default this user's.
 
         The link's thread calls `on_receive` when frames have arrived or the peer is gone; it must not wait or close
         the link.
@@ -97,7 +97,7 @@ class ZmqLink:
         directory: Path | None = None,
         transport: Transport | None = None,
     ) -> Self:
-        """The end that connects until a prefetcher answers; it keeps the frames sent before that."""
+        """Makes the end that retries until a prefetcher answers; it keeps the frames sent before that."""
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
             return cls(
@@ -114,6 +114,12 @@ class ZmqLink:
         return self.peer_gone_s is not None
 
     @property
+    def peer_runs(self) -> bool:
+        """Whether the peer is seen to live, on this host, and no signal has stopped it."""
+        process = self._end.peer_process
+        return process is not None and process.runs
+
+    @property
     def pending(self) -> int:
         return len(self._inbox)
 
@@ -123,7 +129,7 @@ class ZmqLink:
 
     @property
     def processor_seconds(self) -> float:
-        """What its thread has taken of the processor."""
+        """The processor time of its thread."""
         ident = self._thread.ident
         return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
 
@@ -147,7 +153,8 @@ class ZmqLink:
         self._ring()
 
     def receive(self) -> tuple[bytes, Payload] | None:
-        """The next frame with its payload, or None. Raises the thread's error once every earlier frame is received."""
+        """Returns the next frame with its payload, or None. Raises the thread's error once every earlier frame is
+        received."""
         if self._inbox:
             frame, payload = self._inbox.popleft()
             self._bytes_taken += num_bytes(frame, payload)
@@ -156,7 +163,7 @@ class ZmqLink:
         return None
 
     def close(self) -> None:
-        """Sends what is queued as long as the peer takes it, for less than a second, then joins the thread."""
+        """Sends what is queued while the peer accepts it, for less than a second, then joins the thread."""
         self._closing = True
         if self._wake is None:
             return
@@ -190,7 +197,7 @@ class ZmqLink:
         deadline_s = time.monotonic()
         try:
             deadline_s = self._move_until_closed()
-        except BaseException as error:  # noqa: BLE001 - the next caller must hear of any error
+        except BaseException as error:  # noqa: BLE001 - the next caller must get any error
             self._error = error
             with suppress(Exception):  # `on_receive` itself may have failed
                 self._on_receive()
@@ -199,7 +206,7 @@ class ZmqLink:
             self._end.close(max(0, round(linger_s * 1000)))
 
     def _move_until_closed(self) -> float:
-        """Returns the time by the monotonic clock when closing must be over."""
+        """Runs until `close`. Returns the monotonic time by which closing must end."""
         assert self._wake is not None, "started"
         poller = zmq.Poller()
         for source in (*self._end.sockets, self._wake):
@@ -230,7 +237,7 @@ class ZmqLink:
             os.eventfd_read(self._wake)
 
     def _receive(self) -> bool:
-        """Moves what has arrived to the inbox; returns whether there may be more."""
+        """Moves arrived frames to the inbox. Returns whether there may be more."""
         self._end.note_events()
         num_received = self._receive_batch()
         drained = num_received < RECEIVE_BATCH
@@ -265,7 +272,7 @@ class ZmqLink:
         self._inbox.append((frame, payload))
 
     def _send_queued(self) -> bool:
-        """Moves the outbox to the socket; returns False if the socket's own queue is full."""
+        """Moves the outbox to the socket. Returns False if the socket's queue is full."""
         while self._outbox and not self.peer_gone and self._end.peer_here:
             try:
                 self._end.try_send(*self._outbox[0])
@@ -274,7 +281,7 @@ class ZmqLink:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                break  # the peer is gone, as the monitor will report
+                break  # the peer is gone; the monitor will report it
             frame, payload = self._outbox.popleft()
             self.counters.frames_sent += 1
             self.counters.bytes_sent += len(frame) + len(payload or b"")

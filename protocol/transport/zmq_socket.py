@@ -1,8 +1,8 @@
-"""Holds what both ends of a ZMQ connection share: the ROUTER in `router.py` and the DEALER in `dealer.py`.
+"""Holds the common code of both ends of a ZMQ connection: the ROUTER in `router.py` and the DEALER in `dealer.py`.
 
-One thread opens an end, and one other then uses it. ZMQ guarantees no delivery: it adds framing, connecting in either
-order, a notice when the peer is gone, and over tcp encryption. What a gone peer has sent can be received only while the
-socket stays connected, so the link acts on `peer_gone` after it has received everything.
+One thread opens an end, and one thread then uses it. ZMQ does not guarantee delivery: it adds framing, connecting in
+either order, a notice when the peer is gone, and encryption over tcp. The frames of a gone peer can be received only
+while the socket stays connected, so the link acts on `peer_gone` after receiving everything.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ import zmq
 from rowcast.protocol.codec import MAX_FRAME_BYTES
 from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload
 from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.runtime.other_process import OtherProcess
 
 CURVE_BYTES = 64  # slightly more than encryption adds to a part
-# the largest part: what a caller can make us allocate
+# the largest frame that a caller can make us allocate
 MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_PART_BYTES) + CURVE_BYTES
 QUEUE_FRAMES = 2**16  # far more frames than credits and heartbeats allow to wait
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 100
@@ -38,24 +39,29 @@ class SocketEnd(Protocol):
     def peer_gone(self) -> bool:
         """Whether the connection was made and has ended; set by `note_events`."""
 
+    @property
+    def peer_process(self) -> OtherProcess | None:
+        """None before the connection, and if it cannot be seen from here."""
+
     def open(self) -> None: ...
 
     def note_events(self) -> None: ...
 
     def check_backlog(self) -> None:
-        """Cuts off a caller that sends a message without end, or raises RemoteProtocolError if the peer does."""
+        """Cuts off a caller that sends an endless message. Raises RemoteProtocolError if the peer sends one."""
 
     def try_send(self, frame: bytes, payload: memoryview | None) -> None:
         """Copies both. Raises zmq.Again if the queue is full, zmq.ZMQError with EHOSTUNREACH if the peer is gone."""
 
     def try_receive(self) -> tuple[bytes, Payload] | None:
-        """The peer's next frame with its payload; None for a stranger's. Raises zmq.Again if there is no frame."""
+        """Returns the peer's next frame with its payload; None for a stranger's. Raises zmq.Again if there is no
+        frame."""
 
     def disconnect(self) -> None:
-        """Called when the peer is gone and everything is received, so that no other peer is connected."""
+        """Disconnects a gone peer after everything is received, so that no other peer connects."""
 
     def close(self, linger_ms: int) -> None:
-        """Waits up to `linger_ms` until what was sent has left, then frees everything."""
+        """Waits up to `linger_ms` for sent frames to leave, then frees everything."""
 
 
 def take_apart(parts: Sequence[zmq.Frame], *, has_payloads: bool) -> tuple[bytes, Payload]:
@@ -85,7 +91,7 @@ def close_socket(
     linger_ms: int,
 ) -> None:
     while monitor.poll(0):
-        monitor.recv_multipart()  # a full monitor would make libzmq's thread and this one wait for each other
+        monitor.recv_multipart()  # with a full monitor, libzmq's thread and this one would wait for each other
     main.disable_monitor()
     monitor.close(linger=0)
     main.close(linger=linger_ms)

@@ -7,7 +7,7 @@ from rowcast.runtime.telemetry.metrics import Process
 
 
 def rowcast_version() -> str:
-    """The installed version; "uninstalled" if the source runs without an installation."""
+    """Returns the installed version; "uninstalled" if the source runs without an installation."""
     try:
         return metadata.version("rowcast")
     except metadata.PackageNotFoundError:
@@ -20,5 +20,5 @@ def versions(*distributions: str) -> dict[str, str]:
 
 
 def build_info(process: Process, job_name: str) -> dict[str, str]:
-    """The labels of `rowcast_build_info`, in the order of the metrics table."""
+    """Returns the labels of `rowcast_build_info`, in the order of the metrics table."""
     return {"process": process, "version": rowcast_version(), "python": platform.python_version(), "job_name": job_name}

@@ -2,19 +2,43 @@
 
 import math
 import sys
+from typing import Any, TextIO, cast
 
 from rich.console import Console
+
+from rowcast.runtime.telemetry.logs import dropped_if_gone
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def stdout_console() -> Console:
-    """A console that is a terminal only if stdout is; with FORCE_COLOR, rich alone would colour and animate a file."""
-    return Console(force_terminal=None if sys.stdout.isatty() else False, highlight=False)
+    """Returns a console that is a terminal only if stdout is: with FORCE_COLOR, rich would colour and animate a
+    file."""
+    if not sys.stdout.isatty():
+        return Console(force_terminal=False, highlight=False)
+    return Console(file=cast(TextIO, Terminal(sys.stdout)), highlight=False)
+
+
+class Terminal:
+    """A terminal that may be closed while a command runs; drops what is written after that."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        with dropped_if_gone(self._file):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with dropped_if_gone(self._file):
+            self._file.flush()
 
 
 def human_count(number: float) -> str:
-    """Three digits and a decimal prefix: `1.23k`."""
+    """Formats three digits and a decimal prefix: `1.23k`."""
     for prefix in ("", "k", "M", "G"):
         if abs(number) < 999.5:
             return f"{number:.3g}{prefix}"
@@ -43,7 +67,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """`"12MiB"`, as the job file takes it."""
+    """Formats `"12MiB"`, as in a job file."""
     for unit, name in UNITS:
         if nbytes >= unit and nbytes % (unit // 2) == 0:
             return f"{nbytes / unit:g}{name}"
@@ -55,7 +79,7 @@ def percent(share: float) -> str:
 
 
 def percent_number(share: float) -> str:
-    """A percentage without the sign: one decimal, or more if the share would wrongly look like 0 or 100 %."""
+    """Formats a percentage without the sign: one decimal, or more if it would wrongly look like 0 or 100 %."""
     distance = 100 * abs(min(share, 1 - share))
     decimals = 1 if distance == 0 else min(4, max(1, math.ceil(-math.log10(distance))))
     return f"{100 * share:.{decimals}f}"

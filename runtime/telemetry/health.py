@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["starting", "connecting", "running", "stopping", "stopped", "failed"]
-# connecting: waits for the peer, for the first time or again
-# stopping: a stop was requested, and the plans already made are finished
+# connecting: waits for the peer, the first time or after a loss stopping: a stop was requested, and the plans already
+# made are finished
 
 
 def every_stage_lives() -> str | None:

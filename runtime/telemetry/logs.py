@@ -1,12 +1,13 @@
 """Sets up the log of a process: structured events on stderr. A command's progress and results go to stdout."""
 
+import errno
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
@@ -17,12 +18,21 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def write_error_line(line: str) -> None:
-    """To stderr. Goes on without it once nobody reads it: Ctrl-C under `2>&1 | tee` ends tee first."""
-    try:
+    with dropped_if_gone(sys.stderr):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+@contextmanager
+def dropped_if_gone(file: TextIO) -> Iterator[None]:
+    """Drops what is written to `file` once it has no reader: Ctrl-C under `2>&1 | tee` ends tee first, and terminals
+    are closed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 class StderrLogger:
@@ -37,7 +47,7 @@ class StderrLogger:
 def setup_logging(process: str, level: str = "info", json: bool | None = None, rank: int | None = None) -> None:
     """Sends this process's events to stderr, each with the process's name and the time in UTC.
 
-    `rank`: its number among several of one name, which its events then have; None: it is the only one.
+    `rank`: added to events if there are several processes of one name; None: it is the only one.
     `json`: True for JSON lines, False for key=value lines, None for coloured columns on a terminal and key=value lines
     elsewhere. May be called again. Raises ConfigError for an unknown level.
     """
@@ -52,12 +62,13 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None, r
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=lambda *_: StderrLogger(),
-        cache_logger_on_first_use=False,  # a later call must also apply to loggers that modules already hold
+        cache_logger_on_first_use=False,  # a later call must also apply to existing loggers
     )
 
 
 def get_logger(**context: object) -> FilteringBoundLogger:
-    """A logger whose events carry `context`. It may be made at import time: it follows the set-up when it logs."""
+    """Returns a logger whose events carry `context`. It may be made at import time: it reads the set-up when it
+    logs."""
     return cast(FilteringBoundLogger, structlog.get_logger(**context))
 
 

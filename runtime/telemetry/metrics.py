@@ -1,8 +1,8 @@
-"""Defines every metric of both processes in one table, and makes the families of a scrape from it.
+"""Defines every metric of both processes in one table, and builds a scrape's families from it.
 
 Both processes count the same events (the prefetcher when it plans, sends or applies; the trainer when it executes), so
-their totals agree at the end of a run: compare them, never add them. Each pair of processes counts what its rank does:
-what ranks share out (samples, look-ups, rows, bytes) may be added over ranks, steps and states may not.
+their totals agree at the end of a run: compare them, never add them. Each pair of processes counts its rank's work.
+Sums over ranks are valid for what ranks divide (samples, look-ups, rows, bytes), not for steps and states.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ BOTH: tuple[Process, ...] = ("prefetcher", "trainer")
 PREFETCHER: tuple[Process, ...] = ("prefetcher",)
 TRAINER: tuple[Process, ...] = ("trainer",)
 
-RANK = "rank"  # the first label of every metric, "0" where a trainer is alone
+RANK = "rank"  # the first label of every metric, "0" for a single trainer
 
 Sample = tuple[str, tuple[str, ...], float]  # metric name, the values of its labels but for the rank, value
 
@@ -251,7 +251,7 @@ METRICS = (
 
 
 def families(process: Process, samples: Iterable[Sample], rank: int = 0) -> Iterator[Family]:
-    """A family for each metric of the process, in the table's order, even without samples.
+    """Yields a family per metric of the process, in the table's order, even without samples.
 
     Raises KeyError for a name that is not in the table.
     """
@@ -262,7 +262,7 @@ def families(process: Process, samples: Iterable[Sample], rank: int = 0) -> Iter
 
 
 def metric_table() -> str:
-    """The table in docs/metrics.md: every metric of both processes, in Markdown."""
+    """Returns the table in docs/metrics.md: every metric of both processes, in Markdown."""
     lines = ["| metric | type | labels | served by | meaning |", "|---|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)

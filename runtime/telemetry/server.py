@@ -1,20 +1,16 @@
-"""Serves /metrics, /healthz and /readyz on one HTTP port: read-only, on loopback unless the job says otherwise."""
+"""Serves /metrics, /healthz and /readyz on one HTTP port: read-only, by default on loopback."""
 
 import errno
-import socketserver
 import ssl
-import sys
-import threading
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import TYPE_CHECKING, Protocol, Self
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.health import Health
-from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.http_server import HttpServer, listening
 from rowcast.runtime.telemetry.metrics import Process
 
 if TYPE_CHECKING:
@@ -25,8 +21,6 @@ BIND_FAULTS = {
     errno.EACCES: "this user may not open the port; choose one above 1023",
     errno.EADDRNOTAVAIL: "this machine has no such address; use 127.0.0.1, or 0.0.0.0 to serve the network",
 }
-REQUEST_TIMEOUT_S = 5.0
-POLL_S = 0.1  # close() waits at most this long for the server's thread
 
 
 class ServerSettings(Protocol):
@@ -45,28 +39,6 @@ class ServerSettings(Protocol):
     def keyfile(self) -> str | None: ...
 
 
-class Handler(WSGIRequestHandler):
-    timeout = REQUEST_TIMEOUT_S  # a client that never finishes its request must not keep a thread
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Writes no access log: a scrape every few seconds would hide everything else."""
-
-
-class Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """Binds without HTTPServer's reverse look-up of the host name, which can take seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]  # an IPv4 address: (str, int)
-        self.setup_environ()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # OSError: the client left or was too slow
-            get_logger().error("a request failed", client=client_address[0], exc_info=error)
-
-
 class TelemetryServer:
     """Serves one process's registry and health on its own thread. Reading them must be quick and change nothing."""
 
@@ -76,37 +48,29 @@ class TelemetryServer:
         self._settings = settings
         self._configured: str = getattr(settings, process)
         self._app = application(registry, health)
-        self._server: Server | None = None
-        self._thread: threading.Thread | None = None
+        self._server: HttpServer | None = None
+        self.address = ""  # the bound "host:port", once started
 
     def start(self) -> str:
         """Binds, serves and returns the bound "host:port". Raises ConfigError for a bad address or certificate."""
         tls = tls_context(self._settings)
         host, _, port = self._configured.rpartition(":")
         try:
-            server = Server((host, int(port)), Handler)
+            listener = listening((host, int(port)))
         except (OSError, OverflowError, TypeError) as error:  # TypeError: the host cannot be encoded
             raise ConfigError(f"[metrics] {self._process} = {self._configured!r}: {bind_fault(error)}") from None
-        if tls is not None:  # the handler's thread does the handshake, so one slow client cannot block the others
-            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-        server.set_app(self._app)
-        self._server = server
-        self._thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="telemetry", daemon=True)
-        self._thread.start()
+        self.address = "{}:{}".format(*listener.getsockname())
+        if tls is not None:  # accepted connections inherit it
+            listener = tls.wrap_socket(listener, server_side=True, do_handshake_on_connect=False)
+        self._server = HttpServer(listener, self._app)
+        self._server.start()
         return self.address
-
-    @property
-    def address(self) -> str:
-        assert self._server is not None, "the telemetry server is not started"
-        return f"{self._server.server_name}:{self._server.server_port}"
 
     def close(self) -> None:
         """Stops serving and frees the port. Idempotent, and allowed before `start`."""
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._thread.join()
-            self._server.server_close()
-        self._server = self._thread = None
+        if self._server is not None:
+            self._server.close()
+        self._server = None
 
     def __enter__(self) -> Self:
         self.start()

@@ -1,10 +1,10 @@
-"""Records what the stages of a process do and wait for; `prefetcher timeline` combines the records.
+"""Records the work and waits of a process's stages; `prefetcher timeline` combines the records.
 
     a stage's thread --- add: one record ---> queue --- every FLUSH_S, on its own thread ---> timeline.<process>.jsonl
 
-Times are those of `time.perf_counter`, which on Linux is CLOCK_MONOTONIC: one clock for all processes of a host until
-it reboots. The file's first line is a `TimelineHeader`, each other line one record. A killed process loses at most its
-last FLUSH_S seconds.
+Times are `time.perf_counter`, on Linux CLOCK_MONOTONIC: one clock for all processes of a host until it reboots. The
+file's first line is a `TimelineHeader`, each other line one record. A killed process loses at most its last FLUSH_S
+seconds of records.
 """
 
 import os
@@ -51,7 +51,7 @@ class TimelineSpan(msgspec.Struct, frozen=True, array_like=True, tag="span"):
     name: str
     began_ns: int
     duration_ns: int
-    step: int | None  # None if it belongs to no step or the step is not known
+    step: int | None  # None outside steps, or if the step is unknown
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True, tag="level"):
@@ -78,9 +78,9 @@ def timeline_path(run_dir: Path, process: Process) -> Path:
 
 
 class Timeline:
-    """The recorder of one process. Use it as a context manager; any thread may call its other methods, and none waits.
+    """Records one process. Use it as a context manager; any thread may call its other methods, and no method waits.
 
-    After `max_records` it records nothing more and logs this once, so that the file has no gaps.
+    After `max_records` it stops recording and logs this once, so that the file has no gaps.
     """
 
     def __init__(self, run_dir: Path, process: Process, max_records: int = MAX_RECORDS) -> None:
@@ -88,7 +88,7 @@ class Timeline:
         self._process: Process = process
         self._max_records = max_records
         self._waiting: deque[Record] = deque()
-        self._num_taken = 0  # records taken out of the queue
+        self._num_taken = 0  # records removed from the queue
         self._full = False
         self._levels: dict[tuple[str, str], Callable[[], int]] = {}  # by name and unit
         self._last_levels: dict[tuple[str, str], int] = {}
@@ -124,7 +124,8 @@ class Timeline:
         self._put(Incarnation(number, time.perf_counter_ns()))
 
     def watch(self, name: str, unit: str, read: Callable[[], int]) -> None:
-        """Records the value of `read` when it has changed. Another thread calls `read`, which must return at once."""
+        """Records the value of `read` when it has changed. A different thread calls `read`, which must return at
+        once."""
         self._levels = {**self._levels, (name, unit): read}
 
     def _put(self, record: Record) -> None:
@@ -155,7 +156,7 @@ class Timeline:
         if self._file is None:
             return
         number = len(self._waiting)
-        self._num_taken += number  # before they are taken, so that `_put` cannot let one record too many in between
+        self._num_taken += number  # before they are removed, so that `_put` cannot add one record too many in between
         lines = msgspec.json.Encoder().encode_lines([self._waiting.popleft() for _ in range(number)])
         try:
             self._file.write(lines)
@@ -204,7 +205,7 @@ class Timeline:
 
 
 class RecordedStage:
-    """Adds a span for every `advance` that did something, for stages that do not measure their own time."""
+    """Adds a span for every `advance` that did something, for stages that do not measure their time."""
 
     def __init__(self, stage: Stage, name: str, timeline: Timeline) -> None:
         self._stage = stage

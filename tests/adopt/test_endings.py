@@ -17,6 +17,7 @@ from rowcast.runtime.child import last_line
 from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on, train_until
+from tests.support.facts import facts
 from tests.support.processes import ROOT, proc_text
 
 DATASET = "tests.adopt.clicks:train"
@@ -47,7 +48,7 @@ def test_a_loader_that_nobody_holds_ends(tmp_path: Path, launches: Launches) -> 
 def test_a_prefetcher_that_is_killed_is_named_and_not_waited_for(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     loader = rowcast.connect(model.ebc, DATASET, options=ENDLESS)
-    with pytest.raises(RowcastError, match=r"the prefetcher \(process \d+\) was killed by SIGKILL; unless you sent it"):
+    with pytest.raises(RowcastError, match=facts("prefetcher", "SIGKILL")):
         train_until(model, optimizer, loader, 3, lambda: os.kill(launches.children[0].process.pid, signal.SIGKILL))
     with pytest.raises(RuntimeError, match="the loader was closed"):
         next(iter(loader))
@@ -60,7 +61,7 @@ def test_a_prefetcher_that_is_killed_is_named_and_not_waited_for(tmp_path: Path,
         ("tests.adopt.clicks:missing", "cannot import it .*has no attribute 'missing'"),
         (
             "tests.adopt.clicks:broken",
-            "clicks:broken, train batch 1 of epoch 0: the data set raised KeyError: 'user_id'",
+            facts("clicks:broken", "train batch 1 of epoch 0", "KeyError: 'user_id'"),
         ),
         ("tests.adopt.clicks:gone", "the decoding process"),
     ],
@@ -80,7 +81,7 @@ def test_an_id_outside_its_table_is_named(tmp_path: Path, launches: Launches) ->
     )
     model = Model(ebc)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(DataError, match=r"column a: id \d+ .* wide \(num_embeddings = 5\)"):
+    with pytest.raises(DataError, match=facts("column a", "wide", "num_embeddings = 5")):
         train_all(model, optimizer, rowcast.connect(model.ebc, DATASET))
 
 
@@ -89,7 +90,7 @@ def test_a_prefetcher_that_is_stopped_says_so(tmp_path: Path, launches: Launches
     loader = rowcast.connect(model.ebc, DATASET, options=ENDLESS)
     with pytest.raises(
         RowcastError,
-        match=r"the prefetcher was stopped .* after \d+ train steps; its checkpoint is in .* without connect\(",
+        match=facts("prefetcher was stopped", "checkpoint", "connect(..."),
     ):
         train_until(model, optimizer, loader, 3, lambda: launches.children[0].signal(signal.SIGTERM))
     assert launches.children[0].code == 0
@@ -110,7 +111,7 @@ def test_evaluation_batches_come_where_the_plans_have_them_if_they_are_asked_for
             for batch in loader:
                 kinds.append(batch.kind)
                 if batch.kind == "eval":
-                    with pytest.raises(RuntimeError, match="this is an evaluation batch, whose rows may not change"):
+                    with pytest.raises(RuntimeError, match=facts("evaluation batch", "model.eval()")):
                         model(batch.dense_features, batch.sparse_features)
                     assert len(model.eval()(batch.dense_features, batch.sparse_features)) == 8
                     model.train()

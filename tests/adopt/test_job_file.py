@@ -17,6 +17,7 @@ from rowcast.trainer.run import connection
 from tests.adopt.clicks import ROWS
 from tests.adopt.scripts import Model, train_all
 from tests.support import jobs
+from tests.support.facts import facts
 from tests.support.processes import Session
 from tests.support.starter import Starter
 
@@ -47,7 +48,7 @@ def test_a_job_file_with_linear_weights_is_refused(tmp_path: Path) -> None:
         model={"kind": "wide-deep", "bottom_mlp": None},
     )
     path = jobs.write_job(tmp_path / "job.toml", content)
-    with pytest.raises(ConfigError, match="table wide has linear = true, and an EmbeddingBagCollection returns one"):
+    with pytest.raises(ConfigError, match=facts("table wide", "linear = true", "EmbeddingBagCollection")):
         EmbeddingBagCollection(job=path)
 
 

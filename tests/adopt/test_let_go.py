@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import rowcast
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.errors import RowcastError
-from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts
-from rowcast.trainer.execute.slots import make_records
+from rowcast.trainer.step.engine import TrainerEngine, TrainerParts
+from rowcast.trainer.step.slots import make_records
 from tests.adopt.scripts import Launches, Model, make, train_all
+from tests.support.facts import facts
 
 DATASET = "tests.adopt.clicks:train"
 
@@ -89,7 +90,7 @@ def test_the_cache_is_gone_when_the_data_has_ended_and_the_script_goes_on(
         "layer.bias",
     }
     assert (loader.stopped, loader.evaluation, list(loader.epochs)) == (None, None, [])
-    with pytest.raises(RuntimeError, match="there is no batch to look up: iterate over the loader"):
+    with pytest.raises(RuntimeError, match="no batch to look up"):
         loss_of(model, batch)
     with pytest.raises(RuntimeError, match="the loader has ended after 8 train steps"):
         next(iter(loader))
@@ -115,7 +116,7 @@ def test_the_cache_is_gone_when_the_loader_is_closed_before_a_backward_pass(
         batches = iter(loader)
         loss = loss_of(model, next(batches))
     assert held.names == []
-    with pytest.raises(RuntimeError, match="backward pass of train step 0 came after the loader had ended"):
+    with pytest.raises(RuntimeError, match=facts("backward", "train step 0", "loader")):
         torch.autograd.backward(loss)
     with pytest.raises(RuntimeError, match="the loader was closed; connect again"):
         loader.stop()

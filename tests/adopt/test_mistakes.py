@@ -16,6 +16,7 @@ from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.table_files import SCRIPT, run_prefetcher_command
 from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on
+from tests.support.facts import facts
 
 DATASET = "tests.adopt.clicks:train"
 
@@ -25,9 +26,7 @@ def test_a_script_that_its_own_prefetcher_imports_is_told_to_guard_itself(
 ) -> None:
     model, _ = make(tmp_path)
     monkeypatch.setenv(SCRIPT, "77")
-    with pytest.raises(
-        ConfigError, match=r"the prefetcher of process 77 imports this script .* under `if __name__ == \"__main__\":`"
-    ):
+    with pytest.raises(ConfigError, match=facts("prefetcher", 77, "__main__")):
         rowcast.connect(model.ebc, DATASET)
 
 
@@ -63,9 +62,7 @@ def test_a_forgotten_train_mode_is_named(tmp_path: Path, launches: Launches) -> 
         train_on(model, optimizer, next(batches))
         model.eval()
         train_on(model, optimizer, next(batches))
-        with pytest.raises(
-            RuntimeError, match=r"train step 1 was looked up in eval mode alone.*call model.train\(\) before it"
-        ):
+        with pytest.raises(RuntimeError, match=facts("train step 1", "eval", "model.train()")):
             next(batches)
 
 
@@ -84,7 +81,7 @@ def test_rows_may_stay_as_they_are_where_they_are_looked_up_without_gradients(
 
 def test_rows_are_not_frozen_by_requires_grad(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
-    with pytest.raises(RuntimeError, match=r"requires_grad_\(False\) does not freeze them; give optimizer lr = 0"):
+    with pytest.raises(RuntimeError, match=facts("requires_grad_(False)", "lr = 0")):
         model.ebc.requires_grad_(False)
     assert model.ebc.requires_grad_() is model.ebc
 
@@ -111,9 +108,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, launch
                 break
     model, optimizer = make(tmp_path)
     model.layer = nn.Linear(14, 3)
-    with pytest.raises(
-        Mismatch, match=r"the checkpoint's Model is not this one: .*size mismatch.*use the model that wrote it"
-    ):
+    with pytest.raises(Mismatch, match=facts("Model", "size mismatch")):
         train_all(
             model, optimizer, rowcast.connect(model.ebc, DATASET, save_every=2, dense=(model, optimizer), fresh=False)
         )
@@ -123,9 +118,7 @@ def test_a_connect_that_was_refused_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = make(tmp_path)
     before = model.ebc.job
     wrong: list[Any] = [{"dense": (3,)}, {"epochs": 0}]
-    with pytest.raises(
-        ConfigError, match=r'is not a name; the prefetcher, another process, imports what "package.module:factory"'
-    ):
+    with pytest.raises(ConfigError, match=facts("train_on", "package.module:factory")):
         rowcast.connect(model.ebc, train_on)  # type: ignore[arg-type]
     for options in wrong:
         with pytest.raises(ConfigError):
@@ -140,7 +133,7 @@ def test_a_module_is_copied_before_its_run_and_not_in_it(tmp_path: Path, launche
     assert copy.deepcopy(model).ebc.job == model.ebc.job
     with rowcast.connect(model.ebc, DATASET) as loader:
         next(iter(loader))
-        with pytest.raises(RuntimeError, match="whose loader has begun cannot be copied, as its rows are on their way"):
+        with pytest.raises(RuntimeError, match=facts("loader has begun", "copied")):
             copy.deepcopy(model)
 
 
@@ -151,7 +144,7 @@ def test_what_a_script_does_between_epochs_is_done_after_a_stop_too(tmp_path: Pa
     begun, _ = epochs_with_a_schedule(tmp_path / "stopped", stop=5)
     assert begun == whole[:6]
     # of the process; its first one is not
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+    with pytest.warns(UserWarning, match=facts("lr_scheduler.step()", "optimizer.step()")):
         rest, sizes = epochs_with_a_schedule(tmp_path / "stopped", stop=None, fresh=False)
     assert rest == whole[4:]
     assert sizes == [0, 4]
@@ -178,6 +171,25 @@ def epochs_with_a_schedule(
                     return steps, sizes
             schedule.step()
     return steps, sizes
+
+
+@pytest.mark.parametrize("rows", ["keep", "follow"])
+@pytest.mark.parametrize("schedule", [True, False])
+def test_a_schedule_that_the_rows_do_not_follow_is_told_once(
+    schedule: bool, rows: str, tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own: dict[str, Any] = (
+        {"optimizer.sparse.schedule": {"kind": "linear", "decay_steps": 8}} if rows == "follow" else {}
+    )
+    model, optimizer = make(tmp_path, **own)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)] if schedule else []
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:listed") as loader:
+        for batch in loader:
+            train_on(model, optimizer, batch)
+            for each in schedules:
+                each.step()
+    told = capfd.readouterr().err.count("'schedule': {'kind': 'cosine', 'decay_steps': N}")
+    assert told == (schedule and rows == "keep")
 
 
 def test_weights_that_the_tables_cannot_hold_are_refused(tmp_path: Path, launches: Launches) -> None:
@@ -221,9 +233,7 @@ def test_a_gradient_scaler_is_refused_before_it_trains_a_row(tmp_path: Path, lau
         for batch in loader:
             loss = model(batch.dense_features, batch.sparse_features).sum()
             for scales, outputs in ((scaler, loss), (scaler, [loss, loss]), (own, loss)):
-                with pytest.raises(
-                    RuntimeError, match=r"a GradScaler scales this loss, but rows are updated .* dtype=torch.bfloat16"
-                ):
+                with pytest.raises(RuntimeError, match=facts("GradScaler", "dtype=torch.bfloat16")):
                     scales.scale(outputs)
             assert torch.amp.GradScaler("cpu", enabled=False).scale(loss) is loss
             torch.autograd.backward(loss)
@@ -237,6 +247,6 @@ def test_validation_data_that_is_not_the_loaders_is_told_where_it_comes_from(tmp
     model, _ = make(tmp_path)
     with pytest.raises(
         RuntimeError,
-        match=r'batches of a validation set come from it too.* the split "eval", and connect has evaluate=True',
+        match=facts("no batch to look up", "validation", '"eval"', "evaluate=True"),
     ):
         model(torch.zeros(8, 2), None)

@@ -13,6 +13,7 @@ from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.clicks import ids_of
 from tests.adopt.scripts import CONFIGS, Launches, copied, make, same, train_all, train_on
 from tests.adopt.stand_ins.torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.support.facts import facts
 
 DATASET = "tests.adopt.clicks:train"
 
@@ -40,23 +41,17 @@ def test_a_run_is_the_same_whatever_was_refused_on_its_way(tmp_path: Path, launc
             batch = next(batches)
             refusals(model, batch, step)
             if step:
-                with pytest.raises(RuntimeError, match=f"they are of step {step - 1} and the batch of step {step}"):
+                with pytest.raises(RuntimeError, match=facts(f"step {step - 1}", f"step {step}")):
                     model(batch.dense_features, stale)
             found.append(train_on(model, optimizer, batch))
-            with pytest.raises(
-                RuntimeError, match=f"rows of train step {step} were updated already; train on each batch once"
-            ):
+            with pytest.raises(RuntimeError, match=facts(f"train step {step}", "updated already")):
                 model(batch.dense_features, batch.sparse_features)
             stale = batch.sparse_features
             if step < 7:
-                with pytest.raises(
-                    RuntimeError, match=r"whole at a checkpoint, so call state_dict\(\) after every N-th step"
-                ):
+                with pytest.raises(RuntimeError, match=facts("whole at a checkpoint", "state_dict()", "save_every=N")):
                     model.state_dict()
         assert next(batches, None) is None
-        with pytest.raises(
-            RuntimeError, match=r"ended after 8 train steps, with data.epochs = 1; give connect epochs=N"
-        ):
+        with pytest.raises(RuntimeError, match=facts("8 train steps", "data.epochs = 1", "epochs=N")):
             next(iter(loader))
     with pytest.raises(RuntimeError, match="there is no batch to look up"):
         model(torch.zeros(8, 2), stale)
@@ -69,11 +64,9 @@ def refusals(model: Any, batch: Any, step: int) -> None:
     """All that a forward may be asked of a batch and must not."""
     dense, sparse, _ = batch
     for lost in (sparse.values, sparse.lengths, lambda: sparse["a"]):
-        with pytest.raises(RuntimeError, match="the ids of a batch stay with the prefetcher"):
+        with pytest.raises(RuntimeError, match=facts("ids of a batch", "prefetcher", "sparse_features")):
             lost()
-    with pytest.raises(
-        RuntimeError, match="are not those of the batch that the loader yielded last: they look up other rows"
-    ):
+    with pytest.raises(RuntimeError, match=facts("batch that the loader", "other rows")):
         model(dense, keyed(step + 50))
     with pytest.raises(RuntimeError, match="they have 4 samples and the batch 8"):
         model(
@@ -84,7 +77,7 @@ def refusals(model: Any, batch: Any, step: int) -> None:
         model(
             dense, KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(16), lengths=torch.ones(16, dtype=torch.long))
         )
-    with pytest.raises(RuntimeError, match=r"sparse features are Tensor; give batch\.sparse_features"):
+    with pytest.raises(RuntimeError, match=facts("Tensor", "batch.sparse_features")):
         model(dense, torch.from_numpy(ids_of(step)))
     with torch.no_grad():
         by_ids, by_token = model.ebc(keyed(step)), model.ebc(sparse)
@@ -110,7 +103,7 @@ def test_what_is_returned_has_the_face_of_a_keyed_tensor(tmp_path: Path, launche
             assert torch.equal(found.values(), torch.cat([found["a"], found["b"], found["c"]], dim=1))
             assert (batch.sparse_features.keys(), batch.sparse_features.stride(), len(batch)) == (["a", "b", "c"], 8, 3)
             assert batch.to("cpu") is batch
-            with pytest.raises(RuntimeError, match="a batch is on cpu, where its rows are, and cannot go to meta"):
+            with pytest.raises(RuntimeError, match=facts("cpu", "meta", "device=")):
                 batch.to("meta")
     assert optimizer.param_groups
 
@@ -122,9 +115,7 @@ def test_gradients_are_not_accumulated_over_batches(tmp_path: Path, launches: La
         dense, sparse, _ = next(batches)
         torch.autograd.backward(model(dense, sparse).sum())
         dense, sparse, _ = next(batches)
-        with pytest.raises(
-            RuntimeError, match=r"without a step of the dense optimizer between them.*use larger batches"
-        ):
+        with pytest.raises(RuntimeError, match=facts("step of the dense optimizer", "larger batches")):
             model(dense, sparse)
         optimizer.step()
         torch.autograd.backward(model(dense, sparse).sum())
@@ -146,13 +137,13 @@ def test_each_forward_has_one_backward(backwards: int, tmp_path: Path, launches:
         dense, sparse, _ = next(batches)
         first = model(dense, sparse).sum()
         if backwards == 0:
-            with pytest.raises(RuntimeError, match="of an earlier forward updated their rows; call backward"):
+            with pytest.raises(RuntimeError, match=facts("train step 0", "earlier forward", "rows")):
                 model(dense, sparse)
-            with pytest.raises(RuntimeError, match="embeddings of train step 0 have had no backward pass"):
+            with pytest.raises(RuntimeError, match=facts("train step 0", "no backward pass", "torch.no_grad()")):
                 next(batches)
         else:
             torch.autograd.backward(first, retain_graph=True)
-            with pytest.raises(RuntimeError, match=r"train step 0 were already updated; call backward\(\) once"):
+            with pytest.raises(RuntimeError, match=facts("train step 0", "already updated", "backward()")):
                 torch.autograd.backward(first)
 
 
@@ -187,7 +178,7 @@ def test_a_config_may_come_from_elsewhere() -> None:
     [
         ([config()], {"capacity": None}, 'capacity is missing; give capacity="64MiB"'),
         ([config()], {"optimizer": None}, "optimizer is missing"),
-        ([config(pooling="none")], {}, "table t: an EmbeddingBagCollection cannot have pooling = 'none'"),
+        ([config(pooling="none")], {}, facts("table t", "pooling = 'none'")),
         ([config(name="a b")], {}, "table name 'a b' must be letters"),
         ([object()], {}, "give EmbeddingBagConfigs"),
         ([config()], {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}, "momentum on rows is refused"),
@@ -196,13 +187,13 @@ def test_a_config_may_come_from_elsewhere() -> None:
         (
             [config()],
             {"job": {"tables.dtype": "fp16"}},
-            r"tables\.dtype cannot be set here; the configs describe the tables",
+            facts("tables.dtype", "configs"),
         ),
         ([config()], {"job": {"data.format.x": 1}}, r"data\.format\.x cannot be set here"),
         (
             [config()],
             {"optimizer": "adagrad"},
-            'optimizer = \'adagrad\' does not say how rows are trained; give {"kind": "adagrad", "lr": 0.05}',
+            facts("optimizer = 'adagrad'", '{"kind": "adagrad", "lr": 0.05}'),
         ),
         ([config()], {"optimizer": torch.optim.SGD}, "does not say how rows are trained"),
         ([config()], {"device": "tpu"}, "trainer.device = 'tpu' is not a device"),
@@ -222,7 +213,7 @@ def test_an_init_function_of_its_own_is_refused() -> None:
         def init_fn(weight: Tensor) -> None:
             """Would fill the table."""
 
-    with pytest.raises(ConfigError, match=r"table t: an init_fn of its own needs the whole table in memory"):
+    with pytest.raises(ConfigError, match=facts("table t", "init_fn", "memory")):
         EmbeddingBagCollection([WithInit()], optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB")
 
 

@@ -12,6 +12,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.slices import slices_of
 from tests.adopt import clicks
 from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_on
+from tests.support.facts import facts
 
 DATASET = "tests.adopt.clicks:train"
 bce = nn.functional.binary_cross_entropy_with_logits
@@ -92,7 +93,7 @@ def test_micro_batches_give_what_plain_torch_gives(tmp_path: Path, launches: Lau
 
 def test_mistakes_with_micro_batches_are_named(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    with pytest.raises(ConfigError, match="accumulate = 0 must be a number of micro-batches, at least 1"):
+    with pytest.raises(ConfigError, match=facts("accumulate = 0", "at least 1")):
         rowcast.connect(model.ebc, DATASET, accumulate=0)
     with rowcast.connect(model.ebc, DATASET, accumulate=4) as loader:
         batches = iter(loader)
@@ -107,11 +108,11 @@ def test_mistakes_with_micro_batches_are_named(tmp_path: Path, launches: Launche
         batches = iter(loader)  # goes on within the batch
         second = next(batches)
         assert torch.equal(second.labels, torch.as_tensor(clicks.batch(0)[2][2:4]).float())
-        with pytest.raises(RuntimeError, match="are of micro-batch 0 and the batch is micro-batch 1 of step 0"):
+        with pytest.raises(RuntimeError, match=facts("micro-batch 0", "micro-batch 1", "step 0")):
             model(second.dense_features, first.sparse_features)
         optimizer.step()
         with pytest.raises(
-            RuntimeError, match=r"stepped between two micro-batches of train step 0: with accumulate=4 .* batch.is_last"
+            RuntimeError, match=facts("between two micro-batches", "train step 0", "accumulate=4", "batch.is_last")
         ):
             model(second.dense_features, second.sparse_features)
 

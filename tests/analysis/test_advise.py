@@ -31,11 +31,12 @@ from rowcast.analysis.progress import Silent
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks.command import simulate_ranks
 from rowcast.analysis.simulate.simulate import simulate
+from rowcast.command_line.prefetcher import app
 from rowcast.job.file import parse_job
-from rowcast.job.schema import MIN_RING_BYTES, Job, parse_bytes
+from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.server_url import PASSWORD
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.cli import app
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import job_slots
 from rowcast.prefetcher.planner.horizon import KnownBatch
 from rowcast.prefetcher.planner.planner import groupers_of
@@ -49,6 +50,7 @@ from rowcast.runtime.splitmix import GOLDEN
 from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings
+from tests.support.facts import facts
 from tests.support.jobs import job_content, write_job
 from tests.support.redis_server import BOUND, RedisServer, keys_on, needs_redis
 
@@ -267,7 +269,8 @@ def test_a_thinned_batch_weighs_as_much_as_the_whole_one() -> None:
         groupings = tuple(grouper.group(grouper.lookups(turn.batch)) for grouper in groupers_of(group_specs(job)))
         thin = tuple(thinned(grouping, 0.1) for grouping in groupings)
         whole, weight = (
-            KnownBatch(scheduled=turn, groups=some, slots_needed=()).id_bytes for some in (groupings, thin)
+            KnownBatch(scheduled=turn, groups=some, slots_needed=(), num_levels=1).id_bytes
+            for some in (groupings, thin)
         )
         assert 0 <= whole - weight <= 2 * len(groupings)
         assert sum(grouping.num_unique for grouping in thin) < 0.2 * sum(grouping.num_unique for grouping in groupings)
@@ -370,7 +373,7 @@ def test_a_budget_for_ids_that_costs_rows_is_raised() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_the_recommended_sections_train_with_the_rows_that_were_foretold(optimizer: str) -> None:
+def test_the_recommended_sections_train_with_the_rows_that_were_counted(optimizer: str) -> None:
     job = small_job(optimizer, "multi", data={"format": "tests.analysis.test_advise:small_data"}, eval={"every": 5})
     advice = advise_job(job, request())
     chosen = with_values(job, tomllib.loads(advice.recommended.toml))
@@ -453,7 +456,7 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
     assert "[lookahead]" in lines
     text = " ".join(lines)
     for part in (
-        "Knee: ",
+        "Diminishing returns: ",
         "No stalls",
         "Limit: ",
         "a step takes 10 ms (--step-ms)",
@@ -526,7 +529,7 @@ def test_followed_rows_that_do_not_fit_into_memory_are_refused() -> None:
     job = made_job("zipf", 50)
     with pytest.raises(
         ConfigError,
-        match=r"--sample 1: the followed rows of the first \d+ batches take \d+ bytes, more than the 100000 .* give",
+        match=facts("--sample 1", "followed rows", 100000),
     ):
         advise_job(job, replace(request(), memory_bytes=100_000))
 
@@ -555,7 +558,7 @@ def tier_trials(job: Job, share: float, capacity_bytes: int, step_ms: float = 10
 
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_from_the_cold_tier_are_foretold_from_some_rows_and_counted_from_all(kind: str) -> None:
+def test_rows_from_the_cold_tier_are_estimated_from_some_rows_and_counted_from_all(kind: str) -> None:
     rate = DiskRate(folder="/", pages_s=1e5)
     for memory in TIER_ROWS:
         job = made_job(kind, 40, data={"epochs": 2}, store=TIERED | {"memory": memory})
@@ -682,5 +685,5 @@ def test_a_disk_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(disk, "file_system", lambda folder: "ext4")
     monkeypatch.setattr(disk, "write", full)
-    with pytest.raises(ConfigError, match=r"file of 256 MiB \(No space left on device\); free space there"):
+    with pytest.raises(ConfigError, match=facts("256 MiB", "No space left on device")):
         disk_rate(tmp_path)

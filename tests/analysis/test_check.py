@@ -31,21 +31,23 @@ from rowcast.analysis.check.check import check_file, print_findings
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, findings_of, ok, warning
 from rowcast.analysis.check.machine import Device, ask_device
+from rowcast.command_line.prefetcher import app
 from rowcast.job.file import parse_job
+from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.job.server_url import PASSWORD
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
 from rowcast.prefetcher.planner.group_planner import planner_bytes
-from rowcast.prefetcher.planner.pin_files import save_pins
+from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.trainer.models import build_model
-from tests.support.jobs import job_content, write_job
+from tests.support.jobs import job_content, table, write_job
 from tests.support.redis_server import BOUND, RedisServer, keys_on, needs_redis
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +117,7 @@ def test_a_good_job_is_ok_in_every_respect(check: Checked) -> None:
 def test_a_job_file_that_cannot_be_read_is_the_only_finding(check: Checked) -> None:
     (finding,) = check(lookahead={"depth": 0})
     assert (finding.level, finding.subject) == ("error", "job file")
-    assert "depth = 0 must be from 1 to 64" in finding.sentence
+    assert "depth = 0 must be a whole number from 1 to 64" in finding.sentence
 
 
 # data
@@ -640,6 +642,23 @@ def seen_of(job: Job) -> Seen:
     return seen
 
 
+def test_tables_with_more_rows_than_an_index_numbers_are_told_with_the_number(check: Checked) -> None:
+    tables = [table("t", 2**48, 4, "cat_0", "cat_1"), *(table(f"t{i}", 2**48, 4) for i in range(25))]
+    for store in ({}, {"kind": "tiered", "memory": "1GiB"}):
+        job = check.job(tables=tables, store=store)
+        unknown = Seen(groups=group_specs(job), count=2)
+        (finding,) = check_memory.check_row_numbers(job, unknown)
+        assert (finding.level, finding.subject) == ("warning", "tables")
+        assert (
+            f"train {13 * 2**48:,} rows of group fp32_d4_adagrad of each rank, but an index of its " in finding.sentence
+        )
+        assert "holds at most 8,388,607; lower num_embeddings of its tables" in finding.sentence
+    sentence = one(check(tables=tables[:1]), "ok", "tables")
+    assert sentence.endswith("; an index of its 281,474,976,710,656 rows holds at most 268,435,455")
+    job = check.job(tables=tables[:1], store={"kind": "mapped"})
+    assert list(check_memory.check_row_numbers(job, Seen(groups=group_specs(job)))) == []
+
+
 def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -> None:
     job = check.job(lookahead={"horizon": 8, "depth": 2})
     seen = seen_of(job)
@@ -690,6 +709,7 @@ def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_
 
 def test_dense_weights_of_dcnv2_are_counted(check: Checked) -> None:
     job = check.job(model={"kind": "dcnv2", "cross_layers": 2, "cross_rank": 3})
+    assert isinstance(job.model, BottomAndTop)
     width = job.model.bottom_mlp[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
     model = build_model(job, 13)
     assert model.state_dict()["cross.0.v.weight"].shape == (3, width)
@@ -821,7 +841,8 @@ def test_a_memory_that_leaves_no_room_for_rows_is_refused_with_its_parts(check: 
 @pytest.mark.parametrize(("free", "level"), [(2**30 - 1, "error"), (2**30, "warning"), (2**30 + 2**28, None)])
 def test_a_memory_that_this_machine_has_not_free_is_refused(free: int, level: str | None, check: Checked) -> None:
     job = check.job(store={"kind": "tiered", "memory": "1GiB"})
-    found = [finding.level for finding in check_tier.check_budget(job, free)]
+    assert isinstance(job.store, StoreWithTier)
+    found = [finding.level for finding in check_tier.check_budget(job, job.store, free)]
     assert found == ([] if level is None else [level])
 
 

@@ -15,10 +15,10 @@ from rowcast.analysis.new import columns
 from rowcast.analysis.new import new as new_command
 from rowcast.analysis.new.columns import Distinct
 from rowcast.analysis.new.roles import rounded_up
+from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.errors import ConfigError
@@ -99,13 +99,15 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
         "constant (every value is the same",
     ):
         assert f"# left out: {left_out}" in text
-    missing = clicks()["rating"].isna().sum()
-    assert f"# left out: rating ({missing} values are missing; replace them first)" in text
+    missing = clicks()["rating"].isna()
+    first = f"row {missing.argmax()}" if path.suffix == ".parquet" else f"line {missing.argmax() + 2}"
+    share = f"{missing.sum()} of 3,000 values ({100 * missing.mean():.3g} %) are missing"
+    assert f"# left out: rating ({share}, the first in {path}, {first}; replace it first, for example by 0" in text
     assert "# cents ranges from " in text
     assert (job.data.eval_fraction, job.data.shuffle, job.run_dir) == (0.1, "window:65536", Path("runs/clicks"))
     assert said.splitlines()[-2:] == [
-        "  prefetcher check --config job.toml",
-        "  python -m rowcast.deploy.local --config job.toml",
+        "  rowcast check --config job.toml",
+        "  rowcast train --config job.toml",
     ]
     assert 'capacity = "1MiB"  # `prefetcher advise` recommends ' in text
 
@@ -182,6 +184,12 @@ def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(
     assert new_job(tmp_path, path).cache.capacity == "64MiB"
 
 
+def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_csv(tmp_path, clicks())
+    monkeypatch.setattr("rowcast.analysis.progress.EVERY_S", 0.0)
+    assert "looking at every row, in pieces: 1 of 1\n" in new(path)[1]
+
+
 def test_options_choose_otherwise(tmp_path: Path) -> None:
     path = write_csv(tmp_path, clicks())
     job = new_job(tmp_path, path, "--label", "new", "--dense", "hour, clicked", "--ids", "row,cents")
@@ -212,8 +220,10 @@ def test_a_folder_and_a_glob_of_files_are_read_whole(tmp_path: Path) -> None:
          "time, user, item, account_id, device, hour, price, cents, rating, constant, new and 1 more"),
         ({}, ("--label", "hour"),
          "--label hour: a label is 0 or 1 in every row, and this column holds values from 0 to 23"),
-        ({}, ("--dense", "rating"), "--dense rating: {missing} values are missing; replace them first"),
-        ({}, ("--dense", "user"), "--dense user: a dense feature is a number, and this column holds text"),
+        ({}, ("--dense", "rating"),
+         "--dense rating: {missing} of 3,000 values (9.7 %) are missing, the first in {path}, line "),
+        ({}, ("--dense", "user"), "--dense user: a dense feature is a number, and this column holds text; 3,000 of "
+         "3,000 values (100 %) are no number, the first 'user "),
         ({}, ("--ids", "usr"), "--ids usr: {path} has no such column, the nearest is user; it has"),
     ],
 )  # fmt: skip
@@ -229,7 +239,10 @@ def test_data_of_another_kind_or_without_ids_is_refused(tmp_path: Path) -> None:
     assert "no such file, folder or glob" in refused(tmp_path / "nowhere.csv")
     (tmp_path / "clicks.txt").write_text("label\n1\n")
     sentence = refused(tmp_path / "clicks.txt")
-    assert sentence.endswith("neither CSV (.csv, .csv.gz) nor Parquet (.parquet, .pq); other formats: docs/job-file.md")
+    assert sentence.endswith(
+        "neither CSV (.csv, .tsv, .csv.gz) nor Parquet (.parquet, .pq); rename it, or write the job yourself: "
+        "docs/job-file.md"
+    )
     path = write_csv(tmp_path, clicks()[["price", "clicked"]])
     assert refused(path) == f"{path}: no column looks like ids (text, lists, integers); name some with --ids"
     write_parquet(tmp_path, clicks())

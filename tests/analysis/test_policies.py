@@ -21,7 +21,7 @@ def tick() -> None:
 
 
 def planned(case: Case, horizon: int) -> Moves:
-    return planned_moves(case.recording, RowPlanner(case.recording.groups, (case.slots,), 1, horizon), tick)
+    return planned_moves(case.recording, RowPlanner(case.recording.groups, [(case.slots,)], 1, horizon), tick)
 
 
 @settings(deadline=None, max_examples=300)

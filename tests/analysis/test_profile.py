@@ -17,14 +17,15 @@ from rowcast.analysis.profile.interval import EstimatedShare
 from rowcast.analysis.profile.profile import PICK, ProfileOptions, ProfileRequest, profile_job, run_profile
 from rowcast.analysis.profile.results import HALF, Profile, print_profile
 from rowcast.analysis.sample import Amount, sample_windows
+from rowcast.command_line.prefetcher import app
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs, make_keys
-from rowcast.prefetcher.cli import app
-from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
+from tests.support.facts import facts
 from tests.support.jobs import job_content, write_job
 from tests.support.planner_runs import distinct_keys, group, lookups_of, one_group, random_batch, table, two_groups
 
@@ -66,7 +67,7 @@ def test_counting_is_refused_where_it_would_take_more_memory_than_it_may() -> No
     popularity.add(single_hot(range(100)))
     with pytest.raises(
         ConfigError,
-        match=r"the first 200 samples touch 200 distinct rows; .* 25600 bytes, and 19200 .*; give a smaller --sample",
+        match=facts("200 samples", "200 distinct rows", 25600, 19200, "--sample"),
     ):
         popularity.add(single_hot(range(100, 200)))
 
@@ -332,9 +333,7 @@ def test_budgets_in_rows_need_records_of_one_size() -> None:
         {"name": "b", "num_embeddings": 50, "embedding_dim": 8, "features": ["cat_1"]},
     ]
     job = job_of(tables=tables, model={"kind": "some.module:factory"}, cache={"capacity": "64KiB"})
-    with pytest.raises(
-        ConfigError, match='--budget "20 rows" counts rows, but the tables have records of 2 sizes; give bytes'
-    ):
+    with pytest.raises(ConfigError, match=facts('--budget "20 rows"', "2 sizes", "bytes")):
         profiled(job, "20 rows")
     profile, rows = profiled(job, "1KiB")
     assert profile.budgets[0].hot_bytes <= 1024

@@ -31,6 +31,7 @@ from tests.support.data_files import (
     write_parquet,
     write_tsv,
 )
+from tests.support.facts import facts
 
 
 def synthetic(samples: int, batch_size: int = 8, **data: Any) -> Job:
@@ -161,7 +162,7 @@ class Watched:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self.starts: list[int] = []
-        self.num_dense, self.invalid_ids, self.file_sizes = reader.num_dense, 0, reader.file_sizes
+        self.num_dense, self.invalid_ids, self.paths = reader.num_dense, 0, reader.paths
 
     def num_samples(self, split: Kind) -> int | None:
         return self._reader.num_samples(split)
@@ -241,7 +242,7 @@ def test_a_number_of_samples_of_data_of_unknown_length_is_refused(tmp_path: Path
     job = iterator(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"--samples: tests.analysis.test_sample:once does not say how many samples it has; give a share",
+        match=facts("--samples", "tests.analysis.test_sample:once", "how many samples"),
     ):
         sample_windows(job, open_reader(job), Amount(samples=5))
 

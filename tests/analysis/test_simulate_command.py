@@ -16,8 +16,9 @@ from rowcast.analysis.simulate.results import Simulation
 from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
-from rowcast.prefetcher.planner.pin_files import save_pins
+from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.runtime.errors import ConfigError
+from tests.support.facts import facts
 from tests.support.jobs import job_content
 from tests.support.processes import Process
 
@@ -121,7 +122,7 @@ def test_a_trace_is_saved_and_planned_again(tmp_path: Path, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"capacity_rows": (3,)}, 'nothing could be simulated: cache.capacity = "3 rows" is too small'),
+        ({"capacity_rows": (3,)}, facts("nothing could be simulated", 'cache.capacity = "3 rows"')),
         ({"horizons": ("far",)}, "--horizon far: give a number of batches, or auto"),
         ({"horizons": ("-1",)}, "--horizon -1"),
         ({"plot": Path("curves.jpg")}, r"--plot curves.jpg: name a file that ends in .png or .svg"),
@@ -142,7 +143,7 @@ def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: s
 def test_a_trace_has_batches_of_its_own(name: str, values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"{name}: a trace has its own batches, in one order; omit this option or simulate over the data",
+        match=facts(name, "trace", "omit"),
     ):
         run_simulate(tiny_job(), options(trace=tmp_path / "a.trace", **values))
 
@@ -230,13 +231,13 @@ def test_horizons_are_lines_of_their_own() -> None:
 
 def test_without_matplotlib_a_plot_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowcast.analysis.simulate.plot, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--plot needs matplotlib, which is not installed; `pip install"):
+    with pytest.raises(ConfigError, match=facts("--plot", "matplotlib", "pip install")):
         run_simulate(tiny_job(), options(plot=tmp_path / "curves.png"))
 
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:
     code = (
-        "import sys, rowcast.prefetcher.cli, rowcast.analysis.simulate.simulate; "
+        "import sys, rowcast.command_line.prefetcher, rowcast.analysis.simulate.simulate; "
         "sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     )
     Process(["-c", code], tmp_path, os.environ).ended().quiet()

@@ -19,15 +19,16 @@ from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate, si
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
-from rowcast.prefetcher.planner.pin_files import save_pins
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.planner.rank_share import SharedRows, ShareOfBatch
+from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import BAGS, Bags, distinct_rows, small_batches, small_job
 from tests.support.driver import Settings
+from tests.support.facts import facts
 from tests.support.ranked_run import RankedRun
 
 RATES = Path(__file__).parents[2] / "examples" / "rates" / "assumed.toml"
@@ -292,7 +293,7 @@ def test_parts_are_the_jobs_where_the_ranks_can_share_them() -> None:
 
 def test_what_cannot_be_simulated_is_a_sentence(tmp_path: Path) -> None:
     job = small_job("adagrad")
-    with pytest.raises(ConfigError, match="simulates lookahead, lru, lfu, not belady"):
+    with pytest.raises(ConfigError, match=facts("--ranks", "lookahead, lru, lfu", "belady", "--policy")):
         ranks_jobs(job, SimulateOptions(ranks=[2], policies=["belady"]))
     with pytest.raises(ConfigError, match="--plot: `simulate --ranks` has none"):
         run_simulate_ranks(job, SimulateOptions(ranks=[2], plot=Path("a.png")))

@@ -22,6 +22,7 @@ from rowcast.runtime.telemetry.timeline import (
     TimelineSpan,
     timeline_path,
 )
+from tests.support.facts import facts
 from tests.support.timeline_format import Event, check_events
 
 MS = 10**6  # ns
@@ -205,14 +206,14 @@ def test_recordings_of_two_boots_are_put_together_by_the_wall_clock(
 
 def test_recordings_of_two_runs_are_refused(run_dir: Path) -> None:
     leave(run_dir, "trainer", TRAINER, numbers=(6,))
-    with pytest.raises(ConfigError, match="from two runs that never met; start both commands with --timeline"):
+    with pytest.raises(ConfigError, match=facts("two runs", "--timeline")):
         read_run(run_dir)
 
 
 @pytest.mark.parametrize("process", BOTH)
 def test_a_missing_recording_is_named_with_the_command_that_makes_it(run_dir: Path, process: Process) -> None:
     timeline_path(run_dir, process).unlink()
-    with pytest.raises(ConfigError, match=rf"has no timeline\.{process}\.jsonl; start `{process} run` with --timeline"):
+    with pytest.raises(ConfigError, match=facts(f"timeline.{process}.jsonl", f"{process} run", "--timeline")):
         read_run(run_dir)
 
 
@@ -220,7 +221,7 @@ def test_a_damaged_line_is_named(run_dir: Path) -> None:
     path = timeline_path(run_dir, "trainer")
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:4], b'["span","work"]', *lines[5:]]))
-    with pytest.raises(DataError, match=r"timeline\.trainer\.jsonl, line 5: not a record"):
+    with pytest.raises(DataError, match=facts("timeline.trainer.jsonl", "line 5")):
         read_run(run_dir)
 
 
@@ -238,7 +239,7 @@ def test_another_version_is_refused(run_dir: Path) -> None:
 
 
 def test_a_timeline_that_cannot_be_written_is_refused(run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--out .*: cannot be written \(No such file"):
+    with pytest.raises(ConfigError, match=r"^--out .*No such file"):
         write_events([read_run(run_dir)], ALWAYS, run_dir / "no" / "t.json")
 
 

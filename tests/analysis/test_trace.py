@@ -31,6 +31,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.errors import ConfigError, DataError, Mismatch, RowcastError
 from tests.support.batches import BAGS, Bags, small_batches, small_job
+from tests.support.facts import facts
 from tests.support.planner_runs import assert_same
 
 
@@ -62,10 +63,10 @@ def slots_of(job: Job, batches: Sequence[ScheduledBatch]) -> tuple[int, ...]:
 
 def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPlan]:
     groups, slots = group_specs(job), slots_of(job, batches)
-    with TraceWriter(path, trace_header(job, groups, slots)) as writer:
+    with TraceWriter(path, trace_header(job, groups, [slots])) as writer:
         noting = Noting(writer)
         for _ in planned_beside(
-            batches, new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), noting
+            batches, new_planner(the_setting(job), groups, [slots], batches[:32], keep_ids=True), noting
         ):
             pass
     return noting.plans
@@ -74,9 +75,9 @@ def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPl
 def save_stopped(path: Path, job: Job, batches: Sequence[ScheduledBatch], num_plans: int) -> None:
     """As a run that is stopped after that many plans: it knew more batches than it planned."""
     groups, slots = group_specs(job), slots_of(job, batches)
-    planner = new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True)
+    planner = new_planner(the_setting(job), groups, [slots], batches[:32], keep_ids=True)
     left = list(batches)
-    with TraceWriter(path, trace_header(job, groups, slots)) as writer:
+    with TraceWriter(path, trace_header(job, groups, [slots])) as writer:
         for _ in range(num_plans):
             while planner.wants_batch:
                 planner.add(left.pop(0))
@@ -89,11 +90,11 @@ def compare(path: Path, job: Job, max_steps: int | None = None) -> int:
     with TraceReader(path) as reader:
         batches = list(reader.steps())
         groups, slots = group_specs(job), slots_of(job, batches)
-        assert same_settings(reader.header, trace_header(job, groups, slots))
+        assert same_settings(reader.header, trace_header(job, groups, [slots]))
         replay = Replay(reader, max_steps)
         comparing = Comparing(replay)
         for _ in planned_beside(
-            replay.batches(), new_planner(the_setting(job), groups, slots, batches[:32], keep_ids=True), comparing
+            replay.batches(), new_planner(the_setting(job), groups, [slots], batches[:32], keep_ids=True), comparing
         ):
             pass
         return comparing.num_compared
@@ -257,7 +258,7 @@ def test_an_id_outside_its_table_is_refused_before_anything_is_indexed_with_it(t
     ids = batches[3].batch.ids.copy()
     ids[2 * 64 + 5] = 300  # f2 of a table of 300 rows; another table has 2000
     rewritten(tmp_path / "a.trace", {}, changed("ids", ids))
-    with pytest.raises(DataError, match="step 3 has an id of feature f2 that is not below 300"):
+    with pytest.raises(DataError, match=facts("step 3", "feature f2", 300, "--save-trace")):
         read_all(tmp_path / "a.trace")
 
 
@@ -297,7 +298,7 @@ def test_what_is_no_arrow_file_is_refused(name: str, tmp_path: Path) -> None:
         (lambda tables: tables[1:], "the trace has 4 tables and the job 3"),
         (
             lambda tables: [tables[1], tables[0], *tables[2:]],
-            "has table narrow_a of 400 rows for f0, f1 where the job has wide_a of 300",
+            facts("table narrow_a of 400 rows", "f0, f1", "wide_a of 300"),
         ),
         (
             lambda tables: [msgspec.structs.replace(tables[0], num_embeddings=401), *tables[1:]],
@@ -323,7 +324,7 @@ def test_other_widths_and_optimizers_may_be_tried_but_are_not_the_traces_setting
     )
     with TraceReader(tmp_path / "a.trace") as reader:
         check_tables(reader.header, other, "--trace a.trace")
-        assert not same_settings(reader.header, trace_header(other, group_specs(other), (300,)))
+        assert not same_settings(reader.header, trace_header(other, group_specs(other), [(300,)]))
 
 
 def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
@@ -335,9 +336,9 @@ def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
     with TraceReader(tmp_path / "a.trace") as reader:
         replay = Replay(reader, None)
         watched = planned_beside(
-            replay.batches(), new_planner(lru, group_specs(job), slots_of(job, batches), batches), Comparing(replay)
+            replay.batches(), new_planner(lru, group_specs(job), [slots_of(job, batches)], batches), Comparing(replay)
         )
-        with pytest.raises(DataError, match=rf"^step {first} of the trace was planned differently"):
+        with pytest.raises(DataError, match=facts(f"step {first}", "planned differently")):
             list(watched)
 
 
@@ -376,7 +377,7 @@ def other_value(group: GroupPlan, name: str) -> GroupPlan:
 
 def test_a_run_that_did_not_end_in_order_leaves_nothing(tmp_path: Path) -> None:
     job, batches = workload()
-    header = trace_header(job, group_specs(job), slots_of(job, batches))
+    header = trace_header(job, group_specs(job), [slots_of(job, batches)])
     with TraceWriter(tmp_path / "a.trace", header):
         assert list(tmp_path.iterdir()), "it is being written"
     assert not list(tmp_path.iterdir())
@@ -385,7 +386,7 @@ def test_a_run_that_did_not_end_in_order_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["missing/a.trace", "/dev/full", "."])
 def test_where_no_trace_can_be_saved_is_said_at_once(path: str, tmp_path: Path) -> None:
     job, batches = workload()
-    header = trace_header(job, group_specs(job), slots_of(job, batches))
+    header = trace_header(job, group_specs(job), [slots_of(job, batches)])
     with pytest.raises(ConfigError, match=r"--save-trace .*(cannot be written|is not a file)"):
         TraceWriter(tmp_path / path, header)
     assert not list(tmp_path.rglob("*"))

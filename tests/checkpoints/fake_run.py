@@ -18,7 +18,7 @@ from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
-from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.checkpoint_manifest import Manifest, TrainingData
 from rowcast.runtime.disk import Disk, FileWrite, RealDisk, RealWriting
 from rowcast.runtime.position import Position
 from tests.support import jobs
@@ -115,7 +115,7 @@ class FakeRun:
             self.job,
             self.groups,
             self.run_id,
-            "digest",
+            TrainingData(files=()),
             self.checkpoints,
             self.newest,
             self.keep,

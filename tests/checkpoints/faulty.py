@@ -8,9 +8,9 @@ from typing import Literal
 
 from rowcast.runtime.disk import Content, FileWrite, RealDisk
 
-Kind = Literal["mkdir", "create", "write", "sync", "rename", "unlink", "remove_tree", "sync_folder"]
+Kind = Literal["mkdir", "create", "write", "sync", "rename", "unlink", "rmdir", "sync_folder"]
 Fault = Literal["ENOSPC", "EIO", "short"]
-KINDS: tuple[Kind, ...] = ("mkdir", "create", "write", "sync", "rename", "unlink", "remove_tree", "sync_folder")
+KINDS: tuple[Kind, ...] = ("mkdir", "create", "write", "sync", "rename", "unlink", "rmdir", "sync_folder")
 
 
 @dataclass
@@ -81,9 +81,9 @@ class FaultyDisk:
         self._check("unlink", path)
         self._inner.unlink(path)
 
-    def remove_tree(self, path: Path) -> None:
-        self._check("remove_tree", path)
-        self._inner.remove_tree(path)
+    def rmdir(self, path: Path) -> None:
+        self._check("rmdir", path)
+        self._inner.rmdir(path)
 
     def sync_folder(self, path: Path) -> None:
         self._check("sync_folder", path)

@@ -22,6 +22,7 @@ from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import render, seal
 from tests.checkpoints.fake_run import FakeRun, Warnings, restored, small_job
+from tests.support.facts import facts
 from tests.support.repeats import count
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -70,9 +71,7 @@ def check_flipped(run: FakeRun, path: Path) -> None:
     log = Warnings()
     shared = path.parent.name == "step-000000000010" and not path.name.startswith("dense")
     if shared:
-        with pytest.raises(
-            DataError, match=r"none of 3 checkpoints is whole \(.*step-0.*\); restore them from a copy, or add --fresh"
-        ):
+        with pytest.raises(DataError, match=facts("none of 3 checkpoints", "--fresh")):
             run.checkpoints.newest_valid(log)
     else:
         older = run.checkpoints.newest_valid(log)
@@ -128,7 +127,7 @@ def test_a_damaged_dense_file_gives_not_one_byte(run: FakeRun) -> None:
 def test_a_manifest_of_another_version_is_refused_with_both_numbers(run: FakeRun) -> None:
     folder = run.checkpoints.root / newest(run).name
     (folder / MANIFEST_NAME).write_bytes(b'{"version": 1, "shards": []}')
-    with pytest.raises(DataError, match="manifest version 1, but this version reads 3"):
+    with pytest.raises(DataError, match=facts("manifest version 1", 3, 4)):
         read_manifest(folder)
 
 
@@ -136,7 +135,7 @@ def test_a_manifest_in_another_checkpoints_folder_is_refused(run: FakeRun) -> No
     folder = run.checkpoints.root / "step-000000000099"
     folder.mkdir()
     (folder / MANIFEST_NAME).write_bytes(render(newest(run)))
-    with pytest.raises(DataError, match="the manifest of step-000000000030 is in the folder of another checkpoint"):
+    with pytest.raises(DataError, match=facts("step-000000000030", "another checkpoint")):
         read_manifest(folder)
 
 
@@ -189,7 +188,7 @@ def test_a_hostile_manifest_is_refused_when_it_is_read(run: FakeRun, change: dic
 def refuse(run: FakeRun, content: dict[str, object]) -> None:
     folder = run.checkpoints.root / newest(run).name
     (folder / MANIFEST_NAME).write_bytes(msgspec.json.encode(content))
-    with pytest.raises(DataError, match="not a manifest that this version can read"):
+    with pytest.raises(DataError, match="not a manifest"):
         read_manifest(folder)
 
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as torch_save
 from torch import Tensor, nn
 
+from rowcast.job.embedding_tables import Table
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job, Table
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import export, row_files
 from rowcast.prefetcher.checkpoints.export import CheckpointRows, SavedModelState, export_run
@@ -36,6 +37,7 @@ from tests.checkpoints.fake_run import small_job as job_of_three_tables
 from tests.support import jobs
 from tests.support.batches import make_batch, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings, start_state
+from tests.support.facts import facts
 from tests.support.processes import Session
 
 DIM = 6
@@ -146,7 +148,7 @@ def trained_rows(job: Job, batches: list[ScheduledBatch], table: Table) -> Tenso
 
 def test_an_export_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     job = dlrm_job(tmp_path / "run", [("a", 10**12, ["x"])])
-    with pytest.raises(ConfigError, match=r"out: the export would take 43\.66 TiB, but .* are free; .*--trained-rows"):
+    with pytest.raises(ConfigError, match=facts("43.66 TiB", "free", "--trained-rows")):
         export.export_start(job, tmp_path / "out", get_logger())
     assert list(tmp_path.iterdir()) == []
 
@@ -296,7 +298,7 @@ def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_valid_one(tmp
     assert second_column(None) == [10, 10]
     with pytest.raises(DataError, match="step-000000000020"):
         export_quietly(run.job.run_dir, out, "step-000000000020")
-    with pytest.raises(ConfigError, match=r"holds no checkpoint \.\./x; there is step-000000000010, step-000000000020"):
+    with pytest.raises(ConfigError, match=facts("no checkpoint ../x", "step-000000000010", "step-000000000020")):
         export_quietly(run.job.run_dir, out, "../x")
 
 
@@ -304,7 +306,7 @@ def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_valid_one(tmp
 
 
 def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint; a run writes one at its end"):
+    with pytest.raises(ConfigError, match="holds no checkpoint;"):
         export_quietly(tmp_path, tmp_path / "out")
 
 
@@ -313,9 +315,7 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_sentence(out: str, t
     trained_run(tmp_path / "run", num_steps=0)
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"could not be written .*; choose another --out or free space|is a folder; name a file"
-    ):
+    with pytest.raises(ConfigError, match=r"could not be written.*--out|is a folder"):
         export_quietly(tmp_path / "run", tmp_path / out)
     assert not list(tmp_path.glob("*.partial"))
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, write_durably
 from rowcast.runtime.disk import RealDisk, RealWriting
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
@@ -18,21 +19,25 @@ MAX_SITES = 500
 SITES = [(kind, fault) for kind in KINDS for fault in ("ENOSPC", "EIO", *(["short"] if kind == "write" else []))]
 
 
-def run_until_failure(run_dir: Path, kind: Kind, nth: int, fault: Fault) -> tuple[FakeRun, RowcastError] | None:
-    """Makes three checkpoints, merges once and drops the oldest; None where no such operation was left to fail."""
+def run_until_failure(run_dir: Path, kind: Kind, nth: int, fault: Fault) -> tuple[FakeRun, RowcastError | None] | None:
+    """Makes three checkpoints, merges once and drops the oldest; None where no such operation was left to fail. The
+    error is None where all are made, as only a removal has failed."""
     failure = Failure(kind, nth, fault)
     run = FakeRun(small_job(run_dir), disk=FaultyDisk(failure), keep=1, block=20)
-    (run.job.run_dir / "checkpoints" / "step-000000000007" / "left over").mkdir(parents=True)
+    left_over = run.job.run_dir / "checkpoints" / "step-000000000007"
+    left_over.mkdir(parents=True)
+    (left_over / "dense-00000.safetensors").write_bytes(b"of a crash")
     rng = np.random.default_rng(0)
-    try:
-        for share in (0.3, 0.1, 0.6):
-            run.train_at_random(rng, share)
-            run.checkpoint()
-    except RowcastError as error:
-        assert failure.happened
-        return run, error
-    assert not failure.happened, f"{kind} {nth} failed, and nobody said so"
-    return None
+    with capture_logs() as logs:
+        try:
+            for share in (0.3, 0.1, 0.6):
+                run.train_at_random(rng, share)
+                run.checkpoint()
+        except RowcastError as error:
+            assert failure.happened
+            return run, error
+    assert len(logs) == failure.happened, f"{kind} {nth} failed, and nobody said so"
+    return (run, None) if failure.happened else None
 
 
 @pytest.mark.parametrize(("kind", "fault"), SITES)
@@ -43,7 +48,8 @@ def test_a_fault_at_any_operation_is_a_sentence_and_the_previous_checkpoint_stay
         failed = run_until_failure(tmp_path / str(nth), kind, nth, fault)
         if failed is None:
             break
-        check_failure(*failed, fault)
+        run, error = failed
+        check_failure(run, error, fault) if error is not None else check_removed_later(run)
     assert 1 <= nth < MAX_SITES, f"no {kind} ever failed"
 
 
@@ -63,6 +69,16 @@ def check_failure(run: FakeRun, error: RowcastError, fault: Fault) -> None:
         assert found.checksum == run.writer.newest.checksum
         assert_holds(run.job.run_dir, run.job, found, run.states[found.position.step])
         go_on(FakeRun(run.job, newest=found), run)
+
+
+def check_removed_later(run: FakeRun) -> None:
+    run.train({0: [0, 1]})
+    manifest = run.checkpoint()
+    assert_holds(run.job.run_dir, run.job, manifest, run.rows())
+    root = run.checkpoints.root
+    expected = {file.file for file in manifest.files} | {f"{manifest.name}/{MANIFEST_NAME}"}
+    assert {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} == expected
+    assert not (root / "step-000000000007").exists()
 
 
 def go_on(later: FakeRun, before: FakeRun) -> None:
@@ -111,7 +127,7 @@ def test_the_real_disk_does_what_its_words_say(tmp_path: Path) -> None:
     disk.sync_folder(tmp_path / "folder")
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["b"]
     disk.unlink(tmp_path / "folder" / "b")
-    disk.remove_tree(tmp_path / "folder")
+    disk.rmdir(tmp_path / "folder")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError):
         disk.mkdir(tmp_path / "no" / "parent")

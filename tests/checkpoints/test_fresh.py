@@ -157,5 +157,5 @@ def test_checkpoints_behind_a_link_are_replaced_where_they_are(tmp_path: Path) -
 def test_a_mount_point_is_refused_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier_run(tmp_path / "run", RealDisk())
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "checkpoints")
-    with pytest.raises(ConfigError, match="is a mount point, which a fresh run cannot replace"):
+    with pytest.raises(ConfigError, match="mount point"):
         carry_out(Checkpoints(tmp_path / "run", RealDisk()).begin_fresh())

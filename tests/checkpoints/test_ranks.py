@@ -19,6 +19,7 @@ from rowcast.runtime.sealed import render, seal
 from rowcast.runtime.shard_file import read_shard_file, shard_name, writer_of
 from tests.checkpoints.fake_ranks import FakeRanks
 from tests.checkpoints.fake_run import TABLES, FakeRun, Rows, Warnings, assert_holds, small_job
+from tests.support.facts import facts
 
 pytestmark = pytest.mark.usefixtures("small_files")
 EVERYTHING = {number: list(range(rows)) for number, (_, rows, _) in enumerate(TABLES)}
@@ -217,7 +218,7 @@ def test_replicas_that_differ_never_become_a_checkpoint_and_the_rank_is_named(tm
     for rank in run.ranks[:3]:
         rank.hand_over()
     run.ranks[3].writer.finish("0123456789abcdef", run.ranks[3].blocks())
-    with pytest.raises(DataError, match=r"shard-003.json: the trainer of rank 3 has another model state after step 19"):
+    with pytest.raises(DataError, match=facts("shard-003.json", "rank 3", "model state", "step 19")):
         run.complete()
     assert checksum(run.checkpoints.newest_valid(Warnings())) == first.checksum
 
@@ -240,7 +241,7 @@ def test_a_shard_of_another_checkpoint_is_refused_by_name(tmp_path: Path, change
     assert shard is not None
     changed = msgspec.convert(msgspec.to_builtins(shard) | change, type(shard))
     path.write_bytes(render(seal(changed)))
-    with pytest.raises(DataError, match=r"shard-002.json: rank \d of \d has written step 10 of run"):
+    with pytest.raises(DataError, match=r"shard-002\.json: rank \d of \d.* step 10"):
         run.complete()
 
 
@@ -310,7 +311,7 @@ HOSTILE = {
 def test_a_hostile_shard_file_is_refused_when_it_is_read(tmp_path: Path, change: dict[str, object]) -> None:
     path = shard_of_rank_2(ranks(tmp_path, 3))
     path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | change))
-    with pytest.raises(DataError, match="not a shard file that this version can read"):
+    with pytest.raises(DataError, match="not a shard file"):
         read_shard_file(path)
 
 
@@ -319,7 +320,7 @@ def test_rows_that_stand_in_another_shard_are_refused_by_their_file(tmp_path: Pa
     run.train(some(np.random.default_rng(4), 0.5))
     manifest = run.checkpoint()
     swapped = msgspec.structs.replace(manifest, shards=manifest.shards[::-1])
-    with pytest.raises(DataError, match=r"-r001-00000.safetensors: key \d+ is not of shard 0 of 2"):
+    with pytest.raises(DataError, match=r"-r001-00000\.safetensors: key \d+ .* 0 of 2"):
         assert_holds(run.job.run_dir, run.job, swapped, run.rows())
 
 
@@ -475,14 +476,19 @@ def test_each_rank_clears_what_it_left_and_rank_0_all_else(tmp_path: Path) -> No
     current, other = (run.checkpoints.root / f"step-{step:012d}" for step in (10, 20))
     for folder in (current, other):
         folder.mkdir(parents=True)
-        for name in ("dense-00003", "group-r000-00000", "group-r001-00000", "group-r002-00000"):
+        for name in (
+            "dense-00003",
+            "fp32_d4_adagrad-r000-00000",
+            "fp32_d4_adagrad-r001-00000",
+            "fp32_d4_adagrad-r002-00000",
+        ):
             (folder / f"{name}.safetensors").write_bytes(b"torn")
     run.train(EVERYTHING)
     run.begin()
     for _ in range(20):
         run.ranks[1].writer.advance()
-    assert not (current / "group-r001-00000.safetensors").exists()
-    assert (current / "group-r002-00000.safetensors").exists(), "not its own"
+    assert not (current / "fp32_d4_adagrad-r001-00000.safetensors").exists()
+    assert (current / "fp32_d4_adagrad-r002-00000.safetensors").exists(), "not its own"
     run.hand_over()
     run.complete()
     assert run.durable is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.prefetcher.cli import app
+from rowcast.command_line.prefetcher import app
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
 from tests.checkpoints.fake_run import FakeRun, small_job
 

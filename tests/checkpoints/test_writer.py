@@ -17,6 +17,7 @@ from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.position import Position
 from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
+from tests.support.facts import facts
 
 pytestmark = pytest.mark.usefixtures("small_files")
 EVERYTHING = {0: list(range(40)), 1: list(range(30)), 2: list(range(60))}
@@ -186,7 +187,7 @@ def test_what_a_crash_left_is_removed_when_a_run_starts_writing(run: FakeRun) ->
     (left_over / "fp32_d4_adagrad-00000.safetensors").write_bytes(b"torn")
     (left_over / "manifest.json.partial").write_bytes(b"{")
     (run.checkpoints.root / "step-000000000010" / "dense-00007.safetensors").write_bytes(b"of an abandoned one")
-    for _ in run.checkpoints.collect_garbage():
+    for _ in run.checkpoints.collect_garbage(run.run_id):
         pass
     assert files_in(run) == before
     assert not left_over.exists()
@@ -200,7 +201,7 @@ def test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable(run: F
     (damaged / MANIFEST_NAME).write_bytes(b"{}")
     (damaged / "fp32_d4_adagrad-00000.safetensors").write_bytes(b"what the damaged manifest names, perhaps")
     before = files_in(run)
-    for _ in run.checkpoints.collect_garbage():
+    for _ in run.checkpoints.collect_garbage(run.run_id):
         pass
     assert files_in(run) == before
     run.train({0: [3]}, steps=30)
@@ -290,7 +291,7 @@ def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeR
     run.writer.finish(checksum(b"contents"), [])
     with pytest.raises(
         RowcastError,
-        match=r"dense-00000.safetensors: the model state arrived with checksum \w{16}, but the trainer sent",
+        match=facts("dense-00000.safetensors", "model state", "checksum"),
     ):
         run.complete()
     assert Checkpoints(run.job.run_dir, RealDisk()).newest_valid(Warnings()) is None

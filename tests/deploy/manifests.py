@@ -11,18 +11,28 @@ import yaml
 from dockerfile_parse import DockerfileParser
 from typer.core import TyperGroup
 
-import rowcast.prefetcher.cli
-import rowcast.trainer.cli
+import rowcast.command_line.prefetcher
+import rowcast.command_line.trainer
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.schema import Job
+from rowcast.job.units import parse_bytes
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 NAMES = ("prefetcher", "trainer")
 COMMANDS = {
-    "prefetcher": typer.main.get_command(rowcast.prefetcher.cli.app),
-    "trainer": typer.main.get_command(rowcast.trainer.cli.app),
+    "prefetcher": typer.main.get_command(rowcast.command_line.prefetcher.app),
+    "trainer": typer.main.get_command(rowcast.command_line.trainer.app),
 }
+
+
+def options_in(line: list[str]) -> dict[str, Any]:
+    program, name, *arguments = line
+    group = COMMANDS[program]
+    assert isinstance(group, TyperGroup)
+    _, command, _ = group.resolve_command(typer.Context(group), [name])
+    assert command is not None
+    return command.make_context(name, arguments).params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +58,7 @@ class Container:
     @property
     def options(self) -> dict[str, Any]:
         """What the real command line makes of `command`. Raises a usage error where it takes no such option."""
-        program, name, *arguments = self.command
-        group = COMMANDS[program]
-        assert isinstance(group, TyperGroup)
-        command = group.commands[name]
-        return command.make_context(name, arguments).params
+        return options_in(self.command)
 
     @property
     def job(self) -> Job:

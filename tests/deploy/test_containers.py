@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import rowcast.runtime.children
-from rowcast.job.schema import parse_seconds
 from rowcast.job.server_url import PASSWORD
+from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.protocol.transport.endpoint import MAX_PATH_BYTES, NAME_BYTES
 from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, DataError, Mismatch, PeerLost
@@ -86,7 +86,7 @@ def test_the_image_runs_commands_directly_so_that_signals_reach_them() -> None:
     assert json.loads(instructions("ENTRYPOINT")[-1]) == ["tini", "--"]
     assert json.loads(instructions("CMD")[-1])[0] in NAMES
     for name in NAMES:
-        assert f'{name} = "rowcast.{name}.cli:app"' in (ROOT / "pyproject.toml").read_text()
+        assert f'{name} = "rowcast.{name}.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_image_makes_the_folders_that_its_environment_and_deployments_write(both: Both) -> None:
@@ -266,3 +266,26 @@ def test_compose_starts_a_lost_process_again_and_the_other_one_waits_for_it() ->
     for name in NAMES:
         assert compose()["services"][name]["restart"].startswith("on-failure")
         assert parse_seconds(compose_container(name).job.transport.rejoin_timeout) >= 60
+
+
+def test_the_script_has_the_tmpfs_of_compose_and_the_volumes_in_memory_of_the_manifest() -> None:
+    """podman 4.3 takes sizes in pages and has no emptyDir in memory, so deploy/containers.sh names both once more."""
+    script = (DEPLOY / "containers.sh").read_text()
+    (mode,) = re.findall(r'^TMPFS="(.*)"$', script, flags=re.MULTILINE)
+    in_compose = dict(
+        re.findall(r"^  (\w+): \{ driver_opts: \{ o: \"nr_blocks=(\d+),\$TMPFS\"", script, flags=re.MULTILINE)
+    )
+    in_pod = {
+        name: pages for pages, name in re.findall(r'o=nr_blocks=(\d+),\$TMPFS" (\w+)$', script, flags=re.MULTILINE)
+    }
+    assert in_compose == in_pod
+    sizes = {name: f"{int(pages) * 4096 // 2**20}" for name, pages in in_pod.items()}
+    volumes = compose()["volumes"]
+    assert {name: f"size={size}m,{mode}" for name, size in sizes.items()} == {
+        name: volumes[name]["driver_opts"]["o"] for name in volumes if volumes[name]
+    }
+    assert {name: f"{size}Mi" for name, size in sizes.items()} == {
+        volume["name"]: volume["emptyDir"]["sizeLimit"]
+        for volume in pod()["volumes"]
+        if volume.get("emptyDir", {}).get("medium") == "Memory"
+    }

@@ -9,9 +9,10 @@ import yaml
 from torch.distributed import run
 
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.schema import Job
+from rowcast.job.units import parse_bytes
 from rowcast.runtime.children import END_S
-from tests.deploy.manifests import COMMANDS, DEPLOY, NAMES, ROOT, compose
+from tests.deploy.manifests import DEPLOY, NAMES, ROOT, compose, options_in
 from tests.deploy.schemas import compose_fault, kubernetes_verdicts
 
 MANIFEST = DEPLOY / "kubernetes.ranks.yaml"
@@ -50,8 +51,7 @@ def parsed(command: list[str]) -> tuple[Namespace | None, dict[str, Any], Job]:
         torchrun = run.parse_args(command[len(TORCHRUN) :])  # type: ignore[no-untyped-call]
         assert torchrun.no_python
         command = [torchrun.training_script, *torchrun.training_script_args]
-    program, name, *arguments = command
-    options = COMMANDS[program].commands[name].make_context(name, arguments).params  # type: ignore[attr-defined]
+    options = options_in(command)
     assert str(options["config"]) == "/job/job.toml"
     return torchrun, options, load_job(JOB_FILE, tuple(options["overrides"]))
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from rowcast.deploy.torchrun import OneAddress, children, pass_on
+from rowcast.runtime.process import Signals
+from rowcast.runtime.stops import PASSED_ON
 from tests.support.processes import Process, Session, proc_text
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as in /proc/net/tcp and tcp6
@@ -20,8 +22,9 @@ WORKER = """
 import os, signal, socket, sys, time
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 stops = []
-signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+from rowcast.runtime.stops import PASSED_ON, release
+signal.signal(PASSED_ON, lambda *_: stops.append(1))
+release()
 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
 def say(*words):  # in one write: torchrun makes stdout unbuffered, and two processes share it
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -81,15 +84,16 @@ def test_a_killed_trainer_comes_back_at_the_same_port_and_a_stop_is_passed_on_on
 def test_trainers_that_start_after_a_stop_get_it_and_children_of_the_shell_before_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(OneAddress, "stops", [])
+    signals = Signals()
+    monkeypatch.setattr(OneAddress, "signals", signals)
     with subprocess.Popen(["sleep", "60"]) as tee:
         others = children()
-        told: dict[int, int] = {}
-        OneAddress.stops.append(signal.SIGTERM)
+        told: set[int] = set()
+        signals.stop_reason = "SIGTERM"
         pass_on(others, told)
         with subprocess.Popen(["sleep", "60"]) as trainer:
             pass_on(others, told)
-            assert trainer.wait() == -signal.SIGTERM
+            assert trainer.wait() == -PASSED_ON
         assert tee.poll() is None
         tee.kill()
 

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import rowcast.prefetcher.run.prefetcher_run
+from rowcast.command_line.prefetcher import app
 from rowcast.job.schema import Job
-from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.runtime.process import Signals
 from tests.support.jobs import job_content, write_job
@@ -28,6 +28,7 @@ def code_of(config: Path, monkeypatch: pytest.MonkeyPatch, *options: str, finish
         return finishes
 
     monkeypatch.setattr(rowcast.prefetcher.run.prefetcher_run, "run_prefetcher", run)
+    monkeypatch.setattr(Signals, "start", lambda signals: signals)  # this process's handlers stay
     return CliRunner().invoke(app, ["run", f"--config={config}", *options]).exit_code
 
 

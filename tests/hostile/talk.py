@@ -286,7 +286,7 @@ BREACHES: tuple[Breach, ...] = (
         lambda n: None,
         "without a payload|is no message|brings nothing",
     ),
-    field_breach((StepDone,), "waited_s", lambda n: float("nan"), "waited_s = nan must be"),
+    field_breach((StepDone,), "rank", lambda n: -1, r"StepDone.rank = -1 must be from 0"),
     field_breach((Released,), "position", lambda n: -1, r"Released.position = -1 must be from 0 to 2\^62"),
     rows_breach("start", 1, "continue at"),
     rows_breach("group", GROUPS, "travel, but there are 2 groups"),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule
-from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
+from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
+from rowcast.trainer.kernels.record_views import rule_at
 from rowcast.trainer.kernels.self_check import fill_randomly
 
 KINDS = tuple(ROW_OPTIMIZERS)
@@ -25,26 +26,14 @@ Array = npt.NDArray[np.int64]
 
 
 def rule_of(kind: str, clip: float | None = None, step: int = 3) -> Rule:
-    return Rule(kind=kind, lr=0.037 * step, eps=1e-8, betas=(0.9, 0.999), step=step, clip=clip)
+    settings = ROW_OPTIMIZERS[kind].settings(kind=kind, lr=0.037 * step, eps=1e-8, clip_rows=clip)
+    return rule_at(settings, step - 1)
 
 
 def group_of(ids: Array, counts: Array | None, weights: Tensor | None, slots: Tensor) -> GroupLookup:
     """The plan of look-ups `ids` [N] in bags of `counts` look-ups, or of one each; row i is in slots[i]."""
-    rows, inverse, uses = np.unique(ids, return_inverse=True, return_counts=True)
-    order = np.argsort(inverse, kind="stable")
-    bags = np.arange(len(ids)) if counts is None else np.repeat(np.arange(len(counts)), counts)
-    segment_offsets = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
-    return GroupLookup(
-        batch_size=len(ids) if counts is None else len(counts),
-        slots=slots[ids],
-        unique_slots=slots[rows],
-        segment_offsets=torch.from_numpy(segment_offsets),
-        bag_order=torch.from_numpy(bags[order].astype(np.int32)),
-        chunks=Chunks(*map(torch.from_numpy, cut_long_rows(segment_offsets))),
-        lookup_order=None if weights is None else torch.from_numpy(order.astype(np.int32)),
-        offsets=None if counts is None else torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-        weights=weights,
-    )
+    arrays = lookup_arrays(ids, slots.numpy()[ids], counts, None if weights is None else weights.numpy())
+    return group_lookup(arrays, len(ids) if counts is None else len(counts))
 
 
 def random_group(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
+from rowcast.trainer.device.streams import warm_up_sqrt
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, torch_ops
 from rowcast.trainer.kernels.choose import checked, choose_kernels
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
-from rowcast.trainer.kernels.record_views import warm_up_sqrt
 from rowcast.trainer.kernels.self_check import difference
 from rowcast.trainer.kernels.thread_pool import ThreadPool, cuts
 from tests.kernels.lookups import (

@@ -193,13 +193,7 @@ def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     records = layout.records(4)
     rows, rule = layout.rows(records), rule_of("adam")
     no_lookups, no_bags = random_group(1, 3, 7, 0), random_group(1, 3, 0, 0)
-    empty_bags = kernels.GroupLookup(
-        **{
-            name: getattr(no_bags, name)
-            for name in ("batch_size", "slots", "unique_slots", "segment_offsets", "bag_order", "chunks")
-        },
-        offsets=torch.zeros(8, dtype=torch.int32),
-    )
+    empty_bags = replace(no_bags, offsets=torch.zeros(8, dtype=torch.int32))
     with pytest.raises(AssertionError, match=r"launched on \(1,\)"):
         OURS.lookup(rows, no_lookups, None)
     for group, num_bags in ((no_bags, 0), (empty_bags, 7)):

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from benchmarks.gpu_check.kernels import ALL, CORE, KINDS, REST, Case, Records, Sizes, check_case
-from rowcast.trainer.kernels import Kernels, RecordViews, Rule, triton_ops
+from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.trainer.kernels import Kernels, RecordViews, triton_ops
+from rowcast.trainer.kernels.record_views import rule_at
+from tests.support.facts import facts
 
 OURS: Kernels = triton_ops
 SMALL = Sizes(slots=32, bags=24, rows=20)
@@ -44,10 +47,10 @@ def test_a_master_of_another_stride_is_refused() -> None:
     rows = Records.random(Case(kind="sgd", dim=16, dtype="bf16", master=True), 8).rows
     assert rows.master is not None
     other = RecordViews(weight=rows.weight, master=rows.master[::2], states=())
-    with pytest.raises(AssertionError, match="begins 32 bytes after the weights and repeats every 192 bytes"):
+    with pytest.raises(AssertionError, match=facts("32 bytes", "192 bytes")):
         train(other, "sgd")
 
 
 def train(rows: RecordViews, kind: str) -> None:
-    rule = Rule(kind=kind, lr=0.05, eps=1e-8, betas=(0.9, 0.999), step=1)
+    rule = rule_at(SparseOptimizer(kind=kind, lr=0.05, eps=1e-8), 0)
     OURS.apply(rows, torch.arange(4, dtype=torch.int32), torch.ones(4, 16), rule)

@@ -24,7 +24,7 @@ def plans_of(
     trace: list[ScheduledBatch], slots: int, horizon: int | AutoHorizon, eager: bool = True
 ) -> tuple[list[StepPlan], list[int]]:
     """Plans, and the horizon after each."""
-    planner, left = RowPlanner(GROUPS, (slots,), 2, horizon), list(trace)
+    planner, left = RowPlanner(GROUPS, [(slots,)], 2, horizon), list(trace)
     plans, horizons = [], []
     feed(planner, left, eager)
     while planner.ready():
@@ -64,7 +64,7 @@ def test_it_grows_while_slots_are_free_and_not_at_all_where_every_row_has_one() 
 
 def test_the_known_batches_stay_within_the_budget() -> None:
     trace, budget = skewed_trace(), 100_000
-    planner, left = RowPlanner(GROUPS, (2500,), 2, AutoHorizon(2, budget)), list(trace)
+    planner, left = RowPlanner(GROUPS, [(2500,)], 2, AutoHorizon(2, budget)), list(trace)
     most = 0
     feed(planner, left, True)
     while planner.ready():

@@ -21,6 +21,7 @@ from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
 from tests.support.batches import small_batches, small_job
+from tests.support.facts import facts
 from tests.support.planner_runs import (
     distinct_keys,
     group,
@@ -99,7 +100,7 @@ def test_more_slots_than_the_planner_can_keep_track_of_are_refused_with_what_to_
         f"rows, but the planner keeps track of at most {MOST_ROWS} rows of a group; "
         f'set {key} = "{MOST_ROWS - 5001} rows" or less'
     )
-    with pytest.raises(ConfigError, match=r"; lower lookahead.horizon or lookahead.id_bytes$"):
+    with pytest.raises(ConfigError, match=facts("lookahead.horizon", "lookahead.id_bytes", MOST_ROWS)):
         check_trackable(huge, 1, MOST_ROWS, alone=alone)
 
 
@@ -118,20 +119,20 @@ def test_rows_of_the_horizon_are_its_batches_or_what_its_bytes_hold() -> None:
 def test_a_job_whose_capacity_gives_too_many_slots_is_refused_as_it_is_divided() -> None:
     tables = [jobs.table("t", 2**40, 16, "cat_0")]
     job = jobs.job(tables=tables, cache={"capacity": "100GiB"})
-    with pytest.raises(ConfigError, match="gives group fp32_d16_sgd 1677721600 slots"):
+    with pytest.raises(ConfigError, match=facts("fp32_d16_sgd", "1677721600 slots")):
         job_slots(job, group_specs(job), [])
     job = jobs.job(tables=tables, cache={"capacity": "10GiB"})
     assert job_slots(job, group_specs(job), []) == (10 * 2**30 // 64,)
 
 
 def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> None:
-    planner = RowPlanner(one_group(100), (5,), 1, 0)
-    (group,) = planner._groups
+    planner = RowPlanner(one_group(100), [(5,)], 1, 0)
+    (group,) = planner._levels[0].groups
     first, second = single_hot_trace([[0, 1], [2, 3, 4]])
     planner.add(first)
     planner.plan()
     group.directory.num_tracked[0] = MOST_ROWS - 2
-    with pytest.raises(ConfigError, match=f"step 1 touches 3 distinct rows .* while {MOST_ROWS - 2} are tracked"):
+    with pytest.raises(ConfigError, match=facts("step 1", "3 distinct rows", MOST_ROWS - 2)):
         planner.add(second)
     group.directory.num_tracked[0] = 2
     planner.check_integrity()
@@ -141,10 +142,10 @@ def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> 
 
 def test_a_capacity_below_the_largest_batch_is_refused_with_both_numbers() -> None:
     groups = groups_of((100, 4), (100, 8))
-    with pytest.raises(ConfigError, match=r"799 bytes is too small.*10 \+ 20 rows, 800 bytes; set 800 or more"):
+    with pytest.raises(ConfigError, match=facts("799 bytes", "10 + 20 rows", "800 bytes")):
         divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=799)
     assert divide_capacity(groups, touched((10, 100), (20, 150)), capacity_bytes=800) == (10, 20)
-    with pytest.raises(ConfigError, match=r'"9 rows" is too small.*touches 10 rows; set "10 rows" or more'):
+    with pytest.raises(ConfigError, match=facts("9 rows", "10 rows")):
         divide_capacity(groups[:1], touched((10, 100)), capacity_rows=9)
 
 
@@ -175,7 +176,7 @@ def test_a_share_below_the_groups_largest_batch_is_refused_with_both_numbers() -
     counts = touched((10, 100), (20, 100))
     with pytest.raises(
         ConfigError,
-        match=r'cache.groups.fp32_d8_sgd .* holds 19 rows.* touches 20; set "20 rows" \(640 bytes\) or more',
+        match=facts("cache.groups.fp32_d8_sgd", 19, 20, "640 bytes"),
     ):
         divide_capacity(groups, counts, capacity_bytes=10**6, fixed_rows={"fp32_d8_sgd": 19})
     assert divide_capacity(groups, counts, capacity_bytes=800, fixed_rows={"fp32_d8_sgd": 20}) == (10, 20)
@@ -186,7 +187,7 @@ def test_shares_that_starve_other_groups_are_refused_with_the_capacity_needed() 
     counts = touched((10, 100), (20, 100), (30, 100))
     with pytest.raises(
         ConfigError,
-        match=r"3039 bytes .* beside what cache.groups takes: .* 10 \+ 30 rows .* 2080 bytes; set 3040 or more",
+        match=facts("3039 bytes", "cache.groups", "10 + 30 rows", "2080 bytes", 3040),
     ):
         divide_capacity(groups, counts, capacity_bytes=3039, fixed_rows={"fp32_d8_sgd": 30})
     assert divide_capacity(groups, counts, capacity_bytes=3040, fixed_rows={"fp32_d8_sgd": 30}) == (10, 30, 30)

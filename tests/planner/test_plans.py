@@ -150,7 +150,7 @@ def test_moves_are_those_of_the_plans_and_groupings_can_be_shared(run: Run) -> N
             _, plan = planners[0].plan()
             _, moves = planners[1].move()
             assert moves.after_step == plan.after_step
-            for planned, moved in zip(plan.groups, moves.groups, strict=True):
+            for planned, moved in zip(plan.groups, moves.levels[0], strict=True):
                 for name in ("unique_slots", "fetch", "evict", "num_dirty", "fill_after"):
                     assert_same(getattr(moved, name), getattr(planned, name), name)
     assert planners[0].counters == planners[1].counters

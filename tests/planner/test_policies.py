@@ -65,8 +65,8 @@ def test_a_policy_that_finds_too_few_rows_ends_the_plan_with_nothing_changed(
     horizon: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = single_hot_trace([[0, 1, 2], [3, 4], [0, 5], [1, 3]])
-    planner = RowPlanner(one_group(6), (4,), 1, horizon)
-    (group,) = planner._groups
+    planner = RowPlanner(one_group(6), [(4,)], 1, horizon)
+    (group,) = planner._levels[0].groups
     monkeypatch.setattr(group, "_policy", OneTooFew())
     for scheduled in trace[: 2 + horizon]:
         if not planner.wants_batch:

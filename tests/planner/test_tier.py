@@ -15,6 +15,7 @@ from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.errors import ConfigError
+from tests.support.facts import facts
 from tests.support.planner_oracle import fewest_fetches
 from tests.support.planner_runs import (
     Run,
@@ -42,7 +43,7 @@ def tiered_run(
     """A random run whose tier has `spare` slots more than the device, by group."""
     groups = without_pooling(two_groups(), 1)
     run = random_run(seed, groups, num_steps, batch_size, depth, horizon, pins=pins)
-    return replace(run, tier_slots=tuple(n + more for n, more in zip(run.slots, spare, strict=True)))
+    return replace(run, tiers=(tuple(n + more for n, more in zip(run.slots, spare, strict=True)),))
 
 
 runs = st.builds(
@@ -67,7 +68,6 @@ def group_plans(run: Run, horizon: AutoHorizon | None = None, check: bool = Fals
 @bounded
 @given(runs, st.booleans())
 def test_every_row_of_the_device_is_in_the_tier_and_each_holds_no_more_rows_than_slots(run: Run, auto: bool) -> None:
-    assert run.tier_slots is not None
     plans = group_plans(run, AutoHorizon(run.horizon, AMPLE_BYTES) if auto else None, check=True)
     for index, group in enumerate(run.groups):
         device, tier = set[int](), set[int]()
@@ -78,14 +78,13 @@ def test_every_row_of_the_device_is_in_the_tier_and_each_holds_no_more_rows_than
             tier = tier - set(plan.spill_keys.tolist()) | set(plan.load_keys.tolist())
             assert set(distinct_keys(group, scheduled.batch)) <= device <= tier
             assert len(device) <= run.slots[index]
-            assert len(tier) <= run.tier_slots[index]
+            assert len(tier) <= run.tiers[0][index]
 
 
 @bounded
 @given(runs)
 def test_the_tier_loads_and_spills_what_a_device_with_its_slots_would_fetch_and_evict(run: Run) -> None:
-    assert run.tier_slots is not None
-    alone = replace(run, slots=run.tier_slots, tier_slots=None)
+    alone = replace(run, slots=run.tiers[0], tiers=())
     for both, single in zip(group_plans(run), group_plans(alone), strict=True):
         for ours, theirs in zip(both, single, strict=True):
             assert_same(ours.load_keys, theirs.fetch_keys)
@@ -101,7 +100,7 @@ def test_a_tier_changes_no_plan_of_the_device(run: Run) -> None:
             groups = tuple(replace(group, load_keys=none, spill_keys=none) for group in entry.groups)
             entry = replace(entry, groups=groups)
         without_keys.append(entry)
-    assert_same(without_keys, entries_of(replace(run, tier_slots=None)))
+    assert_same(without_keys, entries_of(replace(run, tiers=())))
 
 
 @settings(bounded, max_examples=60)
@@ -114,7 +113,7 @@ def test_no_choice_of_rows_loads_less_when_the_whole_future_is_known(ids: list[l
         horizon=len(ids),
         trace=single_hot_trace(ids),
         barriers=frozenset(),
-        tier_slots=(tier_slots,),
+        tiers=((tier_slots,),),
     )
     loaded = sum(len(plan.load_keys) for plan in group_plans(run)[0])
     assert loaded == fewest_fetches([set(row) for row in ids], tier_slots)
@@ -133,7 +132,7 @@ def skewed_trace(num_steps: int = 150) -> list[ScheduledBatch]:
 
 def loads_and_horizons(slots: int, tier_slots: int, horizon: int | AutoHorizon) -> tuple[int, list[int], list[int]]:
     """Rows loaded over all steps, and after each the horizon and the bytes of the known batches."""
-    planner, left = RowPlanner(SKEWED, (slots,), 2, horizon, tier_slots=(tier_slots,)), skewed_trace()
+    planner, left = RowPlanner(SKEWED, [(slots,), (tier_slots,)], 2, horizon), skewed_trace()
     loaded, horizons, known_bytes = 0, list[int](), list[int]()
     feed(planner, left, True)
     while planner.ready():
@@ -162,7 +161,7 @@ def test_the_known_batches_of_both_levels_stay_within_the_budget() -> None:
 
 
 def test_a_tier_counts_each_known_row_a_second_time() -> None:
-    alone, both = (RowPlanner(one_group(100), (5,), 1, 0, tier_slots=tier) for tier in (None, (5,)))
+    alone, both = (RowPlanner(one_group(100), [(5,)] * num_levels, 1, 0) for num_levels in (1, 2))
     (batch,) = single_hot_trace([[1, 2, 3]])
     for planner in (alone, both):
         planner.add(batch)
@@ -174,9 +173,9 @@ def test_a_tier_counts_each_known_row_a_second_time() -> None:
 
 def test_both_levels_hold_what_is_said_of_them() -> None:
     slots, tier_slots = 4_000, 17_000
-    planner = RowPlanner(one_group(200_000), (slots,), 1, 3, tier_slots=(tier_slots,))
+    planner = RowPlanner(one_group(200_000), [(slots,), (tier_slots,)], 1, 3)
     rng, most_known = np.random.default_rng(2), 0
-    (device,), (tier,) = planner._groups, planner._tier
+    (device,), (tier,) = (level.groups for level in planner._levels)
     for scheduled in single_hot_trace((200_000 * rng.random((600, 800)) ** 5).astype(np.int64).tolist()):
         planner.add(scheduled)
         _, head, tail = tier.positions
@@ -190,19 +189,19 @@ def test_both_levels_hold_what_is_said_of_them() -> None:
 
 @pytest.mark.parametrize(("field", "change"), [("key", 5), ("slot", 5), ("use", DIRTY)])
 def test_check_integrity_finds_a_changed_occurrence_of_the_tier(field: str, change: int) -> None:
-    planner = RowPlanner(one_group(100), (2,), 1, 1, tier_slots=(3,))
+    planner = RowPlanner(one_group(100), [(2,), (3,)], 1, 1)
     for scheduled in single_hot_trace([[0, 1], [1, 2]]):
         planner.add(scheduled)
     planner.plan()
     planner.check_integrity()
-    (tier,) = planner._tier
+    (tier,) = planner._levels[1].groups
     tier.occurrences.rows[field][2] += change  # row 1 at step 1
     with pytest.raises(AssertionError):
         planner.check_integrity()
 
 
 def test_a_batch_beyond_the_tier_is_refused_with_the_memory_to_raise_and_changes_nothing() -> None:
-    planner = RowPlanner(one_group(100), (2,), 1, 0, tier_slots=(2,))
+    planner = RowPlanner(one_group(100), [(2,), (2,)], 1, 0)
     (batch,) = single_hot_trace([[1, 2, 3]])
     planner.add(batch)
     with pytest.raises(ConfigError) as raised:
@@ -211,17 +210,17 @@ def test_a_batch_beyond_the_tier_is_refused_with_the_memory_to_raise_and_changes
         "step 0 touches 3 distinct rows of group fp32_d4_sgd, more than its 2 slots; raise cache.capacity to at least "
         "3 rows (48 bytes) and store.memory, which has room for 2 rows of the group, or make data.batch_size smaller"
     )
-    assert [level.occupancy.num_resident for level in (*planner._groups, *planner._tier)] == [0, 0]
+    assert [group.occupancy.num_resident for level in planner._levels for group in level.groups] == [0, 0]
 
 
 def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_nothing() -> None:
-    planner = RowPlanner(one_group(100), (5,), 1, 0, tier_slots=(50,))
-    (tier,) = planner._tier
+    planner = RowPlanner(one_group(100), [(5,), (50,)], 1, 0)
+    (tier,) = planner._levels[1].groups
     first, second = single_hot_trace([[0, 1], [2, 3, 4]])
     planner.add(first)
     planner.plan()
     tier.directory.num_tracked[0] = MOST_ROWS - 2
-    with pytest.raises(ConfigError, match=r"; lower store.memory, lookahead.horizon or data.batch_size$"):
+    with pytest.raises(ConfigError, match=facts("store.memory", "lookahead.horizon", MOST_ROWS)):
         planner.add(second)
     tier.directory.num_tracked[0] = 2
     planner.check_integrity()
@@ -230,8 +229,9 @@ def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_n
 
 
 def test_a_batch_beyond_the_device_alone_is_refused_without_a_word_on_memory() -> None:
-    planner = RowPlanner(two_groups(), (1, 1), 1, 0, tier_slots=(18, 9))
+    planner = RowPlanner(two_groups(), [(1, 1), (18, 9)], 1, 0)
     batch = random_batch(np.random.default_rng(0), two_groups(), size=4, jagged=False, weighted=False)
     planner.add(schedule([batch], ["train"])[0])
-    with pytest.raises(ConfigError, match=r"raise cache.capacity from 48 to about \d+ bytes, or make data"):
+    with pytest.raises(ConfigError, match=facts("cache.capacity", 48)) as raised:
         planner.plan()
+    assert "store.memory" not in str(raised.value)

@@ -259,7 +259,7 @@ def test_a_prefetcher_whose_message_has_no_end_ends_the_trainer(run: TcpRun, mon
         connection, _ = hostile.accept()
         with connection:
             send_without_end(connection, lambda: has_failed(trainer))
-        with pytest.raises(RemoteProtocolError, match="the prefetcher sent a message without end"):
+        with pytest.raises(RemoteProtocolError, match="message without end"):
             trainer.receive()
 
 

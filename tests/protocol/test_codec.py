@@ -18,7 +18,6 @@ from rowcast.protocol.messages import (
     Envelope,
     Failure,
     Released,
-    StepDone,
 )
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.support import sample_messages
@@ -189,8 +188,8 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (msgspec.structs.replace(sample_messages.welcome(), slots=(100, 0)), "at least one for each group"),
     (msgspec.structs.replace(sample_messages.welcome(), slots=()), "at least one for each group"),
     (Failure(code=0, sentence="none"), "code 0 is not the exit code"),
-    (StepDone(step=1, rank=0, waited_s=float("nan"), step_s=0.0), "waited_s = nan must be from 0"),
-    (StepDone(step=1, rank=0, waited_s=0.0, step_s=float("inf")), "step_s = inf must be from 0"),
+    (msgspec.structs.replace(sample_messages.welcome(), verify=float("nan")), "verify = nan must be from 0"),
+    (msgspec.structs.replace(sample_messages.welcome(), verify=float("inf")), "verify = inf must be from 0"),
 ]
 
 

@@ -1,11 +1,22 @@
 """Where the processes of a run meet."""
 
 import os
+import socket
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from rowcast.protocol.transport.endpoint import EndpointLock, make_private, socket_directory, socket_path
+from rowcast.protocol.transport import endpoint
+from rowcast.protocol.transport.addresses import BindFile
+from rowcast.protocol.transport.endpoint import (
+    EndpointLock,
+    make_private,
+    remove_if_dead,
+    socket_directory,
+    socket_path,
+)
 from rowcast.runtime.errors import ConfigError
 
 
@@ -54,9 +65,17 @@ def test_the_directory_is_made_for_this_user_alone_and_others_are_refused(tmp_pa
         make_private(tmp_path / "link")
 
 
-def test_a_lock_is_held_once_and_leaves_no_file(tmp_path: Path) -> None:
-    socket = tmp_path / "a.sock"
-    first, second = EndpointLock(socket, tmp_path), EndpointLock(socket, tmp_path)
+def test_a_directory_that_cannot_be_made_is_refused_with_the_place_and_the_user(tmp_path: Path) -> None:
+    (tmp_path / "runtime").write_text("a file in the place of a directory")
+    refusal = rf"{tmp_path}/runtime/rowcast, cannot be made \(Not a directory\); let user {os.getuid()} write to "
+    with pytest.raises(ConfigError, match=refusal):
+        make_private(tmp_path / "runtime" / "rowcast")
+
+
+def test_a_lock_is_held_once_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "REMOVED_WITHIN_S", 0.05)
+    path = tmp_path / "a.sock"
+    first, second = EndpointLock(path, tmp_path), EndpointLock(path, tmp_path)
     first.acquire()
     with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
         second.acquire()
@@ -65,3 +84,65 @@ def test_a_lock_is_held_once_and_leaves_no_file(tmp_path: Path) -> None:
     second.release()
     second.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def bound(path: Path) -> None:
+    """As zmq leaves it in a process that is killed."""
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(str(path))
+
+
+def test_a_start_removes_the_sockets_of_killed_runs_and_of_no_others(tmp_path: Path) -> None:
+    sockets = tmp_path / "sockets"
+    make_private(sockets)
+    killed, alive = (socket_path(tmp_path / name, sockets) for name in ("killed", "alive"))
+    for path in (killed, alive):
+        bound(path)
+    killed.with_suffix(".lock").write_text("123\n")
+    holder = EndpointLock(alive, tmp_path / "alive")
+    holder.acquire()
+    (sockets / "0123456789abcdef.lock").symlink_to("mine")
+    (sockets / "0123456789abcde0.lock").mkdir()
+    (sockets / "0123456789abcde1.lock").write_text("123\n")
+    (sockets / "0123456789abcde1.sock").write_text("no socket")
+    foreign = {"mine": "a", "my.lock": "b", "0123456789ABCDEF.lock": "c", "0123456789abcdef.lock.bak": "d"}
+    for name, content in foreign.items():
+        (sockets / name).write_text(content)
+    server = BindFile(tmp_path / "new", sockets)
+    server.open()
+    left = {path.name for path in sockets.iterdir()}
+    own = socket_path(tmp_path / "new", sockets)
+    ours = {alive.name, alive.with_suffix(".lock").name, own.with_suffix(".lock").name}
+    assert left == {
+        *foreign, *ours, "0123456789abcdef.lock", "0123456789abcde0.lock", "0123456789abcde1.sock",
+    }  # fmt: skip
+    server.close()
+    holder.release()
+    assert not own.with_suffix(".lock").exists()
+
+
+def test_a_run_whose_dead_lock_is_being_removed_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "0123456789abcdef.sock"
+    bound(path)
+    lock = path.with_suffix(".lock")
+    lock.write_text("123\n")
+    taken, own = threading.Event(), EndpointLock(path, tmp_path)
+    unlink = Path.unlink
+
+    def slowly(found: Path, missing_ok: bool = False) -> None:
+        if not taken.is_set():
+            taken.set()
+            threading.Event().wait(0.1)
+        unlink(found, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slowly)
+    other = threading.Thread(target=remove_if_dead, args=(lock, path))
+    other.start()
+    assert taken.wait(30)
+    own.acquire()
+    other.join()
+    assert lock.read_text() == f"{os.getpid()}\n", "the lock that it holds is the one that others see"
+    assert not path.exists()
+    own.release()

@@ -15,6 +15,7 @@ from rowcast.protocol.transport.ring_file import RingMemory, attach_ring, create
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.protocol.mirrors import End, exchange, make_end, rows_back
+from tests.support.facts import facts
 
 RING_BYTES = 16 * 1024
 STAMP = 7
@@ -118,9 +119,7 @@ def test_a_message_comes_with_exactly_the_bytes_that_it_announces(payload: bytes
     first, second = make_ends()
     ref, _ = put(first.writer, 100)
     first.link.send(first.conversation.session.encode(rows_back(ref)), memoryview(payload))
-    with pytest.raises(
-        RemoteProtocolError, match=f"a RowsBack came with {len(payload)} bytes of payload instead of 100"
-    ):
+    with pytest.raises(RemoteProtocolError, match=facts("RowsBack", f"{len(payload)} bytes", 100)):
         second.conversation.advance()
     assert not second.arrived
 

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowcast.job.schema import Job, RowType, SparseOptimizer
+from rowcast.job.embedding_tables import RowType
+from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.schema import Job
 from rowcast.job.tables import ALIGNMENT, group_specs, record_parts
 from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
+from tests.support.facts import facts
 
 DTYPES: tuple[RowType, ...] = ("fp32", "fp16", "bf16")
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -101,5 +104,5 @@ def test_fp32_tables_of_a_job_with_master_weights_have_none() -> None:
 def test_a_capacity_in_rows_is_of_one_kind_of_rows() -> None:
     assert job_of(("bf16", 4), ("bf16", 4), capacity="7 rows").cache.capacity_rows == 7
     for other in (("bf16", 5), ("fp16", 4)):
-        with pytest.raises(ConfigError, match="counts rows, but the tables have rows of 2 widths or dtypes"):
+        with pytest.raises(ConfigError, match=facts("cache.capacity", "7 rows", "2 widths")):
             job_of(("bf16", 4), other, capacity="7 rows")

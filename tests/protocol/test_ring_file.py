@@ -18,6 +18,7 @@ from rowcast.protocol.transport.ring import (
     remove_leftovers,
 )
 from rowcast.runtime.errors import ConfigError
+from tests.support.facts import facts
 
 NBYTES = 64 * 1024
 OWNER = """
@@ -79,9 +80,7 @@ def test_a_full_shared_memory_is_refused_with_what_is_needed_and_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_file, "free_shared_memory", lambda directory: 8 * 2**20)
-    with pytest.raises(
-        ConfigError, match=r'fetch ring needs 8388609 bytes .* 8388608 are free; set transport.ring = "2MiB" or enlarge'
-    ):
+    with pytest.raises(ConfigError, match=facts("fetch ring", 8388609, 8388608, 'transport.ring = "2MiB"')):
         RingFile.create(8 * 2**20 + 1, "fetch", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +141,8 @@ def test_leftovers_are_removed_and_rings_of_living_processes_kept(tmp_path: Path
     living, kept = start_owner(tmp_path, "keep")
     kill(killed)
     (tmp_path / "other").touch()
-    (tmp_path / "rowcast-link").symlink_to("other")
+    (tmp_path / "rowcast-link-1-00000000").symlink_to("other")
+    (tmp_path / "rowcast-backup.tar").touch()
     try:
         with RingFile.create(NBYTES, "mine", tmp_path) as mine:
             assert remove_leftovers(tmp_path) == [left]
@@ -150,7 +150,8 @@ def test_leftovers_are_removed_and_rings_of_living_processes_kept(tmp_path: Path
                 kept.name,
                 Path(mine.path).name,
                 "other",
-                "rowcast-link",
+                "rowcast-link-1-00000000",
+                "rowcast-backup.tar",
             }
     finally:
         kill(living)
@@ -159,7 +160,7 @@ def test_leftovers_are_removed_and_rings_of_living_processes_kept(tmp_path: Path
 
 def test_a_ring_closed_while_its_views_live_no_longer_counts_as_owned(tmp_path: Path) -> None:
     ring = RingFile.create(NBYTES, "test", tmp_path)
-    copy = tmp_path / "rowcast-copy"
+    copy = tmp_path / "rowcast-copy-1-00000000"
     os.link(ring.path, copy)
     view = ring.buffer[:10]
     assert remove_leftovers(tmp_path) == []

@@ -25,6 +25,7 @@ from rowcast.protocol.session import (
 from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
 from tests.support import sample_messages
 from tests.support.conversations import WHOLE_RUN, greeting, make_pair, other, say
+from tests.support.facts import facts
 from tests.support.sample_messages import (
     barrier_rows,
     end_of_data,
@@ -151,7 +152,7 @@ def test_repeated_and_missing_frames_are_refused_with_both_numbers(skip: int) ->
     say(pair, *greeting())
     frames = [pair[PREFETCHER].encode(sample_messages.heartbeat()) for _ in range(3)]
     pair[TRAINER].decode(frames[0])
-    with pytest.raises(RemoteProtocolError, match=f"frame {skip + 1} of the prefetcher came instead of frame 2"):
+    with pytest.raises(RemoteProtocolError, match=facts("prefetcher", f"frame {skip + 1}", "frame 2")):
         pair[TRAINER].decode(frames[skip])
 
 
@@ -185,7 +186,7 @@ def test_a_trainer_of_an_earlier_conversation_is_refused() -> None:
 def test_a_welcome_names_the_incarnation_of_its_own_frame() -> None:
     pair = make_pair()
     say(pair, greeting()[0])
-    with pytest.raises(LocalProtocolError, match="incarnation 4 cannot be sent in incarnation 3"):
+    with pytest.raises(LocalProtocolError, match=facts("Welcome", "incarnation 4", "incarnation 3")):
         pair[PREFETCHER].encode(sample_messages.welcome(4))
     with pytest.raises(RemoteProtocolError, match="incarnation 3 came in incarnation 4"):
         pair[TRAINER].decode(encode(Envelope(incarnation=3, sequence=0, message=sample_messages.welcome(4))))
@@ -200,7 +201,7 @@ def test_only_the_prefetcher_chooses_an_incarnation(role: Role, incarnation: int
 def test_a_message_out_of_order_is_the_senders_fault_at_either_end() -> None:
     pair = make_pair()
     say(pair, *greeting())
-    with pytest.raises(LocalProtocolError, match="step 5 is reported done while step None is next"):
+    with pytest.raises(LocalProtocolError, match=facts("step 5", "step None")):
         pair[TRAINER].encode(step_done(5))
     with pytest.raises(RemoteProtocolError, match=r"step 5 .* step None"):
         pair[PREFETCHER].decode(encode(Envelope(incarnation=3, sequence=1, message=step_done(5))))
@@ -222,19 +223,17 @@ def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
     later = PROTOCOL_VERSION + 1
     check_hello(sample_messages.hello(), sample_messages.DIGEST)
     check_welcome(sample_messages.welcome())
-    with pytest.raises(
-        Mismatch, match=f"the trainer speaks protocol version {later} and this process {PROTOCOL_VERSION}"
-    ):
+    with pytest.raises(Mismatch, match=facts("trainer", f"version {later}", PROTOCOL_VERSION)):
         check_hello(sample_messages.hello(protocol_version=later), sample_messages.DIGEST)
-    with pytest.raises(Mismatch, match=r"the two processes were started with different job files.*eeee.*dddd"):
+    with pytest.raises(Mismatch, match=facts("job files", "e" * 32, "d" * 32)):
         check_hello(sample_messages.hello(job_digest="e" * 32), sample_messages.DIGEST)
-    with pytest.raises(Mismatch, match="the prefetcher was started to evaluate and the trainer to train"):
+    with pytest.raises(Mismatch, match=facts("prefetcher", "evaluate", "trainer", "train")):
         check_hello(sample_messages.hello(), sample_messages.DIGEST, "eval")
-    with pytest.raises(Mismatch, match="rank 0 of 2, but the job's world size is 1"):
+    with pytest.raises(Mismatch, match=facts("rank 0 of 2", 1)):
         check_hello(sample_messages.hello(world_size=2), sample_messages.DIGEST)
     with pytest.raises(Mismatch, match="rank 2 of 2"):
         check_hello(sample_messages.hello(world_size=2, rank=2), sample_messages.DIGEST, world_size=2)
-    with pytest.raises(Mismatch, match=f"the prefetcher speaks protocol version {later}"):
+    with pytest.raises(Mismatch, match=facts("prefetcher", f"version {later}", PROTOCOL_VERSION)):
         check_welcome(msgspec.structs.replace(sample_messages.welcome(), protocol_version=later))
 
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
+from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds, placed
 from rowcast.prefetcher.readers.source import Source
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,12 @@ def asked(ask: Callable[[], Answer | None], ended: Callable[[], bool]) -> Answer
 
 def next_batch(source: Source) -> PlacedBatch | None:
     """None at the end."""
-    return asked(source.poll, lambda: source.ended)
+    found = asked(source.poll, lambda: source.ended)
+    return None if found is None else whole_batch(*found)
+
+
+def whole_batch(ids: PlacedIds, dense: DenseBatch) -> PlacedBatch:
+    return placed(ids.point, join_parts(ids.batch, dense))
 
 
 def next_ids(source: Source) -> PlacedIds | None:
@@ -63,8 +68,8 @@ def polled_ahead(source: Source, horizon: int) -> list[PlacedBatch]:
     while (ids := next_ids(source)) is not None:
         known.append(ids)
         if len(known) > horizon:
-            whole.append(known.pop(0).with_dense(next_dense(source)))
-    return [*whole, *(ids.with_dense(next_dense(source)) for ids in known)]
+            whole.append(whole_batch(known.pop(0), next_dense(source)))
+    return [*whole, *(whole_batch(ids, next_dense(source)) for ids in known)]
 
 
 def is_alive(pid: int | None) -> bool:
@@ -82,8 +87,8 @@ def parent_process(job: Job, ending: str) -> Iterator[subprocess.Popen[str]]:
     lines = [
         "import msgspec, time",
         "from rowcast.prefetcher.readers.worker import WorkerSource",
-        "from rowcast.job.schema import Job",
-        f"source = WorkerSource(msgspec.json.decode({msgspec.json.encode(job)!r}, type=Job))",
+        "from rowcast.job.file import parse_job",
+        f"source = WorkerSource(parse_job(msgspec.json.decode({msgspec.json.encode(job)!r})))",
         "source.start()",
         "source.info()",
         "print(*source.pids, flush=True)",

@@ -326,6 +326,6 @@ def test_eval_path_is_evaluated_whole_and_leaves_all_of_path_for_training(case: 
 
 
 @pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, named])
-def test_file_sizes_are_those_of_the_files_read(case: Case, tmp_path: Path) -> None:
+def test_the_paths_are_those_of_the_files_read(case: Case, tmp_path: Path) -> None:
     job, _ = case(tmp_path)
-    assert sorted(open_reader(job).file_sizes) == sorted(file.stat().st_size for file in tmp_path.iterdir())
+    assert sorted(open_reader(job).paths) == sorted(tmp_path.iterdir())

@@ -14,6 +14,7 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import make_job, table, write_day
+from tests.support.facts import facts
 
 
 def job_of(path: Path, **data: Any) -> Job:
@@ -75,13 +76,13 @@ def test_an_id_outside_its_table_is_named(value: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_dense_value_that_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
     path = edit(tmp_path, "dense", put(11, 4, value))
-    with pytest.raises(DataError, match=re.escape(f"{path}, row 11, column int_4: value {value} is not finite")):
+    with pytest.raises(DataError, match=facts(path, "row 11", "column int_4", f"value {value}")):
         only_batch(tmp_path)
 
 
 def test_a_label_that_is_not_binary_is_named(tmp_path: Path) -> None:
     path = edit(tmp_path, "labels", put(7, 0, 2))
-    with pytest.raises(DataError, match=re.escape(f"{path}, row 7, column label: label 2.0 is not 0 or 1")):
+    with pytest.raises(DataError, match=facts(path, "row 7", "column label", "label 2.0")):
         only_batch(tmp_path)
 
 
@@ -138,14 +139,14 @@ def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
 
 def test_objects_are_never_unpickled(tmp_path: Path) -> None:
     path = edit(tmp_path, "labels", lambda array: array.astype(object))
-    with pytest.raises(DataError, match=rf"{re.escape(str(path))}: not a whole \.npy file .*Python objects"):
+    with pytest.raises(DataError, match=facts(path, "Python objects")):
         open_reader(job_of(tmp_path))
 
 
 def test_days_of_different_widths_are_refused(tmp_path: Path) -> None:
     edit(tmp_path, "dense", lambda array: array[:, :4])
     write_day(tmp_path, "day_1", 20)
-    with pytest.raises(DataError, match=r"day_1_dense\.npy has 5 columns, .*day_0_dense.npy 4"):
+    with pytest.raises(DataError, match=facts("day_1_dense.npy", 5, "day_0_dense.npy", 4)):
         open_reader(job_of(tmp_path))
 
 
@@ -159,23 +160,19 @@ def test_a_glob_of_one_part_finds_the_other_two(tmp_path: Path) -> None:
 def test_a_missing_part_is_refused(tmp_path: Path) -> None:
     write_day(tmp_path, "day_0", 20)
     (tmp_path / "day_0_labels.npy").unlink()
-    with pytest.raises(
-        ConfigError, match=r"day_0_labels\.npy: no such file; a day needs its dense, sparse and labels files"
-    ):
+    with pytest.raises(ConfigError, match=facts("day_0_labels.npy", "dense, sparse and labels")):
         open_reader(job_of(tmp_path))
 
 
 def test_a_file_of_another_name_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "features.npy", np.zeros(3))
-    with pytest.raises(ConfigError, match=r"features.npy is not named day_<N>_dense\.npy"):
+    with pytest.raises(ConfigError, match=facts("features.npy", "day_<N>_dense.npy")):
         open_reader(job_of(tmp_path / "features.npy"))
 
 
 def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:
     write_day(tmp_path, "day_0", 20)
-    with pytest.raises(
-        ConfigError, match=r"table t: feature cat_26 is not in .*day_0_sparse.npy, which has cat_0 to cat_25"
-    ):
+    with pytest.raises(ConfigError, match=facts("table t", "feature cat_26", "day_0_sparse.npy", "cat_25")):
         open_reader(make_job("criteo-npy", [table("t", 7, "cat_26")], path=str(tmp_path)))
 
 

@@ -9,6 +9,7 @@ import pytest
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.support.data_files import Row, all_samples, hashed_row, make_job, table
+from tests.support.facts import facts
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
 LINES = ["label,int_0,a,b,w", "0,0.5,1,3|4,0.5|2", "1,1.5,2,,", "1,2.5,0,7,1", "0,3.5,9,5,1.5"]
@@ -84,7 +85,7 @@ def test_another_delimiter(delimiter: str, tmp_path: Path) -> None:
     assert rows(path, {"delimiter": delimiter, "lists": {"b": "/"}}) == rows(write(tmp_path, LINES, "other.csv"))
 
 
-@pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("TRUE", "FALSE")])
+@pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("yes", "no"), ("t", "f")])
 def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -93,11 +94,18 @@ def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_
     assert [(own.label, own.dense) for own in rows(path)] == [(1, (0,)), (0, (1,))]
 
 
+def test_the_second_line_of_a_broken_cell_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, ["label,int_0,a,b", "1,2,3,4", '4",5'])
+    assert refusal(DataError, path) == (
+        f"{path}, line 3: 2 fields instead of the header's 4; a quoted field of an earlier line ends here: "
+        "remove line breaks within fields"
+    )
+
+
 def test_a_column_that_begins_with_true_holds_nothing_else_than_true_and_false(tmp_path: Path) -> None:
-    path = write(tmp_path, ["label,int_0,a,b", "True,0,1,2", "0,0,1,2", "no,0,1,2"])
-    assert (
-        refusal(DataError, path)
-        == f"{path}, line 4, column label: 'no' is not True or False, as the column's first cell"
+    path = write(tmp_path, ["label,int_0,a,b", "True,0,1,2", "0,0,1,2", "maybe,0,1,2"])
+    assert refusal(DataError, path) == (
+        f"{path}, line 4, column label: 'maybe' is not True or False (or yes and no), as the column's first cell"
     )
 
 
@@ -223,13 +231,11 @@ def test_lists_and_delimiter_belong_to_csv() -> None:
     for columns in ({"lists": {"a": "|"}}, {"delimiter": ";"}):
         with pytest.raises(
             ConfigError,
-            match=r"columns\.lists and columns\.delimiter belong to format = .csv., not 'parquet'; remove them",
+            match=facts("columns.lists", "columns.delimiter", '"csv"', "'parquet'"),
         ):
             make_job("parquet", TABLES, path="x", columns=columns)
 
 
 def test_full_shuffle_is_refused_as_of_other_text() -> None:
-    with pytest.raises(
-        ConfigError, match='shuffle = "full" needs random access, which csv does not have; use "window:65536"'
-    ):
+    with pytest.raises(ConfigError, match=facts('shuffle = "full"', "csv", '"window:65536"')):
         make_job("csv", TABLES, path="x", shuffle="full")

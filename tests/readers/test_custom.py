@@ -14,6 +14,7 @@ from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.factories import BROKEN, batch
 from tests.support.data_files import make_job, same_batch
+from tests.support.facts import facts
 
 
 def open_factory(
@@ -49,13 +50,13 @@ def test_an_iterable_is_gone_through_each_epoch_and_has_no_evaluation() -> None:
 
 
 def test_an_iterator_cannot_be_gone_through_twice() -> None:
-    with pytest.raises(ConfigError, match=r"returned an iterator, which can be read once, but data\.epochs = 2"):
+    with pytest.raises(ConfigError, match=facts("iterator", "data.epochs = 2")):
         open_factory("iterator", epochs=2)
 
 
 def test_options_reach_the_factory_and_dense_features_are_counted() -> None:
     reader = open_factory("function", num_batches=5)
-    assert (reader.num_dense, reader.num_samples("train"), reader.file_sizes) == (4, None, [])
+    assert (reader.num_dense, reader.num_samples("train"), reader.paths) == (4, None, [])
     assert len(list(reader.batches("train", 0))) == 5
 
 
@@ -77,7 +78,7 @@ def test_a_factory_that_cannot_be_used_is_named(name: str, sentence: str) -> Non
 
 def test_a_module_that_does_not_exist_is_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.format = 'no_such_module:f': cannot import it .No module named 'no_such_module'"
+        ConfigError, match=facts("data.format = 'no_such_module:f'", "No module named 'no_such_module'")
     ):
         open_reader(make_job("no_such_module:f"))
 
@@ -90,7 +91,7 @@ def test_a_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
 
 
 def test_a_factory_without_batches_is_refused() -> None:
-    with pytest.raises(DataError, match=r"tests\.readers\.factories:nothing yields no training batch"):
+    with pytest.raises(DataError, match=facts("tests.readers.factories:nothing", "batch")):
         open_factory("nothing")
 
 
@@ -106,17 +107,13 @@ def test_a_broken_batch_is_named(case: str) -> None:
 def test_what_the_data_set_s_own_code_raises_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     batches = open_factory("failing").batches("train", 0)
     assert same_batch(next(batches), batch(0))
-    with pytest.raises(
-        DataError, match=r"failing, train batch 1 of epoch 0: the data set raised ValueError: row 17 is odd"
-    ):
+    with pytest.raises(DataError, match=facts("failing", "train batch 1 of epoch 0", "ValueError: row 17 is odd")):
         next(batches)
     assert "factories.py" in capfd.readouterr().err
 
 
 def test_missing_weights_are_named() -> None:
-    with pytest.raises(
-        DataError, match=r"weights are missing, but data\.columns\.weights names weights, so give f32\[N\]"
-    ):
+    with pytest.raises(DataError, match=facts("weights", "data.columns.weights", "f32[N]")):
         open_factory("iterable", columns={"weights": {"cat_0": "unused"}})
 
 

@@ -39,6 +39,12 @@ SHAPES: dict[str, Any] = {
     "a tuple of tensors": (torch.from_numpy(DENSE).double(), torch.from_numpy(IDS), torch.tensor([[0], [1]])),
     "a list with lists": [DENSE.tolist(), [[1, 4], [2, 5], [3, 6]], [False, True]],
     "lists of bags": (DENSE, [[[1], [4]], [[2], [5]], [[3], [6]]], LABELS),
+    "ids and offsets": (DENSE, {name: (IDS[:, f], np.arange(2)) for f, name in enumerate(FEATURES)}, LABELS),
+    "ids and offsets with the last": (
+        DENSE,
+        [(torch.from_numpy(IDS[:, f]), torch.arange(3, dtype=torch.int32)) for f in range(3)],
+        LABELS,
+    ),
     "columns by name": {
         "dense": DENSE,
         "sparse": {"cat_0": IDS[:, 1], "cat_25": IDS[:, 2:], "cat_3": IDS[:, 0], "x": None},
@@ -62,6 +68,38 @@ def test_bags_of_several_ids_and_of_none() -> None:
     assert (found.ids.tolist(), found.offsets.tolist()) == ([1, 2, 3, 4, 5, 6, 0, 1], [0, 2, 2, 3, 4, 6, 8])
 
 
+@pytest.mark.parametrize("offsets", [[0, 0, 2], [0, 0, 2, 3]])
+def test_offsets_of_an_embedding_bag_are_where_bags_start(offsets: list[int]) -> None:
+    sparse = {"one": (torch.tensor([7, 8, 9]), torch.tensor(offsets))}
+    found = as_batch((None, sparse, np.zeros(3, np.float32)), ["one"], "here")
+    assert found.offsets is not None
+    assert (found.ids.tolist(), found.offsets.tolist()) == ([7, 8, 9], [0, 0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("bags", "sentence"),
+    [
+        (
+            (IDS[:, 0], IDS[:, 1], IDS[:, 2]),
+            "is a tuple of 3 arrays; give (ids [N], offsets [2]) as to nn.EmbeddingBag",
+        ),
+        ((IDS[:, 0], [0]), "has ids [2] and offsets [1]; give (ids [N], offsets [2])"),
+        ((IDS, [0, 1]), "has ids [2, 3] and offsets [2]; give (ids [N], offsets [2])"),
+        ((IDS[:, 0], [0, 1, 2, 3]), "has ids [2] and offsets [4]; give (ids [N], offsets [2])"),
+        ((IDS[:, 0], [1, 2]), "rising from 0, and an offset [2] the number of ids, 2; they are from 1 to 2"),
+        ((IDS[:, 0], [0, 3]), "they are from 0 to 3"),
+        ((IDS[:, 0], [0, -1]), "they are from -1 to 2"),
+        ((IDS[:, 0], [0, 1, 1]), "they are from 0 to 1"),
+        ((IDS[:, 0], [0, 3, 2]), "they are from 0 to 3"),
+        ((IDS[:, 0], [0.0, 1.0]), "offsets of type list cannot be read as an array"),
+        ([IDS[:, 0], IDS[:, 0], IDS[:, 0]], "has 3 bags for 2 samples; give ids and offsets as a tuple"),
+    ],
+)
+def test_ids_and_offsets_that_do_not_fit_are_told_what_to_be(bags: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match="^here: sparse, feature one.*" + re.escape(sentence)):
+        as_batch((DENSE, {"one": bags}, LABELS), ["one"], "here")
+
+
 def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
     found = as_batch((DENSE, keyed(weights=torch.arange(8) / 2), LABELS), FEATURES, "here")
     assert found.weights is not None
@@ -75,6 +113,7 @@ def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
         ({"dense": DENSE, "labels": LABELS}, "is dict; yield rowcast.protocol.batch.Batch"),
         ((DENSE, IDS[:, :2], LABELS), "sparse has shape [2, 2]; give one id per sample and feature: [2, 3]"),
         ((DENSE, [IDS[:, 0]], LABELS), "sparse lists 1 features, but the tables have 3: cat_3, cat_0, cat_25"),
+        ((DENSE, (IDS[:, 0], [0, 1]), LABELS), "cat_25; give them by name, as a mapping from feature to bags"),
         ((DENSE, {"cat_3": IDS[:, 0]}, LABELS), "sparse has no feature cat_0, only cat_3"),
         ((DENSE, IDS / 2, LABELS), "ids must be integers, these are float64"),
         ((DENSE, [IDS[:1, 0], IDS[:, 1], IDS[:, 2]], LABELS), "feature cat_3 has 1 bags for 2 samples"),

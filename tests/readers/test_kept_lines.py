@@ -24,6 +24,7 @@ from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.polling import rest_of
 from tests.support.data_files import all_samples, click_log, make_job, with_workers, write_tsv
+from tests.support.facts import facts
 
 NUM_LINES = 300
 CHUNK_BYTES = 512
@@ -144,7 +145,7 @@ def test_other_content_of_the_same_size_and_time_is_counted_by_the_next_start(
         path.write_bytes(gzip.compress(text_of_day, compresslevel=0, mtime=0) if name.endswith("gz") else text_of_day)
         set_time(path, 10**18)
         index = TextIndex([path], folder)
-    with pytest.raises(DataError, match=f"{name}: the .* are others now; leave the file as it is while it is read"):
+    with pytest.raises(DataError, match=facts(name, "leave the file")):
         content_of(index)
     assert content_of(TextIndex([path], folder)) == texts[1]
     assert counted == [name] * 2
@@ -210,7 +211,7 @@ def test_pieces_that_could_be_but_are_not_are_an_error_and_not_other_samples(
     for first in [(lines, nbytes - 3), (lines, nbytes + 3), (lines + 1, nbytes), (lines - 1, nbytes)]:
         content["pieces"] = [first, (rest[0][0], rest[0][1] + nbytes - first[1]), *rest[1:]]
         kept.write_bytes(kept_lines.checksum(msgspec.json.encode(content)) + msgspec.json.encode(content))
-        with pytest.raises(DataError, match=rf"{path}: the {first[0]} lines from line 1 on are (others|\d+) now;"):
+        with pytest.raises(DataError, match=facts(path, f"{first[0]} lines", "line 1")):
             content_of(TextIndex([path], folder))
         assert kept_in(folder) == []
 
@@ -283,7 +284,7 @@ def test_a_disk_that_is_full_does_no_harm(tmp_path: Path, counted: list[str], mo
 
 
 def test_a_file_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a: cannot be read \\(No such file or directory\\)"):
+    with pytest.raises(ConfigError, match=r"/a\b.*No such file or directory"):
         TextIndex([tmp_path / "a"], tmp_path / "lines")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch, join_parts
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
 from rowcast.prefetcher.readers.columns import (
     Column,
     Ids,
@@ -15,6 +15,7 @@ from rowcast.prefetcher.readers.columns import (
     rows_by_file,
     take_samples,
 )
+from rowcast.protocol.batch import IdsBatch
 from tests.support.data_files import Row, all_samples, samples_of
 
 NUM_FEATURES = 3

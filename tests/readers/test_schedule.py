@@ -1,6 +1,7 @@
 """The order of a run: steps, epochs, evaluations, --max-steps, and going on from any position."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -77,7 +78,7 @@ def test_steps_have_no_gaps_and_train_steps_count_training_batches_before() -> N
 class Recording:
     """A reader that notes what is read through it."""
 
-    file_sizes: ClassVar[list[int]] = []
+    paths: ClassVar[list[Path]] = []
     invalid_ids = 0
 
     def __init__(self, reader: Reader) -> None:

@@ -9,10 +9,11 @@ import pytest
 from pyarrow import parquet as pq
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, IdsBatch
+from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import SchedulePoint, schedule
 from rowcast.prefetcher.readers.source import Arrival, InlineSource, Source, SourceCounters, SourceInfo
+from rowcast.protocol.batch import IdsBatch
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 from tests.readers.polling import next_batch, next_dense, next_ids, polled_ahead, rest_of
@@ -26,6 +27,7 @@ from tests.support.data_files import (
     write_parquet,
     write_tsv,
 )
+from tests.support.facts import facts
 
 
 def npy(folder: Path, **data: Any) -> Job:
@@ -85,9 +87,7 @@ def test_the_rest_of_a_batch_cannot_be_had_before_its_ids(tmp_path: Path) -> Non
     source = InlineSource(npy(tmp_path))
     assert next_ids(source) is not None
     next_dense(source)
-    with pytest.raises(
-        AssertionError, match="the dense part of batch 1 was requested, but ids of 1 batches were given"
-    ):
+    with pytest.raises(AssertionError, match=facts("dense part of batch 1", "1 batches")):
         source.poll_dense()
 
 
@@ -254,7 +254,7 @@ def test_nothing_waits_for_a_stream_that_is_not_ready() -> None:
 def test_a_whole_batch_waits_for_both_its_parts() -> None:
     source = Source(Slow([None, ids(1), ids(2)]), Slow([None, rest(1), rest(2)]))
     found = [source.poll() for _ in range(4)]
-    assert [batch if batch is None else int(batch.batch.ids[0]) for batch in found] == [None, None, 1, 2]
+    assert [pair if pair is None else int(pair[0].batch.ids[0]) for pair in found] == [None, None, 1, 2]
 
 
 def test_ids_whose_rest_is_late_are_not_lost_when_the_caller_begins_to_look_ahead() -> None:

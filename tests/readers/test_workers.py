@@ -41,6 +41,7 @@ from tests.support.data_files import (
     write_parquet,
     write_tsv,
 )
+from tests.support.facts import facts
 
 
 def synthetic_job(samples: int = 100, num_workers: int = 3) -> Job:
@@ -100,7 +101,7 @@ def break_value(folder: Path, row: int) -> None:
     [
         (29, 100, "day_0_dense.npy, row 29, column int_2: value nan"),
         (31, 0, "day_0_dense.npy, row 31, column int_2: value nan"),
-        (32, 100, "day_0_sparse.npy, row 30, column cat_25: id 7 is outside table last"),
+        (32, 100, facts("day_0_sparse.npy", "row 30", "column cat_25", "id 7", "table last")),
     ],
 )
 def test_the_first_error_of_the_data_is_told_although_others_are_met_earlier(
@@ -171,7 +172,7 @@ def test_all_together_stay_a_bounded_number_of_batches_ahead(
 
 
 def killed(pid: int) -> str:
-    return rf"the decoding process \(pid {pid}, after \d+ batches\) was killed by signal 9"
+    return rf"the decoding process \(pid {pid}, after \d+ batches\) was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -181,7 +182,7 @@ def test_the_death_of_any_is_an_error_with_its_pid(victim: int, opened: Callable
     os.kill(source.pids[victim], signal.SIGKILL)
     with pytest.raises(
         RowcastError,
-        match=rf"the decoding process \(pid {source.pids[victim]}, after \d+ batches\) was killed by signal 9",
+        match=facts("decoding process", source.pids[victim], "SIGKILL"),
     ):
         rest_of(source)
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Mapping
+from functools import cache
 
 from rowcast.runtime.crash_points import CRASH_POINTS
 from tests.recovery.restarted import Role
@@ -50,6 +51,7 @@ OF_RANKS = {"shard not renamed", "shard file written", "shards agree", "manifest
 OF_ONE_PAIR = [name for name in CRASH_POINTS if name not in OF_RANKS]
 
 
+@cache
 def called(package: str) -> list[str]:
     """Names of the crash points in a package, as often as they are called there."""
     names = []

@@ -152,9 +152,8 @@ def test_a_disk_that_freezes_and_is_slow_then_makes_steps_wait_and_nothing_else(
 
 def test_a_run_on_a_frozen_disk_can_be_ended_and_goes_on_elsewhere(session: Session, undisturbed: Outcome) -> None:
     _, prefetcher, trainer = start_gated(session)
-    for _ in range(2):  # the second signal ends the process at once
-        prefetcher.signal(signal.SIGTERM)
-        prefetcher.until_logged("stopping: ")
+    prefetcher.insist(signal.SIGTERM)
+    assert "stopping: " in prefetcher.stderr
     assert prefetcher.ended(END_TIMEOUT_S).code == 128 + signal.SIGTERM
     trainer.ended(END_TIMEOUT_S)
     assert Recovering(session, transport=TRANSPORT, **COLD).finish().differs(undisturbed) == []

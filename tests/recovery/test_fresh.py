@@ -42,6 +42,18 @@ def test_a_trainer_that_was_not_told_of_the_fresh_run_leaves_its_report(complete
     assert snapshot(session.run_dir) == before
 
 
+def test_a_fresh_run_that_has_no_place_for_the_earlier_results_is_refused(complete: Recovering) -> None:
+    session = complete.session
+    (session.run_dir / "earlier").mkdir()
+    (session.run_dir / "earlier" / "report.json").write_text("kept by hand")
+    before = {**snapshot(session.run_dir)}
+    for process in (session.start("prefetcher", "--fresh"), session.start("trainer", "--fresh")):
+        sentence = process.ended(END_TIMEOUT_S).refused(2)
+        assert "holds files that rowcast did not put there; move them elsewhere and start again" in sentence
+    assert snapshot(session.run_dir) == before
+    assert (session.run_dir / "earlier" / "report.json").read_text() == "kept by hand"
+
+
 @pytest.mark.parametrize(("role", "armed"), [("prefetcher", "StepReady sent:2"), ("trainer", "loss written:2")])
 def test_a_fresh_run_killed_before_its_first_checkpoint_gives_the_old_run_back(
     complete: Recovering, role: Role, armed: str, undisturbed: Outcome

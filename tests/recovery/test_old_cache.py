@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from rowcast.job.file import load_job
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
-from rowcast.trainer.execute.engine import TrainerEngine, TrainerParts
-from rowcast.trainer.execute.slots import make_records
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.run.attempt import RUNNERS
+from rowcast.trainer.run.errands import TRAIN
 from rowcast.trainer.run.trainer_run import run_trainer
+from rowcast.trainer.step.engine import TrainerEngine, TrainerParts
+from rowcast.trainer.step.slots import make_records
 from tests.recovery.restarted import Recovering, end_well, killed
 from tests.support.processes import Session
 
@@ -79,13 +80,12 @@ def test_a_model_without_room_beside_the_cache_is_a_sentence_of_both(
     def refuse(*parts: object) -> StepRunner:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore lines")
 
-    monkeypatch.setitem(RUNNERS, "train", refuse)
     prefetcher = Recovering(session).start("prefetcher")
     sentence = (
         "no room for the model on cpu beside the cache (CUDA out of memory. Tried to allocate); make cache.capacity "
         "smaller"
     )
     with pytest.raises(ConfigError) as refused:
-        run_trainer(load_job(session.config), Signals())
+        run_trainer(load_job(session.config), Signals(), errand=replace(TRAIN, runner=refuse))
     assert str(refused.value) == sentence
     assert sentence in prefetcher.ended().refused(2)

@@ -27,6 +27,7 @@ CRASHES = {  # how often the point is passed by the process that is killed there
 TRIED = list(CRASHES)[: count(len(OF_RANKS), len(CRASHES))]  # tests/system/test_rank_processes.py has the others' kills
 ASKED = {"rows written": 2, "step computed": 2}  # early, as steps that are planned are still made
 STANDS_STILL = {"trainer": "step computed:14:SIGSTOP", "prefetcher": "rows written:4:SIGSTOP"}
+STARTED_AGAIN = "a trainer has ended; all of them are started again"
 pytestmark = pytest.mark.timeout(600)  # a test starts nine processes several times
 
 
@@ -62,6 +63,16 @@ def test_every_crash_point_of_ranks_alone_is_tried() -> None:
 @pytest.mark.parametrize("name", TRIED)
 def test_a_crash_in_the_middle_changes_no_bit(name: str, run: RecoveringRanks, alone: Outcome) -> None:
     run.crash(name, CRASHES[name])
+    assert run.finish().differs(alone) == []
+    assert run.processes.remains() == []
+
+
+def test_a_trainer_that_is_killed_in_a_checkpoint_costs_one_restart_of_all(
+    run: RecoveringRanks, alone: Outcome
+) -> None:
+    """The other rank's prefetcher waits for a shard that does not come, while the next trainers start."""
+    run.crash("dense side not packed", 2)
+    assert run.told.count(STARTED_AGAIN) == 1, run.told
     assert run.finish().differs(alone) == []
     assert run.processes.remains() == []
 

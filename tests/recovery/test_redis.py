@@ -1,8 +1,11 @@
 """Rows on a Redis server that fails in the middle of a run: both processes end or wait in order, and the bits are the
 same after a restart. Keys of others stay as they are. No output names the password."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 
 from rowcast.job.server_url import PASSWORD
 from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, OF_ONE_PAIR
+from tests.recovery.ranked import PARTS, RecoveringRanks
 from tests.recovery.restarted import (
     END_TIMEOUT_S,
     MADE,
@@ -67,6 +71,9 @@ class Place:
         with self.server.client() as client:
             client.config_set("maxmemory-policy", "noeviction")
 
+    def keys(self) -> set[bytes]:
+        return keys_on([self.server])
+
     def check_foreign_keys(self, *, all_there: bool) -> None:
         """Only those of others are left, as they were. `all_there`: the server itself has lost none."""
         with self.server.client() as client:
@@ -112,6 +119,24 @@ def test_rows_on_a_server_have_the_bits_of_rows_in_memory(place: Place, session:
     place.check_foreign_keys(all_there=True)
     assert session.remains() == []
     assert files_with_the_password(session.folder) == []
+
+
+def test_ranks_that_were_killed_leave_no_rows_where_one_pair_goes_on(place: Place, session: Session) -> None:
+    ranks = RecoveringRanks(session, **ALONE, **place.store)
+    command = ranks.start()
+    assert ranks.until(command, lambda: len(place.keys() - FOREIGN.keys()) > 256)
+    ranks.processes.by_name()
+    while session.alive():  # those that a process starts meanwhile, too
+        for pid in session.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        command.reap()
+    assert place.keys() > FOREIGN.keys()
+    assert len(list(session.run_dir.glob("rank-*/tables/*.redis"))) == 2
+    run = Recovering(session, ranks={"count": 1, "parts": PARTS}, **ALONE, **place.store)
+    run.finish()
+    place.check_foreign_keys(all_there=True)
+    assert not list(session.run_dir.rglob("*.redis"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,9 +81,9 @@ class SimulatedDisk:
         self.check("unlink", path)
         self._inner.unlink(path)
 
-    def remove_tree(self, path: Path) -> None:
-        self.check("remove_tree", path)
-        self._inner.remove_tree(path)
+    def rmdir(self, path: Path) -> None:
+        self.check("rmdir", path)
+        self._inner.rmdir(path)
 
     def sync_folder(self, path: Path) -> None:
         self.check("sync_folder", path)

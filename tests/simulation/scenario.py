@@ -18,7 +18,7 @@ from rowcast.prefetcher.stores import tiered_store
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models import Embedded
-from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.step.results import Evaluation
 from tests.support.batches import (
     BAGS,
     NUM_DENSE,

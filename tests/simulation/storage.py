@@ -12,7 +12,7 @@ from rowcast.runtime.errors import DataError, RowcastError
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.promises import LifeFailed
 
-DISK_SENTENCES = ("the checkpoint could not be written", "an old checkpoint could not be removed")
+DISK_SENTENCE = "the checkpoint could not be written"
 
 
 class Damages:
@@ -45,8 +45,7 @@ class Storage:
 
     def failed_with(self, error: Exception) -> bool:
         """Whether this is how a prefetcher must end at what the disk did."""
-        is_of_disk = any(sentence in str(error) for sentence in DISK_SENTENCES)
-        return type(error) is RowcastError and self.disk.failed is not None and is_of_disk
+        return type(error) is RowcastError and self.disk.failed is not None and DISK_SENTENCE in str(error)
 
     def find_newest(self) -> Manifest | None:
         """As a prefetcher does that begins; where no checkpoint is whole, a person then says --fresh."""

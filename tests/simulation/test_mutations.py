@@ -25,6 +25,8 @@ from tests.simulation.life import LifeFailed, run_life
 from tests.support.driver import RecordedResults
 from tests.support.repeats import count
 
+pytestmark = pytest.mark.rest  # slow, and about the simulation, not the product
+
 Break = Callable[[pytest.MonkeyPatch], None]
 
 

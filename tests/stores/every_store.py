@@ -13,6 +13,7 @@ import pytest
 
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES as REGISTERED
+from rowcast.job.stores import Redis, StoreWithTier
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores import memory_store
 from rowcast.prefetcher.stores.first_values import initial_rows
@@ -56,8 +57,9 @@ def open_mapped(
 
 
 def open_kind(kind: str, folder: Path) -> RowStore:
-    memory = {"memory": "1GiB"} if REGISTERED[kind].has_tier else {}
-    url = {"url": shared_server().url_text} if "url" in REGISTERED[kind].keys else {}
+    settings = REGISTERED[kind].settings
+    memory = {"memory": "1GiB"} if issubclass(settings, StoreWithTier) else {}
+    url = {"url": shared_server().url_text} if settings is Redis else {}
     job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind, **memory, **url})
     return open_row_store(job, GROUP, incarnation=1, checkpoint=None)
 

@@ -21,6 +21,7 @@ from tests.stores.every_store import (
     read,
     tracked,
 )
+from tests.support.facts import facts
 
 
 @pytest.fixture(params=STORES)
@@ -75,7 +76,7 @@ def test_a_forgotten_row_reads_as_if_it_was_never_written(store: TrackedStore) -
 
 def test_a_store_closed_at_a_checkpoint_must_hold_just_that(store: TrackedStore) -> None:
     finish(store.write(all_keys()[:3], random_records(3)))
-    with pytest.raises(AssertionError, match="checkpoint 7 with 3 changed rows, expected 0"):
+    with pytest.raises(AssertionError, match=facts("checkpoint 7", "3 changed rows", 0)):
         store.close("7")
     store.settle()
     store.close("7")

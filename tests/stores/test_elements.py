@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowcast.job.schema import RowType
+from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records, initial_rows

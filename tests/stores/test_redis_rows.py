@@ -1,23 +1,26 @@
 """Rows on real Redis servers, one and a cluster of three: what comes back, and whose keys are touched."""
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from redis.exceptions import MovedError
 from structlog.testing import capture_logs
 
 from rowcast.job.server_url import ServerUrl
-from rowcast.prefetcher.stores.cold import redis_rows
+from rowcast.prefetcher.stores.cold import redis_note, redis_rows
 from rowcast.prefetcher.stores.cold.redis_keys import keys_of
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.errors import ConfigError, StoreLost
 from tests.stores.every_store import GROUP, all_keys, random_records
+from tests.support.facts import facts
 from tests.support.redis_server import RedisCluster, RedisServer, keys_on, needs_redis
 from tests.support.repeats import count
 
@@ -142,7 +145,7 @@ def test_a_row_that_was_deleted_too_early_would_be_missed(redis: RedisServer | R
         places = rows.write(keys, random_records(len(keys)))
         rows.free(keys[:1], places[:1])
         assert rows.tidy()
-        with pytest.raises(StoreLost, match="has lost row 0 of table first as write 0 brought it"):
+        with pytest.raises(StoreLost, match=facts("row 0 of table first", "write 0")):
             read(rows, keys, places)
 
 
@@ -267,11 +270,72 @@ def test_a_damaged_note_of_an_earlier_process_is_replaced(tmp_path: Path) -> Non
         assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_a_note_is_whole_and_on_the_disk_before_there_are_rows(
+    redis: RedisServer | RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = list[str](), os.fsync
+
+    def remember(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    with closing(open_rows(redis.url, tmp_path)):
+        assert synced == [str(tmp_path / f"{GROUP.name}.redis.partial"), str(tmp_path)]
+        assert [path.name for path in tmp_path.iterdir()] == [f"{GROUP.name}.redis"]
+
+
+def on_a_disk(monkeypatch: pytest.MonkeyPatch, machine: Path, device: int = os.makedev(259, 1)) -> None:
+    """The table folder is on a disk of this machine, whatever the tests run on."""
+    monkeypatch.setattr(redis_note, "MACHINE_ID", machine)
+    monkeypatch.setattr(os, "major", lambda found: device >> 8)
+
+
+def test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone(
+    redis: RedisServer | RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the same inodes. The keys that may be left are named."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"{name}\n")
+    on_a_disk(monkeypatch, tmp_path / "a")
+    keys, folder = all_keys(), tmp_path / "run"
+    with closing(open_rows(redis.url, folder)) as rows:
+        places = rows.write(keys, random_records(len(keys)))
+        on_a_disk(monkeypatch, tmp_path / "b")
+        with capture_logs() as logs:
+            open_rows(redis.url, folder).close()
+        assert (read(rows, keys, places) == random_records(len(keys))).all()
+    assert [entry["keys"] for entry in logs if "another machine" in entry["event"]] == [
+        f"rowcast:{{??}}{rows.generation}"
+    ]
+
+
+@pytest.mark.parametrize("what", ["a shared file system", "a machine without an id", "a note of an earlier version"])
+def test_a_run_that_has_moved_to_another_machine_deletes_what_it_left(
+    redis: RedisServer | RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("b")
+    device = 45 if what == "a shared file system" else os.makedev(259, 1)
+    missing = what == "a machine without an id"
+    on_a_disk(monkeypatch, tmp_path / ("none" if missing else "a"), device)
+    left = open_rows(redis.url, tmp_path / "run")
+    left.write(all_keys(), random_records(len(all_keys())))
+    if what == "a note of an earlier version":
+        (note,) = (tmp_path / "run").iterdir()
+        content = msgspec.json.decode(note.read_bytes())
+        del content["machine"]
+        note.write_bytes(msgspec.json.encode(content))
+    on_a_disk(monkeypatch, tmp_path / ("none" if missing else "b"), device)
+    with closing(open_rows(redis.url, tmp_path / "run")):
+        assert not keys_on(servers_of(redis)) & set(keys_of(left.generation))
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_a_key_is_made(
     redis: RedisServer | RedisCluster, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     before = keys_on(servers_of(redis))
-    with pytest.raises(ConfigError, match=r"file/run/.*\.redis cannot be written \(Not a directory\)"):
+    with pytest.raises(ConfigError, match=facts("file/run", "Not a directory")):
         open_rows(redis.url, tmp_path / "file" / "run")
     assert keys_on(servers_of(redis)) == before

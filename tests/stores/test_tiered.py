@@ -14,6 +14,7 @@ from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.stores.every_store import GROUP, all_keys, finish, present, random_records, read
 from tests.support.cold_dict import ColdDict
+from tests.support.facts import facts
 from tests.support.tiers import NO_KEYS, tier_plan, tiered
 
 
@@ -52,7 +53,7 @@ def test_a_planned_row_is_in_memory_when_it_is_read_and_leaves_once_its_step_is_
     assert read(store, keys[:5]).tobytes() == random_records(20)[:5].tobytes()
     assert (cold.rows_read, store.counts().late) == (before, 0)
     settle(store, 0)
-    assert store.num_in_memory == 5, "they leave after step 1"
+    assert (store.num_in_memory, store.counts().loaded) == (5, 5), "they leave after step 1"
     settle(store, 1)
     assert (store.num_in_memory, store.counts().loaded) == (5, 8)
     assert read(store, keys[3:8]).tobytes() == random_records(20)[3:8].tobytes()
@@ -230,7 +231,7 @@ def test_a_failed_check_names_both_numbers() -> None:
     store.stage(0, tier_plan(load=keys))
     settle(store, None)
     store._whereabouts[2] = 0
-    with pytest.raises(AssertionError, match=r"slot 2 has row 2, which is said to be at 0"):
+    with pytest.raises(AssertionError, match=facts("slot 2", "row 2", 0)):
         store.check_integrity()
 
 

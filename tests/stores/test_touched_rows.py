@@ -23,10 +23,11 @@ from rowcast.prefetcher.stores.cell_loops import (
 )
 from rowcast.prefetcher.stores.row_loops import BITS, set_bits
 from rowcast.prefetcher.stores.store import ABSENT
-from rowcast.prefetcher.stores.touched_rows import TouchedRows
+from rowcast.prefetcher.stores.touched_rows import TouchedRows, most_indexed
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
 from tests.support import jobs
+from tests.support.facts import facts
 
 MOST = 10**6
 TABLES = (0, 3, 25)  # of the group's tables, those with rows
@@ -237,11 +238,29 @@ def test_rows_are_found_while_another_thread_adds_some() -> None:
     assert rows.count == len(np.unique(np.concatenate([early, *later])))
 
 
+def test_more_rows_than_the_index_numbers_are_refused_by_that_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """26 tables of 2**48 rows hold 8,388,607; here a directory of as many rows holds three."""
+    monkeypatch.setattr(touched_rows, "MOST_IMPLIED", -12)
+    rows = TouchedRows(group_of(2**48), MOST)
+    assert rows.most == most_indexed(3 * 2**48) == 3
+    rows.added(np.arange(3))
+    with pytest.raises(RowcastError) as refused:
+        rows.added(np.arange(4))
+    assert str(refused.value).endswith(
+        f"has 4 trained rows, but an index of its {3 * 2**48} rows holds at most 3; lower num_embeddings of its "
+        "tables: half the rows make room for twice as many trained ones"
+    )
+    assert "memory" not in str(refused.value)
+    monkeypatch.undo()
+    assert most_indexed(26 * 2**48) == 8_388_607
+    assert most_indexed(13 * 2**48) >= 2 * most_indexed(26 * 2**48)
+
+
 def test_more_rows_than_memory_holds_are_refused_and_none_is_added() -> None:
     group = group_of(1000)
     rows = TouchedRows(group, 100)
     rows.added(np.arange(100))
-    with pytest.raises(RowcastError, match=rf"group {group.name} has 101 trained rows, .* holds at most 100; use "):
+    with pytest.raises(RowcastError, match=facts(f"group {group.name}", "101 trained rows", 100)):
         rows.added(np.arange(50, 101))
     assert rows.count == 100
     assert rows.of(np.array([100])).tolist() == [ABSENT]

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.schema import Job, RowType
+from rowcast.job.embedding_tables import RowType
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.arrays import F32

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 import rowcast.prefetcher.pipeline.engine
-import rowcast.trainer.execute.engine
-from rowcast.job.schema import Job, parse_bytes
+import rowcast.trainer.step.engine
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
+from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.job_planner import job_planner
@@ -35,10 +37,11 @@ from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.prefetcher.verify.verifier import row_observer
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
-from rowcast.protocol.parts import Rank
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.inproc import inproc_pair
@@ -48,22 +51,22 @@ from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
-from rowcast.trainer.execute.agreed_stop import AgreedStop
-from rowcast.trainer.execute.barrier import DenseState
-from rowcast.trainer.execute.engine import ring_ends
-from rowcast.trainer.execute.host_memory import Bounced
-from rowcast.trainer.execute.metrics import new_counters
-from rowcast.trainer.execute.phases import phase_clock
-from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import Event, PlainStreams, SeededStreams, Streams, Wait
+from rowcast.trainer.device.host_memory import Bounced
+from rowcast.trainer.device.phases import phase_clock
+from rowcast.trainer.device.streams import Event, PlainStreams, SeededStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import part_of
+from rowcast.trainer.models.agreed_stop import AgreedStop
 from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import SharedRunner
-from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.run.handshake import hello
+from rowcast.trainer.step.barrier import DenseState
+from rowcast.trainer.step.engine import ring_ends
+from rowcast.trainer.step.metrics import new_counters
+from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.step.slots import make_records
 from tests.support.cold_dict import ColdDict
 from tests.support.tiers import tiered
 
@@ -79,8 +82,11 @@ class StuckError(AssertionError):
 class ListSource:
     """Batches that are already here; what is not their ids comes when the dice say so, where there are dice."""
 
-    def __init__(self, batches: Sequence[ScheduledBatch], chance: random.Random | None = None) -> None:
+    def __init__(
+        self, batches: Sequence[ScheduledBatch], chance: random.Random | None = None, start: Position | None = None
+    ) -> None:
         self._batches, self._chance = deque(batches), chance
+        self._evaluated = (start or Position()).eval_batch or 0  # batches of the evaluation in progress
         self._rests: deque[DenseBatch] = deque()
 
     @property
@@ -92,7 +98,10 @@ class ListSource:
             return None
         own = self._batches.popleft()
         at = Position(step=own.step, train_step=own.train_step, epoch=own.epoch)
-        after = Position(step=own.step + 1, train_step=own.train_step + (own.kind == "train"), epoch=own.epoch)
+        if own.kind == "eval":
+            at = msgspec.structs.replace(at, eval_batch=self._evaluated)
+        after = at.after_train() if own.kind == "train" else at.after_eval()
+        self._evaluated = after.eval_batch or 0
         ids, rest = divide(own.batch)
         self._rests.append(rest)
         return PlacedIds(point=SchedulePoint(kind=own.kind, position=at, following=after), batch=ids)
@@ -229,8 +238,8 @@ class InProcessRun:
         sharing: Sharing | None = None,
     ) -> None:
         """`batches` are of the whole run; with a `past` it goes on where that ends, writing checkpoints there."""
-        rank = None if sharing is None else sharing.rank
-        shard = ALONE if rank is None else OwnShard(number=rank.number, count=rank.count)
+        rank = UNDIVIDED if sharing is None else sharing.rank
+        shard = OwnShard(number=rank.number, count=rank.count)
         start = Position() if past is None or past.newest is None else past.newest.position
         num_dense = batches[0].batch.dense.shape[1] if batches else 13
         batches = batches[start.step :]
@@ -267,12 +276,12 @@ class InProcessRun:
             first_train_step=start.train_step,
             restore_bytes=len(restore),
             verify=settings.verify,
-            rank=0 if rank is None else rank.number,
+            rank=rank.number,
         )
         self.writer = None
         if past is not None:
             self.writer = CheckpointWriter(
-                job, self.groups, "test", "", past.checkpoints, past.newest, keep=job.checkpoint.keep, shard=shard
+                job, self.groups, "test", None, past.checkpoints, past.newest, keep=job.checkpoint.keep, shard=shard
             )
         self.rings = rings = Rings(settings)
         links = settings.links()
@@ -283,21 +292,24 @@ class InProcessRun:
             store.store = LateStore(plain, settings.seed + index) if settings.late_store else plain
             if settings.harm is not None:
                 store.store = settings.harm(store.store)
+        seen = rowcast.prefetcher.pipeline.metrics.new_counters(self.groups, rank.number)
         self.prefetcher = rowcast.prefetcher.pipeline.engine.PrefetcherEngine(
             rowcast.prefetcher.pipeline.engine.PrefetcherParts(
                 job=job,
                 groups=self.groups,
-                source=ListSource(batches, self.chance if settings.late_store else None),
+                source=ListSource(batches, self.chance if settings.late_store else None, start),
                 planner=job_planner(
                     job,
                     self.groups,
-                    settings.slots,
+                    [settings.slots] if settings.tier_slots is None else [settings.slots, settings.tier_slots],
                     batches[:MEASURED_BATCHES],
                     pinned=settings.pinned,
-                    tier_slots=settings.tier_slots,
                     rank=rank,
                 ),
                 measured=[],
+                checksums=BatchChecksums(
+                    job.lookahead.depth, () if past is None or past.newest is None else past.newest.ahead
+                ),
                 stores=stores,
                 conversation=conversation,
                 fetch_ring=rings.fetch_writer,
@@ -308,11 +320,10 @@ class InProcessRun:
                 welcome=welcome,
                 mode="train",
                 start=start,
-                counters=rowcast.prefetcher.pipeline.metrics.new_counters(
-                    self.groups, 0 if rank is None else rank.number
-                ),
+                counters=seen,
                 restore=restore,
                 rank=rank,
+                observer=row_observer(self.groups, stores, settings.verify, seen),
             )
         )
         self.prefetcher.planning.on_plan = self._note_plan
@@ -323,11 +334,11 @@ class InProcessRun:
         self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
-        counters = new_counters(self.groups, 0 if rank is None else rank.number)
+        counters = new_counters(self.groups, rank.number)
         clock = phase_clock(self.streams.compute, counters.lapped)
         self.runner: Any = (  # a StepRunner, or a SharedRunner where ranks share batches
             StepRunner(job, self.groups, self.records, num_dense, clock, kernels)
-            if sharing is None
+            if sharing is None or not rank.is_divided
             else SharedRunner(
                 job,
                 self.groups,
@@ -341,8 +352,8 @@ class InProcessRun:
                 counters.balanced,
             )
         )
-        self.trainer = rowcast.trainer.execute.engine.TrainerEngine(
-            rowcast.trainer.execute.engine.TrainerParts(
+        self.trainer = rowcast.trainer.step.engine.TrainerEngine(
+            rowcast.trainer.step.engine.TrainerParts(
                 groups=self.groups,
                 welcome=welcome,
                 conversation=trainer_conversation,
@@ -367,7 +378,7 @@ class InProcessRun:
         self.advances = [stage.advance for stage in stages]
         self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
 
-    def _greet(self, conversation: Conversation, rank: Rank | None) -> None:
+    def _greet(self, conversation: Conversation, rank: Rank) -> None:
         """The handshake, which the real trainer completes before it has an engine."""
         conversation.send(hello(self.job, rank, "train", 1, self.streams.device))
         assert self.prefetcher.conversation.advance(), "Hello arrives"

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.trainer.kernels import Kernels, torch_ops
-from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
+from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
 from rowcast.trainer.kernels.record_views import DTYPES, part_of
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
@@ -173,33 +172,18 @@ class FullGroup:
         ]
         lookups = np.concatenate(places)
         tables = np.repeat([table.index for table in self.group.feature_tables()], [len(place) for place in places])
-        keys, inverse, uses = np.unique(tables << 48 | batch.ids[lookups], return_inverse=True, return_counts=True)
-        order = np.argsort(inverse, kind="stable")
+        keys = tables << 48 | batch.ids[lookups]
         apart = self.group.unpooled_features  # a bag for each look-up
-        bag_sizes = np.concatenate(
-            [np.ones(own.sum(), np.int64) if f in apart else own for f, own in enumerate(counts)]
+        bag_sizes = [np.ones(own.sum(), np.int64) if f in apart else own for f, own in enumerate(counts)]
+        sequence_offsets = np.pad(np.cumsum(counts[list(apart)], axis=1), ((0, 0), (1, 0))).astype(np.int32)
+        arrays = lookup_arrays(
+            keys,
+            self._slots[np.searchsorted(self._keys, keys)],
+            None if batch.offsets is None else np.concatenate(bag_sizes),
+            None if batch.weights is None else batch.weights[lookups],
+            sequence_offsets if apart else None,
         )
-        bags = np.repeat(np.arange(len(bag_sizes)), bag_sizes)
-        sequence_offsets = np.pad(np.cumsum(counts[list(apart)], axis=1), ((0, 0), (1, 0)))
-        unique_slots = self._slots[np.searchsorted(self._keys, keys)]
-        segment_offsets = np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
-        return GroupLookup(
-            batch_size=batch.size,
-            slots=i32(unique_slots[inverse]),
-            unique_slots=i32(unique_slots),
-            segment_offsets=torch.from_numpy(segment_offsets),
-            bag_order=i32(bags[order]),
-            chunks=Chunks(*map(torch.from_numpy, cut_long_rows(segment_offsets))),
-            lookup_order=None if batch.weights is None else i32(order),
-            offsets=None if batch.offsets is None else i32(np.concatenate([[0], np.cumsum(bag_sizes)])),
-            weights=None if batch.weights is None else torch.from_numpy(batch.weights[lookups]),
-            sequence_offsets=i32(sequence_offsets) if apart else None,
-            sequence_lookups=tuple(sequence_offsets[:, -1].tolist()),
-        )
-
-
-def i32(array: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array.astype(np.int32))
+        return group_lookup(arrays, batch.size)
 
 
 def train(

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.analysis.predict.foretold import HostRow
-from rowcast.job.device_rates import RATES_VERSION, DeviceRates, HostRates, KernelRates
+from rowcast.analysis.estimate.device_rates import RATES_VERSION, DeviceRates, HostRates, KernelRates
+from rowcast.analysis.estimate.durations import HostRow
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from tests.support.jobs import laid_over

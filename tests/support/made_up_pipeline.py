@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rowcast.analysis.predict.pipeline import Planned, PlannedPiece, Wiring
+from rowcast.analysis.estimate.pipeline import Planned, PlannedPiece, Wiring
 
 STEPS, DEPTH, HORIZON = 200, 4, 8
 MIB = 2**20

@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowcast.trainer.execute.page_locking import page_locked
-from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import Closure, Event, PlainStream, PlainStreams, Wait
+from rowcast.trainer.device.page_locking import page_locked
+from rowcast.trainer.device.streams import Closure, Event, PlainStream, PlainStreams, Wait
 from rowcast.trainer.kernels import GroupLookup, RecordViews, torch_ops
+from rowcast.trainer.step.slots import make_records
 
-CONNECTION, SESSION = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.session"
-STREAMS = "rowcast.trainer.execute.streams"
+CONNECTION, SCRIPT_RUN = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.script_run"
+STREAMS = "rowcast.trainer.device.streams"
 RUN, LOADER, MODULE = "rowcast.trainer.run.trainer_run", "rowcast.trainer.adopt.loader", "rowcast.trainer.adopt.module"
 USES = {
-    "on_device": (STREAMS, SESSION, RUN, LOADER, MODULE),
-    "choose_kernels": (SESSION, RUN),
+    "on_device": (STREAMS, SCRIPT_RUN, "rowcast.trainer.adopt.session", RUN, LOADER, MODULE),
+    "choose_kernels": (SCRIPT_RUN, RUN),
     "make_records": (CONNECTION,),
     "page_locked": (CONNECTION,),
-    "adopted_streams": (SESSION,),
+    "adopted_streams": (SCRIPT_RUN,),
 }
 
 

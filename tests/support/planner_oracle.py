@@ -8,6 +8,7 @@ import numpy as np
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
+from rowcast.trainer.kernels.lookups import lookup_arrays
 from tests.support.planner_runs import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
 
 
@@ -65,19 +66,16 @@ class GroupOracle:
         self.num_uses.update((key, self.num_uses.get(key, 0) + 1) for key in keys)
         if scheduled.kind == "train":
             self.dirty.update(keys)
-        order = sorted(range(len(lookups)), key=lambda i: (lookups[i][0], i))
-        counts = [sum(key == other for other, _, _ in lookups) for key in keys]
-        bags, num_bags, starts = plan_bags(self.group, batch)
-        one_each = batch.offsets is None or len(starts) == self.group.num_features
+        counts, starts = plan_bags(self.group, batch)
+        arrays = lookup_arrays(
+            i64([key for key, _, _ in lookups]),
+            i32([self.slot[key] for key, _, _ in lookups]),
+            None if batch.offsets is None or len(starts) == self.group.num_features else i64(counts),
+            None if batch.weights is None else batch.weights[[i for _, _, i in lookups]],
+            np.array(starts, np.int32) if starts else None,
+        )
         return GroupPlan(
-            slots=i32([self.slot[key] for key, _, _ in lookups]),
-            unique_slots=i32([self.slot[key] for key in keys]),
-            segment_offsets=i32([sum(counts[:i]) for i in range(len(keys) + 1)]),
-            bag_order=i32([bags[i] for i in order]),
-            lookup_order=None if batch.weights is None else i32(order),
-            offsets=None if one_each else i32([sum(bag < b for bag in bags) for b in range(num_bags + 1)]),
-            weights=None if batch.weights is None else batch.weights[[i for _, _, i in lookups]],
-            sequence_offsets=np.array(starts, np.int32) if starts else None,
+            **arrays.named(),
             fetch_slots=i32(fetch_slots),
             fetch_keys=i64(missing),
             evict_keys=i64(victims),
@@ -113,6 +111,7 @@ def oracle_entries(run: Run) -> list[Entry]:
                 kind=scheduled.kind,
                 train_step=scheduled.train_step,
                 epoch=scheduled.epoch,
+                batch_size=scheduled.batch.size,
                 after_step=max(recent, default=None),
                 groups=plans,
             )

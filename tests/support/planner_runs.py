@@ -1,5 +1,6 @@
 """Small groups of tables and random traces over them."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -119,19 +120,18 @@ class Run:
     num_first: int = 0  # first batches, by which "static" judges
     pinned: tuple[tuple[int, ...], ...] = ()  # keys of each group
     num_threads: int = 1
-    tier_slots: tuple[int, ...] | None = None
+    tiers: tuple[tuple[int, ...], ...] = ()  # slots of each level below the device
 
     def planner(self, horizon: AutoHorizon | None = None) -> RowPlanner:
         return RowPlanner(
             self.groups,
-            self.slots,
+            [self.slots, *self.tiers],
             self.depth,
             horizon or self.horizon,
             policy=self.policy,
             first_batches=self.trace[: self.num_first],
             pinned=tuple(i64(list(keys)) for keys in self.pinned) or None,
             num_threads=self.num_threads,
-            tier_slots=self.tier_slots,
         )
 
 
@@ -184,21 +184,18 @@ def lookups_of(group: GroupSpec, batch: Batch) -> list[tuple[int, int, int]]:
     return found
 
 
-def plan_bags(group: GroupSpec, batch: Batch) -> tuple[list[int], int, list[list[int]]]:
-    """The bag of each of the group's look-ups as a plan numbers them, the number of bags, and for each feature without
-    pooling where each sample's look-ups start."""
-    per_bag = [bag for _, bag, _ in lookups_of(group, batch)]
-    bags: list[int] = []
-    num_bags, starts = 0, list[list[int]]()
+def plan_bags(group: GroupSpec, batch: Batch) -> tuple[list[int], list[list[int]]]:
+    """The look-ups in each of the group's bags as a plan numbers them, and for each feature without pooling where each
+    sample's look-ups start."""
+    per_bag = Counter(bag for _, bag, _ in lookups_of(group, batch))
+    bags, starts = list[int](), list[list[int]]()
     for f, owner in enumerate(group.feature_tables()):
-        counts = [per_bag.count(f * batch.size + sample) for sample in range(batch.size)]
+        counts = [per_bag[f * batch.size + sample] for sample in range(batch.size)]
         if owner.pooling == "none":
             starts.append([sum(counts[:sample]) for sample in range(batch.size + 1)])
             counts = [1] * sum(counts)
-        for count in counts:
-            bags += [num_bags] * count
-            num_bags += 1
-    return bags, num_bags, starts
+        bags += counts
+    return bags, starts
 
 
 def distinct_keys(group: GroupSpec, batch: Batch) -> list[int]:

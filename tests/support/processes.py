@@ -26,12 +26,13 @@ from rowcast.protocol.transport.endpoint import socket_path
 from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, read_manifest
 from tests.support.jobs import job_content, write_job
 
-Name = Literal["prefetcher", "trainer", "eval", "local", "export", "simulate"]
+Name = Literal["prefetcher", "trainer", "eval", "local", "train", "export", "simulate"]
 COMMANDS: dict[Name, list[str]] = {
     "prefetcher": ["-m", "rowcast.prefetcher", "run"],
     "trainer": ["-m", "rowcast.trainer", "run"],
     "eval": ["-m", "rowcast.trainer", "eval"],
     "local": ["-m", "rowcast.deploy.local"],
+    "train": ["-m", "rowcast", "train"],
     "export": ["-m", "rowcast.prefetcher", "export"],
     "simulate": ["-m", "rowcast.prefetcher", "simulate"],
 }
@@ -116,6 +117,14 @@ class Process:
     def running(self) -> bool:
         return self._process.poll() is None
 
+    def insist(self, number: signal.Signals) -> None:
+        """Signals it until it ends, as a signal within a second of the first is a part of that."""
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        while self.running:
+            assert time.monotonic() < deadline_s, f"process {self.pid} goes on:\n{self.stderr}"
+            self.signal(number)
+            time.sleep(0.5)
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
@@ -139,10 +148,14 @@ class Process:
             assert time.monotonic() < deadline_s, f"no {what} within {timeout_s:g} s:\n{self.stderr}"
             time.sleep(POLL_S)
 
-    def until_it_listens(self) -> None:
-        """Waits until SIGTERM has a handler."""
+    def until_it_holds_signals(self) -> None:
+        """Waits until SIGTERM does not end it any more."""
         bit = 1 << signal.SIGTERM - 1
-        self.until(lambda: bool(int(re.findall(r"SigCgt:\s*(\w+)", self.status)[0], 16) & bit), "handler of SIGTERM")
+
+        def holds() -> bool:
+            return any(int(found, 16) & bit for found in re.findall(r"Sig(?:Blk|Cgt):\s*(\w+)", self.status))
+
+        self.until(holds, "hold on SIGTERM")
 
     @property
     def status(self) -> str:
@@ -196,10 +209,8 @@ class Session:
 
     def start_patched(self, name: Literal["prefetcher", "trainer"], patch: str, *options: str) -> Process:
         """`run`, after a line of Python that makes it another version or impatient."""
-        return self._start(
-            ["-c", f"{patch}; from rowcast.{name}.cli import app; app()", "run", f"--config={self.config}", *options],
-            {},
-        )
+        line = f"{patch}; from rowcast.command_line.{name} import app; app()"
+        return self._start(["-c", line, "run", f"--config={self.config}", *options], {})
 
     def start_module(self, module: str, *options: str, **environment: str) -> Process:
         """Any command, without this session's job file."""

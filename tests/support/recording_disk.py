@@ -64,13 +64,8 @@ class RecordingDisk:
         self._inner.unlink(path)
         self.log.append(Operation("unlink", path))
 
-    def remove_tree(self, path: Path) -> None:
-        for entry in sorted(path.iterdir()):
-            if entry.is_dir():
-                self.remove_tree(entry)
-            else:
-                self.unlink(entry)
-        path.rmdir()
+    def rmdir(self, path: Path) -> None:
+        self._inner.rmdir(path)
         self.log.append(Operation("rmdir", path))
 
     def sync_folder(self, path: Path) -> None:

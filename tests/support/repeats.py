@@ -1,4 +1,4 @@
-"""How often a test repeats: a few times in `make test`, many in `make soak`, and fewer in `make quick` if slow."""
+"""How often a test repeats: a few times in `make test-all`, many in `make soak`, and fewer in `make quick` if slow."""
 
 import os
 

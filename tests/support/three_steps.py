@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from rowcast.job.schema import SparseOptimizer
+from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
@@ -23,9 +23,11 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.telemetry.build import build_info, versions
 from rowcast.runtime.telemetry.health import Health
-from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
-from rowcast.trainer.execute.metrics import new_counters as new_trainer_counters
-from rowcast.trainer.report.report_json import Evaluation, RunFacts, TaskEvaluation
+from rowcast.trainer.kernels.lookups import lookup_arrays
+from rowcast.trainer.report.report_json import RunFacts
+from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
+from rowcast.trainer.step.metrics import new_counters as new_trainer_counters
+from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
 RECORD_BYTES = (64, 128)
 PAYLOAD = RingRef(position=0, nbytes=4096, end=8192)
@@ -49,11 +51,9 @@ def groups() -> tuple[GroupSpec, ...]:
 def step_plan(
     kind: str = "train", num_lookups: int = 20, num_unique: int = 10, num_fetch: int = 4, num_evict: int = 3
 ) -> StepPlan:
+    slots = np.arange(num_lookups, dtype=np.int32) % num_unique
     group = GroupPlan(
-        slots=np.zeros(num_lookups, np.int32),
-        unique_slots=np.zeros(num_unique, np.int32),
-        segment_offsets=np.zeros(num_unique + 1, np.int32),
-        bag_order=np.zeros(num_lookups, np.int32),
+        **lookup_arrays(slots, slots).named(),
         fetch_slots=np.zeros(num_fetch, np.int32),
         fetch_keys=np.zeros(num_fetch, np.int64),
         evict_keys=np.zeros(num_evict, np.int64),
@@ -67,6 +67,7 @@ def step_plan(
         kind="train" if kind == "train" else "eval",
         train_step=0,
         epoch=0,
+        batch_size=1,
         after_step=None,
         groups=(group, group),
     )
@@ -172,10 +173,13 @@ def trainer_gauges() -> TrainerGauges:
         train_step=102,
         learning_rates={"sparse": 0.05, "dense": 0.01},
         expected_train_steps=200,
-        auc=0.75,
-        logloss=0.5,
-        accuracy=0.875,
-        tasks=[TaskEvaluation(label="buy", num_labels=7, auc=0.625, logloss=0.25)],
+        evaluation=Evaluation(
+            train_step=102,
+            auc=0.75,
+            logloss=0.5,
+            accuracy=0.875,
+            tasks=(TaskEvaluation(label="buy", num_labels=7, auc=0.625, logloss=0.25),),
+        ),
         queue_depths={"steps": 2, "rows_back": 1},
         ring_used_bytes=2048,
         ring_size_bytes=2**20,
@@ -198,6 +202,7 @@ def facts(
         train_steps=train_steps,
         wall_s=4.0,
         startup_s=0.5,
+        table_bytes=2**34,
         cache_bytes=2**19,
         loss=0.6,
         evaluation=evaluation,

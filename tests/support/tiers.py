@@ -11,6 +11,7 @@ from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore,
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.plan import GroupPlan
+from rowcast.trainer.kernels.lookups import lookup_arrays
 from tests.support.cold_dict import ColdDict
 
 NO_KEYS = np.empty(0, np.int64)
@@ -20,10 +21,7 @@ NO_SLOTS = np.empty(0, np.int32)
 def tier_plan(load: Keys = NO_KEYS, spill: Keys = NO_KEYS) -> GroupPlan:
     """The part of a plan that the memory tier looks at."""
     return GroupPlan(
-        slots=NO_SLOTS,
-        unique_slots=NO_SLOTS,
-        segment_offsets=NO_SLOTS,
-        bag_order=NO_SLOTS,
+        **lookup_arrays(NO_KEYS, NO_SLOTS).named(),
         fetch_slots=NO_SLOTS,
         fetch_keys=NO_KEYS,
         evict_keys=NO_KEYS,

@@ -13,7 +13,8 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.messages import RingRef
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
-from rowcast.trainer.execute import engine, streams
+from rowcast.trainer.device import streams
+from rowcast.trainer.step import engine
 from tests.support import driver
 
 

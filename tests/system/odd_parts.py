@@ -1,7 +1,9 @@
 """A bad reader and a bad model, named in job files as `module:factory`. The decoding child imports no torch here."""
 
+import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,3 +38,30 @@ def slow_model(job: Job, num_dense: int, build_s: float = 0.0, forward_s: float 
     time.sleep(build_s)
     model.register_forward_pre_hook(lambda module, inputs: time.sleep(forward_s))
     return model
+
+
+def frozen_model(job: Job, num_dense: int, steps: int, seconds: int) -> "nn.Module":
+    """DLRM that, after so many train steps, keeps every thread of its process from running, once."""
+    from rowcast.trainer.models.dlrm import DLRM
+
+    model, forwards = DLRM(job, num_dense), count()
+
+    def freeze(module: object, inputs: object) -> None:
+        if next(forwards) == steps:
+            ctypes.PyDLL(None).sleep(seconds)  # it does not release the interpreter
+
+    model.register_forward_pre_hook(freeze)
+    return model
+
+
+def unseeded(job: Job, seeded_batches: int) -> Callable[[Kind, int], Iterable[Batch]]:
+    """200 batches; after the first ones, nobody reads the same ids twice."""
+
+    def batches(split: Kind, epoch: int) -> Iterator[Batch]:
+        size = job.data.batch_size
+        for step in range(200 if split == "train" else 0):
+            rng = np.random.default_rng(step if step < seeded_batches else None)
+            ids = rng.integers(0, 100, size * len(job.features))
+            yield Batch(dense=np.zeros((size, 2), np.float32), labels=np.zeros(size, np.float32), ids=ids)
+
+    return batches

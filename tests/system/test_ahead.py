@@ -12,7 +12,7 @@ from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepReady
 from rowcast.runtime.stages import Stage
-from rowcast.trainer.execute.cache import ArrivedStep
+from rowcast.trainer.step.cache import ArrivedStep
 from tests.support import driver
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
@@ -206,7 +206,7 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     planner.end()
     batch, plan = planner.plan()
     assert any(len(group.fetch) for group in plan.groups), "the later plan has nothing to read"
-    prefetcher.plans.append(PlannedStep(batch=batch, plan=plan))
+    prefetcher.plans.append(PlannedStep(ids=batch, dense=planning._dense_batches[0], plan=plan, batches=0))
     run.advance_until(lambda: prefetcher.barrier.ended)
     assert (fetcher.sent_through, fetcher.reading, len(prefetcher.plans)) == (last, 0, 1)
     assert [plan.step for plan in run.plans] == list(range(last + 1))

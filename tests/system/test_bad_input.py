@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import structlog
 
+from rowcast.command_line.trainer import app as trainer_app
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.prefetcher.run.all_ranks import check_options
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.trainer.cli import app as trainer_app
+from tests.support.facts import facts
 from tests.support.jobs import TABLES, job, job_content, write_job
 from tests.support.processes import Session
 
@@ -82,7 +83,7 @@ GZIPPED = gzip.compress(LINE.encode() * 1000)
 BAD_FILES = {
     "empty": (b"", "day_0.tsv", "{path}: the file is empty"),
     "truncated": (GZIPPED[: len(GZIPPED) // 2], "day_0.tsv.gz", "{path}: the gzip file is truncated or damaged"),
-    "not gzip": (LINE.encode(), "day_0.tsv.gz", "{path}: the gzip file is truncated or damaged"),
+    "damaged": (GZIPPED[:10] + LINE.encode(), "day_0.tsv.gz", "{path}: the gzip file is truncated or damaged"),
     "short line": (LINE.encode() * 5 + b"1\t2\n", "day_0.tsv", "{path}, line 6: 2 fields between tabs instead of 40"),
     "id that is no hex": (
         LINE.encode() + LINE.replace("00000001", "0000000g").encode(), "day_0.tsv",
@@ -115,7 +116,7 @@ def read_all(folder: Path, **sections: Any) -> InlineSource:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_dense_value_that_is_not_finite_is_refused_with_its_place(value: float, tmp_path: Path) -> None:
     data = write_day(tmp_path, np.zeros((100, 2)), [*np.zeros(70), value, *np.zeros(29)])
-    with pytest.raises(DataError, match=rf"day_0_dense\.npy, row 70, column int_0: .*{value}"):
+    with pytest.raises(DataError, match=facts("day_0_dense.npy", "row 70", "column int_0", value)):
         read_all(tmp_path, data=data)
 
 
@@ -124,7 +125,7 @@ def test_an_id_out_of_range_is_refused_replaced_or_wrapped_and_counted(tmp_path:
     ids[70, 1], ids[80, 0] = 2001, -1
     data = write_day(tmp_path, ids, np.zeros(100))
     with pytest.raises(
-        DataError, match=r"day_0_sparse\.npy, row 80, column cat_0: .*-1 .* t \(num_embeddings = 2000\)"
+        DataError, match=facts("day_0_sparse.npy", "row 80", "column cat_0", "-1", "num_embeddings = 2000")
     ):
         read_all(tmp_path, data=data)
     for policy in ("modulo", "zero"):
@@ -144,16 +145,31 @@ def test_missing_data_ends_the_prefetcher_before_it_waits_for_a_trainer(session:
     assert session.remains() == []
 
 
-def test_bad_data_in_the_middle_of_a_run_ends_both_with_its_place(session: Session, tmp_path: Path) -> None:
+def test_bad_data_in_the_middle_of_a_run_ends_both_with_its_place_after_every_step_before_it(
+    session: Session, tmp_path: Path
+) -> None:
     values = np.zeros(64 * 60)
     values[64 * 50 + 5] = np.nan
     session.write_job(data=write_day(tmp_path, np.zeros((len(values), 2)), values))
     place = re.escape(str(tmp_path / "day_0_dense.npy"))
-    for process in session.start_both():
-        sentence = process.ended().refused(4)
-        assert re.match(rf"{place}, row 3205, column int_0: value nan is not finite", sentence)
+    for _ in range(2):  # a restart has nothing more to train
+        for process in session.start_both():
+            sentence = process.ended().refused(4)
+            assert re.match(rf"{place}, row 3205, column int_0: value nan is not finite", sentence)
+        assert session.remains() == []
+        assert [path.name for path in (session.run_dir / "checkpoints").glob("step-*")] == ["step-000000000050"]
+
+
+def test_a_bad_id_far_ahead_ends_ranks_after_every_step_before_it(session: Session, tmp_path: Path) -> None:
+    ids = np.zeros((64 * 80, 2), np.int64)
+    ids[64 * 60 + 5, 1] = 10**6
+    session.write_job(data=write_day(tmp_path, ids, np.zeros(len(ids))), ranks={"count": 2})
+    ended = session.start("local").ended(200)
+    assert ended.code == 4, ended.stderr
+    assert re.search(r"day_0_sparse\.npy, row 3845, column cat_1: .*1000000", ended.stderr)
+    assert [path.name for path in (session.run_dir / "checkpoints").glob("step-*")] == ["step-000000000060"]
+    assert len((session.run_dir / "losses.f32").read_bytes()) == 4 * 60
     assert session.remains() == []
-    assert not (session.run_dir / "checkpoints").exists()
 
 
 def test_ids_out_of_range_are_counted_in_the_log_of_the_run(session: Session, tmp_path: Path) -> None:
@@ -267,10 +283,10 @@ def test_a_trainer_alone_is_refused_where_the_job_file_has_two(
 
 def test_options_that_ranks_do_not_have_are_refused(tmp_path: Path) -> None:
     parts = job(job={"run_dir": str(tmp_path)}, ranks={"parts": 4})
-    with pytest.raises(ConfigError, match="--save-trace: a trace has the plans of whole batches"):
+    with pytest.raises(ConfigError, match=facts("--save-trace", "4 parts", "ranks.parts = 1")):
         check_options(parts, RunOptions(save_trace=tmp_path / "trace"))
     hosts = job(job={"run_dir": str(tmp_path)}, ranks={"count": 4, "per_host": 2})
-    with pytest.raises(ConfigError, match="--host 2: the job's 4 ranks are on 2 hosts, 0 to 1;"):
+    with pytest.raises(ConfigError, match=facts("--host 2", "4 ranks", "2 hosts")):
         check_options(hosts, RunOptions(host=2))
     check_options(hosts, RunOptions(host=1))
 

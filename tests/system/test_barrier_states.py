@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import rowcast.prefetcher.pipeline.barrier
-import rowcast.trainer.execute.barrier
+import rowcast.trainer.step.barrier
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
@@ -24,9 +24,9 @@ SIDES: dict[str, tuple[StateTable[Any, Any], type[StrEnum], type[StrEnum]]] = {
         rowcast.prefetcher.pipeline.barrier.PrefetcherEvent,
     ),
     "trainer": (
-        rowcast.trainer.execute.barrier.TABLE,
-        rowcast.trainer.execute.barrier.TrainerState,
-        rowcast.trainer.execute.barrier.TrainerEvent,
+        rowcast.trainer.step.barrier.TABLE,
+        rowcast.trainer.step.barrier.TrainerState,
+        rowcast.trainer.step.barrier.TrainerEvent,
     ),
 }
 every_side = pytest.mark.parametrize("side", SIDES)

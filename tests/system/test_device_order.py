@@ -11,7 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import RowcastError
-from rowcast.trainer.execute.streams import RankWait, Wait
+from rowcast.trainer.device.streams import RankWait, Wait
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, StuckError, start_state

@@ -120,7 +120,7 @@ def hot_keys(
     groups: tuple[GroupSpec, ...], batches: list[ScheduledBatch], num_rows: int
 ) -> tuple[npt.NDArray[np.int64], ...]:
     """The keys that most batches use, ascending, of each group."""
-    planner = RowPlanner(groups, tuple(0 for _ in groups), 1, 0)
+    planner = RowPlanner(groups, [tuple(0 for _ in groups)], 1, 0)
     found = []
     for of_group in zip(*(planner.group(scheduled.batch) for scheduled in batches), strict=True):
         keys, counts = np.unique(np.concatenate([grouping.keys for grouping in of_group]), return_counts=True)

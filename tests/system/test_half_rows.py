@@ -12,8 +12,9 @@ from torch import Tensor
 
 from benchmarks.exact import capacity_of, cover, job_text, train
 from examples.plain_loop import run_plain_loop
+from rowcast.job.embedding_tables import RowType
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job, RowType
+from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.readers.reader import open_reader

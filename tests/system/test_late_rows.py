@@ -10,7 +10,7 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.sizing import job_tier_slots, tier_rows
+from rowcast.prefetcher.run.sizing import job_levels, tier_rows
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.plan import StepPlan
@@ -35,10 +35,10 @@ def trained(memory_rows: int, *, with_reserve: bool) -> TieredStore:
     batches = list(schedule(job, open_reader(job), None))
     measured = batches[:MEASURED_BATCHES]
     slots = job_slots(job, groups, measured)
-    tier_slots = job_tier_slots(job, groups, measured, slots)
-    assert tier_slots == (memory_rows,)
-    planner = job_planner(job, groups, slots, measured, tier_slots=tier_slots)
-    [num_rows] = tier_rows(job, groups, measured, tier_slots) if with_reserve else tier_slots
+    levels = job_levels(job, groups, measured, slots)
+    assert levels == (slots, (memory_rows,))
+    planner = job_planner(job, groups, levels, measured)
+    [num_rows] = tier_rows(job, groups, measured, levels[1]) if with_reserve else levels[1]
     store = tiered(groups[0], num_rows)
     plans: deque[StepPlan] = deque()
     while planner.wants_batch or planner.ready():

@@ -99,7 +99,7 @@ def test_a_script_beside_modules_named_like_ours_trains(folder: Path) -> None:
 
 
 def test_both_commands_find_factories_in_modules_named_like_ours(folder: Path) -> None:
-    commands = ("rowcast.prefetcher.cli", "rowcast.trainer.cli")
+    commands = ("rowcast.command_line.prefetcher", "rowcast.command_line.trainer")
     both = [
         start(folder, "-P", "-c", f"from {name} import app; app()", "run", "--config", "job.toml") for name in commands
     ]

@@ -5,21 +5,24 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from rowcast.job.schema import Transport
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, SILENCE_LIMIT_S, PeerWatch, ProcessProgress
+from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, PeerWatch, ProcessProgress
 from rowcast.protocol.session import Session as Talk
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime import run_directory
 from rowcast.runtime.errors import ConfigError, PeerLost, PeerNeverCame, peer_failure
 from rowcast.runtime.run_directory import Role, RunDirectory, failure_path, failure_since
+from tests.support.facts import facts
 from tests.support.processes import Process, Session, proc_text
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+SILENCE_S, STALL_S = 7.0, 300.0  # transport.silence_timeout and stall_timeout by default
 NOTICE_LIMIT_S = 10.0  # that the issue allows for noticing that a peer is gone
 WENT_AWAY = "went away; its own log says why. Start both again"
 
@@ -166,6 +169,20 @@ def test_what_is_no_note_of_a_failure_is_not_taken_for_one(content: bytes, tmp_p
     assert failure_since(tmp_path, "trainer", 0.0) is None
 
 
+def test_a_note_of_a_failure_that_cannot_be_removed_is_no_failure(tmp_path: Path) -> None:
+    failure_path(tmp_path, "trainer").mkdir()
+    RunDirectory(tmp_path, "trainer").clear_failure()
+    assert failure_since(tmp_path, "trainer", 0.0) is None
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("of somebody")
+    (tmp_path / "trainer.lock").symlink_to("notes")
+    with pytest.raises(ConfigError, match="cannot be written"), RunDirectory(tmp_path, "trainer"):
+        pass
+    assert (tmp_path / "notes").read_text() == "of somebody"
+
+
 @pytest.mark.parametrize("error", [PeerNeverCame("nobody"), peer_failure(2, "of the peer"), KeyboardInterrupt()])
 def test_a_failure_that_is_not_a_process_s_own_is_not_noted(error: BaseException, tmp_path: Path) -> None:
     RunDirectory(tmp_path, "trainer").note_failure(error)
@@ -191,7 +208,7 @@ def test_a_killed_decoding_process_ends_both(session: Session) -> None:
     session.kill(decoder)
     sentence = one_sentence(1, prefetcher, trainer)
     assert sentence.startswith(f"the decoding process (pid {decoder}, after ")
-    assert "was killed by signal 9" in sentence
+    assert "was killed by SIGKILL" in sentence
     assert session.remains() == []
 
 
@@ -222,10 +239,26 @@ def test_a_peer_that_stays_stopped_is_given_up(session: Session, other: Session)
 
 
 def test_a_trainer_that_takes_long_to_build_its_model_is_not_given_up(session: Session) -> None:
-    session.write_job(model={"kind": "tests.system.odd_parts:slow_model", "options": {"build_s": 4.0}})
-    prefetcher = session.start_patched("prefetcher", "import rowcast.protocol.peer_watch as w; w.SILENCE_LIMIT_S = 2.5")
+    session.write_job(
+        model={"kind": "tests.system.odd_parts:slow_model", "options": {"build_s": 4.0}},
+        transport={"silence_timeout": "2.5s"},
+    )
+    # as if the trainer were on another host, so that its heartbeats alone say that it lives
+    prefetcher = session.start_patched(
+        "prefetcher", "from rowcast.protocol.transport import zmq_link as z; z.ZmqLink.peer_runs = False"
+    )
     trainer = session.start("trainer")
     trainer.until_counted("rowcast_train_steps_total", 1)
+    trainer.signal(SIGTERM)
+    prefetcher.ended().quiet()
+    trainer.ended().quiet()
+
+
+def test_a_peer_that_lives_on_this_host_may_be_silent_for_longer(session: Session) -> None:
+    frozen = {"kind": "tests.system.odd_parts:frozen_model", "options": {"steps": 5, "seconds": 6}}
+    session.write_job(model=frozen, transport={"silence_timeout": "2s"})
+    prefetcher, trainer = session.start_both()
+    trainer.until_counted("rowcast_train_steps_total", 10)
     trainer.signal(SIGTERM)
     prefetcher.ended().quiet()
     trainer.ended().quiet()
@@ -250,6 +283,7 @@ def test_two_processes_without_progress_give_up_and_say_what_they_waited_for(ses
 @dataclass
 class FakeLink:
     peer_gone: bool = False
+    peer_runs: bool = False
     pending: int = 0
     last_received_s: float | None = None
 
@@ -260,11 +294,16 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
 
-def watch_of(link: FakeLink, *, connected: bool = True) -> PeerWatch:
+def watch_of(link: FakeLink, *, connected: bool = True, makes_progress: bool = False) -> PeerWatch:
     near, _ = inproc_pair()
-    conversation = Conversation(Talk("trainer"), near)
-    progress = ProcessProgress(step_begun=1, step_done=1, work=0, waiting_for="rows", ended=False)
-    return PeerWatch("prefetcher", conversation, link, Transport(), lambda: progress, lambda: connected, lambda: None)
+    conversation, steps = Conversation(Talk("trainer"), near), count()
+
+    def progress() -> ProcessProgress:
+        return ProcessProgress(
+            step_begun=1, step_done=1, work=next(steps) if makes_progress else 0, waiting_for="rows", ended=False
+        )
+
+    return PeerWatch("prefetcher", conversation, link, Transport(), progress, lambda: connected, lambda: None)
 
 
 def pass_time(clock: Clock, watch: PeerWatch, seconds: float, tick_s: float = 0.05) -> None:
@@ -276,7 +315,7 @@ def pass_time(clock: Clock, watch: PeerWatch, seconds: float, tick_s: float = 0.
 def test_silence_is_counted_while_this_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     watch = watch_of(FakeLink(last_received_s=clock.now_s))
-    pass_time(clock, watch, SILENCE_LIMIT_S - 0.1)
+    pass_time(clock, watch, SILENCE_S - 0.1)
     with pytest.raises(PeerLost, match="the prefetcher has been silent for 7"):
         pass_time(clock, watch, 0.3)
 
@@ -288,16 +327,35 @@ def test_silence_while_this_process_was_stopped_is_not_held_against_the_peer(
     watch = watch_of(FakeLink(last_received_s=clock.now_s))
     watch.advance()
     clock.now_s += 1000.0  # longer than every limit
-    pass_time(clock, watch, SILENCE_LIMIT_S - 0.1)
-    with pytest.raises(PeerLost, match=r"the prefetcher has been silent for 7\.\d s"):
+    pass_time(clock, watch, SILENCE_S - 0.1)
+    with pytest.raises(PeerLost, match=r"prefetcher.*7\.\d s.*silence_timeout"):
         pass_time(clock, watch, 0.3)
+
+
+def test_a_silent_peer_that_runs_has_until_the_stall_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, link = Clock(monkeypatch), FakeLink(peer_runs=True)
+    link.last_received_s = clock.now_s
+    watch = watch_of(link, makes_progress=True)
+    pass_time(clock, watch, STALL_S - 1.0)
+    with pytest.raises(PeerLost, match=facts("300 s", "transport.stall_timeout")):
+        pass_time(clock, watch, 2.0)
+
+
+def test_a_silent_peer_that_is_stopped_meanwhile_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, link = Clock(monkeypatch), FakeLink(peer_runs=True)
+    link.last_received_s = clock.now_s
+    watch = watch_of(link)
+    pass_time(clock, watch, 2 * SILENCE_S)
+    link.peer_runs = False
+    with pytest.raises(PeerLost, match=r"14\.\d s.*transport\.silence_timeout"):
+        pass_time(clock, watch, 0.1)
 
 
 def test_a_peer_that_ticks_slowly_is_still_found_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     watch = watch_of(FakeLink(last_received_s=clock.now_s))
     with pytest.raises(PeerLost, match="silent"):
-        pass_time(clock, watch, SILENCE_LIMIT_S + PAUSE_S, tick_s=PAUSE_S - 0.1)
+        pass_time(clock, watch, SILENCE_S + PAUSE_S, tick_s=PAUSE_S - 0.1)
 
 
 def test_a_peer_that_leaves_before_the_two_have_met_is_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,19 +11,16 @@ from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from rowcast.analysis.predict.planned import plan_job
-from rowcast.analysis.predict.recorded import recorded_run
+from rowcast.analysis.estimate.planned import plan_job
+from rowcast.analysis.estimate.recorded import recorded_run
 from rowcast.analysis.simulate.ranks.command import simulate_ranks
 from rowcast.analysis.timeline.pairs import read_pairs
-from rowcast.job.device_rates import KernelRates
+from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
-from rowcast.prefetcher.cli import app
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.runtime.sealed import render, seal
 from rowcast.runtime.telemetry.metrics import METRICS, Process
 from rowcast.trainer.report.report_json import Report, read_report
-from tests.support.made_up_device import device
 from tests.support.processes import Session
 from tests.support.timeline_format import check_events
 
@@ -62,12 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SeenRun:
             eval={"every": 200},
             ranks={"count": RANKS, "parts": RANKS},
         )
-        made_up = device(per_step=0.25)
-        for kernel in ("exchange", "dense sums"):
-            made_up.kernels[kernel] = KernelRates(terms={"1": 0.0}, measured={}, samples=1)
-        rates = session.folder / "rates.json"
-        rates.write_bytes(render(seal(made_up)))
-        started = session.start("local", "--timeline", f"--max-steps={STEPS}", f"--rates={rates}")
+        started = session.start("local", "--timeline", f"--max-steps={STEPS}")
         log = session.run_dir / "prefetcher.log"
 
         def addresses() -> dict[tuple[str, str], str]:
@@ -116,7 +108,7 @@ def test_the_run_has_one_report_of_both_ranks(run: SeenRun) -> None:
     assert sorted(path.name for path in run.folder.rglob("report.*")) == ["report.html", "report.json"]
 
 
-def test_the_run_counts_what_simulating_its_ranks_foretells(run: SeenRun) -> None:
+def test_the_run_counts_what_simulating_its_ranks_counts(run: SeenRun) -> None:
     job, report = load_job(run.config), run.report
     [found] = simulate_ranks([job], lambda own: schedule(own, open_reader(own), STEPS), per_step=True)
     steps = found.per_step
@@ -165,14 +157,7 @@ def test_all_pairs_are_on_one_timeline_with_their_exchanges(run: SeenRun) -> Non
     assert [name.partition(" (")[0] for name in names] == ["prefetcher 0", "trainer 0", "prefetcher 1", "trainer 1"]
 
 
-def test_the_run_was_foretold_once_and_its_report_says_how_it_was(run: SeenRun) -> None:
-    assert [path.parent for path in run.folder.rglob("prediction.json")] == [run.folder]
-    assert run.report.pace is not None
-    assert run.report.pace.foretold_ms == pytest.approx(250, rel=0.01)
-    assert "foretold" in run.stdout
-
-
-def test_a_prediction_plans_the_pieces_that_the_first_rank_had_and_walks_its_recording(run: SeenRun) -> None:
+def test_an_estimate_plans_the_pieces_that_the_first_rank_had_and_walks_its_recording(run: SeenRun) -> None:
     planned, wiring, _ = plan_job(load_job(run.config), STEPS)
     first = read_pairs(run.folder)[0]
     copied = [span.step for span in first.trainer.spans if (span.kind, span.name) == ("work", "copy in")]
@@ -183,7 +168,8 @@ def test_a_prediction_plans_the_pieces_that_the_first_rank_had_and_walks_its_rec
     assert exchanged == pytest.approx(run.report.ranks[0].waited_for_ranks_s, rel=0.01)
     assert min(recorded("step", step) for step in range(len(planned))) > 0
     out = CliRunner().invoke(
-        app, ["predict", f"--config={run.config}", f"--run={run.folder}", f"--max-steps={STEPS}", "--change=exchange=0"]
+        app,
+        ["estimate", f"--config={run.config}", f"--run={run.folder}", f"--max-steps={STEPS}", "--change=exchange=0"],
     )
     assert out.exit_code == 0, out.output
     assert "with exchange=0:" in out.stdout

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
+from rowcast.job.section import decode
+from rowcast.job.stores import Store
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
@@ -31,6 +33,7 @@ from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.logs import get_logger
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
 from tests.support.driver import Past, Settings, start_state
+from tests.support.facts import facts
 from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
@@ -97,7 +100,7 @@ class Restarts:
         content = STORES[self.store]
         if content:
             content = {**content, "path": str(self.folder / f"tables-{shard.number}")}
-        job = msgspec.structs.replace(self.job, store=msgspec.structs.replace(self.job.store, **content))
+        job = msgspec.structs.replace(self.job, store=decode(Store, content))
         return Tables(job, group_specs(job), Checkpoints(self.run_dir, RealDisk()), self.lives, shard)
 
 
@@ -189,6 +192,6 @@ def test_a_replica_that_drifts_is_named_at_the_next_checkpoint(tmp_path: Path) -
     run = RankedRun(own.job, own.batches, Settings(slots=slots), ranks=4, parts=4, pasts=pasts)
     with torch.no_grad():
         next(iter(run.pairs[2].runner.model.parameters())).view(-1)[0] += 1e-3
-    with pytest.raises(DataError, match="the trainer of rank 2 has another model state after step 2 than that of rank"):
+    with pytest.raises(DataError, match=facts("rank 2", "model state", "step 2")):
         run.run()
     assert own.newest() is None

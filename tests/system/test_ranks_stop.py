@@ -15,7 +15,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import EndOfData, StopRequest
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.execute.agreed_stop import AgreedStop
+from rowcast.trainer.models.agreed_stop import AgreedStop
 from rowcast.trainer.models.evaluate import EvalCounts
 from rowcast.trainer.models.model_state import unpack
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job

@@ -14,16 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 import rowcast.prefetcher.pipeline.metrics
-import rowcast.trainer.execute.metrics
+import rowcast.trainer.device.phases
+import rowcast.trainer.step.metrics
+from rowcast.command_line.trainer import app
 from rowcast.job.file import load_job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.telemetry.health import State
 from rowcast.runtime.telemetry.metrics import METRICS, Process, metric_table
-from rowcast.trainer.cli import app
-from rowcast.trainer.execute.cache import ArrivedStep
-from rowcast.trainer.execute.engine import TrainerEngine
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Report, read_report
+from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.engine import TrainerEngine
 from tests.support import processes
 from tests.support.processes import Session
 
@@ -36,15 +37,15 @@ HOLD = "ROWCAST_TEST_HOLD"  # a folder
 Key = tuple[str, tuple[tuple[str, str], ...]]
 REASONS = {
     "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.StallReason),
-    "trainer": get_args(rowcast.trainer.execute.metrics.StallReason),
+    "trainer": get_args(rowcast.trainer.step.metrics.StallReason),
 }
 PHASES = {
     "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.Phase),
-    "trainer": get_args(rowcast.trainer.execute.metrics.Phase),
+    "trainer": get_args(rowcast.trainer.device.phases.Phase),
 }
 QUEUES = {
     "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.Queue),
-    "trainer": get_args(rowcast.trainer.execute.metrics.Queue),
+    "trainer": get_args(rowcast.trainer.step.metrics.Queue),
 }
 
 
@@ -188,7 +189,7 @@ def test_every_label_has_all_its_values_from_the_first_scrape_on(run: ScrapedRun
         "phase": set(PHASES[process]),
         "queue": set(QUEUES[process]),
         "side": {"producer", "consumer"},
-        "optimizer": set(get_args(rowcast.trainer.execute.metrics.Side)) if process == "trainer" else set(),
+        "optimizer": set(get_args(rowcast.trainer.step.metrics.Side)) if process == "trainer" else set(),
         "state": set(get_args(State)),
         "tier": {"memory", "cold", "untouched"} if process == "prefetcher" else set(),
         "from": {"memory", "cold", "untouched"} if process == "prefetcher" else set(),

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 import rowcast.prefetcher.pipeline.metrics
-import rowcast.trainer.execute.metrics
+import rowcast.trainer.step.metrics
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.readers.schedule import PlacedIds
@@ -23,10 +23,10 @@ from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
-from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.execute.streams import Work
+from rowcast.trainer.device.streams import Work
 from rowcast.trainer.models.collectives import LocalCollectives
 from rowcast.trainer.run import gauges as observe
+from rowcast.trainer.step.metrics import TrainerCounters
 from tests.support import driver, three_steps
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, ListSource, MemoryCheckpointer, Past, Settings, Sharing
@@ -34,7 +34,7 @@ from tests.support.driver import InProcessRun, ListSource, MemoryCheckpointer, P
 DEADLINE_S = 20.0
 REASONS = {
     "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.StallReason),
-    "trainer": get_args(rowcast.trainer.execute.metrics.StallReason),
+    "trainer": get_args(rowcast.trainer.step.metrics.StallReason),
 }
 
 

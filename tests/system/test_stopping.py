@@ -50,7 +50,7 @@ def test_a_prefetcher_that_is_stopped_before_it_greets_a_waiting_trainer_lets_it
 def test_a_stop_while_a_process_still_imports_ends_it(name: Literal["prefetcher", "trainer"], tmp_path: Path) -> None:
     with Session(tmp_path, launch) as session:
         process = session.start(name)
-        process.until_it_listens()
+        process.until_it_holds_signals()
         process.signal(SIGINT)
         ends_in_order(process)
         assert session.remains() == []
@@ -123,8 +123,8 @@ def test_a_second_signal_ends_a_process_within_a_step_and_the_peer_notices(
     prefetcher.signal(SIGTERM)
     prefetcher.until_logged("stopping")
     assert prefetcher.running, "the plans already made are finished first"
-    prefetcher.signal(SIGTERM)
-    assert prefetcher.ended(5).code == 128 + SIGTERM
+    prefetcher.insist(SIGTERM)
+    assert prefetcher.ended().code == 128 + SIGTERM
     assert trainer.ended().refused(3) == "the prefetcher went away; its own log says why. Start both again"
     assert session.remains(killed=True) == []
 

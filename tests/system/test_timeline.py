@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.analysis.predict.pipeline import Planned
-from rowcast.analysis.predict.planned import plan_job
+from rowcast.analysis.estimate.pipeline import Planned
+from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.timeline.recording import Recordings, StepLife, lives, overlap, read_run
+from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
-from rowcast.prefetcher.cli import app
 from rowcast.runtime.telemetry.timeline import TimelineSpan
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.processes import ROOT, Session
@@ -62,8 +62,8 @@ class RecordedRun:
     steps: list[StepLife]
     events: list[Event]
     said: str  # by `prefetcher timeline`
-    planned: list[Planned]  # by `prefetcher predict`
-    predicted: str  # it said
+    planned: list[Planned]  # by `prefetcher estimate`
+    estimated: str  # it said
     report: Report
 
     def spans(self, step: int) -> dict[str, list[TimelineSpan]]:
@@ -94,14 +94,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
         session.start("local", "--timeline", f"--max-steps={NUM_STEPS}").ended(timeout_s=150).quiet()
         found = CliRunner().invoke(app, ["timeline", f"--run={session.run_dir}"])
         assert found.exit_code == 0, found.output
-        predicted = CliRunner().invoke(
+        estimated = CliRunner().invoke(
             app,
             [
-                *("predict", f"--config={session.config}", f"--run={session.run_dir}"),
+                *("estimate", f"--config={session.config}", f"--run={session.run_dir}"),
                 *(f"--max-steps={NUM_STEPS}", "--change=step=0.1"),
             ],
         )
-        assert predicted.exit_code == 0, predicted.output
+        assert estimated.exit_code == 0, estimated.output
         recordings = read_run(session.run_dir)
         merged = json.loads((session.run_dir / "timeline.json").read_text())
         return RecordedRun(
@@ -110,7 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
             events=check_events(merged),
             said=found.output,
             planned=plan_job(load_job(session.config), NUM_STEPS)[0],
-            predicted=predicted.output,
+            estimated=estimated.output,
             report=read_report(session.run_dir / "report.json"),
         )
 
@@ -125,7 +125,7 @@ def test_every_step_has_its_spans_in_both_processes(run: RecordedRun) -> None:
             assert len(found[name]) == 1, f"{name} of step {life.number}"
 
 
-def test_a_prediction_plans_the_pieces_and_barriers_that_the_run_had(run: RecordedRun) -> None:
+def test_an_estimate_plans_the_pieces_and_barriers_that_the_run_had(run: RecordedRun) -> None:
     assert [len(planned.pieces) for planned in run.planned] == [
         len(run.spans(life.number)["copy in"]) for life in run.steps
     ]
@@ -135,8 +135,8 @@ def test_a_prediction_plans_the_pieces_and_barriers_that_the_run_had(run: Record
         if not planned.barrier:  # its rows are copied out too
             pieces = [piece for piece in planned.pieces if piece.back_bytes]
             assert len(run.spans(planned.step)["copy out"]) == len(pieces), f"step {planned.step}"
-    assert f"{len(run.steps)} steps" in run.predicted
-    assert "with step=0.1:" in run.predicted
+    assert f"{len(run.steps)} steps" in run.estimated
+    assert "with step=0.1:" in run.estimated
 
 
 def test_rows_are_announced_before_the_step_that_needs_them_begins(run: RecordedRun) -> None:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job, parse_bytes
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
 from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.readers.source import InlineSource
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import sizes
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.packing import Piece, barrier_stamp, cut, make_block, plan_block, plan_stamp
@@ -49,7 +51,7 @@ class Alone:
 
 def plan_alone(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Alone:
     groups = group_specs(job)
-    planner = job_planner(job, groups, slots, batches[:MEASURED_BATCHES])
+    planner = job_planner(job, groups, [slots], batches[:MEASURED_BATCHES])
     plans = []
     for batch in batches:
         planner.add(batch)
@@ -225,10 +227,7 @@ def present_keys(run: InProcessRun) -> list[int]:
 
 def planned_run(job: Job, max_steps: int | None = None) -> Alone:
     """The planner over the job's own data, with the slots that a run would give it."""
-    source = InlineSource(job, max_steps)
-    batches: list[ScheduledBatch] = []
-    while (batch := source.poll()) is not None:
-        batches.append(batch)
+    batches: list[ScheduledBatch] = list(schedule(job, open_reader(job), max_steps))
     groups = group_specs(job)
     slots = divide_capacity(
         groups, measure(groups, batches[:MEASURED_BATCHES]), capacity_bytes=parse_bytes(job.cache.capacity)

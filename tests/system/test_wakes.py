@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import rowcast.prefetcher.pipeline.engine
-import rowcast.trainer.execute.engine
+import rowcast.trainer.step.engine
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
@@ -22,6 +22,7 @@ from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, Ste
 from rowcast.protocol.plan import GroupPlan
 from rowcast.protocol.transport.inproc import inproc_pair
 from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage, Wakes
 from tests.support import driver, repeats
 from tests.support.batches import slots_for, small_batches, small_job
@@ -30,7 +31,7 @@ from tests.support.store_around import StoreAround
 
 TABLES: dict[str, Wakes] = {
     "prefetcher": rowcast.prefetcher.pipeline.engine.WAKES,
-    "trainer": rowcast.trainer.execute.engine.WAKES,
+    "trainer": rowcast.trainer.step.engine.WAKES,
 }
 Thread = tuple[str, str]  # process, name
 
@@ -38,8 +39,8 @@ Thread = tuple[str, str]  # process, name
 class PunctualSource(ListSource):
     """Batches that are never late: nothing here would ring for one that comes."""
 
-    def __init__(self, batches: Any, chance: random.Random | None) -> None:
-        super().__init__(batches)
+    def __init__(self, batches: Any, chance: random.Random | None, start: Position) -> None:
+        super().__init__(batches, None, start)
 
 
 class AllAsleep(AssertionError):

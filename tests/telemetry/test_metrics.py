@@ -13,7 +13,7 @@ from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.health import Health, State
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process, families, metric_table
-from rowcast.trainer.execute.metrics import TrainerCollector, TrainerCounters, TrainerGauges
+from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from tests.support import three_steps
 
 ALLOWED_LABELS = {

@@ -2,16 +2,16 @@ import json
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
-from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.report.all_ranks import ADDED, report_of_all
-from rowcast.trainer.report.report_json import Evaluation, Report, RunFacts, make_report, read_report, write_report
+from rowcast.trainer.report.report_json import Report, RunFacts, make_report, read_report, write_report
 from rowcast.trainer.report.summary import print_summary
+from rowcast.trainer.step.metrics import new_counters
+from rowcast.trainer.step.results import Evaluation
 from tests.support import three_steps
 from tests.support.sample_messages import tier_totals
 from tests.support.three_steps import facts
@@ -132,13 +132,9 @@ def of_rank(rank: int) -> Report:
     return make_report(counters, facts(tier=tier_totals()))
 
 
-def encoded(*reports: Report) -> list[bytes]:
-    return [msgspec.json.encode(own) for own in reports]
-
-
 def test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_did() -> None:
     ranks = [of_rank(rank) for rank in range(3)]
-    made = report_of_all(encoded(*ranks))
+    made = report_of_all(ranks)
     for name in ADDED:
         assert getattr(made, name) == 3 * getattr(ranks[0], name), name
     assert (made.steps, made.train_steps, made.wall_s, made.loss) == (2, 2, 4.0, 0.6)
@@ -157,12 +153,12 @@ def test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_di
 
 def test_the_report_of_a_trainer_that_is_alone_is_its_own() -> None:
     made = of_rank(0)
-    assert report_of_all(encoded(made)) == made
+    assert report_of_all([made]) == made
     assert [own.rank for own in made.ranks] == [0]
 
 
 def test_the_summary_of_several_ranks_has_a_table_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(report_of_all(encoded(of_rank(0), of_rank(1))), Console(width=60))
+    print_summary(report_of_all([of_rank(0), of_rank(1)]), Console(width=60))
     text = capsys.readouterr().out
     assert re.search(r"exchanged +21 rows and their gradients, 201 B\n", text)
     assert re.search(r"rows of a rank +1\.500, the most over the mean\n", text)

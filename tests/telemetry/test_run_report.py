@@ -14,7 +14,6 @@ import pytest
 
 from rowcast.job.file import load_job, parse_job
 from rowcast.runtime.telemetry.logs import setup_logging
-from rowcast.trainer.execute.metrics import new_counters
 from rowcast.trainer.report.history import MAX_MARKS, HistoryMark
 from rowcast.trainer.report.page import page
 from rowcast.trainer.report.page.axis import SPAN, Axis, outwards, tick_label, tick_step
@@ -24,7 +23,9 @@ from rowcast.trainer.report.page.learning import MOST_POINTS, auc_chart, in_buck
 from rowcast.trainer.report.page.page import SECTIONS, render, write_page
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
-from rowcast.trainer.report.report_json import Evaluation, make_report
+from rowcast.trainer.report.report_json import make_report
+from rowcast.trainer.step.metrics import new_counters
+from rowcast.trainer.step.results import Evaluation
 from tests.support import three_steps
 from tests.support.three_steps import facts
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from rowcast.runtime.telemetry.logs import setup_logging
-from rowcast.trainer.execute.metrics import TrainerCounters, new_counters
-from rowcast.trainer.report.report_json import Evaluation, TaskEvaluation
 from rowcast.trainer.report.terminal import TerminalProgress
+from rowcast.trainer.step.metrics import TrainerCounters, new_counters
+from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 from tests.support import three_steps
 
 RESULT = Evaluation(train_step=2, auc=0.71234567, logloss=0.5, accuracy=0.8)
@@ -186,7 +186,7 @@ def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:
     with TerminalProgress(counters, 40, first_step=40, mode="eval", eval_steps=8, console=console, clock=clock):
         for _ in range(2):
             counters.step_done(three_steps.header(three_steps.step_plan("eval"), batch_size=100), None)
-    assert f"{'━' * 5:20} step 40/40" in written(console)
+    assert f"{'━' * 5:20} step 2/8" in written(console)
 
 
 def test_the_cursor_is_visible_while_the_line_lives() -> None:

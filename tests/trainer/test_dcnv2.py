@@ -9,6 +9,7 @@ from torch import Tensor
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_model
+from tests.support.facts import facts
 from tests.support.full_capacity import make_job
 
 NUM_DENSE, DIMS = 5, (4, 6, 4)
@@ -85,10 +86,10 @@ def test_its_random_numbers_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ({"top_mlp": [8]}, r"dcnv2 needs bottom_mlp = \[\.\.\.\] and top_mlp = \[\.\.\., 1\]"),
+        ({"top_mlp": [8]}, facts("dcnv2", "bottom_mlp = [...]", "top_mlp = [..., 1]")),
         ({"bottom_mlp": []}, r"dcnv2 needs bottom_mlp"),
-        ({"cross_layers": 0}, "cross_layers = 0 must be from 1"),
-        ({"cross_rank": -1}, "cross_rank = -1 must be from 1"),
+        ({"cross_layers": 0}, "cross_layers = 0 must be a whole number from 1"),
+        ({"cross_rank": -1}, "cross_rank = -1 must be a whole number from 1"),
     ],
 )
 def test_what_it_cannot_be_built_from_is_refused(model: dict[str, Any], sentence: str) -> None:

@@ -24,6 +24,7 @@ from rowcast.trainer.models.model_state import (
 )
 from rowcast.trainer.models.runner import EvaluationRunner
 from tests.support import jobs
+from tests.support.facts import facts
 from tests.support.full_capacity import make_job
 
 NUM_DENSE, DIM, BATCH = 5, 4, 16
@@ -82,7 +83,7 @@ def test_fp32_means_the_highest_precision_of_matrix_products_whatever_it_was() -
 def test_tf32_without_cuda_is_refused_in_a_sentence() -> None:
     with pytest.raises(
         ConfigError,
-        match=r'model\.precision = "tf32" needs a CUDA device, and trainer\.device is cpu; set model\.precision',
+        match=facts('model.precision = "tf32"', "CUDA", "trainer.device is cpu"),
     ):
         JobModel(job_with({"precision": "tf32"}), NUM_DENSE)
 
@@ -106,14 +107,14 @@ def test_a_machine_without_a_compiler_is_told_so_in_a_sentence(monkeypatch: pyte
     monkeypatch.setattr(torch, "compile", compile_nothing)
     with pytest.raises(
         ConfigError,
-        match=r"model\.compile: .* no working C\+\+ compiler found\); .* such as g\+\+.* remove model\.compile$",
+        match=facts("model.compile", "C++ compiler", "g++"),
     ):
         check_compiler(CPU)
 
 
 def test_a_compiled_model_over_sequences_is_refused_at_load() -> None:
     tables = [{**TABLES[0], "pooling": "none"}]
-    with pytest.raises(ConfigError, match=r'model\.compile: table t0 has pooling = "none", .* remove model\.compile'):
+    with pytest.raises(ConfigError, match=facts("model.compile", "table t0", 'pooling = "none"')):
         make_job(tables, model={"kind": "tests.support.full_capacity:Concatenated", "compile": True})
 
 
@@ -214,14 +215,14 @@ def test_a_restart_in_the_middle_of_a_schedule_cannot_be_seen(kind: str) -> None
 @pytest.mark.parametrize(("section", "key"), [("sparse", "clip_rows"), ("dense", "clip_norm"), ("dense", "clip_value")])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_impossible_clip_is_refused(section: str, key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"optimizer.{section}: {key} = {value} must be finite and above 0"):
+    with pytest.raises(ConfigError, match=facts(f"optimizer.{section}.{key} = {value}")):
         make_with_optimizer({section: {key: value}})
 
 
 def test_one_norm_over_rows_and_weights_is_refused_with_the_reason() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"optimizer: clip_norm over rows .* refused: .* updated in the backward pass; use dense\.clip_norm",
+        match=facts("clip_norm over rows", "backward", "dense.clip_norm"),
     ):
         make_with_optimizer({"clip_norm": 1.0})
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.loss import as_fp32, own_loss
+from tests.support.facts import facts
 
 OUTPUTS, LABELS = torch.tensor([0.5, -2.0, 1.0], requires_grad=True), torch.tensor([1.0, 0.0, 0.0])
 
@@ -50,9 +51,7 @@ def test_a_method_and_a_module_of_the_model_are_its_loss() -> None:
 
 @pytest.mark.parametrize("loss", [lambda batch: batch, lambda outputs, labels, weights: outputs, lambda: 0])
 def test_a_loss_that_takes_other_things_is_refused_when_the_model_is_built(loss: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"Own\.loss cannot be called with \(outputs, labels\): .*; let it take these two, or give it"
-    ):
+    with pytest.raises(ConfigError, match=facts("Own.loss", "(outputs, labels)")):
         own_loss(Own(loss))
 
 
@@ -87,12 +86,11 @@ def test_an_evaluation_needs_no_gradient() -> None:
     [
         (
             torch.zeros(3, 1),
-            r"the model returned logits of shape \[3, 1\]; return one logit per sample, shape \[3\], or give",
+            facts("logits", "shape [3, 1]", "shape [3]"),
         ),
         (
             (OUTPUTS, OUTPUTS),
-            r"the model returned tuple; return one logit per sample, shape \[3\], or give the model a method "
-            r"loss\(outputs,",
+            facts("tuple", "shape [3]", "loss(outputs,"),
         ),
     ],
 )
@@ -160,5 +158,5 @@ def test_known_labels_have_the_bits_of_unmasked_cross_entropy() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3), (2, 4)])
 def test_several_labels_need_a_logit_each(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"return one logit per sample and label, shape \[4, 2\], or give the model"):
+    with pytest.raises(ConfigError, match=facts("one logit", "[4, 2]")):
         mean_loss(torch.zeros(shape), SEVERAL)

@@ -14,8 +14,9 @@ from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, DataError, Mismatch, PeerLost, RanksDiffer, RowcastError
 from rowcast.trainer.run.agreement import Start, all_start
 from rowcast.trainer.run.launch import Launch
-from rowcast.trainer.run.meeting import Greeting, Meeting, new_greeting, open_store
+from rowcast.trainer.run.meeting import Greeting, Meeting, Named, Present, encoded, new_greeting, open_store
 from rowcast.trainer.run.rank_group import RankGroup
+from tests.support.facts import facts
 
 NEVER = lambda: False  # noqa: E731
 
@@ -113,7 +114,7 @@ def test_ranks_that_do_not_belong_together_say_so_in_one_sentence(
 
 def test_a_second_process_of_a_rank_that_comes_too_late_does_not_disturb_the_others(server: Any) -> None:
     met = meet(server, [greeting(0, 2), greeting(1, 2)])
-    with pytest.raises(PeerLost, match="they met without it: another process took its place, or they have ended since"):
+    with pytest.raises(PeerLost, match=facts("met without it")):
         Meeting(client(server), greeting(1, 2), 0.2, NEVER).hold()
     assert met[0] == met[1]
 
@@ -131,8 +132,77 @@ def test_missing_ranks_are_named(server: Any) -> None:
         assert "missing are ranks 1, 3" in str(outcome)
 
 
+# whoever reaches the store can write there
+
+ESCAPES = "\x1b[2J\u202e"
+CLEAN = " [2J "
+
+
+def at_a_store_with(server: Any, rank: int, **stored: bytes) -> str:
+    """The one sentence with which a rank of two gives up."""
+    for key, content in stored.items():
+        server.set(key, content)
+    with pytest.raises(PeerLost) as caught:
+        Meeting(client(server), greeting(rank, 2), 10.0, NEVER).hold()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"", b"[" * 100_000, b'{"name": "\xff", "world_size": 2}', b'{"name": 1}', b"{}"], ids=repr
+)
+def test_what_is_no_message_of_a_rank_is_one_sentence(content: bytes, server: Any) -> None:
+    assert at_a_store_with(server, 1, leader=content).startswith("another program writes to the meeting point")
+
+
+def test_a_greeting_that_is_none_ends_the_wait_of_rank_0(server: Any) -> None:
+    first = Meeting(client(server), greeting(0, 2), 10.0, NEVER)
+
+    def intrude() -> None:
+        name = msgspec.json.decode(server.get("leader"), type=Named).name
+        server.set(f"{name}/greeting/1/1", "no JSON")
+        server.add(f"{name}/greetings/1", 1)
+
+    ended, _ = each(first.hold, intrude)
+    assert isinstance(ended, PeerLost)
+    assert "another program writes to the meeting point" in str(ended)
+
+
+def test_a_counter_beyond_all_processes_is_not_counted_to(server: Any) -> None:
+    first = Meeting(client(server), greeting(0, 2), 10.0, NEVER)
+    ended, _ = each(
+        first.hold,
+        lambda: server.add(f"{msgspec.json.decode(server.get('leader'), type=Named).name}/greetings/1", 10**12),
+    )
+    assert isinstance(ended, PeerLost)
+    assert "1,000,000,000,000 processes say that they are rank 1; at most 16 can" in str(ended)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (1, 0), (0, 1, 2), (0, 0, 1)], ids=repr)
+def test_each_greeting_must_be_that_of_its_place(ranks: tuple[int, ...], server: Any) -> None:
+    own = greeting(1, 2)
+    present = Present(greetings=tuple(own if rank == 1 else greeting(rank, 2) for rank in ranks))
+    server.set("leader", encoded(Named(name="met", world_size=2)))
+    server.set("met/present", encoded(present))
+    with pytest.raises(PeerLost, match=facts("another program", "--master-port")):
+        Meeting(client(server), own, 10.0, NEVER).hold()
+
+
+def test_texts_of_a_peer_are_shown_without_control_characters(server: Any) -> None:
+    server.set("leader", encoded(Named(name="met", world_size=2)))
+    server.set("met/present", encoded(Present(greetings=(), refused=f"no{ESCAPES}")))
+    with pytest.raises(Mismatch) as caught:
+        Meeting(client(server), greeting(1, 2), 10.0, NEVER).hold()
+    assert str(caught.value) == f"no{CLEAN}"
+
+
+def test_the_process_of_a_peer_is_named_without_control_characters(server: Any) -> None:
+    other = msgspec.structs.replace(greeting(1, 2, digest="other"), process=f"process 1{ESCAPES}")
+    (sentence,) = sentences(meet(server, [greeting(0, 2), other]), Mismatch)
+    assert f"rank 1 (process 1{CLEAN})" in sentence
+
+
 def test_a_store_that_nobody_serves_is_named() -> None:
-    with pytest.raises(PeerLost, match=r"rank 1 found no meeting point at 127\.0\.0\.1:1 within 0\.1 s"):
+    with pytest.raises(PeerLost, match=facts("rank 1", "127.0.0.1:1", "0.1 s")):
         open_store(Launch(rank=1, world_size=2, port=1), 0.1, NEVER)
 
 
@@ -187,9 +257,36 @@ def test_ranks_that_differ_say_where_each_begins(other: dict[str, Any], server: 
     assert "the prefetcher of rank 0 begins after 100 train steps of run run, that of rank 2 after" in sentence
 
 
+def test_ranks_that_have_read_other_batches_name_what_differs(server: Any) -> None:
+    same = Start(run_id="run", first_batches=(("feature user", "1"), ("feature item", "2"), ("labels", "3")))
+    one = msgspec.structs.replace(same, first_batches=(("feature user", "1"), ("feature item", "4"), ("labels", "3")))
+    assert sentences(starts(server, same, same, one), Mismatch) == {
+        "rank 2 has read other batches than rank 0: feature item differs; give every host the same data files, and a "
+        "data set of your own the same order on every rank"
+    }
+
+
+def test_a_rank_that_has_read_less_is_named(server: Any) -> None:
+    same = Start(run_id="run", first_batches=(("feature user", "1"), ("feature item", "2"), ("labels", "3")))
+    fewer = msgspec.structs.replace(same, first_batches=(("feature user", "1"),))
+    (sentence,) = sentences(starts(server, same, fewer), Mismatch)
+    assert "feature item and 1 more differ" in sentence
+
+
 def test_all_end_with_the_error_of_one(server: Any) -> None:
     failed = Start(failure=(4, "a file is damaged"))
     assert sentences(starts(server, Start(), failed, Start()), DataError) == {"a file is damaged"}
+
+
+def test_the_error_of_another_rank_is_shown_without_control_characters(server: Any) -> None:
+    failed = Start(failure=(4, f"a file{ESCAPES} is damaged"))
+    assert sentences(starts(server, Start(), failed), DataError) == {f"a file{CLEAN} is damaged"}
+
+
+def test_a_start_that_is_none_is_one_sentence(server: Any) -> None:
+    PrefixStore("met", client(server)).set("0/1", "\x1b no JSON")
+    with pytest.raises(PeerLost, match=facts("another program", "--master-port")):
+        all_start(groups(server, 2)[0], Start(), 5.0, NEVER)
 
 
 def test_all_leave_if_one_leaves(server: Any) -> None:

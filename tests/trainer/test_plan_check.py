@@ -10,9 +10,10 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import ArraySpan, RingSpec, RowSpan, StepReady, Welcome
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.execute.plan_check import ArrivingBlock, PlanCheck, check_welcome_fits
+from rowcast.trainer.step.plan_check import ArrivingBlock, PlanCheck, check_welcome_fits
 from tests.support import sample_messages
 from tests.support.batches import small_job
+from tests.support.facts import facts
 
 JOB = small_job("adagrad", depth=2)
 GROUPS = group_specs(JOB)
@@ -39,7 +40,7 @@ def test_a_welcome_of_this_job_fits() -> None:
         ({"num_dense": 2**40}, "announces 1099511627776 dense features"),
         (
             {"staging_bytes": 2**40},
-            "announces 1099511627776 bytes of staging; a multiple of 64 from 64 to 524160 is required",
+            facts("1099511627776 bytes of staging", 64, 524160),
         ),
         ({"staging_bytes": 0}, "announces 0 bytes of staging"),
         ({"staging_bytes": 100}, "announces 100 bytes of staging"),
@@ -71,9 +72,7 @@ def test_a_later_piece_of_a_barrier_cannot_announce_another_one(changes: dict[st
     first, second = sample_messages.flush_pieces(0, None)
     check.barrier(first, None)
     check.barrier(second, first)
-    with pytest.raises(
-        RemoteProtocolError, match="piece 1 of barrier 0 announces another barrier than its first piece"
-    ):
+    with pytest.raises(RemoteProtocolError, match=facts("piece 1 of barrier 0", "another barrier")):
         check.barrier(msgspec.structs.replace(second, **changes), first)
 
 
@@ -90,7 +89,5 @@ def test_a_piece_with_more_rows_than_staging_holds_is_refused() -> None:
         rows=(rows,),
     )
     PlanCheck(GROUPS, (100, 50), 4, 0, 4 * record_bytes, is_tcp=False).message(ready)
-    with pytest.raises(
-        RemoteProtocolError, match=f"step 0 has {4 * record_bytes} bytes of rows in a piece, staging {3 * record_bytes}"
-    ):
+    with pytest.raises(RemoteProtocolError, match=facts("step 0", f"{4 * record_bytes} bytes", 3 * record_bytes)):
         PlanCheck(GROUPS, (100, 50), 4, 0, 3 * record_bytes, is_tcp=False).message(ready)

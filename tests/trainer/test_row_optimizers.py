@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.job.schema import RowType, SparseOptimizer
+from rowcast.job.embedding_tables import RowType
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import DTYPES, part_of, rows_of, rule_at

@@ -12,12 +12,13 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import PlanHeader, ShareHeader, StepReady
 from rowcast.protocol.packing import plan_block, plan_header
-from rowcast.protocol.parts import Rank, samples_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, samples_of
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.execute.plan_check import PlanCheck
+from rowcast.trainer.step.plan_check import PlanCheck
 from tests.support.batches import NUM_DENSE, small_batches, small_job
+from tests.support.facts import facts
 
 RANK = Rank(number=1, count=3, parts=6)
 GROUPS = group_specs(small_job("adagrad", "weighted apart"))
@@ -25,22 +26,22 @@ SLOTS = tuple(group.num_rows for group in GROUPS)
 POSITIONS = [name for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS).items() if layout.below is not None]
 
 
-def plan_of_rank(rank: Rank | None = RANK) -> tuple[PlanHeader, Bytes]:
+def plan_of_rank(rank: Rank = RANK) -> tuple[PlanHeader, Bytes]:
     job = small_job("adagrad", "weighted apart")
     batches = small_batches(job, "weighted apart", num_steps=2, eval_at=())
-    planner = job_planner(job, GROUPS, SLOTS, batches, rank=rank)
+    planner = job_planner(job, GROUPS, [SLOTS], batches, rank=rank)
     planner.add(batches[0])
     planner.end()
     _, plan = planner.plan()
     batch = batches[0].batch
-    own = slice(None) if rank is None else samples_of(batch.size, rank)
+    own = samples_of(batch.size, rank)
     block = plan_block(share := Batch(dense=batch.dense[own], labels=batch.labels[own], ids=batch.ids), plan)
     content = np.zeros(block.nbytes, np.uint8)
     block.write(0, content)
     return plan_header(share, plan, block), content
 
 
-def take(header: PlanHeader, content: Bytes, rank: Rank | None = RANK) -> None:
+def take(header: PlanHeader, content: Bytes, rank: Rank = RANK) -> None:
     check = PlanCheck(GROUPS, SLOTS, NUM_DENSE, 0, 2**20, is_tcp=True, rank=rank)
     check.message(StepReady(step=0, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=()))
     check.arrays(0, content)
@@ -93,18 +94,18 @@ def test_a_position_outside_its_range_is_refused(name: str) -> None:
     header, content = plan_of_rank()
     spec = next(spec for spec in header.arrays if spec.name.endswith(f".{name}") and spec.shape[0])
     content[spec.offset : spec.offset + 4].view(np.int32)[:] = 2**30
-    with pytest.raises(RemoteProtocolError, match=f"{spec.name} holds 1073741824, which is not from 0 to"):
+    with pytest.raises(RemoteProtocolError, match=facts(spec.name, 1073741824)):
         take(header, content)
 
 
 def test_a_share_and_a_whole_batch_are_not_taken_for_each_other() -> None:
     with pytest.raises(RemoteProtocolError, match="brings a share instead of a whole batch"):
-        take(*plan_of_rank(), rank=None)
-    with pytest.raises(RemoteProtocolError, match="brings a whole batch instead of the share of a rank"):
-        take(*plan_of_rank(None))
+        take(*plan_of_rank(), rank=UNDIVIDED)
+    with pytest.raises(RemoteProtocolError, match=facts("step 0", "whole batch", "rank")):
+        take(*plan_of_rank(UNDIVIDED))
 
 
 def test_the_share_of_another_rank_is_refused_where_its_samples_are_more_or_fewer() -> None:
     header, content = plan_of_rank()
-    with pytest.raises(RemoteProtocolError, match="brings 21 samples; the parts of this rank have 22 of 64"):
+    with pytest.raises(RemoteProtocolError, match=facts("21 samples", "22 of 64")):
         take(header, content, Rank(number=2, count=3, parts=6))

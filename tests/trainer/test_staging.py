@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.execute.staging import Staging, StagingSpan
-from rowcast.trainer.execute.streams import PlainStreams, SeededEvent
+from rowcast.trainer.device.streams import PlainStreams, SeededEvent
+from rowcast.trainer.step.staging import Staging, StagingSpan
 
 
 class FullDevice(PlainStreams):

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, PeerLost
-from rowcast.trainer.execute.streams import PlainStream
+from rowcast.trainer.device.streams import PlainStream
 from rowcast.trainer.models.torch_collectives import TorchCollectives
+from tests.support.facts import facts
 
 RANK = Rank(number=1, count=4, parts=4)
 
@@ -65,7 +66,7 @@ def test_a_broken_exchange_names_rank_and_exchange(monkeypatch: pytest.MonkeyPat
 
     start = exchange(monkeypatch, OneWork(1), SimpleNamespace(is_cuda=on_device))
     monkeypatch.setattr(dist, "all_to_all_single", refuse)
-    with pytest.raises(PeerLost, match=r"rank 1 of 4 .* the rows of step 12 \(Connection closed by peer \S+:4242\)"):
+    with pytest.raises(PeerLost, match=facts("rank 1 of 4", "step 12", "Connection closed by peer")):
         start()
 
 
@@ -77,7 +78,7 @@ def test_an_exchange_that_breaks_under_way_is_a_lost_peer(monkeypatch: pytest.Mo
 
 def test_an_exchange_that_is_not_complete_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     start = exchange(monkeypatch, OneWork(float("inf")), torch.zeros(1), timeout_s=0.01)
-    with pytest.raises(PeerLost, match=r"rank 1 of 4 waited .* the rows of step 12; .*ranks.timeout"):
+    with pytest.raises(PeerLost, match=facts("rank 1 of 4", "step 12", "ranks.timeout")):
         start().wait()
 
 

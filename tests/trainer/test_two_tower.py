@@ -11,6 +11,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
+from tests.support.facts import facts
 from tests.support.full_capacity import NUM_DENSE, assert_equal_to_plain_loop, make_job, table
 
 TABLES = [table("item", 40, 4, ["item"]), table("user", 9, 5, ["user", "friend"]), table("shop", 9, 3, ["shop"])]
@@ -119,7 +120,7 @@ def test_an_evaluation_scores_each_samples_own_item() -> None:
 
 
 def test_an_unknown_dense_feature_and_an_empty_user_are_refused() -> None:
-    with pytest.raises(ConfigError, match=f"log_frequency = {NUM_DENSE}, but the data has {NUM_DENSE} dense features"):
+    with pytest.raises(ConfigError, match=facts(f"log_frequency = {NUM_DENSE}", f"{NUM_DENSE} dense features")):
         model_and_inputs(log_frequency=NUM_DENSE)
     job = make_job(TABLES, "sgd", SETTINGS | {"item_features": ["item", "user", "friend", "shop"], "log_frequency": 0})
     with pytest.raises(ConfigError, match="no dense features for the user"):

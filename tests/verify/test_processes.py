@@ -10,7 +10,7 @@ from tests.support.processes import Session
 from tests.support.starter import Starter
 
 WRONG_SLOTS = (
-    "import rowcast.trainer.execute.streams as s; own = s.scatter; "
+    "import rowcast.trainer.device.streams as s; own = s.scatter; "
     "s.scatter = lambda source, slots, rows: own(source, slots.roll(1), rows)"
 )
 LOST_WRITES = (

@@ -16,7 +16,7 @@ from rowcast.protocol.row_checksum import (
     column_constants,
 )
 from rowcast.runtime.arrays import I64
-from rowcast.trainer.execute.row_checksums import BLOCK_WORDS, write_checksums
+from rowcast.trainer.step.row_checksums import BLOCK_WORDS, write_checksums
 
 WORD = st.integers(-(2**31), 2**31 - 1)
 

@@ -7,9 +7,9 @@ import pytest
 from torch import Tensor
 
 from rowcast.prefetcher.stores.store import RowStore
-from rowcast.trainer.execute.barrier import TrainerState
-from rowcast.trainer.execute.cache import ArrivedStep
-from rowcast.trainer.execute.streams import scatter
+from rowcast.trainer.device.streams import scatter
+from rowcast.trainer.step.barrier import TrainerState
+from rowcast.trainer.step.cache import ArrivedStep
 from tests.support.batches import OPTIMIZERS
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun

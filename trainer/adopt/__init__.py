@@ -1,6 +1,6 @@
 """Puts the engine inside a user's training script, which keeps its own loop, model and dense optimizer.
 
-script                       loader.py            session.py                       prefetcher
+script                       loader.py            session.py, script_run.py        prefetcher
 ------                       ---------            ----------                       ----------
 for epoch in loader.epochs   epoch_count.py
 for batch in loader:   <---- batch  <------------ take, begin  <--- rows ---------

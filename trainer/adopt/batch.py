@@ -1,4 +1,4 @@
-"""Holds the batches that the loader yields, and checks that the module looks up the batch yielded last."""
+"""Holds the loader's batches, and checks that the module looks up the last yielded one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rowcast.protocol.batch import Kind
 from rowcast.trainer.adopt.slices import Slice
-from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.models import aligned
+from rowcast.trainer.step.cache import ArrivedStep
 
 IDS_STAY = (
     "the ids of a batch stay with the prefetcher, and only its rows are here; give sparse_features to the "
@@ -23,7 +23,7 @@ POSITIONS = {"dense": 0, "dense_features": 0, "sparse": 1, "sparse_features": 1,
 
 
 class SparseToken:
-    """Takes the place of a batch's KeyedJaggedTensor: it identifies the batch and holds no ids."""
+    """Replaces a batch's KeyedJaggedTensor: it identifies the batch and holds no ids."""
 
     def __init__(self, session: object, step: int, part: Slice, keys: Sequence[str], device: torch.device) -> None:
         self.session, self.step, self.slice, self.device = session, step, part, device
@@ -70,7 +70,7 @@ class LoadedBatch:
         self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
         self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B] or [B, T], on the device
         self.is_last = part.is_last  # the last micro-batch of a step: the optimizer steps after it
-        self.share = part.size / step.header.batch_size  # share of the step's samples
+        self.share = part.size / step.header.batch_size  # fraction of the step's samples
         self.kind: Kind = step.header.kind
         self.train_step = step.header.train_step  # train batches before it
         self.epoch = step.header.epoch
@@ -101,7 +101,7 @@ class LoadedBatch:
 
 
 def copied(array: Tensor) -> Tensor:
-    """A copy, because the plan's memory is reused a few steps later."""
+    """Returns a copy, because the plan's memory is reused a few steps later."""
     return aligned(array.clone())
 
 
@@ -115,7 +115,8 @@ def require_device(here: torch.device, wanted: Any) -> None:
 
 
 def check_features(features: Any, session: object, step: ArrivedStep, part: Slice, keys: Sequence[str]) -> bool:
-    """Whether `features` are a token, which then belongs to `part` of the step. Raises RuntimeError.
+    """Returns whether `features` are a token, and then checks that it belongs to `part` of the step. Raises
+    RuntimeError.
 
     Of a KeyedJaggedTensor, only the keys and the batch size are compared; it cannot be a part of a batch.
     """
@@ -162,7 +163,7 @@ def num_samples(features: Any) -> int:
 
 
 def features_lengths(features: Any) -> Tensor:
-    """Number of ids in each bag, feature-major."""
+    """Returns the number of ids in each bag, feature-major."""
     lengths: Callable[[], Tensor] | None = getattr(features, "lengths", None)
     return lengths() if callable(lengths) else features.offsets().diff()
 
@@ -172,8 +173,7 @@ def check_ids(
 ) -> None:
     """Compares the ids of a KeyedJaggedTensor with the slots of one group, whose features are `positions` of `keys`.
 
-    Every bag must have as many ids as slots, and no slot may stand for two ids. Waits for the device.
-    Raises RuntimeError.
+    Every bag must have as many ids as slots, and no slot may have two ids. Waits for the device. Raises RuntimeError.
     """
     size = num_samples(features)
     order = list(features.keys())

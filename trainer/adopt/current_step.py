@@ -1,8 +1,8 @@
-"""Tracks the script's current step: what is left to look up, and whether the script trained it correctly.
+"""Tracks the script's current step: the look-ups left, and whether the script trained it correctly.
 
     begin   next_slice   (look up, backward) ...   next_slice   (look up, backward)   end
 
-Nothing here drives the engine or waits.
+This code neither drives the engine nor waits.
 """
 
 from collections import deque
@@ -12,10 +12,10 @@ import torch
 from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
 from rowcast.trainer.adopt.slices import Slice, SlicedStep, slices_of
 from rowcast.trainer.adopt.stream_order import StreamOrder
-from rowcast.trainer.execute.cache import ArrivedStep
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.runner import step_lookups
 from rowcast.trainer.models.sequences import Embedded
+from rowcast.trainer.step.cache import ArrivedStep
 
 ACCUMULATED = (
     "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every "
@@ -45,17 +45,17 @@ class CurrentStep:
     ) -> None:
         """`dense_optimizer`: it must step once for each train batch. `accumulate`: micro-batches per batch."""
         self.step: ArrivedStep | None = None  # begun and not finished
-        self.slice = Slice(0, 0, 0, is_last=True)  # the one that the script was given last
+        self.slice = Slice(0, 0, 0, is_last=True)  # the last one given to the script
         self.is_trained = False  # a look-up of the step trains its rows
         self.stream_order = stream_order
         self._embeddings, self._optimizer_steps = embeddings, optimizer_steps
         self._dense_optimizer, self._accumulate = dense_optimizer, accumulate
-        self._slices: deque[Slice] = deque()  # those that follow
+        self._slices: deque[Slice] = deque()  # the next slices
         self._sliced: SlicedStep | None = None  # None: the step has one slice
         self._is_slice_trained = False
         self._is_looked_up = False
         # the count of `optimizer_steps` at three moments:
-        self._count_at_begin = 0  # when this step was begun
+        self._count_at_begin = 0  # when this step began
         self._count_at_training: int | None = None  # at the newest look-up that trains rows, of any step
         self._count_at_eval: int | None = None  # at this step's first look-up in eval mode with gradients enabled
 
@@ -70,7 +70,7 @@ class CurrentStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether no micro-batch, backward pass or optimizer step of it is left."""
+        """Whether all its micro-batches, backward passes and optimizer steps are done."""
         return not (self._slices or self.awaits_backward or self.awaits_optimizer)
 
     @property
@@ -117,7 +117,7 @@ class CurrentStep:
             self._count_at_eval = self._optimizer_steps.count
 
     def mark_trained(self) -> None:
-        """The next look-up trains the rows. Raises RuntimeError if it must not."""
+        """Notes that the next look-up trains the rows. Raises RuntimeError if it must not."""
         assert self.step is not None, "the module looks up the current step"
         header, count = self.step.header, self._optimizer_steps.count
         if header.kind == "eval":
@@ -136,7 +136,7 @@ class CurrentStep:
         self.is_trained, self._is_slice_trained, self._count_at_training = True, True, count
 
     def end(self) -> None:
-        """Ends the step: all work issued for it comes before later work on the current stream.
+        """Ends the step: orders all its work before later work on the current stream.
 
         Raises RuntimeError if the script did not train the step as it seems to intend.
         """
@@ -155,7 +155,7 @@ class CurrentStep:
         self.stream_order.gather()
 
     def close(self) -> None:
-        """The session has ended: nothing of this keeps rows, nor does a graph that the script has kept."""
+        """Ends the session: neither this object nor a graph kept by the script holds rows after it."""
         self._let_go()
         self._embeddings.close()
 
@@ -165,7 +165,7 @@ class CurrentStep:
         self.step, self._sliced = None, None
 
     def labels(self) -> torch.Tensor:
-        """f32 [size] or [size, T], of the current slice."""
+        """Returns f32 [size] or [size, T], of the current slice."""
         assert self.step is not None, "labels come after begin"
         return self.step.arrays["labels"][self.slice.start : self.slice.stop]
 

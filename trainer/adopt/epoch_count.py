@@ -1,7 +1,7 @@
 """Counts the epochs of a script's `for` loops, also for a run that continues within or right after an epoch.
 
 checkpoint within epoch 1             | rest of 1 | 2 | 3 |
-after its last batch, in the loop     | (empty)   | 2 | 3 |      the script then does what it does after an epoch
+after its last batch, in the loop     | (empty)   | 2 | 3 |      the script then does its work after an epoch
 after its `for` loop                  | 2 | 3 |
 """
 
@@ -19,13 +19,15 @@ class EpochCount:
         self._start, self.first = start, 0 if start is None else start.epoch
 
     def next(self, following: int | None) -> int | None:
-        """The epoch of the next `for` loop, None if there is none; `following` is the epoch of the next batch."""
+        """Returns the epoch of the next `for` loop, None if there is none; `following` is the epoch of the next
+        batch."""
         return (
             self._start.epoch if self._start is not None and self._has_empty_rest(self._start, following) else following
         )
 
     def consume_finished(self, following: int | None) -> bool:
-        """Whether the next `for` loop is the empty rest of the checkpoint's epoch. Only the first call can say so."""
+        """Returns whether the next `for` loop is the empty rest of the checkpoint's epoch. Only the first call can
+        return True."""
         start, self._start = self._start, None
         if start is None or not self._has_empty_rest(start, following):
             return False

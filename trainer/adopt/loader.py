@@ -1,15 +1,17 @@
-"""Connects a training script to its data: `rowcast.connect` and the loader, whose batches' rows are on the device.
+"""Connects a training script to its data: `rowcast.connect` and the loader of its batches, with rows on the device.
 
-The run starts with the first batch; until then nothing runs and tables can be loaded. It ends with the data, with an
-error, when the loader is closed or collected, and with the script. A prefetcher that the loader started ends with it.
+The run starts with the first batch; until then, tables can be loaded. It ends with the data, with an error, when the
+loader is closed or collected, and with the script. A prefetcher that the loader started ends with it.
 """
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import environ
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import structlog
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowcast.job.schema import Job
+from rowcast.job.training_identity import first_of, setting_differences
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError
@@ -24,15 +27,17 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.adopt import run_folder, table_files
 from rowcast.trainer.adopt.batch import LoadedBatch
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
-from rowcast.trainer.adopt.session import ScriptSession, SessionParts
+from rowcast.trainer.adopt.script_run import SessionParts
+from rowcast.trainer.adopt.session import ScriptSession
 from rowcast.trainer.adopt.settings import NO_DATA
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.adopt.stderr import print_line
-from rowcast.trainer.execute.cache import ArrivedStep
-from rowcast.trainer.execute.streams import on_device
-from rowcast.trainer.kernels.record_views import warm_up_sqrt
-from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.device.streams import on_device, warm_up_sqrt
+from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.results import Evaluation
+
+_newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each run directory
 
 
 def connect(
@@ -52,17 +57,18 @@ def connect(
     """Connects `ebc` to a data set and returns the loader of its batches.
 
     ebc: the module that looks up the batches; it can be connected once.
-    dataset: what `data.format` of a job file takes, usually "package.module:factory"; a prefetcher is started for it.
+    dataset: a `data.format` of a job file, usually "package.module:factory"; starts a prefetcher for it.
         Without it, the user starts the prefetcher of `ebc`'s job file.
     epochs: how many times the run reads the data (`data.epochs`).
     options: keyword arguments for the data factory (`data.options`).
-    max_steps: ends the run after this many train steps.
-    save_every: how often checkpoints are made: a number of train steps, a time such as "10m" (the default) or "epoch".
+    max_steps: train steps after which the run ends.
+    save_every: the interval between checkpoints: a number of train steps, a time such as "10m" (the default) or
+    "epoch".
         Without `dense`, the default is one checkpoint at the end.
     evaluate: yields evaluation batches too.
     dense: the model, its optimizer and other objects with state, which checkpoints save. With it, connecting again
         continues the run in the run directory from its newest checkpoint.
-    dense_optimizer: whether a torch.optim optimizer steps once per batch, which is then checked.
+    dense_optimizer: whether a torch.optim optimizer steps once per batch; if so, this is checked.
     accumulate: the number of micro-batches that each batch is split into; their gradients make one step.
     fresh: begins a new run, which replaces the one in the run directory.
 
@@ -120,8 +126,8 @@ def connect(
 
 
 def refuse_ranks() -> None:
-    """Raises ConfigError if this process is one of several ranks, which would all open the same run."""
-    world_size = environ.get("WORLD_SIZE", "1")  # which torchrun sets
+    """Raises ConfigError if this process is one of several ranks: they would all open the same run."""
+    world_size = environ.get("WORLD_SIZE", "1")  # set by torchrun
     if world_size.strip() != "1":
         raise ConfigError(
             f"WORLD_SIZE = {world_size}, but a training script runs on one rank; start it once, without torchrun"
@@ -135,15 +141,16 @@ def refuse_ranks() -> None:
 
 def refuse_to_resume(ebc: EmbeddingBagCollection, newest: Manifest, objects: StatefulObjects | None) -> None:
     """Raises ConfigError if this script cannot continue the run in its run directory."""
-    if run_folder.is_of_another_job(ebc.job, newest):
-        raise ConfigError(run_folder.ANOTHER_JOB.format(ebc.job.run_dir, newest.train_steps))
+    differences = list(setting_differences(newest.job, ebc.job))
+    if differences:
+        raise ConfigError(run_folder.ANOTHER_JOB.format(ebc.job.run_dir, newest.train_steps, first_of(differences)))
     run_folder.refuse_to_resume(
         ebc.job.run_dir, newest.train_steps, has_dense=objects is not None, has_tables=ebc.loaded is not None
     )
 
 
 def start_sentence(job: Job, newest: Manifest | None, *, fresh: bool, is_finished: bool) -> str:
-    """What `connect` prints. `newest`: the newest checkpoint of the run in the run directory."""
+    """Writes the line that `connect` prints. `newest`: the newest checkpoint of the run in the run directory."""
     checkpoints = f"checkpoints are made {job.checkpoint.described}"
     if newest is None:
         return f"begins a new run in {job.run_dir}; {checkpoints}"
@@ -205,13 +212,13 @@ class Loader:
         return True
 
     def __len__(self) -> int:
-        """The number of batches that one `for` loop yields; with `accumulate`, the most micro-batches. Starts the run.
+        """Returns the number of batches in one `for` loop; with `accumulate`, the most micro-batches. Starts the run.
 
-        Raises TypeError if the data set does not know how many batches it has.
+        Raises TypeError if the data set does not know its number of batches.
         """
         self._open()
         return (
-            epoch_length(self._session.epoch_batches(), self._job.eval.every, self._evaluate, self._session.epoch)
+            epoch_length(self._session.run.epoch_batches(), self._job.eval.every, self._evaluate, self._session.epoch)
             * self._accumulate
         )
 
@@ -227,7 +234,7 @@ class Loader:
         while (epoch := self._session.next_epoch()) is not None:
             num_loops = self._num_loops
             yield epoch
-            if num_loops == self._num_loops and self._session.stop_reason is None:
+            if num_loops == self._num_loops and self._session.run.stop_reason is None:
                 raise RuntimeError(
                     f"epoch {epoch} was passed without a `for batch in loader`: only that trains it; loader.stop() "
                     "ends a run"
@@ -237,17 +244,17 @@ class Loader:
     @property
     def metrics_address(self) -> str | None:
         """The "host:port" of /metrics, /healthz and /readyz during the run: `metrics.trainer`, or any free port."""
-        return self._session.metrics_address
+        return self._session.run.metrics_address
 
     @property
     def stopped(self) -> str | None:
-        """Why the run ends, or has ended, before its data does: the reason given to `stop`, or a signal's name."""
-        return self._session.stop_reason
+        """Why the run ends or ended before its data: the reason given to `stop`, or a signal's name."""
+        return self._session.run.stop_reason
 
     def stop(self, reason: str = "loader.stop()") -> None:
-        """Ends the run at the current batch, with a checkpoint that a later run can continue from.
+        """Ends the run at the current batch, with a checkpoint for a later run to continue from.
 
-        If the batch still needs optimizer.step(), the loop ends after that. From then on the loader yields nothing, and
+        If the batch still needs optimizer.step(), the loop ends after that. Then the loader yields no batches, and
         `state_dict()` holds the whole tables.
 
         reason: a few words for the log and the report.
@@ -269,7 +276,7 @@ class Loader:
     @property
     def evaluation(self) -> Evaluation | None:
         """AUC, log loss and accuracy of the newest evaluation with recorded logits; complete after the `for` loop."""
-        return self._session.evaluation
+        return self._session.run.telemetry.results.evaluation_result
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Yields the batches of one epoch.
@@ -295,12 +302,12 @@ class Loader:
             self._session.begin()
             if step.kind == "train" or self._evaluate:
                 yield from self._micro_batches()
-        if self._session.stop_reason is None:
+        if self._session.run.stop_reason is None:
             self._session.epochs.end(epoch)
 
     def _refuse_more(self) -> None:
-        """Raises if the script loops over more epochs than it asked for. A resumed run has fewer left and may loop."""
-        if self._session.resumes or self._session.stop_reason is not None:
+        """Raises if the script loops over more epochs than it requested. A resumed run has fewer left and may loop."""
+        if self._session.run.resumes or self._session.run.stop_reason is not None:
             return
         raise RuntimeError(
             f"the loader has ended after {self._session.train_steps} train steps, with data.epochs = "
@@ -322,17 +329,29 @@ class Loader:
 
     def _open(self) -> None:
         if not self._is_open:
-            refuse_ranks()  # again, as a process group may have been made meanwhile
+            refuse_ranks()  # again: a process group may have been made meanwhile
             self._is_open = True
+            self._close_earlier()
             if not structlog.is_configured():
                 setup_logging("trainer", "warning")  # otherwise structlog writes to the script's standard output
             warm_up_sqrt()
             self._session.open()
             self._ebc.begin(self._session)
 
+    def _close_earlier(self) -> None:
+        """Closes the loader of an earlier notebook cell: after an error, the frames keep it out of the user's reach."""
+        earlier = _newest.get(self._job.run_dir.resolve())
+        if earlier is not None and not earlier._session.run.is_left:
+            print_line(
+                f"ends the run that an earlier loader of this process has open in {self._job.run_dir}, after "
+                f"{earlier._session.train_steps} train steps"
+            )
+            earlier.close()
+        _newest[self._job.run_dir.resolve()] = self
+
 
 def epoch_length(batches: tuple[int | None, int | None], eval_every: int, evaluates: bool, epoch: int) -> int:
-    """`batches`: train and evaluation batches per epoch. Raises TypeError if a number that is needed is None."""
+    """`batches`: train and evaluation batches per epoch. Raises TypeError if a required number is None."""
     train, evaluation = batches
     if train is None or (evaluates and evaluation is None):
         raise TypeError(

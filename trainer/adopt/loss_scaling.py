@@ -1,7 +1,7 @@
-"""Refuses gradient scalers, with which rows would be trained on scaled gradients.
+"""Refuses gradient scalers, because rows would be trained on scaled gradients.
 
-Rows are updated in the backward pass, before the scaler divides its factor out again. While a loader is open,
-`torch.amp.GradScaler.scale` checks this first; otherwise the class is as torch made it.
+Rows are updated in the backward pass, before the scaler divides its factor out. While a loader is open,
+`torch.amp.GradScaler.scale` checks this first; otherwise the class is unchanged.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class LossScaling:
 
 
 def _checked_scale(scaler: GradScaler, outputs: Any) -> Any:
-    """Raises RuntimeError before anything is scaled."""
+    """Raises RuntimeError before scaling."""
     if scaler.is_enabled() and any(scaling.awaits_backward() for scaling in _open):
         raise RuntimeError(SCALED)
     return _torch_scale(scaler, outputs)

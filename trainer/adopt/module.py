@@ -1,4 +1,4 @@
-"""Gives tables that do not fit on the device TorchRec's interface: `rowcast.EmbeddingBagCollection`."""
+"""Implements `rowcast.EmbeddingBagCollection`: TorchRec's interface to tables larger than the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rowcast.job.file import parse_job
-from rowcast.job.schema import Job, SparseOptimizer
+from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.errors import ConfigError
@@ -20,9 +21,9 @@ from rowcast.trainer.adopt import run_folder, settings, table_files
 from rowcast.trainer.adopt.batch import VALIDATION, check_features, check_ids
 from rowcast.trainer.adopt.keyed_embeddings import KeyedEmbeddings
 from rowcast.trainer.adopt.session import ScriptSession
-from rowcast.trainer.execute.cache import ArrivedStep
-from rowcast.trainer.execute.streams import choose_device, on_device
+from rowcast.trainer.device.streams import choose_device, on_device
 from rowcast.trainer.models.runner import step_lookups
+from rowcast.trainer.step.cache import ArrivedStep
 
 NO_BATCH = (
     "there is no batch to look up: iterate over the loader that rowcast.connect(ebc, ...) gives, and call the model on "
@@ -38,8 +39,8 @@ NOT_TRACED = (
 class EmbeddingBagCollection(nn.Module):
     """Pools embeddings of sparse features, from tables in the prefetcher's memory.
 
-    Rows come to the device just before the batch that needs them and are updated in the backward pass, by the optimizer
-    given here; so the module has no parameters. `rowcast.connect` gives it the batches to look up.
+    Rows arrive on the device just before their batch and are updated in the backward pass, by the optimizer given here;
+    so the module has no parameters. `rowcast.connect` provides the batches to look up.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class EmbeddingBagCollection(nn.Module):
         return bool(self._job.data.columns.weights)
 
     def forward(self, features: Any) -> KeyedEmbeddings:
-        """Looks up the batch that the loader yielded last; returns f32 [B, D] for each feature.
+        """Looks up the loader's last batch. Returns f32 [B, D] for each feature.
 
         In training mode, with gradients enabled and on a train batch, the backward pass updates the rows; otherwise
         this only looks up.
@@ -169,7 +170,7 @@ class EmbeddingBagCollection(nn.Module):
         return super().requires_grad_(requires_grad)
 
     def __getstate__(self) -> object:
-        """Allows copies until the loader begins; from then on raises RuntimeError."""
+        """Allows copies until the loader begins; after that raises RuntimeError."""
         if self._session is not None:
             raise RuntimeError(
                 "an EmbeddingBagCollection whose loader has begun cannot be copied, as its rows are on their way; copy "
@@ -190,12 +191,12 @@ class EmbeddingBagCollection(nn.Module):
 
     @property
     def has_run(self) -> bool:
-        """Whether the run directory holds a run with train steps, which `rowcast.connect` continues by default."""
+        """Whether the run directory holds a run with train steps; by default `rowcast.connect` continues it."""
         return run_folder.newest_run(self._job.run_dir) is not None
 
     @property
     def loaded(self) -> Path | None:
-        """The file of tables that load_state_dict() has given."""
+        """The file of tables given to load_state_dict()."""
         return self._loaded
 
     def says(self, section: str, key: str) -> bool:
@@ -221,7 +222,7 @@ class EmbeddingBagCollection(nn.Module):
         self._session = session
 
     def write_job_file(self) -> Path:
-        """Writes the job to a file that a prefetcher can be started with. Raises ConfigError."""
+        """Writes the job to a file for a prefetcher. Raises ConfigError."""
         path = self._job.run_dir / settings.JOB_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -315,7 +316,7 @@ class EmbeddingBagCollection(nn.Module):
 
 @cache
 def leave_untraced() -> None:
-    """Makes torch.compile run look-ups as they are, in all modules.
+    """Makes torch.compile run look-ups uncompiled, in all modules.
 
     Called for the first module, because torch.compiler imports torch._dynamo, which takes seconds: a script that makes
     an optimizer imports it anyway, but a prefetcher that imports the script does not.

@@ -1,6 +1,6 @@
-"""Names a script's run directory, checks which script owns it, and reads which run it holds.
+"""Names a script's run directory, checks its owner script, and reads its run.
 
-runs/<the script's name>     by default; it records the script, so that no other script takes it
+runs/<the script's name>     by default; it records the script, so that no other script uses it
 """
 
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import (
     Manifest,
@@ -34,9 +33,8 @@ CANNOT_RESUME = (
     "optimizer)) continues that run, and fresh=True begins a new one, whose first checkpoint replaces it"
 )
 ANOTHER_JOB = (
-    "{} holds a run of {} train steps with other tables, row optimizer, data or seed than this script gives: restore "
-    "them to continue it, or give another run_dir, or fresh=True, which begins a new run whose first checkpoint "
-    "replaces that one"
+    "{} holds a run of {} train steps with other settings than this script gives: {}; restore them to continue it, or "
+    "give another run_dir, or fresh=True, which begins a new run whose first checkpoint replaces that one"
 )
 HAS_TABLES = (
     "{} holds a run of {} train steps, which continues with its own tables, but load_state_dict() has given others: "
@@ -78,7 +76,8 @@ def check_owner(run_dir: Path) -> None:
 
 
 def claim(run_dir: Path) -> None:
-    """Records this script as the owner. Raises ConfigError if there is another one, OSError if it cannot be written."""
+    """Records this script as the owner. Raises ConfigError if there is a different one, OSError if it cannot be
+    written."""
     check_owner(run_dir)
     (run_dir / SCRIPT_FILE).write_text(f"{described_from(run_dir)}\n")
 
@@ -88,7 +87,7 @@ def described() -> str:
 
 
 def described_from(run_dir: Path) -> str:
-    """A relative path, so that script and run directory may move together."""
+    """Returns a relative path, so that script and run directory may move together."""
     script = own_script()
     return NOTEBOOK if script is None else os.path.relpath(script, run_dir.resolve())
 
@@ -97,7 +96,7 @@ def described_from(run_dir: Path) -> str:
 
 
 def refuse_to_resume(run_dir: Path, train_steps: int, *, has_dense: bool, has_tables: bool) -> None:
-    """Raises ConfigError if a script without `dense`, or with tables of its own, cannot continue the run."""
+    """Raises ConfigError if a script without `dense`, or with loaded tables, cannot continue the run."""
     if not has_dense:
         raise ConfigError(CANNOT_RESUME.format(run_dir, train_steps))
     if has_tables:
@@ -105,7 +104,7 @@ def refuse_to_resume(run_dir: Path, train_steps: int, *, has_dense: bool, has_ta
 
 
 def newest_run(run_dir: Path) -> Manifest | None:
-    """The manifest of the newest readable checkpoint; None without train steps before it."""
+    """Returns the manifest of the newest readable checkpoint; None without train steps before it."""
     newest = next(
         (found for folder in checkpoint_folders(run_dir / "checkpoints") if (found := readable(folder)) is not None),
         None,
@@ -114,14 +113,14 @@ def newest_run(run_dir: Path) -> Manifest | None:
 
 
 def may_hold_training(run_dir: Path) -> bool:
-    """Whether the directory may hold a trained run, including one that is damaged or not in its final place yet."""
+    """Returns whether the directory may hold a trained run, even a damaged or a replacing one."""
     root = (run_dir / "checkpoints").resolve()
     manifests = (readable(folder) for place in (root, *beside(root)) for folder in checkpoint_folders(place))
     return any(manifest is None or manifest.train_steps for manifest in manifests)
 
 
 def readable(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None if it is gone or damaged."""
+    """Returns the manifest of a checkpoint; None if it is gone or damaged."""
     try:
         return read_manifest(folder)
     except DataError:
@@ -129,27 +128,22 @@ def readable(folder: Path) -> Manifest | None:
 
 
 def is_complete(job: Job, newest: Manifest, max_steps: int | None) -> bool:
-    """Whether the run is over and the job adds nothing to train. Raises ConfigError if that cannot be read."""
+    """Returns whether the run is over and the job adds no train steps. Raises ConfigError if that cannot be read."""
     completion = RunDirectory(job.run_dir, "trainer").completion()
     return completion is not None and not completion.leaves_more(job.data.epochs, max_steps)
 
 
-def is_of_another_job(job: Job, newest: Manifest) -> bool:
-    """Whether the run had other settings. Only the prefetcher knows whether its data set has the same size."""
-    return parse_job(newest.job, str(job.run_dir)).training_digest([]) != job.training_digest([])
-
-
 def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:
-    """The model state of a checkpoint. Raises DataError."""
+    """Returns the model state of a checkpoint. Raises DataError."""
     if manifest.dense is None:
         return {}
     return unpack(checked_file(run_dir / "checkpoints", manifest.dense).read_bytes())
 
 
 def checkpoint_of(run_dir: Path, run_id: str | None, train_steps: int) -> str | None:
-    """The name of the newest checkpoint if it belongs to this run and train step; otherwise None.
+    """Returns the name of the newest checkpoint if it is of this run and train step; otherwise None.
 
-    An earlier run, which a fresh one has not replaced yet, may have a checkpoint of the same train step.
+    An earlier run that a fresh one has not replaced yet may have a checkpoint of the same train step.
     """
     folder = newest_checkpoint(run_dir)
     newest = None if folder is None else readable(folder)  # a fresh run may be replacing it at this moment
@@ -166,7 +160,7 @@ def keep_final(run_dir: Path, tensors: Tensors) -> None:
 
 
 def final_tensors(run_dir: Path, newest: Manifest) -> Tensors | None:
-    """What `keep_final` has saved for this run; None if it did not. Raises DataError."""
+    """Returns what `keep_final` saved for this run; None if it did not. Raises DataError."""
     try:
         tensors = unpack((run_dir / FINAL_FILE).read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Holds what a checkpoint keeps of the script: its objects, completed epochs, losses and evaluations."""
+"""Holds the script's state in a checkpoint: its objects, completed epochs, losses and evaluations."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ import torch
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.stderr import print_line
-from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.model_state import Tensors
-from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
+from rowcast.trainer.step.results import Evaluation, evaluation
 
 COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has ended in the script
 
@@ -34,11 +34,12 @@ class ScriptState:
         self.evaluating = True
 
     def close_evaluation(self, train_steps: int) -> Evaluation | None:
-        """The result of the recorded logits, None without any; begins the next evaluation. Waits for the device."""
+        """Returns the result of the recorded logits, None without any, and begins the next evaluation. Waits for the
+        device."""
         self.evaluating = False
         result = self._metrics.compute()
         self._metrics.close()
-        return None if result.accuracy is None else result.evaluation(train_steps, self._labels)
+        return None if result.accuracy is None else evaluation(result, train_steps, self._labels)
 
     def issue_state(self, streams: Streams) -> None:
         pass

@@ -9,17 +9,18 @@ import msgspec
 import torch
 
 from rowcast.job.file import parse_job, read_content
-from rowcast.job.schema import Job, SparseOptimizer
+from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 
 NO_MODEL = f"{__name__}:refuse_model"
-JOB_FILE = "job.json"  # in the run directory: what the two processes of an adopted run read
+JOB_FILE = "job.json"  # in the run directory: the job of both processes of an adopted run
 NO_DATA = "synthetic"  # data.format until a loader is connected
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingBagConfig:
-    """One table; TorchRec's EmbeddingBagConfig has these fields too and can be given instead.
+    """One table; TorchRec's EmbeddingBagConfig has the same fields and also works.
 
     name: unique among the tables.
     num_embeddings, embedding_dim: rows and their width.
@@ -117,7 +118,8 @@ def word(value: Any) -> str:
 
 
 def init_of(config: Any) -> str:
-    """First values. TorchRec sets `init_fn` to a uniform one, as ours is; another would need rows that do not exist."""
+    """Returns the first values' `init`. TorchRec's default `init_fn` is uniform, as ours; a different one would need
+    rows that do not exist."""
     function = getattr(config, "init_fn", None)
     if function is not None and getattr(function, "func", function) is not torch.nn.init.uniform_:
         raise ConfigError(

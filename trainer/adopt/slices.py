@@ -1,4 +1,4 @@
-"""Trains a step in slices, one micro-batch after another, and updates its rows once.
+"""Trains a step in slices, the micro-batches, and updates its rows once.
 
 samples of the batch     | 0 ... 99 | 100 ... 199 | 200 ... 249 |      accumulate=3: cut as torch.chunk cuts
 look-up                  the whole step, once; each slice takes its bags
@@ -31,7 +31,7 @@ class Slice:
 
 
 def slices_of(batch_size: int, number: int) -> list[Slice]:
-    """At most `number` slices, all of one size but the last; a small batch has fewer."""
+    """Returns at most `number` slices, of equal size except the last; a small batch has fewer."""
     width = -(-batch_size // number)
     starts = range(0, batch_size, width)
     return [Slice(i, start, min(start + width, batch_size), i == len(starts) - 1) for i, start in enumerate(starts)]
@@ -55,12 +55,12 @@ class SlicedStep:
         return self._waiting is not None
 
     def look_up(self, part: Slice) -> list[Embedded]:
-        """f32 [size, D] of every feature, as `Embeddings` returns them.
+        """Returns f32 [size, D] of every feature, like `Embeddings`.
 
         With gradients enabled, the backward pass keeps the slice's gradients, and that of the last slice updates the
-        rows. Raises RuntimeError if another slice's backward pass is expected.
+        rows. Raises RuntimeError if a different slice's backward pass is expected.
         """
-        self._stream_order.gather()  # the script may compute each slice on another stream
+        self._stream_order.gather()  # the script may compute each slice on a different stream
         if self._pooled is None:
             with torch.no_grad():
                 self._pooled = self._embeddings.pool(self._lookups)
@@ -93,7 +93,7 @@ class SlicedStep:
         self._pooled, self._is_updated = None, True
 
     def close(self) -> None:
-        """The step has ended. A loss that the script keeps holds on to this, and not to the step's memory."""
+        """Ends the step. A loss that the script keeps holds this object, but not the step's memory."""
         self._lookups, self._pooled, self._grads = (), None, None
 
     def _expect(self, part: Slice) -> None:

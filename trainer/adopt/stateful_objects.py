@@ -35,7 +35,7 @@ class StatefulObjects:
         device: torch.device,
         without_tables: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`without_tables`: a context in which the state of a model leaves out the tables."""
+        """`without_tables`: a context in which a model's state omits the tables."""
         for part in parts:
             if not all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
                 raise ConfigError(
@@ -72,7 +72,7 @@ class StatefulObjects:
 
 
 def load(part: Stateful, state: Any) -> None:
-    """Raises Mismatch if the state is of another object."""
+    """Raises Mismatch if the state is of a different object."""
     try:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, LookupError) as error:

@@ -1,11 +1,14 @@
-"""Handles Ctrl-C in a training script: the first one stops the run in order, the second raises KeyboardInterrupt."""
+"""Handles Ctrl-C in a training script: the first stops the run in order, a later one raises KeyboardInterrupt."""
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from rowcast.runtime.process import TOGETHER_S
 
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 STOPPING = (
@@ -20,7 +23,7 @@ class StopSignals:
         """The handler calls `stop`, between any two instructions of the main thread."""
         self._stop = stop
         self._handled: list[signal.Signals] = []
-        self._has_stopped = False
+        self._stopped_s: float | None = None
 
     def open(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -31,19 +34,23 @@ class StopSignals:
                 self._handled.append(number)
 
     def close(self) -> None:
-        """Restores the default handlers. Idempotent."""
+        """Restores the default handlers, once later signals no longer count as part of the first. Idempotent."""
         if threading.current_thread() is not threading.main_thread():
             return
+        if self._handled and self._stopped_s is not None:
+            time.sleep(max(0.0, self._stopped_s + TOGETHER_S - time.monotonic()))
         handled, self._handled = self._handled, []
         for number in handled:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, DEFAULTS[number])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._has_stopped:
+        if self._stopped_s is not None:
+            if time.monotonic() < self._stopped_s + TOGETHER_S:
+                return
             self.close()
             raise KeyboardInterrupt
-        self._has_stopped = True
+        self._stopped_s = time.monotonic()
         name = signal.Signals(number).name
         os.write(2, STOPPING.format(name).encode())  # sys.stderr may be in the middle of writing a line
         self._stop(name)

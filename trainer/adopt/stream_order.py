@@ -6,9 +6,9 @@ script's stream                      wait for the rows, look up *  update *
 `*` is an event recorded on the stream that is torch's current one at that time.
 """
 
-from rowcast.trainer.execute.cache import ArrivedStep
-from rowcast.trainer.execute.metrics import Lap
-from rowcast.trainer.execute.streams import Event, Stream
+from rowcast.trainer.device.phases import Lap
+from rowcast.trainer.device.streams import Event, Stream
+from rowcast.trainer.step.cache import ArrivedStep
 
 
 class StreamOrder:
@@ -23,7 +23,7 @@ class StreamOrder:
         self._compute.wait(step.filled[-1], "filled")
 
     def record(self) -> None:
-        """Call after the current stream was given work on the step's rows or arrays."""
+        """Call after issuing work on the step's rows or arrays to the current stream."""
         self._issued.append(self._compute.record())
 
     def lap(self, lap: Lap) -> None:

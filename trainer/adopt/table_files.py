@@ -1,6 +1,6 @@
 """Moves whole tables between a script and its prefetcher as safetensors files, and starts the prefetcher.
 
-The prefetcher's own commands make and read the files, as the tables may be larger than this process's memory.
+The prefetcher's commands write and read the files, because the tables may be larger than this process's memory.
 """
 
 import json
@@ -15,10 +15,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rowcast.job.schema import Job, Table
+from rowcast.job.embedding_tables import Table
+from rowcast.job.schema import Job
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.stops import held
 
 BLOCK_ROWS = 65536
 # in the run directory; each export replaces it, and tensors of earlier exports stay mapped
@@ -36,7 +38,7 @@ def weight_name(table: Table) -> str:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with its module search path and the id of this script's process."""
+    """Returns this process's environment, with its module search path and the id of this script's process."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -45,7 +47,8 @@ def environment() -> dict[str, str]:
 
 
 def refuse_within_prefetcher() -> None:
-    """Raises ConfigError in a prefetcher that imports the script for its data set; it would start another one."""
+    """Raises ConfigError in a prefetcher that imports the script for its data set: it would start a second
+    prefetcher."""
     if SCRIPT in os.environ:
         raise ConfigError(
             f"connect: the prefetcher of process {os.environ[SCRIPT]} imports this script for its data set, which "
@@ -77,9 +80,9 @@ def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> l
 
 
 def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
-    """Starts it in a session of its own, because Ctrl-C is for the script to handle."""
+    """Starts it in a separate session, because the script handles Ctrl-C."""
     command = [sys.executable, "-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
-    with log.open("wb") as file:
+    with log.open("wb") as file, held():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -115,7 +118,7 @@ def export_checkpoint(job: Job, checkpoint: str) -> Path:
 
 
 def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:
-    """The weights of all tables by name, mapped into memory and not read."""
+    """Returns the weights of all tables by name, mapped into memory and not read."""
     with safe_open(path, framework="pt") as file:
         return {weight_name(table): file.get_tensor(weight_name(table)) for table in tables}
 
@@ -123,8 +126,8 @@ def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:
 def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tensor]) -> None:
     """Writes [num_embeddings, embedding_dim] of each table, on any device, a block of rows at a time.
 
-    They keep their dtype; the import rounds to the table's dtype, refuses values beyond it, and gives a master copy all
-    bits. Raises ConfigError.
+    They keep their dtype; the import rounds to the table's dtype, refuses values beyond it, and keeps all bits in a
+    master copy. Raises ConfigError.
     """
     dtypes = {name: weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32 for name, weight in weights.items()}
     header, end = {}, 0

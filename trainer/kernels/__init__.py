@@ -1,9 +1,9 @@
 """Defines the kernels of an embedding layer: pooled look-ups, and the row optimizer on the gradients of their rows.
 
-On the CPU, every implementation has the bits of `torch_ops`: look-ups of a bag, and look-ups of a row, are added one by
-one in look-up order, starting from 0. Work may be split over columns, bags and rows, never over the look-ups of one of
-them. On a device, a row with very many look-ups would delay all others. So there, each chunk of a long row is summed
-that way, and then the chunks' sums:
+On the CPU, every implementation has the bits of `torch_ops`: the look-ups of a bag or a row are added one by one in
+look-up order, starting from 0. Work may be split over columns, bags and rows, never over the look-ups of a bag or row.
+On a device, a row with very many look-ups would delay all others. So a device sums each chunk of a long row that way,
+and then the chunks' sums:
 
     look-ups of a long row    | 0 1 2 ... 127 | 128 ... 255 | 256 257 |      CHUNK_LOOKUPS per chunk
     row gradient              0 + (0 + 0 + 1 + ... + 127) + (0 + 128 + ... + 255) + (0 + 256 + 257)
@@ -14,13 +14,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.trainer.kernels.chunks import Chunks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLookup(LookupArrays[Tensor]):
-    """One group's part of a step, on the device: the plan's arrays and those derived from them."""
+    """One group's arrays of a step, on the device: the plan's and those derived from them."""
 
     batch_size: int
     sequence_lookups: tuple[int, ...] = ()  # look-ups of each feature that is not pooled
@@ -29,13 +30,13 @@ class GroupLookup(LookupArrays[Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordViews:
-    """The parts of a group's records: views of the same memory, with any row stride.
+    """The fields of a group's records: views of the same memory, with any row stride.
 
-    If the stride is a multiple of 16 bytes, each part begins at such a multiple, and the bytes after it, up to the
-    next multiple, are its padding. Kernels may read the padding and write it back, but never change it.
+    If the stride is a multiple of 16 bytes, each field begins at such a multiple, and the bytes after it, up to the
+    next multiple, are its padding. Kernels may read and rewrite the padding, but never change it.
     """
 
-    weight: Tensor  # f32, f16 or bf16 [num_slots, D]: what a look-up reads
+    weight: Tensor  # f32, f16 or bf16 [num_slots, D]: the weights for look-ups
     # f32 [num_slots, D]: the weights before rounding; None: `weight` itself is trained
     master: Tensor | None
     # f32 [num_slots, D], or [num_slots, 1] for a state with one element per row; in the order of the record
@@ -49,35 +50,36 @@ class Rule:
     kind: str  # a key of job.row_optimizers.ROW_OPTIMIZERS
     lr: float
     eps: float
-    betas: tuple[float, float]  # adam
+    settings: SparseOptimizer  # for settings of this kind only
     step: int  # train steps, this one included: from 1
     # each row's gradient g becomes g * min(1, clip / (||g||2 + 1e-6)) before anything else; None: no clipping
     clip: float | None = None
 
 
 class Kernels(Protocol):
-    """Implemented by modules. Called on the compute stream, without autograd; nothing waits for the device."""
+    """Implemented by modules. Called on the compute stream, without autograd or waits for the device."""
 
     def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-        """Pooled rows f32 [G, D]; an empty bag is zero.
+        """Returns pooled rows f32 [G, D]; an empty bag is zero.
 
-        `divisors` f32 [G, 1]: the number that each bag's sum is divided by; None if all are 1.
+        `divisors` f32 [G, 1]: the divisor of each bag's sum; None if all are 1.
         """
 
     def reduce(self, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-        """Row gradients f32 [U, D], in the order of `unique_slots`: the gradient of `lookup` for pooled_grad [G, D].
+        """Returns row gradients f32 [U, D], in the order of `unique_slots`: the gradient of `lookup` for pooled_grad
+        [G, D].
 
         Uses the plan's grouping: no sort, no hash map, no atomics.
         """
 
     def apply(self, rows: RecordViews, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
-        """One train step of the rows in `unique_slots`, i32 [U] and distinct, in place.
+        """Trains the rows in `unique_slots`, i32 [U] and distinct, by one step, in place.
 
         row_grads f32 [U, D], zero gradients included. Arithmetic is in fp32; weights with fewer bits are rounded to the
-        nearest, ties to even, when they are written.
+        nearest, ties to even, when written.
         """
 
     def update(
         self, rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule
     ) -> None:
-        """`reduce`, then `apply`, with the same bits and as few passes over the rows as possible."""
+        """Does `reduce`, then `apply`, with the same bits and as few passes over the rows as possible."""

@@ -1,7 +1,7 @@
-"""Chooses the block shapes of the Triton kernels by the width of a row and the bytes of a weight, from one table.
+"""Chooses the block shapes of the Triton kernels from one table, by the width of a row and the bytes of a weight.
 
 A warp moves 16 bytes per lane, so its 32 lanes hold 128 fp32 values: eight rows of dimension 16, or a quarter of a row
-of dimension 512. Nothing is tuned at run time: a kernel that writes in place cannot run twice, and a run must not
+of dimension 512. There is no tuning at run time: a kernel that writes in place cannot run twice, and a run must not
 depend on timings. No entry changes the bits of a result.
 """
 
@@ -15,15 +15,15 @@ SMALLEST, LARGEST = 4, 1024  # columns
 class BlockShape:
     rows: int  # bags or rows per program; a power of two
     warps: int  # per program
-    unroll: int  # look-ups of a row that are loaded at a time
+    unroll: int  # look-ups of a row loaded at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
     columns: int  # the dimension, rounded up to a power of two
     lookup: BlockShape
-    update: BlockShape  # sums by row and the row optimizer; few rows, as their numbers of look-ups differ
-    join: BlockShape  # sums of a long row's chunks: few rows, and many chunks one after another
+    update: BlockShape  # sums by row and the row optimizer; few rows, because their numbers of look-ups differ
+    join: BlockShape  # sums of a long row's chunks: few rows, and many chunks in sequence
 
 
 # by columns: rows and warps of `lookup` with weights of 4 bytes, the same with 2, and rows and warps of `update`

@@ -9,7 +9,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
-from rowcast.trainer.execute.streams import on_device
+from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.kernels import Kernels, torch_ops
 from rowcast.trainer.kernels.self_check import difference
 
@@ -17,10 +17,10 @@ WORTH_SAYING_S = 2.0
 
 
 def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
-    """The fastest kernels that this installation has for `device`.
+    """Returns the fastest kernels that this installation has for `device`.
 
     Warns and falls back to plain torch operations if those kernels cannot be used or have wrong results. If a job is
-    given, they are compiled for its tables and checked on them. Raises ConfigError if that ends the use of the device.
+    given, compiles them for its tables and checks them. Raises ConfigError if that makes the device unusable.
     """
     if device.type not in ("cpu", "cuda") or (job is not None and job.trainer.kernels == "torch"):
         return torch_ops
@@ -34,7 +34,7 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
 
 
 def compiled_kernels(job: Job | None) -> Kernels:
-    from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, which only a CPU needs
+    from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, needed only for a CPU
 
     chosen = CompiledOps(torch.get_num_threads())
     return chosen if job is None else checked(chosen, job)
@@ -52,10 +52,11 @@ def checked(kernels: Kernels, job: Job) -> Kernels:
 
 
 def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
-    """Triton's kernels, if its launcher can be built here, every kernel of the job runs, and the results are right.
+    """Returns Triton's kernels, if its launcher can be built here, every kernel of the job runs, and the results are
+    right.
 
-    The launcher takes a C compiler and Python's headers. The check launches each kernel in every variant that a step
-    of the job may launch, so no step has to compile one.
+    The launcher needs a C compiler and Python's headers. The check launches each kernel in every variant that a step of
+    the job may launch, so no step has to compile one.
     """
     try:
         from rowcast.trainer.kernels import triton_ops
@@ -69,7 +70,7 @@ def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
     try:
         with on_device(device):
             found = difference(triton_ops, group_specs(job), job.optimizer.sparse, device, exact=False)
-    except Exception as error:  # noqa: BLE001 - Triton, the compilers it calls and the driver each have errors of their own
+    except Exception as error:  # noqa: BLE001 - Triton, its compilers and the driver raise errors of many types
         cause = f"{type(error).__name__}: {error}"
         refuse_if_lost(device, cause)
         return plain_operations(device, cause)
@@ -82,7 +83,7 @@ def plain_operations(device: torch.device, cause: str) -> Kernels:
 
 
 def refuse_if_lost(device: torch.device, cause: str) -> None:
-    """Raises ConfigError if this process cannot use the device any more, as after a kernel's illegal address."""
+    """Raises ConfigError if this process can no longer use the device, as after a kernel's illegal address."""
     try:
         use(device)
     except RuntimeError:

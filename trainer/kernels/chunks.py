@@ -1,4 +1,4 @@
-"""Cuts the look-ups of long rows into chunks, on the host when a plan arrives; a device sums chunks side by side.
+"""Cuts the look-ups of long rows into chunks, on the host when a plan arrives; a device sums chunks in parallel.
 
 look-ups of a long row    | 0 1 2 ... 127 | 128 ... 255 | 256 257 |      CHUNK_LOOKUPS per chunk
 """
@@ -20,18 +20,18 @@ class Chunks(NamedTuple, Generic[A]):
     """P chunks of the look-ups of K long rows; all but the last chunk of a row have CHUNK_LOOKUPS look-ups."""
 
     long_rows: A  # i32 [K] the long rows, as positions in unique_slots
-    chunk_offsets: A  # i32 [K + 1] where each long row's chunks start
-    chunk_rows: A  # i32 [P] the long row that each chunk belongs to, as a position in long_rows
+    chunk_offsets: A  # i32 [K + 1] start of each long row's chunks
+    chunk_rows: A  # i32 [P] the long row of each chunk, as a position in long_rows
 
 
 def cut_long_rows(segment_offsets: I32) -> Chunks[I32]:
-    """`segment_offsets` i32 [U + 1]: where each row's look-ups start and end."""
+    """Returns the chunks. `segment_offsets` i32 [U + 1]: start and end of each row's look-ups."""
     (chunks,) = cut_groups([segment_offsets])
     return chunks
 
 
 def cut_groups(segment_offsets: Sequence[I32]) -> list[Chunks[I32]]:
-    """The chunks of each group. All are cut in one pass: a group has few long rows, and each numpy call takes time."""
+    """Returns the chunks of each group, cut in one pass: a group has few long rows, and each numpy call takes time."""
     starts = list(accumulate(map(len, segment_offsets), initial=0))
     joined = np.concatenate(segment_offsets)
     lengths = joined[1:] - joined[:-1]  # from one group to the next the offsets fall: no long row
@@ -52,7 +52,7 @@ def cut_groups(segment_offsets: Sequence[I32]) -> list[Chunks[I32]]:
 
 
 def chunk_arrays(segment_offsets: Sequence[I32]) -> dict[str, I32]:
-    """The chunks of each group, named as the arrays of a plan are; takes each group's segment_offsets."""
+    """Returns the chunks of each group, named like the arrays of a plan, from each group's segment_offsets."""
     return {
         f"{group}.{name}": array
         for group, chunks in enumerate(cut_groups(segment_offsets))
@@ -61,6 +61,6 @@ def chunk_arrays(segment_offsets: Sequence[I32]) -> dict[str, I32]:
 
 
 def most_chunk_items(num_lookups: int) -> int:
-    """An upper bound of the number of items in a group's three arrays."""
+    """Returns an upper bound of the number of items in a group's three arrays."""
     long_rows = num_lookups // (CHUNK_LOOKUPS + 1)
     return long_rows + (long_rows + 1) + (num_lookups // CHUNK_LOOKUPS + long_rows)

@@ -1,4 +1,4 @@
-"""Converts tensors to the flat arrays that compiled loops take, and cuts rows into blocks."""
+"""Converts tensors to flat arrays for compiled loops, and cuts rows into blocks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ NO_FLOATS, NO_INTS = np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 
 def sum_rows(pool: ThreadPool, grads: Gradients, first: int, end: int) -> Tensor:
-    """Gradients f32 [end - first, D] of the rows from `first` to `end` - 1."""
+    """Returns the gradients f32 [end - first, D] of the rows from `first` to `end` - 1."""
     row_grads = floats(end - first, grads.dim)
     pool.share(partial(loops.sum_rows, grads, flat(row_grads), first), first, end, grads.dim, grads.segments)
     return row_grads
@@ -30,7 +30,7 @@ def blocks(num_rows: int, dim: int) -> Iterator[tuple[int, int]]:
 
 
 def floats(*shape: int) -> Tensor:
-    """Uninitialised fp32, independent of torch's default dtype and device."""
+    """Returns uninitialised fp32, independent of torch's default dtype and device."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 

@@ -1,14 +1,14 @@
 """Compiled loops over rows, for `compiled_ops`; the loops of the row optimizers are in `row_optimizers/`.
 
-Rows and gradients are flat arrays; a part of the records has a start and a stride:
+Rows and gradients are flat arrays; a field of the records has a start and a stride:
 
-    flat    | weight  | sum     | weight  | sum     | ...        slot s of a part: flat[s * stride + column]
+    flat    | weight  | sum     | weight  | sum     | ...        slot s of a field: flat[s * stride + column]
             <----- stride ------>
 
-Each loop takes the items from `first` to `end` - 1 and writes only these, so threads may share the items; one thread
-adds the look-ups of one bag or row in their order, starting from 0. Products and sums are rounded one by one, except
-for `multiply_add`, where torch rounds once. Indices are unsigned: a signed index might count from the end, and a loop
-that has to test for that is not vectorized.
+Each loop processes the items from `first` to `end` - 1 and writes only these, so threads may divide the items. One
+thread adds the look-ups of one bag or row in their order, starting from 0. Each product and sum is rounded, except in
+`multiply_add`, where torch rounds once. Indices are unsigned: a signed index might count from the end, and a loop with
+that test is not vectorized.
 """
 
 from typing import NamedTuple
@@ -18,15 +18,15 @@ import numpy as np
 from rowcast.runtime.arrays import F32, I32
 from rowcast.runtime.compiled import compiled_arithmetic, prefetch
 
-AHEAD = 8  # data is prefetched this many look-ups before it is used
-ROWS_AHEAD = 4  # the same in distinct rows, each of which has several look-ups
+AHEAD = 8  # look-ups between prefetching data and using it
+ROWS_AHEAD = 4  # the same in distinct rows, with several look-ups each
 LINE = 16  # floats per cache line
 U = np.uint64
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
 class RecordArray(NamedTuple):
-    """One part of some rows' records."""
+    """One field of some rows' records."""
 
     flat: F32
     stride: int
@@ -34,13 +34,13 @@ class RecordArray(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The arrays that row gradients are summed from."""
+    """The inputs of the sums of row gradients."""
 
     flat: F32  # [G * D] gradients of the pooled bags
     dim: int  # D
     bags: I32  # [N] the bags of each row's look-ups, row by row
-    segments: I32  # [U + 1] where each row's look-ups start in `bags`
-    lookups: I32  # [N] the look-up that each entry of `bags` belongs to; empty without weights
+    segments: I32  # [U + 1] start of each row's look-ups in `bags`
+    lookups: I32  # [N] the look-up of each entry of `bags`; empty without weights
     weights: F32  # [N] by look-up; empty: all are 1
     divisors: F32  # [G] of the bags; empty: all are 1
 

@@ -3,8 +3,7 @@
     look-up    rows -> sum, divide -> result
     update     gradients -> sum -> `row_optimizers/<name>_compiled.py` -> weights and states
 
-`torch_ops` does what has no compiled loop: other row optimizers, clipped gradients, rows that are not fp32, and
-`apply` by itself.
+`torch_ops` does the rest: other row optimizers, clipped gradients, rows that are not fp32, and a separate `apply`.
 """
 
 from functools import partial
@@ -25,7 +24,7 @@ class CompiledOps:
     """Implements `Kernels`. Its bits do not depend on the number of threads."""
 
     def __init__(self, num_threads: int = 1) -> None:
-        """`num_threads`: for its own loops; torch's operations use torch's threads."""
+        """`num_threads`: for compiled loops; torch's operations use torch's threads."""
         self._pool = ThreadPool(num_threads)
 
     def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
@@ -80,7 +79,7 @@ def gradients(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) 
 
 
 def part_of(part: Tensor, slots: Tensor) -> RecordArray:
-    """A part of the records, f32 [num_slots, width], as flat memory from its first element to its last."""
+    """Returns a field of the records, f32 [num_slots, width], as flat memory from its first element to its last."""
     num_slots, width = part.shape
     stride = part.stride(0)
     assert part.stride(1) == 1 or width == 1, f"columns are {part.stride(1)} elements apart instead of 1"

@@ -7,17 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rowcast.job.schema import SparseOptimizer
+from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.plan_layout import LOOKUP_ARRAYS
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, torch_ops
-from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
+from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
 from rowcast.trainer.kernels.record_views import part_of, rows_of, rule_at
 
 NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
 LONGEST_BAG = 4
-LR = 0.05  # large enough that no update is lost in the tolerance, as one in a warm-up might be
-# relative to each value: a few roundings of its dtype; and relative to the largest value, as sums may cancel
+LR = 0.05  # large enough that no update is lost in the tolerance, unlike one in a warm-up
+# relative to each value: a few roundings of its dtype; and relative to the largest value, because sums may cancel
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 OF_LARGEST = 1e-5
 CPU = torch.device("cpu")
@@ -41,10 +40,10 @@ def difference(
     *,
     exact: bool = True,
 ) -> str | None:
-    """Names the first result that differs from `torch_ops` for these groups and optimizer; None: no result.
+    """Names the first result that differs from `torch_ops` for these groups and optimizer; None if all agree.
 
-    Look-ups must have the same bits. So must updates if `exact`; otherwise they may differ by roundings: kernels for a
-    device sum long rows in chunks, and torch's own reductions and fused operations there have an order of their own.
+    Look-ups must have the same bits. So must updates if `exact`; otherwise they may differ by roundings: on a device,
+    kernels sum long rows in chunks, and torch's reductions and fused operations use a different order.
     """
     with torch.device("cpu"):  # independent of torch's default device
         return first_difference(kernels, groups, settings, device, exact=exact)
@@ -70,56 +69,36 @@ def first_difference(
                     return f"look-ups of {trial.name} in {group.name}"
                 if not (equal_bits if exact else partial(equal_but_for_roundings, group))(own, expected):
                     return f"updates by {trial.name} in {group.name}"
-                own.copy_(expected)  # roundings do not add up, and look-ups are of equal rows
+                own.copy_(expected)  # roundings do not accumulate, and look-ups read equal rows
     return None
 
 
 def trials(group: GroupSpec, generator: torch.Generator, device: torch.device) -> Iterator[Trial]:
-    """Every kind of step that the group may have: `Embeddings` has divisors for all bags if one feature is averaged."""
+    """Yields every kind of step of the group: `Embeddings` has divisors for all bags if one feature is averaged."""
     lengths = torch.randint(0, LONGEST_BAG + 1, (NUM_LOOKUPS,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     is_averaged = any(table.pooling == "mean" for table in group.feature_tables())
-    counts = lengths.clamp(min=1).float()[:, None].to(device) if is_averaged else None
+    divisors = lengths.clamp(min=1).float()[:, None].to(device) if is_averaged else None
     bags = "averaged bags" if is_averaged else "bags"
     kinds: list[tuple[str, Tensor | None, Tensor | None]] = [("single look-ups", None, None)]
     if len(group.unpooled_features) < group.num_features:
-        kinds.append((bags, offsets, counts))
-    for name, bag_offsets, divisors in kinds:
+        kinds.append((bags, lengths, divisors))
+    for name, bag_sizes, own_divisors in kinds:
         for with_weights in (False, True):
-            lookup = moved(random_lookup(bag_offsets, with_weights, generator), device)
+            lookup = moved(random_lookup(bag_sizes, with_weights, generator), device)
             full_name = f"weighted {name}" if with_weights else name
-            yield Trial(name=full_name, lookup=lookup, divisors=divisors, num_bags=NUM_LOOKUPS)
+            yield Trial(name=full_name, lookup=lookup, divisors=own_divisors, num_bags=NUM_LOOKUPS)
 
 
-def random_lookup(offsets: Tensor | None, with_weights: bool, generator: torch.Generator) -> GroupLookup:
-    """NUM_LOOKUPS bags, in which some rows occur often: a tenth of all look-ups are of one row."""
-    num_lookups = NUM_LOOKUPS if offsets is None else int(offsets[-1])
-    slots = (torch.rand(num_lookups, generator=generator) ** 3 * NUM_ROWS).int()
-    unique_slots, uses = torch.unique(slots, return_counts=True)
-    order = slots.argsort(stable=True).int()
-    bags = torch.arange(NUM_LOOKUPS) if offsets is None else torch.arange(NUM_LOOKUPS).repeat_interleave(offsets.diff())
-    segment_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), uses.cumsum(0)]).int()
-    return GroupLookup(
-        batch_size=NUM_LOOKUPS,
-        slots=slots,
-        unique_slots=unique_slots,
-        segment_offsets=segment_offsets,
-        bag_order=bags[order.long()].int(),
-        chunks=Chunks(*map(torch.from_numpy, cut_long_rows(segment_offsets.numpy()))),
-        lookup_order=order if with_weights else None,
-        offsets=offsets,
-        weights=torch.randn(num_lookups, generator=generator).float() if with_weights else None,
-    )
-
-
-def moved(lookup: GroupLookup, device: torch.device) -> GroupLookup:
-    arrays = {name: getattr(lookup, name) for name in LOOKUP_ARRAYS}
-    tensors = {name: array.to(device) for name, array in arrays.items() if array is not None}
-    return replace(lookup, chunks=Chunks(*(array.to(device) for array in lookup.chunks)), **tensors)
+def random_lookup(counts: Tensor | None, with_weights: bool, generator: torch.Generator) -> GroupLookup:
+    """Draws NUM_LOOKUPS bags with some frequent rows: a tenth of all look-ups are of one row."""
+    num_lookups = NUM_LOOKUPS if counts is None else int(counts.sum())
+    slots = (torch.rand(num_lookups, generator=generator) ** 3 * NUM_ROWS).int().numpy()
+    weights = torch.randn(num_lookups, generator=generator).float().numpy() if with_weights else None
+    return group_lookup(lookup_arrays(slots, slots, None if counts is None else counts.numpy(), weights), NUM_LOOKUPS)
 
 
 def random_records(group: GroupSpec, generator: torch.Generator) -> Tensor:
-    """f32 [NUM_ROWS, record_floats]; the states are at least 0, because optimizers take their square roots."""
+    """Returns f32 [NUM_ROWS, record_floats]; the states are at least 0, because optimizers take their square roots."""
     records = torch.zeros(NUM_ROWS, group.record_floats, dtype=torch.float32)
     rows = rows_of(records, group)
     fill_randomly(rows, generator)
@@ -146,7 +125,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def equal_but_for_roundings(group: GroupSpec, one: Tensor, other: Tensor) -> bool:
-    """Compares records f32 [n, record_floats], part by part. NaN differs from every value."""
+    """Compares records f32 [n, record_floats], field by field. NaN differs from every value."""
     for part in group.parts:
         own, expected = part_of(one, part), part_of(other, part)
         tolerance = TOLERANCE[own.dtype]

@@ -9,11 +9,11 @@ import numpy as np
 
 from rowcast.runtime.arrays import I32
 
-MIN_FLOATS = 2**16  # the smallest share that is worth waking a thread for
+MIN_FLOATS = 2**16  # the least work that is worth waking a thread for
 
 
 class ThreadPool:
-    """The caller's thread and others. One caller at a time."""
+    """The caller's thread and more threads. One caller at a time."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -27,10 +27,10 @@ class ThreadPool:
         item_floats: int,
         starts: I32 | None = None,
     ) -> None:
-        """Calls work(from, to) for ranges that cover the items from `first` to `end` - 1; returns when all are done.
+        """Calls work(from, to) for ranges that cover the items from `first` to `end` - 1. Returns when all are done.
 
-        starts: for items of different sizes, where each item's parts start, and the end of the last item.
-        item_floats: floats per part.
+        starts: for items of different sizes, the start of each item, and the end of the last item. item_floats: floats
+        per unit of size.
         """
         num_parts = end - first if starts is None else int(starts[end]) - int(starts[first])
         num_shares = min(self._num_threads, num_parts * item_floats // MIN_FLOATS)
@@ -46,7 +46,7 @@ class ThreadPool:
 
 
 def cuts(first: int, end: int, num_shares: int, starts: I32 | None) -> list[int]:
-    """Where each share begins, and the end of the last; shares have about the same number of parts."""
+    """Returns the start of each range, and the end of the last; ranges have about the same size."""
     if starts is None:
         return [first + (end - first) * share // num_shares for share in range(num_shares + 1)]
     shares = np.linspace(starts[first], starts[end], num_shares + 1)[1:-1]

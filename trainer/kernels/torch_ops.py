@@ -1,13 +1,13 @@
-"""Implements the kernels in plain torch operations, for every device; the other implementations are compared with it.
+"""Implements the kernels in plain torch operations, for every device, as the reference for the other implementations.
 
 `torch.embedding_bag` is used as a segmented sum: it adds the rows of a bag one by one, in order, starting from 0, on
 the CPU and on CUDA, and has the bits of `index_add_` and of `nn.Embedding`'s dense gradient. (On the CPU it is five to
-ten times as fast as those two or `torch.segment_reduce`. It copies a whole table that is not contiguous, so it is never
-given the records themselves.)
+ten times as fast as those two or `torch.segment_reduce`. It copies a whole table that is not contiguous, so it never
+gets the records themselves.)
 
-The row optimizers (`row_optimizers/`) do what torch.optim would do to whole tables, on contiguous blocks [U, width] of
-the rows that a batch touches, with the same operations in the same order. Their bits do not depend on how rows are cut
-into blocks, so gathered rows and whole tables agree.
+The row optimizers (`row_optimizers/`) do the operations of torch.optim on whole tables, in the same order, on
+contiguous blocks [U, width] of a batch's rows. Their bits do not depend on how rows are cut into blocks, so gathered
+rows and whole tables agree.
 """
 
 import torch
@@ -57,13 +57,14 @@ def update(rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors:
 
 
 def clip_rows(row_grads: Tensor, clip: float) -> Tensor:
-    """f32 [U, D]: scales each row to a norm of at most `clip`, by the factor that clip_grad_norm_ would compute."""
+    """Returns f32 [U, D]: scales each row to a norm of at most `clip`, by the factor of clip_grad_norm_."""
     norms = (row_grads * row_grads).sum(1, keepdim=True).sqrt()
     return row_grads * (clip / (norms + 1e-6)).clamp(max=1.0)
 
 
 def segment_sum(source: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    """f32 [S, D]: out[s] = 0 + source[index[i]] + ... for i from offsets[s] to offsets[s + 1] - 1, in this order.
+    """Returns f32 [S, D]: out[s] = 0 + source[index[i]] + ... for i from offsets[s] to offsets[s + 1] - 1, in this
+    order.
 
     source f32 [M, D]; index i32 [N]; offsets i32 [S + 1], from 0 to N.
     """

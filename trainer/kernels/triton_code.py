@@ -1,15 +1,15 @@
-"""The functions that Triton kernels are made of: what runs for a block of bags or rows.
+"""Defines the functions of the Triton kernels, each for a block of bags or rows.
 
 A program holds ROWS bags or rows, BLOCK columns wide: the dimension D, rounded up to a power of two. Numbers of bags
 or rows are i32 [ROWS], their values f32 [ROWS, BLOCK].
 
     rows_at      one look-up of each
     sum_of       0.0 + source[index[first]] + source[index[first + 1]] + ... of each
-    row_sums     the sum of each over its columns, in an order that depends on D alone
+    row_sums     the sum of each over its columns, in an order that depends only on D
     train_rows   the row optimizer on their gradients
 
-Kernels combine these, so every gradient meets the same operations in the same order on any path. Each operation is
-rounded by itself, except for `tl.fma` where torch's own operation is one; so kernels must be launched with `ROUNDED`
+Kernels combine these, so every path applies the same operations in the same order to a gradient. Each operation is
+rounded separately, except `tl.fma` where torch's operation is fused; so kernels must be launched with `ROUNDED`
 (triton_ops.py), which keeps the compiler from fusing others.
 """
 
@@ -49,10 +49,10 @@ def rows_at(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """f32 [ROWS, BLOCK]: the rows index[place] of `source`, or rows `place` without an index.
+    """Returns f32 [ROWS, BLOCK]: the rows index[place] of `source`, or rows `place` without an index.
 
-    WIDTH: the columns that are read; other columns, and rows that are not `live`, are 0.0. A row is divided by its
-    divisor, then multiplied by weights[weight_order[place]], or by weights[place] without an order.
+    WIDTH: the columns to read; other columns, and rows that are not `live`, are 0.0. A row is divided by its divisor,
+    then multiplied by weights[weight_order[place]], or by weights[place] without an order.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     row = place if index is None else tl.load(index + place, mask=live, other=0)
@@ -82,7 +82,7 @@ def sum_of(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> tl.tensor:
-    """f32 [ROWS, BLOCK]: starts from 0.0 and adds `rows_at` each place from first to first + count - 1, one by one.
+    """Returns f32 [ROWS, BLOCK]: starts from 0.0 and adds `rows_at` each position from first to first + count - 1.
 
     A row without further look-ups adds 0.0: a sum that starts from 0.0 is never -0.0, so this changes no bits.
     """
@@ -98,7 +98,8 @@ def sum_of(
 
 @device
 def row_sums(values: tl.tensor) -> tl.tensor:
-    """f32 [ROWS, 1]: adds neighbours, then their sums, and so on. Each addition has two terms: the order is fixed."""
+    """Returns f32 [ROWS, 1]: adds neighbours, then their sums, and so on. Each addition has two terms: the order is
+    fixed."""
     for _ in tl.static_range(10):
         if values.shape[1] > 1:
             values = tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // 2, 2]), 2)
@@ -107,7 +108,7 @@ def row_sums(values: tl.tensor) -> tl.tensor:
 
 @device
 def clipped(grads: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
-    """Does what `torch_ops.clip_rows` does."""
+    """Clips like `torch_ops.clip_rows`."""
     norms = tl.sqrt_rn(row_sums(grads * grads))
     return grads * tl.minimum(tl.div_rn(1.0, norms + 1e-6) * CLIP, 1.0, propagate_nan=tl.PropagateNan.ALL)
 
@@ -132,15 +133,15 @@ def train_rows(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One step of the rows in `slots` that are `live`. grads are 0 from column D on.
+    """Trains the `live` rows in `slots` by one step. grads are 0 from column D on.
 
-    Strides and widths are in elements, STRIDE and WIDTH in fp32 elements. A width is that of a part with its padding,
-    which is read and written back as it was: a mask that ends within 16 bytes would have each element moved by itself.
-    RULE, rate and CONSTANTS: `train` and `scalars` of a row optimizer. PER_ROW: which states have one element per row.
+    Strides and widths are in elements, STRIDE and WIDTH in fp32 elements. A width includes a field's padding, which is
+    read and written back unchanged: a mask that ends within 16 bytes would move each element separately. RULE, rate and
+    CONSTANTS: `train` and `scalars` of a row optimizer. PER_ROW: which states have one element per row.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     mask = live[:, None] & (columns < WIDTH)
-    weight_mask = live[:, None] & (columns < (WEIGHT_WIDTH if master is None else D))  # a master is read instead
+    weight_mask = live[:, None] & (columns < (WEIGHT_WIDTH if master is None else D))  # the master is read instead
     first = slots.to(tl.int64)[:, None]
     at_weight, at = weight + first * WEIGHT_STRIDE + columns, first * STRIDE + columns
     if master is None:
@@ -167,7 +168,7 @@ def train_rows(
 
 @device
 def unpadded(new: tl.tensor, old: tl.tensor, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """`new`, and `old` in the columns from D on, if there are any."""
+    """Returns `new`, with `old` in the columns from D on, if there are any."""
     if WIDTH > D:
         new = tl.where(tl.arange(0, BLOCK)[None, :] < D, new, old)
     return new

@@ -1,4 +1,4 @@
-"""The Triton kernels: each assigns bags or rows to programs and stores their results.
+"""Defines the Triton kernels; each assigns bags or rows to programs and stores their results.
 
     lookup_kernel     bags                            -> pooled
     segments_kernel   chunks of long rows first,      -> their sums
@@ -6,7 +6,7 @@
     join_kernel       long rows, from chunks' sums    -> row gradients, or trained at once
     apply_kernel      rows, from row gradients        -> trained
 
-Chunks come first, because the longest work should begin first. All but `lookup_kernel` train the rows if `row_grads`
+Chunks are first, because the longest work should begin first. All except `lookup_kernel` train the rows if `row_grads`
 is None.
 """
 

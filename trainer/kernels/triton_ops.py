@@ -1,4 +1,4 @@
-"""Implements the kernels for CUDA devices in Triton: each pass reads its input once, and nothing waits for the device.
+"""Implements the kernels for CUDA devices in Triton. Each pass reads its input once; the host never waits.
 
 `update` is one launch, and a second one if the batch has long rows. There are no atomics and no sorting: the plan has
 grouped the look-ups, and every sum has one order, given in `trainer.kernels`. So a step always has the same bits, with
@@ -21,7 +21,7 @@ from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimize
 from rowcast.trainer.kernels.blocks import LARGEST, BlockShape, blocks_for
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
-# each operation is rounded by itself, and denormal numbers are not flushed to zero
+# each operation is rounded separately, and denormal numbers are not flushed to zero
 ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 Options = dict[str, Any]
 RULES = row_optimizers.modules("_triton")
@@ -104,8 +104,8 @@ def training(rows: RecordViews, unique_slots: Tensor, rule: Rule) -> tuple[tuple
 
 
 def layout_of(rows: RecordViews) -> tuple[int, int, int]:
-    """Returns dimension, bytes of a weight and bytes of a record. The kernels address every part by that last number:
-    parts that are no views of the same records raise AssertionError.
+    """Returns dimension, bytes of a weight and bytes of a record. The kernels address every field by the bytes of a
+    record: fields that are not views of the same records raise AssertionError.
     """
     weight, weight_bytes = rows.weight, rows.weight.element_size()
     record_bytes, first = weight.stride(0) * weight_bytes, weight.data_ptr()
@@ -161,7 +161,7 @@ def block_options(block: BlockShape, dim: int, columns: int) -> Options:
 
 
 def padded(dim: int, item_bytes: int, record_bytes: int) -> int:
-    """Elements of a part with the padding up to its next multiple of 16 bytes, if records have such padding."""
+    """Returns a field's elements with its padding up to the next multiple of 16 bytes, if records have such padding."""
     return aligned(dim * item_bytes) // item_bytes if record_bytes % ALIGNMENT == 0 else dim
 
 

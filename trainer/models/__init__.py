@@ -2,8 +2,8 @@
 
 Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of
 f32 [B, D_f], one per feature in the job's feature order, or `Sequences` for a feature that is not pooled; logits
-f32 [B], or whatever its own `loss` takes. If a table has linear weights, it is called as `model(dense, embeddings,
-linear)`: a list of f32 [B, 1], one per feature of such a table.
+f32 [B], or the input of its `loss`. If a table has linear weights, it is called as `model(dense, embeddings, linear)`:
+a list of f32 [B, 1], one per feature of such a table.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ MATRIX_ALIGNMENT = 64  # bytes
 
 
 def build_model(job: Job, num_dense: int) -> nn.Module:
-    """Builds the job's model on the CPU, as a function of the job file alone.
+    """Builds the job's model on the CPU, as a function of only the job file.
 
     Its random numbers come from job.seed; the global random state does not change. Raises ConfigError if the factory
     named by `model.kind` returns no model.
@@ -45,7 +45,7 @@ Inputs = tuple[Tensor, *tuple[Sequence[Embedded], ...]]  # dense, embeddings, an
 
 
 def align_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Aligns a model's inputs, because a matrix product on the CPU has other bits at another alignment."""
+    """Aligns a model's inputs: on the CPU, the bits of a matrix product depend on alignment."""
     if torch.compiler.is_compiling():
         return inputs  # `JobModel` has aligned them
     dense, *lists = inputs
@@ -65,7 +65,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim that updates one tensor at a time: its bits do not depend on their number."""
+    """Builds an optimizer of torch.optim that updates one tensor at a time: its bits do not depend on their number."""
     settings = job.optimizer.dense
     parameters = list(parameters)
     if settings.kind == "sgd":

@@ -4,7 +4,7 @@
     Dice   p(s) = sigmoid((s - mean) / sqrt(variance + eps))
     PReLU  p(s) = 1 if s > 0, else 0
 
-Mean and variance are those of the mini-batch in training, and their moving averages in evaluation.
+Mean and variance are the mini-batch's in training, and moving averages in evaluation.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Dice(nn.Module):
     def forward(self, features: Tensor, present: Tensor) -> Tensor:
         """features f32 [n, width], present f32 [n, 1]: 1 for a row that counts in mean and variance, and 0 for padding.
 
-        Variances divide by the number of rows. A batch without any row leaves the moving averages as they are.
+        Variances divide by the number of rows. A batch without rows does not change the moving averages.
         """
         mean, variance = self.statistics(features, present) if self.training else (self.running_mean, self.running_var)
         gate = torch.sigmoid((features - mean) / torch.sqrt(variance + EPSILON))
@@ -56,7 +56,7 @@ class PReLU(nn.Module):
         self.alpha = nn.Parameter(torch.full((width,), 0.25))
 
     def forward(self, features: Tensor, present: Tensor) -> Tensor:
-        """features f32 [n, width]; takes `present` as `Dice` does and ignores it."""
+        """features f32 [n, width]. Ignores `present`, an argument of `Dice`."""
         return torch.where(features > 0, features, self.alpha * features)
 
 

@@ -1,17 +1,17 @@
-"""What ranks need of each other: collectives that only copy, under the names of torch.distributed."""
+"""Defines the collectives between ranks: copies only, under the names of torch.distributed."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from rowcast.trainer.execute.streams import Work
+from rowcast.trainer.device.streams import Work
 
 
 class Collectives(Protocol):
-    """What ranks need of `torch.distributed`, under its names and with its arguments. Both calls only copy."""
+    """The two calls of `torch.distributed` that ranks use, with its names and arguments. Both only copy."""
 
-    doing: str  # what the next calls carry, for the sentence about one that fails: "the rows of step 12"
+    doing: str  # content of the next calls, for their error sentence: "the rows of step 12"
 
     def all_to_all_single(
         self,
@@ -25,11 +25,11 @@ class Collectives(Protocol):
         """Sends the first of the input's rows to rank 0, the next to rank 1, ...; the output is from rank 0, 1, ..."""
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Work:
-        """The inputs of all ranks, one after the other."""
+        """Concatenates the inputs of all ranks."""
 
 
 class Complete:
-    """The work of a collective that was complete when it was issued."""
+    """The work of a collective that was complete when issued."""
 
     def is_completed(self) -> bool:
         return True
@@ -39,7 +39,7 @@ class Complete:
 
 
 class LocalCollectives:
-    """Implements `Collectives` for a trainer that computes all parts: what it sends is what it receives."""
+    """Implements `Collectives` for a trainer that computes all parts: it receives what it sends."""
 
     def __init__(self) -> None:
         self.doing = ""

@@ -1,7 +1,7 @@
 """Compiles a model by torch.compile so that its bits are a function of the job: one graph, nothing timed.
 
-A compiled model has other bits than the plain model, and other shapes would have other graphs. So only train batches
-of `data.batch_size` samples run compiled; smaller batches and evaluation use the plain model (`job_model.py`).
+A compiled model's bits differ from the plain model's, and each shape needs a separate graph. So only train batches of
+`data.batch_size` samples run compiled; smaller batches and evaluation use the plain model (`job_model.py`).
 """
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from rowcast.runtime.errors import ConfigError
 
-# otherwise kernels that sum in different orders are timed on the device, and the fastest is chosen
+# otherwise torch times kernels that sum in different orders and chooses the fastest
 OPTIONS: dict[str, Any] = {"deterministic": True}
 
 
 def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
-    """The model, compiled at its first call; it shares the model's parameters, which keep their names.
+    """Returns the model, compiled at its first call, with the same parameters under the same names.
 
     Raises ConfigError if this machine lacks what torch.compile needs.
     """
     torch.compiler.reset()  # graphs of an earlier attempt would count as variants of this model
-    # beyond the limit a model would run uncompiled, with other bits than a restarted run
+    # beyond the limit a model would run uncompiled, with different bits than a restarted run
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     check_compiler(device)
     return torch.compile(model, dynamic=False, options=OPTIONS)
@@ -39,7 +39,7 @@ def check_compiler(device: torch.device) -> None:
             if device.type == "cpu"
             else "Triton and a C compiler, such as gcc, on the PATH"
         )
-        sentence = " ".join(str(error).partition("\n\n")[0].split())[:200]  # without torch's own advice
+        sentence = " ".join(str(error).partition("\n\n")[0].split())[:200]  # without torch's advice
         raise ConfigError(
             f"model.compile: torch.compile does not work on {device} here ({type(error).__name__}: {sentence}); it "
             f"needs {needs}; install that or remove model.compile"

@@ -1,4 +1,4 @@
-"""Builds a user's own model: `model.kind = "package.module:factory"`."""
+"""Builds a user's model: `model.kind = "package.module:factory"`."""
 
 import inspect
 import sys
@@ -40,7 +40,7 @@ def build_custom(job: Job, num_dense: int) -> nn.Module:
 def load_factory(kind: str) -> Any:
     """Imports the callable that "package.module:factory" names. Raises ConfigError."""
     module_name, _, factory_name = kind.partition(":")
-    if str(Path.cwd()) not in sys.path:  # as for readers, modules are found from the working folder
+    if str(Path.cwd()) not in sys.path:  # as for readers, modules in the working folder are found
         sys.path.append(str(Path.cwd()))
     try:
         module = import_module(module_name)

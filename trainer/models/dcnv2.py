@@ -8,6 +8,7 @@ embeddings ----------+            x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
 import torch
 from torch import Tensor, nn
 
+from rowcast.job.models import DCNv2Settings
 from rowcast.job.schema import Job
 from rowcast.trainer.models.mlp import empty_linear, linear_layers, logits_of, relu_layers
 
@@ -22,6 +23,7 @@ class DCNv2(nn.Module):
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(job.job.seed)
+        assert isinstance(job.model, DCNv2Settings)
         width = job.model.bottom_mlp[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
         self.bottom_mlp = linear_layers([num_dense, *job.model.bottom_mlp], generator)
         self.cross = nn.ModuleList(

@@ -7,13 +7,13 @@
     top MLP    logit of [dense, pooled features, q, interest]
 
 Hidden layers end in Dice or PReLU. The paper gives the attention's MLP q, k and an "out product"; the four vectors here
-are those of the authors' program (github.com/zhougr1993/DeepInterestNetwork), whose scaling before the softmax is left
-out.
+are those of the authors' program (github.com/zhougr1993/DeepInterestNetwork), without its scaling before the softmax.
 """
 
 import torch
 from torch import Tensor, nn
 
+from rowcast.job.models import DINSettings
 from rowcast.job.schema import Job
 from rowcast.trainer.models.activations import activated, activations
 from rowcast.trainer.models.mlp import linear_layers
@@ -25,12 +25,14 @@ class DIN(nn.Module):
 
     Parameters: `attention_mlp.<n>.*`, `top_mlp.<n>.*`, n counting linear layers from 0, and `attention_activations.<n>`
     and `top_activations.<n>` with what `Dice` or `PReLU` has. Histories of one sample that differ in length end
-    together. A target is the last entry of its feature; without one it is zeros, and so is an empty history's interest.
+    together. A target is the last entry of its feature. Without an entry it is zeros, as is an empty history's
+    interest.
     """
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()
         settings = job.model
+        assert isinstance(settings, DINSettings)
         generator = torch.Generator().manual_seed(job.job.seed)
         widths = [table.embedding_dim for table in job.tables for _ in table.features]
         self.history, self.softmax = settings.history, settings.softmax
@@ -64,7 +66,8 @@ class DIN(nn.Module):
 
 
 def joined_entries(features: list[Embedded], length: int) -> tuple[Tensor, Tensor]:
-    """The last `length` entries, joined: f32 [B, length, W], and bool [B, length], True where some feature has one."""
+    """Returns the last `length` entries, joined: f32 [B, length, W], and bool [B, length], True where any feature has
+    one."""
     padded = [feature.padded(length) for feature in features if isinstance(feature, Sequences)]
     values, masks = zip(*padded, strict=True)
     return torch.cat(values, dim=2), torch.stack(masks).any(0)

@@ -6,6 +6,7 @@ arXiv 1906.00091
 import torch
 from torch import Tensor, nn
 
+from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
 
@@ -22,6 +23,7 @@ class DLRM(nn.Module):
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()
+        assert isinstance(job.model, BottomAndTop)
         generator = torch.Generator().manual_seed(job.job.seed)
         num_vectors = len(job.features) + 1
         i, j = torch.tril_indices(num_vectors, num_vectors, offset=-1)

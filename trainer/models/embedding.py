@@ -1,4 +1,4 @@
-"""The embedding layer over the device cache: looks up rows by slot and updates them in place in its backward pass."""
+"""Looks up rows by slot in the device cache, and updates them in place in the backward pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from rowcast.job.schema import SparseOptimizer
+from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec
-from rowcast.trainer.execute.metrics import Phase
+from rowcast.trainer.device.phases import Phase
 from rowcast.trainer.kernels import GroupLookup, Kernels, Rule, torch_ops
 from rowcast.trainer.kernels.record_views import rows_of, rule_at
 from rowcast.trainer.models.sequences import Embedded, Sequences
@@ -23,7 +23,7 @@ CLOSED = (
 
 
 class Embeddings:
-    """Looks up all embedding tables of a model. It shares the records with the device cache and owns no state."""
+    """Looks up all embedding tables of a model, in the device cache's records. It holds no state."""
 
     def __init__(
         self,
@@ -35,20 +35,20 @@ class Embeddings:
     ) -> None:
         """`records`: f32 [num_slots, record_floats] of each group.
 
-        `lap` is called when the rows' update begins and ends in a backward pass.
+        Calls `lap` when the rows' update begins and ends in a backward pass.
         """
         pairs = zip(groups, records, strict=True)
         self._groups = [GroupRows(group, group_records, kernels) for group, group_records in pairs]
         self._settings = settings
         positions = [position for group in groups for position in group.feature_positions]
-        # for each feature, in the job's order, its place among those of the groups
+        # for each feature, in the job's order, its position among those of the groups
         self._places = sorted(range(len(positions)), key=positions.__getitem__)
         self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
 
     def __call__(self, lookups: Sequence[GroupLookup], train_step: int) -> list[Embedded]:
-        """Pooled embeddings f32 [B, D] of every feature, in the job's feature order; `Sequences` if it is not pooled.
+        """Returns pooled embeddings f32 [B, D] of every feature, in the job's order; `Sequences` if it is not pooled.
 
         `lookups` holds one entry per group; `train_step` counts the train batches before this one (for Adam). With
         gradients enabled, the backward pass applies the row optimizer to the batch's records, so each forward needs
@@ -65,7 +65,7 @@ class Embeddings:
         return [group.lookup(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
 
     def expect_update(self, lookups: Sequence[GroupLookup], train_step: int) -> "PendingUpdate":
-        """Announces an `update` of these look-ups. Raises RuntimeError if another one is expected."""
+        """Announces an `update` of these look-ups. Raises RuntimeError if one is already expected."""
         if self._awaits_backward:
             raise RuntimeError(
                 f"embeddings of train step {train_step} were asked for before the backward pass of an earlier forward "
@@ -88,14 +88,14 @@ class Embeddings:
         return self._awaits_backward is not None
 
     def finish_step(self) -> None:
-        """Call after the backward pass: if the loss depended on no embedding, updates the rows by gradients of zero."""
+        """Call after the backward pass: if the loss depends on no embedding, updates the rows with zero gradients."""
         pending = self._awaits_backward
         if pending is not None:
             zeros = [group.zeros(lookup) for group, lookup in zip(self._groups, pending.lookups, strict=True)]
             self.update(zeros, pending.lookups, pending.train_step)
 
     def close(self) -> None:
-        """Lets go of records and look-ups. A backward pass that comes later raises RuntimeError."""
+        """Releases records and look-ups. A later backward pass raises RuntimeError."""
         if self._awaits_backward is not None:
             self._awaits_backward.lookups = ()
         self._groups, self._awaits_backward = [], None
@@ -154,7 +154,7 @@ class GroupRows:
         self._kernels.update(self._rows, pooled_grad, lookup, divisors, rule)
 
     def _divisors(self, lookup: GroupLookup) -> Tensor | None:
-        """Look-ups of each bag that is averaged, at least 1; 1 for other bags. None if all are 1."""
+        """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. None if all are 1."""
         if self._means is None or lookup.offsets is None:
             return None
         is_mean = torch.cat(
@@ -170,14 +170,15 @@ class GroupRows:
 
 
 def divisors_of(offsets: Tensor, is_mean: Tensor) -> Tensor:
-    """Look-ups of each bag that is averaged, at least 1; 1 for other bags. offsets i32 [G + 1]; is_mean bool [G]."""
+    """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. offsets i32 [G + 1]; is_mean bool
+    [G]."""
     counts = offsets.diff()
     return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
 
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """The update that the backward pass of one forward makes."""
+    """The update in the backward pass of one forward."""
 
     embeddings: Embeddings
     lookups: Sequence[GroupLookup]
@@ -185,7 +186,7 @@ class PendingUpdate:
 
     def apply(self, grads: Sequence[Tensor]) -> None:
         self.embeddings.update(grads, self.lookups, self.train_step)
-        self.lookups = ()  # a loss that is kept would keep the plan's memory
+        self.lookups = ()  # a loss that the caller keeps would keep the plan's memory
 
 
 class Pending(Protocol):

@@ -1,15 +1,15 @@
-"""Computes AUC, log loss and accuracy of any number of predictions, in bounded memory, without waiting for the device.
+"""Computes AUC, log loss and accuracy in bounded memory, without waiting for the device.
 
-AUC needs the order of all predictions. They are counted in bins of the logit instead, positives and negatives
-separately; a pair within one bin counts half, as a tie. Bins are narrow where logits usually are:
+AUC needs the order of all predictions. Instead, positives and negatives are counted in bins of the logit; a pair within
+one bin counts half, as a tie. Bins are narrow where logits usually are:
 
     logit            0        +-1       +-4       +-16      +-100
     width of a bin   3.1e-05  4.8e-05   1.2e-04   7.6e-04   2.1e-02
 
-With several labels a sample each has counts of its own, of the samples where it is known.
+With several labels per sample, each has separate counts, of the samples where it is known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rowcast.trainer.models.ordered import sum_in_order
-from rowcast.trainer.report.report_json import Evaluation, TaskEvaluation
 
 NUM_BINS = 2**18  # 4 MiB of counts
 HALF_RANGE = 4.0  # half of the bins are within +- this logit
@@ -26,7 +25,8 @@ HALF_RANGE = 4.0  # half of the bins are within +- this logit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskResult:
-    """Of one of several labels. None if outputs are not logits, if none is known or if known ones are not 0 or 1."""
+    """The result for one of several labels. None if outputs are not logits, if no label is known or if known ones are
+    not 0 or 1."""
 
     num_labels: int  # known ones
     auc: float | None  # also None if all known labels are equal
@@ -44,25 +44,10 @@ class EvalResult:
     accuracy: float | None
     tasks: tuple[TaskResult, ...] = ()  # of each of several labels
 
-    def evaluation(self, train_step: int, labels: Sequence[str]) -> Evaluation | None:
-        """For the run's results; `labels`: the names of several. None without samples."""
-        if self.logloss is None:
-            return None
-        return Evaluation(
-            train_step=train_step,
-            auc=self.auc,
-            logloss=self.logloss,
-            accuracy=self.accuracy,
-            tasks=tuple(
-                TaskEvaluation(label=label, num_labels=task.num_labels, auc=task.auc, logloss=task.logloss)
-                for label, task in zip(labels, self.tasks, strict=True)
-            ),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class EvalCounts:
-    """The counts of an evaluation so far. T is the number of labels a sample if there are several, else 0."""
+    """The counts of an evaluation so far. T is the number of labels per sample if there are several, else 0."""
 
     histogram: Tensor  # i64 [2, NUM_BINS] or [T, 2, NUM_BINS]: negatives, positives
     num_correct: Tensor  # i64 [] or [T]
@@ -102,16 +87,16 @@ class EvalCounts:
 
     @classmethod
     def saved(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint holds of an evaluation in progress, by name; empty if none was."""
+        """Returns a checkpoint's tensors of an evaluation in progress, by name; empty if none was."""
         names = (field.name for field in fields(cls))
         return {name: tensors[f"metrics.{name}"] for name in names if f"metrics.{name}" in tensors}
 
 
 class EvalMetrics:
-    """Metrics of one evaluation after another."""
+    """Computes the metrics of consecutive evaluations."""
 
     def __init__(self, device: torch.device | None = None, parts: int = 1, num_labels: int = 0) -> None:
-        """Counts on `device`; None is the CPU. `num_labels`: how many labels a sample has if there are several."""
+        """Counts on `device`; None is the CPU. `num_labels`: labels per sample if there are several."""
         self._begun = False
         of_each = (num_labels,) if num_labels else ()
         self.counts = EvalCounts(
@@ -211,14 +196,16 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def bins(logits: Tensor) -> Tensor:
-    """The bin of each logit, i64, never decreasing in the logit. NaN goes to the middle bin; the log loss shows it."""
+    """Returns the bin of each logit, i64, never decreasing in the logit. NaN is in the middle bin; the log loss shows
+    it."""
     wide = logits.double().nan_to_num(0.0)
     share = 0.5 + 0.5 * wide / (HALF_RANGE + wide.abs())
     return (share * NUM_BINS).long().clamp_(0, NUM_BINS - 1)
 
 
 def area_under_curve(negatives: Tensor, positives: Tensor) -> float | None:
-    """The share of (negative, positive) pairs in the right order, ties counting half; f64 counts by ascending bin."""
+    """Returns the fraction of (negative, positive) pairs in the right order, ties counting half; f64 counts by
+    ascending bin."""
     num_pairs = negatives.sum() * positives.sum()
     if num_pairs == 0:
         return None

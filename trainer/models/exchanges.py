@@ -1,4 +1,4 @@
-"""Issues what ranks exchange, in one order on all of them. Collectives only copy; every addition is ours."""
+"""Issues the exchanges between ranks, in the same order on all. Collectives only copy; rowcast does every addition."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rowcast.protocol.parts import Rank
-from rowcast.trainer.execute.metrics import Lap
-from rowcast.trainer.execute.streams import Closure, RankWait, Streams, Work, copy
+from rowcast.trainer.device.phases import Lap
+from rowcast.trainer.device.streams import Closure, RankWait, Streams, Work, copy
 from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.ordered import sum_in_order
 from rowcast.trainer.models.shared_rows import Reused
@@ -19,17 +19,17 @@ Start = Callable[[], Work]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumMemory:
-    """A vector that ranks add up: each adds a slice of all ranks' vectors."""
+    """Memory for a vector that ranks add up: each adds a slice of all ranks' vectors."""
 
     own: Tensor  # [n]
-    slices: Tensor  # [n] the own slice of each rank's vector
+    slices: Tensor  # [n] this rank's slice of each rank's vector
     slice: Tensor  # [n / ranks] their sum
     total: Tensor  # [n]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatherMemory:
-    """What each rank gives, one after the other."""
+    """Memory for one tensor of each rank, concatenated."""
 
     own: Tensor  # [n]
     all: Tensor  # [ranks * n]
@@ -47,13 +47,13 @@ class Exchanges:
         self._kept: dict[tuple[str, torch.dtype], list[Reused]] = {}
 
     def name(self, what: str) -> None:
-        """What the exchanges carry that are issued from now on, for the sentence about one that fails."""
+        """Names the content of the next exchanges, for their error sentence."""
         self._collectives.doing = what
 
     def all_to_all(
         self, output: Tensor, given: Tensor, receive: Sequence[int] | None = None, send: Sequence[int] | None = None
     ) -> Start:
-        """Without sizes, each rank gets as much."""
+        """Without sizes, each rank gets the same number."""
         splits = [None if sizes is None else list(sizes) for sizes in (receive, send)]
         return partial(self._collectives.all_to_all_single, output, given, *splits, async_op=True)
 
@@ -68,13 +68,13 @@ class Exchanges:
         received: RankWait,
         meanwhile: Closure | None = None,
     ) -> None:
-        """What compute has issued goes to other ranks; what it issues from here on waits for what they sent."""
+        """Sends the results of compute's issued work to other ranks; compute's later work waits for theirs."""
         streams.compute.run(lambda: self._lap("exchange"))
         streams.exchange.wait(streams.compute.record(), packed)
         for start in exchanges:
             streams.exchange.communicate(start)
         if meanwhile is not None:
-            # where collectives run on the compute stream, they are complete here
+            # if collectives run on the compute stream, they are complete here
             streams.compute.run(lambda: self._lap("ranks"))
             streams.compute.run(meanwhile)
         streams.compute.wait(streams.exchange.record(), received)
@@ -83,14 +83,14 @@ class Exchanges:
     def sum(
         self, streams: Streams, memory: SumMemory, with_it: Sequence[Start] = (), meanwhile: Closure | None = None
     ) -> None:
-        """Adds up `memory.own` of all ranks; `meanwhile` runs while the slices are under way."""
+        """Adds up `memory.own` of all ranks; `meanwhile` runs during the transfer of slices."""
         slices = self.all_to_all(memory.slices, memory.own)
         self.across(streams, "parts_packed", [*with_it, slices], "parts_received")
         streams.compute.run(lambda: copy(sum_in_order(memory.slices.view(self._rank.count, -1).unbind()), memory.slice))
         gather = self.gather(GatherMemory(own=memory.slice, all=memory.total))
         self.across(streams, "slice_summed", [gather], "sum_gathered", meanwhile)
 
-    # memory that the next exchange of the same name uses again
+    # the next exchange of the same name reuses this memory
 
     def sum_memory(self, name: str, length: int, dtype: torch.dtype) -> SumMemory:
         """`length`: a multiple of the ranks."""

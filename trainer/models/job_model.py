@@ -1,6 +1,6 @@
 """Runs a job's model, for the trainer and the plain loop: precision, compilation, clipping and learning rate.
 
-forward                         dense, rows f32 -> linear weights apart -> autocast, compiled or not -> outputs f32
+forward                         dense, rows f32 -> linear weights split off -> autocast, compiled or not -> outputs f32
 loss                            outputs, labels -> the model's own loss, or binary cross entropy
 (its backward)
 step                            gradients -> clip -> learning rate of the step -> torch.optim
@@ -25,12 +25,20 @@ CPU = torch.device("cpu")
 
 class JobModel:
     def __init__(
-        self, job: Job, num_dense: int, device: torch.device = CPU, *, trains: bool = True, parts: int = 1
+        self,
+        job: Job,
+        num_dense: int,
+        device: torch.device = CPU,
+        *,
+        trains: bool = True,
+        needs_labels: bool = True,
+        parts: int = 1,
     ) -> None:
         """Sets the precision of the process's matrix products and seeds torch's global random state.
 
-        With `trains` False nothing is compiled. `parts`: how many slices of a batch run through the model one by one.
-        Raises ConfigError for settings that this machine cannot serve.
+        With `trains` False nothing is compiled. `needs_labels`: False if only `forward` and `logits` are called.
+        `parts`: slices of a batch that run through the model separately.
+        Raises ConfigError for settings that this machine does not support.
         """
         if job.model.compile and job.data.batch_size % parts:
             raise ConfigError(
@@ -40,7 +48,12 @@ class JobModel:
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
         self.own_loss = own_loss(self.model)  # None: binary cross entropy
-        if self.own_loss is None and job.data.columns.label_values != "binary":
+        if needs_labels and job.data.columns.label_values == "none":
+            raise ConfigError(
+                'data.columns.label_values = "none": training and evaluation need labels; remove it, or score these '
+                "samples with `rowcast score`"
+            )
+        if needs_labels and self.own_loss is None and job.data.columns.label_values != "binary":
             raise ConfigError(
                 f'data.columns.label_values = "{job.data.columns.label_values}": binary cross entropy needs labels of '
                 "0 or 1; give the model a method loss(outputs, labels), or remove it"
@@ -58,7 +71,7 @@ class JobModel:
         torch.manual_seed(job.job.seed)
 
     def forward(self, dense: Tensor, rows: Sequence[Embedded], *, training: bool) -> Any:
-        """Logits f32 [B] or [B, T], or the input of the model's own loss.
+        """Returns logits f32 [B] or [B, T], or the input of the model's own loss.
 
         dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences. Computes gradients if
         they are enabled.
@@ -67,18 +80,19 @@ class JobModel:
         compiled = self._compiled if training and len(dense) == self._full_batch else None
         inputs = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
-            # a graph cannot read the addresses of its inputs, so they are aligned here instead of in the model's hook
+            # a graph cannot read the addresses of its inputs, so they are aligned here and not in the model's hook
             outputs = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
         return as_fp32(outputs) if self._autocasts else outputs
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        """f32 [], the batch's mean, from the outputs of `forward` and labels f32 [B] or [B, T]. Raises ConfigError."""
+        """Returns f32 [], the batch's mean, from the outputs of `forward` and labels f32 [B] or [B, T]. Raises
+        ConfigError."""
         return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
 
     def logits(self, outputs: Any) -> Any:
-        """What an evaluation compares with labels: what the model's own `logits` makes of its outputs, if it has one.
+        """Returns the values to compare with labels: the model's `logits` of its outputs, or the outputs themselves.
 
-        Not f32 [B] if there is none and `forward` returned something else.
+        Not f32 [B] if the model has no `logits` and `forward` returned something else.
         """
         return outputs if self._own_logits is None else self._own_logits(outputs)
 
@@ -92,7 +106,7 @@ class JobModel:
 
 
 def split_linear(rows: Sequence[Embedded], linear: Sequence[bool]) -> tuple[list[Embedded], list[Tensor]]:
-    """The features' embeddings, and f32 [B, 1] for each feature whose table has linear weights."""
+    """Returns the features' embeddings, and f32 [B, 1] for each feature with linear weights in its table."""
     embeddings: list[Embedded] = []
     weights: list[Tensor] = []
     for own, has_linear in zip(rows, linear, strict=True):
@@ -117,8 +131,8 @@ def clip(model: nn.Module, settings: DenseOptimizer) -> None:
 def set_precision(precision: str, device: torch.device) -> None:
     """Sets the precision of f32 matrix products in the whole process. Raises ConfigError for tf32 without CUDA.
 
-    Uses the older of torch's two interfaces on purpose: torch.compile reads the setting through it and refuses one that
-    was made by torch.backends' `fp32_precision`.
+    Uses the older of torch's two interfaces: torch.compile reads it, and refuses a setting by torch.backends'
+    `fp32_precision`.
     """
     if precision == "tf32" and device.type != "cuda":
         raise ConfigError(

@@ -15,9 +15,9 @@ OwnLoss = Callable[[Any, Tensor], Tensor]
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Binary cross entropy, the mean over the batch. logits and labels f32 [B], or both [B, T] with several labels.
 
-    An unknown label, NaN, has no loss and no gradient, but counts in the mean: it divides by B * T. So what a sample
-    contributes does not depend on the others, and the parts of a batch add up to it. Raises ConfigError for other
-    shapes.
+    An unknown label, NaN, has no loss and no gradient, but counts in the mean: it divides by B * T. So a sample's
+    contribution does not depend on other samples, and the parts of a batch add up to its mean. Raises ConfigError for
+    other shapes.
     """
     found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.shape != labels.shape:
@@ -67,7 +67,7 @@ def require_scalar(mean: Any, name: str) -> Tensor:
 
 
 def as_fp32(outputs: Any) -> Any:
-    """A model's outputs with every floating-point tensor in them as fp32."""
+    """Converts every floating-point tensor of a model's outputs to fp32."""
     if isinstance(outputs, Tensor):
         return outputs.float() if outputs.is_floating_point() else outputs
     if isinstance(outputs, Mapping):

@@ -25,7 +25,7 @@ def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Line
 
 def empty_linear(width_in: int, width_out: int, *, bias: bool = True) -> nn.Linear:
     """A layer without values, because nn.Linear would draw them from the global random state."""
-    with warnings.catch_warnings():  # without input, torch warns that there is nothing to draw
+    with warnings.catch_warnings():  # without input, torch warns that the weights are empty
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
         return nn.Linear(width_in, width_out, bias=bias, device="meta").to_empty(device="cpu")
 

@@ -1,4 +1,4 @@
-"""Saves and restores the model state of a checkpoint: everything at a step that is not in the tables, as safetensors.
+"""Saves and restores a checkpoint's model state, everything outside the tables, as safetensors.
 
     model.<name>                weights and buffers, under the model's own names
     optimizer.<name>.<state>    of the dense optimizer
@@ -7,7 +7,7 @@
     losses                      f32 [train steps], of the whole run
     evaluations                 u8, the results so far as JSON
 
-An imported file may hold weights alone; what is missing begins as in a new run.
+An imported file may hold only weights; the rest starts as in a new run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rowcast.protocol.messages import DensePiece
 from rowcast.runtime.errors import DataError, Mismatch, RemoteProtocolError
-from rowcast.trainer.execute.streams import device_random_state, set_device_random_state
+from rowcast.trainer.device.streams import device_random_state, set_device_random_state
 
 Tensors = dict[str, Tensor]
 STATES = {
@@ -37,7 +37,7 @@ def pack(tensors: Tensors) -> bytes:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Raises DataError for anything that goes wrong while a model state is read and restored."""
+    """Turns every error of reading and restoring a model state into DataError."""
     try:
         yield
     except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, OverflowError) as error:
@@ -55,7 +55,7 @@ def unpack(content: bytes) -> Tensors:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the host that shares no memory, which safetensors requires even for tied weights."""
+    """Returns a contiguous copy on the host in separate memory, as safetensors requires even for tied weights."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 

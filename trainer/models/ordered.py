@@ -1,11 +1,12 @@
-"""Adds what the parts of a batch give in the one order that all numbers of ranks share.
+"""Adds the results of a batch's parts in one order, the same for any number of ranks.
 
-Neighbours are added in pairs, then the sums in pairs, and so on; one without a neighbour goes up as it is. So the parts
-of a rank are a branch of the tree over all parts, and the ranks' sums are added like parts.
+Neighbours are added in pairs, then the sums in pairs, and so on; a value without a neighbour passes unchanged. So the
+parts of a rank are a branch of the tree over all parts, and the ranks' sums are added like parts.
 
-What a rank gives besides row gradients is one vector:
+A rank's results besides row gradients are one vector:
 
-    | gradient of weight 0 | of weight 1 | ... | parts that gave each | loss | scalars | zeros, for equal slices |
+    | gradient of weight 0 | of weight 1 | ... | parts with a gradient for each | loss | scalars | zeros, for equal
+    slices |
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 
 def sum_in_order(values: Sequence[Tensor]) -> Tensor:
-    """A new tensor, unless there is one value only."""
+    """Returns a new tensor, or the value itself if there is only one."""
     level = list(values)
     while len(level) > 1:
         pairs = [level[first : first + 2] for first in range(0, len(level), 2)]
@@ -32,7 +33,7 @@ class PartVector:
     """The layout of that vector for some weights."""
 
     def __init__(self, weights: Sequence[nn.Parameter], ranks: int, scalars: int = 0) -> None:
-        """`scalars`: how many more numbers are added up."""
+        """`scalars`: the number of additional sums."""
         self._weights = weights
         ends = [0]
         for weight in weights:
@@ -43,11 +44,11 @@ class PartVector:
         self.length = padded(self._end, ranks)
 
     def new(self, device: torch.device) -> Tensor:
-        """What a part gives that has no samples."""
+        """Returns the vector of a part without samples."""
         return torch.zeros(self.length, dtype=torch.float32, device=device)
 
     def take(self, loss: Tensor) -> Tensor:
-        """The weighted loss and the gradients that its backward pass has left; clears them."""
+        """Returns the weighted loss and the gradients of its backward pass, and clears them."""
         vector = self.new(loss.device)
         for index, (weight, (first, end)) in enumerate(zip(self._weights, self._places, strict=True)):
             if weight.grad is not None:
@@ -62,7 +63,7 @@ class PartVector:
         return vector[self._loss + 1 : self._end]
 
     def give(self, vector: Tensor) -> Tensor:
-        """Sets each weight's gradient, None if no part gave one; returns the loss. Reads the vector on the host."""
+        """Sets each weight's gradient, None if no part has one. Returns the loss. Reads the vector on the host."""
         given = vector[self._given : self._loss].tolist()
         for weight, (first, end), parts in zip(self._weights, self._places, given, strict=True):
             weight.grad = vector[first:end].view_as(weight).clone() if parts else None

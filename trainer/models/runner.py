@@ -1,7 +1,7 @@
-"""Computes a step with the job's model: look up, forward, backward, update, all issued to the compute stream."""
+"""Computes a step with the job's model: issues look-up, forward, backward and update to the compute stream."""
 
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,9 +10,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.plan_layout import LOOKUP_ARRAYS
-from rowcast.trainer.execute.metrics import Shown
-from rowcast.trainer.execute.phases import HostClock, PhaseClock
-from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.device.phases import HostClock, PhaseClock, Shown
+from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.chunks import Chunks
@@ -33,7 +32,7 @@ LOOKUP_FIELDS = tuple(LOOKUP_ARRAYS)
 
 
 class StepInputs(Protocol):
-    """The part of a step that a runner reads; implemented by `cache.ArrivedStep`."""
+    """A runner's view of a step; implemented by `cache.ArrivedStep`."""
 
     @property
     def step(self) -> int: ...
@@ -69,6 +68,7 @@ class StepRunner:
     """Implements `loop.Steps` and `loop.ModelState` for a model over dense features and embeddings."""
 
     trains = True
+    needs_labels = True
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class StepRunner:
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
 
-        `clock` times the stream that steps run on.
+        `clock` times the steps' stream.
         """
         self.device = records[0].device
         self._clock: PhaseClock = clock or HostClock()
-        self._side = JobModel(job, num_dense, self.device, trains=self.trains)
+        self._side = JobModel(job, num_dense, self.device, trains=self.trains, needs_labels=self.needs_labels)
         self.model = self._side.model
         kernels = kernels or choose_kernels(self.device, job)
         self._embeddings = Embeddings(groups, job.optimizer.sparse, records, kernels, self._clock.lap)
@@ -125,12 +125,13 @@ class StepRunner:
     def evaluate(self, step: StepInputs) -> None:
         with torch.no_grad():
             embeddings = self._embeddings(step_lookups(step), step.header.train_step)
-            outputs, labels = (
-                self._side.forward(step.arrays["dense"], embeddings, training=False),
-                step.arrays["labels"],
-            )
-            loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
-            self._metrics.update(self._side.logits(outputs), labels, loss)
+            self.count(step, self._side.forward(step.arrays["dense"], embeddings, training=False))
+
+    def count(self, step: StepInputs, outputs: Any) -> None:
+        """Adds the outputs of an evaluation step to the metrics."""
+        labels = step.arrays["labels"]
+        loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
+        self._metrics.update(self._side.logits(outputs), labels, loss)
 
     def close_evaluation(self) -> EvalCounts:
         return self._metrics.close()
@@ -148,7 +149,7 @@ class StepRunner:
         }
 
     def restore(self, tensors: Tensors) -> bool:
-        """Continues from a `state`; what it lacks stays as it is. Returns whether an evaluation is in progress."""
+        """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress."""
         restore_model(self.model, tensors)
         restore_optimizer(self.model, self._side.optimizer, tensors)
         restore_random(self.device, tensors)
@@ -156,7 +157,7 @@ class StepRunner:
 
 
 class EvaluationRunner(StepRunner):
-    """The runner of `trainer eval`: restores a checkpoint's weights and nothing else."""
+    """The runner of `trainer eval`: restores only a checkpoint's weights."""
 
     trains = False
 

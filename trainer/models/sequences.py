@@ -5,7 +5,7 @@
     padded(length)  .  a0 a1   .  .  .   c0 c1 c2
     mask            0  1  1    0  0  0   1  1  1
 
-Here length = 3. Look-ups keep the order of the data, the newest last if that is ordered by time; of more than `length`
+Here length = 3. Look-ups keep the order of the data, the newest last if that is ordered by time; beyond `length`
 look-ups, the first ones are dropped.
 """
 
@@ -20,7 +20,7 @@ class Sequences:
     """The looked-up rows of a feature that is not pooled: n look-ups of B samples.
 
     values: f32 [n, D], in the order of the look-ups; gradients flow to them.
-    offsets: i32 [B + 1], where each sample's look-ups start, from 0 to n.
+    offsets: i32 [B + 1], the start of each sample's look-ups, from 0 to n.
     """
 
     values: Tensor
@@ -47,7 +47,7 @@ class Sequences:
         return padded[:dropped].view(num_samples, length, width), mask
 
 
-# so that torch.export accepts a model that takes them
+# so that torch.export accepts a model with them as inputs
 torch.export.register_dataclass(Sequences, serialized_type_name="rowcast.Sequences")
 
 Embedded = Tensor | Sequences  # a feature's input to the model: f32 [B, D] if it is pooled

@@ -1,8 +1,8 @@
-"""Counts what a rank's parts of an evaluation predict, and adds up what all ranks have counted.
+"""Counts the predictions of a rank's parts in an evaluation, and adds up the counts of all ranks.
 
-Counts are integers, whose sum has no order. The sum of losses is one for each part; all of them are gathered, and added
-once, in the tree, when the evaluation ends. So the result is the same for any number of ranks, also if that changes in
-the middle of an evaluation.
+Counts are integers, so the order of their sum is irrelevant. Losses are summed per part; when the evaluation ends,
+these sums are gathered and added once, in the tree. So the result is the same for any number of ranks, even if it
+changes in the middle of an evaluation.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rowcast.protocol.parts import Rank
-from rowcast.trainer.execute.streams import Streams
+from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
 from rowcast.trainer.models.exchanges import Exchanges
 from rowcast.trainer.models.ordered import padded
@@ -21,7 +21,7 @@ LOSSES = {"loss_sum", "task_loss_sum"}  # f64 [parts, ...]; all other counts are
 
 
 class SharedEvaluation:
-    """One evaluation after another. Its collectives come at the same places in the plans of all ranks."""
+    """Counts consecutive evaluations. Its collectives are at the same steps on all ranks."""
 
     def __init__(self, rank: Rank, exchanges: Exchanges, device: torch.device, num_labels: int) -> None:
         self._rank = rank
@@ -32,11 +32,11 @@ class SharedEvaluation:
         self._of_all: EvalCounts | None = None  # of an evaluation in progress, for a checkpoint
 
     def begin(self) -> None:
-        """An evaluation step is issued."""
+        """Called when an evaluation step is issued."""
         self._in_progress = True
 
     def update(self, part: int, outputs: Any, labels: Tensor, own_loss: Tensor | None) -> None:
-        """Counts the samples of an own part, as `EvalMetrics.update` does."""
+        """Counts the samples of one of this rank's parts, like `EvalMetrics.update`."""
         self._metrics.update(outputs, labels, own_loss, part)
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
@@ -46,7 +46,7 @@ class SharedEvaluation:
         streams.compute.run(self._metrics.clear)
 
     def issue_state(self, streams: Streams) -> None:
-        """Gathers what `state` needs, if an evaluation is in progress."""
+        """Gathers the counts for `state`, if an evaluation is in progress."""
         self._of_all = None
         if self._in_progress:
             self._issue_gather(streams, lambda counts: setattr(self, "_of_all", counts))
@@ -59,7 +59,7 @@ class SharedEvaluation:
         return self._of_all.state()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Continues from a `state`, whichever ranks had counted. Returns whether an evaluation is in progress."""
+        """Continues from a `state`, of any number of ranks. Returns whether an evaluation is in progress."""
         saved = EvalCounts.saved(tensors)
         if saved:
             own = self._rank.own_parts

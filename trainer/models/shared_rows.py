@@ -1,14 +1,14 @@
-"""The embedding layer of a rank: rows come from their owners, and gradients go back to them.
+"""Looks up and trains rows on several ranks: receives rows from their owners, and returns gradients to them.
 
     send       slots -> the rows that other ranks look up           `Memory.sent`       [sent, D]
     (all to all)                                                    `Memory.received`   [received, D]
     pool       received rows -> pooled rows of each own part
-    reduce     gradients of pooled rows -> one a received row       `Memory.back`       [received, D]
+    reduce     gradients of pooled rows -> one per received row       `Memory.back`       [received, D]
     (all to all)                                                    `Memory.returned`   [sent, D]
     train      their sums, in order -> the rows of this shard
 
-All parts are looked up and reduced by one launch each: a part's look-ups, distinct rows and bags follow those of the
-part before.
+One launch looks up all parts, and one reduces them: a part's look-ups, distinct rows and bags follow those of the
+previous part.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Reused:
         self._flat = torch.empty(0, dtype=dtype, device=device)
 
     def rows(self, count: int, width: int) -> Tensor:
-        """[count, width] with what an earlier step left there."""
+        """Returns [count, width] with an earlier step's content."""
         if len(self._flat) < count * width:
             self._flat = torch.empty(count * width * 5 // 4, dtype=self._flat.dtype, device=self._flat.device)
         return self._flat[: count * width].view(count, width)
@@ -63,7 +63,7 @@ class Reused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What one group sends and receives in a step."""
+    """One group's sent and received rows and gradients in a step."""
 
     sent: Tensor  # [sent, D] in the table's dtype
     received: Tensor  # [received, D]
@@ -94,7 +94,7 @@ class SharedRows:
         )
 
     def pool(self, received: Tensor, lookup: GroupLookup, share: GroupShare) -> list[Tensor]:
-        """f32 [G, D] of each own part."""
+        """Returns f32 [G, D] of each part of this rank."""
         views = RecordViews(weight=received, master=None, states=())
         pooled = self._kernels.lookup(views, lookup, self._divisors(lookup, share))
         return list(pooled.split_with_sizes([sum(bags) for bags in self._bags(share)]))
@@ -111,14 +111,14 @@ class SharedRows:
         return features
 
     def reduce(self, pooled_grads: Sequence[Tensor], lookup: GroupLookup, share: GroupShare, back: Tensor) -> None:
-        """Gradients f32 [G, D] of each own part's pooled rows -> one of each received row, its parts added in order."""
+        """Gradients f32 [G, D] of each part's pooled rows -> one per received row, the parts added in order."""
         divisors = self._divisors(lookup, share)
         gradients = self._kernels.reduce(torch.cat(list(pooled_grads)), lookup, divisors)
         add_levels(gradients, share.home_to, share.home_of, share.header.home_levels)
         torch.index_select(gradients, 0, share.home_roots, out=back)
 
     def train(self, returned: Tensor, share: GroupShare, rule: Rule) -> None:
-        """Adds what came back, in the order of the ranks, and trains the rows of this shard."""
+        """Adds the returned gradients, in the order of the ranks, and trains the rows of this shard."""
         add_levels(returned, share.to, share.of, share.header.levels)
         self._kernels.apply(self.rows, share.own_slots, returned.index_select(0, share.roots), rule)
 
@@ -131,7 +131,7 @@ class SharedRows:
         return parts
 
     def _divisors(self, lookup: GroupLookup, share: GroupShare) -> Tensor | None:
-        """Look-ups of each bag that is averaged, at least 1; 1 for other bags. None if all are 1."""
+        """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. None if all are 1."""
         if not any(self._means) or lookup.offsets is None:
             return None
         bags = [own for part in self._bags(share) for own in part]
@@ -140,7 +140,7 @@ class SharedRows:
 
 
 def add_levels(values: Tensor, to: Tensor, of: Tensor, level_ends: Sequence[int]) -> None:
-    """values[to] += values[of], level after level; in a level no place occurs twice."""
+    """Adds values[to] += values[of], level by level; within a level all positions differ."""
     for start, end in pairwise((0, *level_ends)):
         if start < end:
             values.index_add_(0, to[start:end], values.index_select(0, of[start:end]))

@@ -1,28 +1,29 @@
-"""Computes a rank's share of each step. Ranks exchange rows, gradients and sums; collectives only copy.
+"""Computes a rank's parts of each step. Ranks exchange rows, gradients and sums; collectives only copy.
 
     compute    send rows |      | pool, forward, backward, reduce |       | add slice | train rows | dense step
     exchange             | rows |                                 | parts |           | slices     |
 
-Each rank issues the same collectives in the same order, a function of the plans; their sizes are in the plans too.
+Plans decide the order of collectives, the same on all ranks, and their sizes.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
+from rowcast.protocol.messages import BATCHES_BITS
 from rowcast.protocol.parts import Rank, part_seed, part_sizes
-from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.execute.agreed_stop import AgreedStop
-from rowcast.trainer.execute.metrics import Shown
-from rowcast.trainer.execute.phases import HostClock, PhaseClock
-from rowcast.trainer.execute.streams import Streams, copy, ignore
+from rowcast.runtime.errors import ConfigError, Mismatch
+from rowcast.trainer.device.phases import HostClock, PhaseClock, Shown
+from rowcast.trainer.device.streams import Streams, copy
 from rowcast.trainer.kernels import GroupLookup, Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.record_views import rule_at
 from rowcast.trainer.models import aligned
+from rowcast.trainer.models.agreed_stop import AgreedStop
 from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.evaluate import EvalCounts, to_host
 from rowcast.trainer.models.exchanges import Exchanges, Start
@@ -34,14 +35,17 @@ from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.models.shared_evaluation import SharedEvaluation
 from rowcast.trainer.models.shared_rows import SharedRows, group_share
 
+HALF = 1 << BATCHES_BITS // 2  # whole numbers below it are exact in f32
+
 
 class SharedStep:
-    """A step of the batch that ranks share, as this rank sees it."""
+    """This rank's view of a step with a divided batch."""
 
     def __init__(self, step: StepInputs, layer: Sequence[SharedRows], rank: Rank) -> None:
-        assert step.header.share is not None, f"step {step.step} was planned for a trainer that is alone"
+        assert step.header.share is not None, f"step {step.step} was planned as a whole batch"
         self.step = step
         self.batch_size = step.header.share.batch_size  # of all ranks
+        self.batches = step.header.share.batches
         self.part_sizes = tuple(part_sizes(self.batch_size, rank))
         self.shares = [
             group_share(step.arrays, index, header, self.part_sizes)
@@ -50,7 +54,7 @@ class SharedStep:
         self.memory = [rows.memory(share) for rows, share in zip(layer, self.shares, strict=True)]
 
     def samples(self, part: int, name: str) -> Tensor:
-        """Dense features or labels of an own part."""
+        """Returns dense features or labels of one of this rank's parts."""
         first = sum(self.part_sizes[:part])
         return aligned(self.step.arrays[name][first : first + self.part_sizes[part]])
 
@@ -59,6 +63,7 @@ class SharedRunner:
     """Implements `loop.Steps` and `loop.ModelState` for one of several ranks, or for a trainer of several parts."""
 
     trains = True
+    needs_labels = True
 
     def __init__(
         self,
@@ -75,24 +80,27 @@ class SharedRunner:
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
 
-        `clock` times the stream that steps run on. `balanced`: called for each train step with the rows of it that
-        each rank owns, the most over the mean.
+        `clock` times the steps' stream. `balanced`: called for each train step with the rows that a rank owns, maximum
+        over mean.
         """
         self.device = records[0].device
         self._clock: PhaseClock = clock or HostClock()
-        self._step = 0  # the newest that was issued
+        self._step = 0  # the newest issued
         self._job, self._rank, self._stop = job, rank, stop
-        self._side = JobModel(job, num_dense, self.device, trains=self.trains, parts=rank.parts)
+        self._side = JobModel(
+            job, num_dense, self.device, trains=self.trains, needs_labels=self.needs_labels, parts=rank.parts
+        )
         self.model = self._side.model
         kernels = kernels or choose_kernels(self.device, job)
         self._layer = [SharedRows(group, own, kernels) for group, own in zip(groups, records, strict=True)]
         positions = [position for group in groups for position in group.feature_positions]
         self._places = sorted(range(len(positions)), key=positions.__getitem__)  # as in `Embeddings`
-        self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=2 * rank.count)
+        self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=4 * rank.count)
         self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
         self._evaluation = SharedEvaluation(rank, self._exchanges, self.device, len(job.data.columns.labels))
         self._balanced = balanced
-        # for each step, f32 on the host: [ranks] not 0 if one was asked to stop, and of a train step [ranks] rows owned
+        # for each step, f32 [3 or 4, ranks] on the host: nonzero if a rank has a stop request; both halves of its
+        # batches' checksum; for a train step also the rows that it owns
         self._told: dict[int, Tensor] = {}
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
@@ -111,13 +119,13 @@ class SharedRunner:
 
     def issue_evaluate(self, streams: Streams, step: StepInputs, shown: Shown) -> None:
         shared = SharedStep(step, self._layer, self._rank)
-        asked = self._exchanges.gather_memory("asked", 1, torch.float32)
+        told = self._exchanges.gather_memory("told", 3, torch.float32)
         self._begin(streams, step.step)
-        streams.compute.run(lambda: ignore(asked.own.fill_(self._stop.asked)))
-        self._issue_rows(streams, shared, [self._exchanges.gather(asked)])
+        streams.compute.run(lambda: self._tell(shared, told.own))
+        self._issue_rows(streams, shared, [self._exchanges.gather(told)])
 
         def evaluate() -> None:
-            self._told[step.step] = to_host(asked.all)
+            self._told[step.step] = to_host(told.all.view(self._rank.count, 3).T)
             with shown(), torch.no_grad():
                 self._evaluate_parts(shared)
 
@@ -129,11 +137,11 @@ class SharedRunner:
         self._evaluation.issue_close(streams, closed)
 
     def completed(self, step: int) -> None:
-        told = self._told.pop(step)
-        asked, owned = told[: self._rank.count], told[self._rank.count :]
+        asked, low, high, *owned = self._told.pop(step)
+        check_same_batches(step, low, high)
         self._stop.seen(step, asked.bool().tolist())
-        if len(owned):
-            self._balanced(imbalance(owned))
+        if owned:
+            self._balanced(imbalance(owned[0]))
 
     def issue_state(self, streams: Streams) -> None:
         self._begin(streams, self._step)
@@ -170,7 +178,7 @@ class SharedRunner:
     # on the compute stream
 
     def _train_parts(self, shared: SharedStep) -> Tensor:
-        """What all own parts give besides row gradients, which go to `back`."""
+        """Returns the results of this rank's parts except row gradients, which it writes to `back`."""
         lookups, pooled = self._pool(shared)
         self._clock.lap("lookup")
         leaves = [[own.requires_grad_() for own in of_parts] for of_parts in pooled]
@@ -185,16 +193,22 @@ class SharedRunner:
             rows.reduce(gradients, lookup, share, memory.back)
         self._clock.lap("backward")
         vector = sum_in_order(vectors)
-        asked, owned = self._vector.scalars(vector).chunk(2)
-        asked[self._rank.number] = float(self._stop.asked)
-        owned[self._rank.number] = float(sum(share.header.num_own for share in shared.shares))
+        told = self._vector.scalars(vector).view(4, self._rank.count)[:, self._rank.number]
+        self._tell(shared, told)
+        told[3] = float(sum(share.header.num_own for share in shared.shares))
         return vector
+
+    def _tell(self, shared: SharedStep, out: Tensor) -> None:
+        """Writes to `out`, f32 [3], whether this rank has a stop request, and both halves of its batches' checksum. One
+        number at a time: a copy of three would wait for the device."""
+        for place, value in enumerate((self._stop.asked, *halves(shared.batches))):
+            out[place] = float(value)
 
     def _train_part(self, shared: SharedStep, part: int, number: int, embeddings: list[Embedded]) -> Tensor:
         size = shared.part_sizes[part]
         if size == 0:
             return self._vector.new(self.device)
-        if self._rank.parts > 1:  # with one part, random numbers go on from step to step
+        if self._rank.parts > 1:  # with one part, random numbers continue from step to step
             torch.manual_seed(part_seed(self._job.job.seed, shared.step.header.train_step, number))
         before = versions(self.model)
         outputs = self._side.forward(shared.samples(part, "dense"), embeddings, training=True)
@@ -215,7 +229,7 @@ class SharedRunner:
 
     def _finish(self, shared: SharedStep, total: Tensor, loss: Tensor) -> None:
         loss.copy_(self._vector.give(total), non_blocking=True)
-        self._told[shared.step.step] = to_host(self._vector.scalars(total))
+        self._told[shared.step.step] = to_host(self._vector.scalars(total).view(4, self._rank.count))
         self._side.step(shared.step.header.train_step)
         self._clock.lap("update")
 
@@ -223,13 +237,17 @@ class SharedRunner:
         lookups, pooled = self._pool(shared)
         for part in range(self._rank.parts_per_rank):
             if shared.part_sizes[part]:
-                inputs, labels = self._inputs(shared, part, pooled, lookups), shared.samples(part, "labels")
-                outputs = self._side.forward(shared.samples(part, "dense"), inputs, training=False)
-                loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
-                self._evaluation.update(part, self._side.logits(outputs), labels, loss)
+                inputs = self._inputs(shared, part, pooled, lookups)
+                self.count(shared, part, self._side.forward(shared.samples(part, "dense"), inputs, training=False))
+
+    def count(self, shared: SharedStep, part: int, outputs: Any) -> None:
+        """Adds the outputs of a part of an evaluation step to the metrics."""
+        labels = shared.samples(part, "labels")
+        loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
+        self._evaluation.update(part, self._side.logits(outputs), labels, loss)
 
     def _pool(self, shared: SharedStep) -> tuple[list[GroupLookup], list[list[Tensor]]]:
-        """The look-ups of each group, and its pooled rows f32 [G, D] of each own part."""
+        """Returns the look-ups of each group, and its pooled rows f32 [G, D] of each part of this rank."""
         lookups = step_lookups(shared.step)
         each = zip(self._layer, shared.memory, lookups, shared.shares, strict=True)
         return lookups, [rows.pool(memory.received, lookup, share) for rows, memory, lookup, share in each]
@@ -237,7 +255,7 @@ class SharedRunner:
     def _inputs(
         self, shared: SharedStep, part: int, pooled: list[list[Tensor]], lookups: list[GroupLookup]
     ) -> list[Embedded]:
-        """The model's input for each feature of an own part, in the job's order."""
+        """Returns the model's input for each feature of one of this rank's parts, in the job's order."""
         by_group = [
             feature
             for rows, of_parts, lookup, share in zip(self._layer, pooled, lookups, shared.shares, strict=True)
@@ -247,7 +265,7 @@ class SharedRunner:
 
 
 class SharedEvaluationRunner(SharedRunner):
-    """The runner of `trainer eval`: restores a checkpoint's weights and nothing else."""
+    """The runner of `trainer eval`: restores only a checkpoint's weights."""
 
     trains = False
 
@@ -257,8 +275,23 @@ class SharedEvaluationRunner(SharedRunner):
 
 
 def imbalance(owned: Tensor) -> float:
-    """The most over the mean; 1 where there is nothing to own."""
+    """Returns the maximum over the mean; 1 if there are no rows."""
     return float(owned.max() / owned.mean()) if owned.any() else 1.0
+
+
+def halves(checksum: int) -> tuple[int, int]:
+    return checksum % HALF, checksum // HALF
+
+
+def check_same_batches(step: int, low: Tensor, high: Tensor) -> None:
+    """Raises Mismatch, the same on all ranks, if their prefetchers have read different batches. f32 [ranks] each."""
+    differing = ((low != low[0]) | (high != high[0])).nonzero()
+    if len(differing):
+        raise Mismatch(
+            f"rank {int(differing[0])} reads other batches than rank 0 soon after step {step}: look for a fault of "
+            "the data in their logs, give every host the same files, and a data set of your own the same order on "
+            "every rank"
+        )
 
 
 def versions(model: nn.Module) -> dict[str, int]:
@@ -266,7 +299,7 @@ def versions(model: nn.Module) -> dict[str, int]:
 
 
 def refuse_changed_buffers(before: dict[str, int], model: nn.Module) -> None:
-    """A buffer that a forward pass changes, such as a running mean, would depend on the parts that a rank has."""
+    """Raises if a forward pass changed a buffer, such as a running mean: it would depend on the rank's parts."""
     changed = [name for name, version in versions(model).items() if before.get(name) != version]
     if changed:
         raise ConfigError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from rowcast.job.models import TBSMSettings
 from rowcast.job.schema import Job
 from rowcast.trainer.models.dlrm import DLRM
 from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
@@ -31,7 +32,9 @@ class TBSM(nn.Module):
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()
-        settings, width = job.model, job.model.top_mlp[-1]
+        settings = job.model
+        assert isinstance(settings, TBSMSettings)
+        width = settings.top_mlp[-1]
         generator = torch.Generator().manual_seed(job.job.seed + 1)  # DLRM draws from job.seed
         self.num_steps = settings.history + 1
         self.dlrm = DLRM(job, num_dense)

@@ -1,11 +1,10 @@
-"""Carries what ranks exchange over torch.distributed's default group: gloo for a CPU, NCCL for a GPU.
+"""Exchanges tensors between ranks over torch.distributed's default group: gloo for a CPU, NCCL for a GPU.
 
-On a CPU the main thread asks again and again whether a collective is complete, instead of waiting in it: Python runs a
-signal's handler only between two of its own instructions, and an error of another thread must end the wait as well. On
-a GPU nothing waits on the host: the stream does.
+On a CPU the main thread polls a collective, because an error of a different thread must end the wait. On a GPU the
+stream waits, not the host.
 
-A process that gives up in an exchange must end with `runtime.process.leave_at_once`: gloo's threads go on waiting for
-it until the group's time-out, abort or not, and an orderly exit waits for them.
+A process that gives up in an exchange must end with `runtime.process.leave_at_once`: gloo's threads keep waiting for it
+until the group's time-out, even after an abort, and an orderly exit waits for them.
 """
 
 import re
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import PeerLost
-from rowcast.trainer.execute.streams import Work
+from rowcast.trainer.device.streams import Work
 
-SPIN_S = 0.001  # for so long another thread only gets its turn, since most exchanges take no longer
+SPIN_S = 0.001  # at first the wait only yields to other threads, because most exchanges take no longer
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 0.002
 
-# torch 2.13 has another name for it, and warns of this one
+# torch 2.13 renames it, and warns of this name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -30,7 +29,7 @@ class TorchCollectives:
     """Implements `Collectives`. The process has joined the group already."""
 
     def __init__(self, rank: Rank, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-        """`timeout_s`: how long one collective may take. `check`: raises an error that ends the wait for one."""
+        """`timeout_s`: the longest time of one collective. `check`: ends the wait for one by raising an error."""
         self.doing = "a collective"
         self._rank = rank
         self._timeout_s = timeout_s
@@ -58,7 +57,7 @@ class TorchCollectives:
             work = start()
         except RuntimeError as error:
             raise self._broken(error) from error
-        assert work is not None, "a collective that is waited for in the call runs no signal handler"
+        assert work is not None, "a collective that is waited for in the call hears of no error"
         return work if output.is_cuda else PolledWork(work, self._until)
 
     def _until(self, work: Work) -> None:
@@ -94,7 +93,8 @@ class TorchCollectives:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Of what torch or gloo says, without the line of their source in front and the advice behind."""
+    """Returns the first sentence of torch's or gloo's message, without the source line before it and the advice after
+    it."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]
 

@@ -8,7 +8,7 @@ Recommendations (RecSys 2019); the towers are those of DSSM (Huang et al., CIKM 
     loss = mean over i of label_i * -log softmax over j of (score(i, j) - log frequency of item j), at j = i
 
 A label is the paper's reward: a sample with label 0 asks for nothing, but its item is a negative of all others. An item
-that occurs again in the batch is no negative of itself.
+that occurs again in the batch is not a negative of itself.
 """
 
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from rowcast.job.models import TwoTowerSettings
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.mlp import linear_layers, relu_layers
@@ -28,7 +29,7 @@ class Towers(NamedTuple):
     users: Tensor  # f32 [B, E], length 1
     items: Tensor  # f32 [B, E], length 1
     log_frequency: Tensor  # f32 [B], of the samples' items; 0 without `model.log_frequency`
-    item_ids: Tensor  # i64 [B], equal where samples have the same item
+    item_ids: Tensor  # i64 [B], equal for samples with the same item
 
 
 class TwoTower(nn.Module):
@@ -43,6 +44,7 @@ class TwoTower(nn.Module):
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()
         settings = job.model
+        assert isinstance(settings, TwoTowerSettings)
         generator = torch.Generator().manual_seed(job.job.seed)
         widths = [table.embedding_dim for table in job.tables for _ in table.features]
         self.item_features = [job.features.index(feature) for feature in settings.item_features]
@@ -73,15 +75,15 @@ class TwoTower(nn.Module):
         return Towers(tower(self.user_mlp, users), tower(self.item_mlp, items), frequency, self.ids_of(items.detach()))
 
     def ids_of(self, items: Tensor) -> Tensor:
-        """A number for each row of f32 [B, W], the same for the same bits: integers add up alike in any order."""
+        """Returns a number for each row of f32 [B, W], the same for the same bits: integer sums have no order."""
         return (items.view(torch.int32).long() * self.multipliers).sum(1)
 
     def logits(self, outputs: Towers) -> Tensor:
-        """f32 [B], for evaluation: each user's score of the sample's own item."""
+        """Returns f32 [B], for evaluation: each user's score of the sample's item."""
         return (outputs.users * outputs.items).sum(1) / self.temperature
 
     def loss(self, outputs: Towers, labels: Tensor) -> Tensor:
-        """f32 [], over the samples of the batch, or of a part of it. labels f32 [B]."""
+        """Returns f32 [], over the samples of the batch or of a part. labels f32 [B]."""
         scores = outputs.users @ outputs.items.T / self.temperature - outputs.log_frequency
         again = outputs.item_ids[:, None] == outputs.item_ids
         scores = scores.masked_fill(again.fill_diagonal_(False), -torch.inf)

@@ -10,6 +10,7 @@ Wide & Deep has no products. The wide part of a feature is the linear weight of 
 import torch
 from torch import Tensor, nn
 
+from rowcast.job.models import Top
 from rowcast.job.schema import Job
 from rowcast.trainer.models.mlp import linear, linear_layers, logits_of
 
@@ -20,6 +21,7 @@ class WideDeep(nn.Module):
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()
+        assert isinstance(job.model, Top)
         generator = torch.Generator().manual_seed(job.job.seed)
         width = num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables)
         self.wide = linear(num_dense, 1, generator)

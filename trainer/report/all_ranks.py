@@ -1,4 +1,4 @@
-"""Makes one report of those of all ranks."""
+"""Combines the reports of all ranks into one."""
 
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -9,7 +9,7 @@ import msgspec
 from rowcast.protocol.messages import TierTotals
 from rowcast.trainer.report.report_json import Report
 
-# what ranks share out; the other fields are the same on all, or those of rank 0
+# quantities that ranks divide; the other fields are the same on all, or rank 0's
 ADDED = (
     "samples",
     "lookups",
@@ -28,9 +28,8 @@ ADDED = (
 )
 
 
-def report_of_all(reports: Sequence[bytes]) -> Report:
-    """`reports`: the encoded report of each rank, by rank."""
-    ranks = [msgspec.json.decode(content, type=Report) for content in reports]
+def report_of_all(ranks: Sequence[Report]) -> Report:
+    """`ranks`: each rank's report, by rank. Reports may have different names."""
     added = msgspec.structs.replace(ranks[0], **sums(ranks, ADDED))
     unique_rows, wall_s = added.unique_rows, added.wall_s
     waited_s = max(own.trainer_wait_s for own in ranks)
@@ -40,7 +39,9 @@ def report_of_all(reports: Sequence[bytes]) -> Report:
         hit_ratio=(unique_rows - added.rows_fetched) / unique_rows if unique_rows else None,
         trainer_wait_s=waited_s,
         stall_share=waited_s / wall_s if wall_s else 0.0,
-        waits_s={process: by_name(max, [own.waits_s[process] for own in ranks]) for process in ranks[0].waits_s},
+        waits_s={
+            process: by_name(max, [own.waits_s.get(process, {}) for own in ranks]) for process in ranks[0].waits_s
+        },
         phase_ms=by_name(fmean, [own.phase_ms for own in ranks]),
         tier=tier_of_all([own.tier for own in ranks if own.tier is not None]),
         ranks=tuple(figures for own in ranks for figures in own.ranks),
@@ -52,7 +53,7 @@ def sums(parts: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
 
 
 def by_name(put_together: Callable[[list[float]], float], parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: put_together([part[name] for part in parts]) for name in parts[0]}
+    return {name: put_together([part.get(name, 0.0) for part in parts]) for name in parts[0]}
 
 
 def tier_of_all(tiers: Sequence[TierTotals]) -> TierTotals | None:

@@ -1,4 +1,4 @@
-"""Collects the figures of `report.json` and the content of `report.html` at the end of a run."""
+"""Collects a run's figures for `report.json` and its content for `report.html`, at the end."""
 
 import os
 import time
@@ -9,13 +9,11 @@ import torch
 from rowcast.job.schema import Job
 from rowcast.protocol.messages import Welcome
 from rowcast.runtime.telemetry.build import versions
-from rowcast.trainer.execute.engine import TrainerEngine
-from rowcast.trainer.execute.streams import peak_device_bytes
 from rowcast.trainer.report.history import History
-from rowcast.trainer.report.pace import Pace
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report, RunFacts, make_report
 from rowcast.trainer.report.results import ResultFiles
+from rowcast.trainer.step.engine import TrainerEngine
 
 
 def final_report(
@@ -29,18 +27,15 @@ def final_report(
     pinned: bool,
     met_s: float,
     first_step_s: float | None,
-    pace: Pace | None = None,
 ) -> Report:
     """Call after the engine's loop has ended.
 
-    `met_s`, `first_step_s`: when the prefetcher was met and the first step began, by time.perf_counter(); None: no
+    `met_s`, `first_step_s`: when the prefetcher connected and the first step began, by time.perf_counter(); None: no
     step.
     """
     end, now_s = engine.barrier.end, time.perf_counter()
     assert end is not None, "the loop ends with EndOfData"
     first_step_s = first_step_s or now_s
-    cache_bytes = sum(records.nbytes for records in engine.slots.records)
-    staging_bytes, plans_bytes = engine.cache.staging_bytes, engine.cache.plans_bytes
     return make_report(
         engine.counters,
         RunFacts(
@@ -49,17 +44,17 @@ def final_report(
             train_steps=train_steps,
             loss=results.mean_loss,
             evaluation=results.evaluation_result,
-            cache_bytes=cache_bytes,
-            staging_bytes=staging_bytes,
-            plans_bytes=plans_bytes,
-            device_bytes=peak_device_bytes(device, cache_bytes + staging_bytes + plans_bytes),
+            table_bytes=engine.slots.table_bytes,
+            cache_bytes=engine.slots.cache_bytes,
+            staging_bytes=engine.cache.staging_bytes,
+            plans_bytes=engine.cache.plans_bytes,
+            device_bytes=engine.device_bytes,
             host_bytes=end.host_bytes,
             prefetcher_waits_s={wait.reason: wait.seconds for wait in end.waits},
             tier=end.tier,
             threads=threads,
             pinned=pinned,
             device=str(device),
-            pace=pace,
             versions=versions("torch", "numpy"),
             pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
             finished=end.finished,

@@ -1,4 +1,4 @@
-"""Records the course of a run as marks of the counters, for the run report and for TensorBoard.
+"""Records a run as marks of its counters, for the run report and for TensorBoard.
 
     time     first step                            last step
              |----|----|----|----|----|----|----|--|
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rowcast.trainer.execute.metrics import TrainerCounters
+from rowcast.trainer.step.metrics import TrainerCounters
 
 EVERY_S = 1.0
 MAX_MARKS = 600
@@ -48,7 +48,7 @@ class History:
     def __init__(self, counters: TrainerCounters, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock` is that of `TrainingLoop.first_step_s`."""
         self.marks: list[HistoryMark] = []
-        self.starts: list[int] = []  # for each attempt that made a step: the train steps of the run before it
+        self.starts: list[int] = []  # for each attempt with a step: the train steps of the run before it
         self._marked: Marked = ignore
         self._counters = counters
         self._clock = clock
@@ -58,9 +58,9 @@ class History:
         self._beginning: HistoryMark | None = None
 
     def begin(self, first_train_step: int, marked: Marked = ignore) -> None:
-        """An attempt begins after `first_train_step` train steps of the run. Waits before its first step are start-up.
+        """Begins an attempt after `first_train_step` train steps of the run. Waits before its first step are start-up.
 
-        `marked` is called with each of the attempt's marks and the mark before it.
+        Calls `marked` with each of the attempt's marks and the mark before it.
         """
         self._marked = marked
         self._train_steps_before = first_train_step - self._counters.train_steps
@@ -68,7 +68,7 @@ class History:
         self._next_s = 0.0
 
     def update(self, first_step_s: float | None) -> None:
-        """Takes a mark if it is time; otherwise it costs one reading of the clock.
+        """Sets a mark if it is due; otherwise costs one reading of the clock.
 
         `first_step_s`: when the attempt's first step began.
         """
@@ -82,7 +82,7 @@ class History:
         self._next_s = now_s + self._every_s
 
     def close(self, first_step_s: float | None) -> None:
-        """Takes the last mark and drops a mark taken just before, because speeds over an instant mean nothing."""
+        """Sets the last mark and drops one set just before: speeds over an instant mean nothing."""
         if first_step_s is None:
             return
         if self._beginning is not None:
@@ -93,7 +93,7 @@ class History:
             del self.marks[-2]
 
     def _open(self, beginning: HistoryMark, first_step_s: float) -> None:
-        """The first mark includes what was counted before the first step."""
+        """Sets the first mark, which includes counts before the first step."""
         self.starts.append(beginning.train_step)
         self._append(replace(beginning, time_s=first_step_s))
         self._beginning = None

@@ -7,38 +7,20 @@ import msgspec
 from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
-from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.report.pace import Pace
+from rowcast.trainer.step.metrics import TrainerCounters
+from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
-
-class TaskEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one of several labels. Values are None if outputs are not logits, or if no label is known."""
-
-    label: str
-    num_labels: int  # samples whose label is known
-    auc: float | None  # also None if all known labels are equal
-    logloss: float | None  # mean over the known labels
-
-
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one pass over the evaluation batches."""
-
-    train_step: int  # train steps before it
-    # None if all labels are equal, or if accuracy is None; of several labels the mean of their AUCs, None if one is
-    auc: float | None
-    logloss: float  # the loss that is trained on, its mean over the samples
-    accuracy: float | None  # None if the model's outputs are not logits; of several labels the share of known ones
-    tasks: tuple[TaskEvaluation, ...] = ()  # of several labels, each
+RECENT = 100  # losses in the average
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank did: its share of what the report adds up. A trainer that is alone is rank 0."""
+    """One rank's figures, which the report adds up. A single trainer is rank 0."""
 
     rank: int
     samples: int  # of train steps
-    rows_owned: int  # distinct rows of each step that are of this rank's shard, added up
+    rows_owned: int  # distinct rows of this rank's shard, summed over steps
     waited_for_rows_s: float
-    waited_for_ranks_s: float  # until the others had come as far, and while what they sent was under way
+    waited_for_ranks_s: float  # until the others reached the same point, and during the transfer
     rows_sent: int  # to other ranks
     rows_received: int
     bytes_sent: int  # of these rows, and of the gradients of those received
@@ -48,17 +30,17 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows, bytes and look-ups of all ranks together, unless it says otherwise."""
+    """A run's figures. Rows, bytes and look-ups are sums over ranks, unless a field says otherwise."""
 
     train_steps: int  # in the whole run
-    # train steps of this process: fewer if it continued from a checkpoint, more if it trained some again
+    # train steps of this process: fewer if it continued from a checkpoint, more if it repeated some
     steps: int
     eval_steps: int
     samples: int  # of train steps
     samples_per_s: float  # samples / wall_s
     wall_s: float  # from the first step to the last barrier
     startup_s: float  # from the handshake to the first step
-    loss: float | None  # mean of the last 100 train steps, or of all if there are fewer; None without a step
+    loss: float | None  # mean of the last 100 train steps, or of all if there are fewer; None without steps
     auc: float | None  # the last evaluation's; None without one
     logloss: float | None
     accuracy: float | None
@@ -71,21 +53,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows_flushed: int  # at barriers
     hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
     trainer_wait_s: float  # waiting for rows; of the rank that waited longest
-    # process -> reason -> seconds, of the rank that waited longest for it; threads of a process wait side by side
+    # process -> reason -> seconds, of the rank that waited longest for it; threads of a process wait in parallel
     waits_s: dict[str, dict[str, float]]
     # per step, by the device's clock, the mean over ranks; gather and fill run in parallel with the others
     phase_ms: dict[str, float]
     stall_share: float  # trainer_wait_s / wall_s
-    pace: Pace | None = None  # None: nothing was foretold of this run, or it was too short
     tier: TierTotals | None  # rows between memory and cold tier; None if the store has none
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
-    rank_imbalance: float  # rows of a train step that each rank owns, the most over the mean; the mean over steps
+    rank_imbalance: float  # rows of a train step that a rank owns, maximum over mean, averaged over steps
     ranks: tuple[RankFigures, ...]  # by rank
+    table_bytes: int  # row records of all rows of all tables: what the device would hold without a cache
     cache_bytes: int  # row records of all slots
-    staging_bytes: int  # rows on their way, in both directions
+    staging_bytes: int  # rows in transit, in both directions
     plans_bytes: int  # arrays of `depth` + 2 plans
-    device_bytes: int  # peak on the device: these three, and on a GPU everything else
+    device_bytes: int  # peak on the device: these three, and on a GPU all other memory
     host_bytes: int  # peak resident bytes of the prefetcher
     threads: int
     pinned: bool
@@ -97,13 +79,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report holds besides the counters."""
+    """A report's content besides the counters."""
 
     train_steps: int
     wall_s: float
     startup_s: float
     loss: float | None
     evaluation: Evaluation | None  # the newest
+    table_bytes: int
     cache_bytes: int
     staging_bytes: int
     plans_bytes: int
@@ -114,7 +97,6 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     pinned: bool
     device: str
-    pace: Pace | None = None
     versions: dict[str, str]
     pids: dict[str, int]
     finished: bool
@@ -122,7 +104,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
-    """The report of one rank."""
+    """Makes the report of one rank."""
     unique_rows = counters.total("unique_rows")
     evaluation = run.evaluation
     return Report(
@@ -152,12 +134,12 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         },
         phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
         stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
-        pace=run.pace,
         tier=run.tier,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
         rank_imbalance=counters.mean_imbalance,
         ranks=(rank_figures(counters, run),),
+        table_bytes=run.table_bytes,
         cache_bytes=run.cache_bytes,
         staging_bytes=run.staging_bytes,
         plans_bytes=run.plans_bytes,

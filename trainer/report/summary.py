@@ -1,4 +1,4 @@
-"""Prints what a run did, at its end; the run report has the same rows."""
+"""Prints a run's summary at its end; the run report has the same rows."""
 
 from pathlib import Path
 
@@ -13,15 +13,14 @@ from rowcast.runtime.telemetry.format_numbers import (
     percent,
     stdout_console,
 )
-from rowcast.trainer.report.pace import Pace
-from rowcast.trainer.report.report_json import Report
+from rowcast.trainer.report.report_json import RECENT, Report
 from rowcast.trainer.report.terminal import evaluation_text, task_text, write
 
 BESIDE = ("gather", "fill")
 
 
 def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
-    """Prints the report, and where the page is, on stdout or `console`.
+    """Prints the report, and the page's path, on stdout or `console`.
 
     A closed pipe is not an error, because the report is on disk.
     """
@@ -41,7 +40,7 @@ def print_summary(report: Report, console: Console | None = None, page: Path | N
 
 
 def rank_lines(report: Report) -> list[str]:
-    """A table in columns, numbers to the right, which no width of a terminal cuts."""
+    """Returns a table with right-aligned numbers, which no terminal width truncates."""
     rows = [list(RANKS), *rank_rows(report)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -56,10 +55,14 @@ def summary_title(report: Report) -> str:
 
 
 def summary_rows(report: Report) -> list[tuple[str, str]]:
-    rows = []
+    share = percent(report.device_bytes / report.table_bytes)
+    held = f"{human_bytes(report.device_bytes)} on the device ({share})"
+    rows = [("tables", f"{human_bytes(report.table_bytes)} in all, {held}")]
     if report.steps or not report.eval_steps:
         rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
-        rows.append(("mean loss", "none" if report.loss is None else f"{report.loss:.6f}"))
+        newest = min(RECENT, report.train_steps)
+        loss = "none" if report.loss is None else f"{report.loss:.6f}, mean of the run's last {newest} train steps"
+        rows.append(("loss", loss))
     if report.logloss is not None:
         rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy)))
     rows += [(f"label {task.label}", task_text(task)) for task in report.tasks]
@@ -74,7 +77,6 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ),
         *([] if report.tier is None else tier_rows(report.tier)),
         *(exchange_rows(report) if len(report.ranks) > 1 else []),
-        *([] if report.pace is None else [("foretold", foretold(report.pace))]),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("each step", phases(report.phase_ms, beside=False)),
         ("moving rows", phases(report.phase_ms, beside=True)),
@@ -89,14 +91,6 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def foretold(pace: Pace) -> str:
-    away = pace.measured_ms / pace.foretold_ms - 1
-    return (
-        f"{pace.foretold_ms:.1f} ms a step (+-{percent(pace.margin)}) by rates of {pace.device}, "
-        f"measured {pace.measured_ms:.1f} ({away:+.0%})"
-    )
-
-
 def exchange_rows(report: Report) -> list[tuple[str, str]]:
     rows, nbytes = (sum(getattr(own, name) for own in report.ranks) for name in ("rows_sent", "bytes_sent"))
     return [
@@ -109,7 +103,7 @@ RANKS = ("rank", "samples", "rows owned", "waited for rows", "waited for ranks",
 
 
 def rank_rows(report: Report) -> list[list[str]]:
-    """What each rank did, under `RANKS`."""
+    """Returns each rank's row, under the headings `RANKS`."""
     return [
         [
             str(own.rank),
@@ -146,10 +140,10 @@ def device_memory(report: Report) -> str:
 
 
 def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
-    """`beside`: the phases that move rows, which run in parallel with a step on a device; otherwise the others."""
+    """`beside`: True for the phases that move rows, in parallel with a step on a device; False for the others."""
     listed = [
         f"{name} {milliseconds:.1f}"
         for name, milliseconds in phase_ms.items()
-        if (name in BESIDE) == beside and (name != "exchange" or milliseconds)  # a trainer alone has none
+        if (name in BESIDE) == beside and (name != "exchange" or milliseconds)  # a single trainer has none
     ]
     return f"{', '.join(listed)} ms"

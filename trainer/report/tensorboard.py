@@ -1,4 +1,4 @@
-"""Writes TensorBoard event files on request, with the history's marks, as a call takes tens of microseconds."""
+"""Writes TensorBoard event files on request, at the history's marks, because a call takes tens of microseconds."""
 
 import importlib
 import os
@@ -10,16 +10,16 @@ import numpy as np
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.execute.metrics import StallReason
 from rowcast.trainer.report.history import HistoryMark
-from rowcast.trainer.report.report_json import Evaluation
 from rowcast.trainer.report.results import ResultFiles
+from rowcast.trainer.step.metrics import StallReason
+from rowcast.trainer.step.results import Evaluation
 
 LOSSES_A_MARK = 10  # at most; the losses of more train steps are averaged
 
 
 def check_board(folder: Path) -> None:
-    """Raises ConfigError if event files cannot be written; called before anything is trained."""
+    """Raises ConfigError if event files cannot be written. Called before training."""
     try:
         importlib.import_module("torch.utils.tensorboard")
     except ImportError:
@@ -39,8 +39,8 @@ def check_board(folder: Path) -> None:
 class TensorBoardWriter:
     """Writes the events of one attempt; does nothing without a folder.
 
-    Use as a context manager. The main thread calls every method. The events of a run that continues from a
-    checkpoint say so: TensorBoard then omits what an earlier process wrote for later steps.
+    Use as a context manager. The main thread calls every method. The events of a run that continues from a checkpoint
+    are marked: TensorBoard then omits an earlier process's events for later steps.
     """
 
     def __init__(self, folder: Path | None, results: ResultFiles, first_train_step: int) -> None:
@@ -96,7 +96,7 @@ class TensorBoardWriter:
                 self._add(f"eval/{name}", value, result.train_step)
 
     def _losses(self) -> None:
-        """Adds the losses since the last mark; each average counts for the last of its train steps."""
+        """Adds the losses since the last mark; each average is at the last of its train steps."""
         losses = self._results.losses_from(self._next_loss)
         for part in np.array_split(losses, min(LOSSES_A_MARK, max(1, len(losses)))):
             if len(part):
@@ -112,6 +112,6 @@ class TensorBoardWriter:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """A failure to write events does not end the run."""
+        """Stops writing events after an error, without ending the run."""
         self._writer = None
         get_logger().warning("no more TensorBoard events are written", folder=str(self._folder), error=error.strerror)

@@ -23,15 +23,15 @@ from rowcast.runtime.telemetry.format_numbers import (
     stdout_console,
 )
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.report.report_json import Evaluation, TaskEvaluation
+from rowcast.trainer.step.metrics import TrainerCounters
+from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
 LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
-FIRST_STEPS = 5  # steps after the first one until the first line is shown, however short they are
+FIRST_STEPS = 5  # steps after the first one before the first line, however short they are
 WINDOW_S = 10.0  # speeds are averaged over about this time
-WIDE = 120  # columns from which on the bar and the figures share a line
-BAR_WIDTH = 20  # characters, for a bar that shares its line
+WIDE = 120  # least columns for the bar and the figures on one line
+BAR_WIDTH = 20  # characters, for a bar on one line with the figures
 
 
 class TerminalMark(NamedTuple):
@@ -44,7 +44,7 @@ class TerminalMark(NamedTuple):
 
 
 class TerminalProgress:
-    """Shows the counters. Between refreshes `update` costs one reading of the clock, so it may be called often."""
+    """Shows the counters. Between refreshes, `update` costs one reading of the clock, so it may be called often."""
 
     def __init__(
         self,
@@ -57,14 +57,13 @@ class TerminalProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total_steps`: train steps of the run, if known; `first_step`: those before this attempt.
+        """`total_steps`: train steps of the run, if known; `first_step`: train steps before this attempt.
 
         `eval_steps`: steps per evaluation, if known. `console` writes to stdout by default.
         """
-        self._before = first_step - counters.train_steps
-        self._counters = counters
-        self._total_steps = total_steps
-        self._mode, self._eval_steps = mode, eval_steps
+        self._counters, self._mode = counters, mode
+        self._before = 0 if mode == "eval" else first_step - counters.train_steps
+        self._total_steps = eval_steps if mode == "eval" else total_steps
         self._console = console or stdout_console()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._clock = clock
@@ -95,7 +94,7 @@ class TerminalProgress:
         self._console.show_cursor(True)
 
     def update(self) -> None:
-        """Refreshes if it is time, but not before the first step, from which speeds count."""
+        """Refreshes if it is due, but not before the first step, because speeds count from it."""
         done = self._steps_done() - self._at_start
         if not self._begun:
             self._begun = done > 0
@@ -112,7 +111,7 @@ class TerminalProgress:
         )
 
     def close(self) -> None:
-        """Shows the last state, which stays. Idempotent."""
+        """Shows the last state and leaves it there. Idempotent."""
         if self._live is not None:
             self._is_over = True
             self._refresh()
@@ -143,7 +142,7 @@ class TerminalProgress:
         counters = self._counters
         return TerminalMark(
             self._clock(),
-            self._before + counters.train_steps,
+            self._before + (counters.eval_steps if self._mode == "eval" else counters.train_steps),
             counters.shared_samples + counters.shared_eval_samples,
             counters.waited_s,
         )
@@ -160,8 +159,6 @@ class TerminalProgress:
 
     def _beside_bar(self, figures: Text) -> RenderableType:
         done, total = self._marks[-1].steps, self._total_steps
-        if self._mode == "eval":
-            done, total = self._counters.eval_steps, self._eval_steps
         if total is None:
             return figures if self._is_over else in_a_row(self._spinner, figures)
         if self._console.width >= WIDE:
@@ -188,7 +185,7 @@ def in_a_row(first: RenderableType, figures: Text) -> Table:
 
 
 def write(console: Console, text: str) -> bool:
-    """Writes and flushes; False if the reader of a pipe has gone, in which case rich would end the process."""
+    """Writes and flushes. False if a pipe's reader has gone: rich would then end the process."""
     try:
         console.file.write(text)
         console.file.flush()
@@ -198,7 +195,7 @@ def write(console: Console, text: str) -> bool:
 
 
 def progress_line(counters: TrainerCounters, total_steps: int | None, first: TerminalMark, last: TerminalMark) -> str:
-    """The state in one line; speed and stall share are those between the two marks."""
+    """Formats the state in one line; speed and stall fraction are between the two marks."""
     seconds = last.time_s - first.time_s
     parts = [f"step {last.steps:,}" if total_steps is None else f"step {last.steps:,}/{total_steps:,}"]
     if counters.loss is not None:
@@ -215,14 +212,14 @@ def progress_line(counters: TrainerCounters, total_steps: int | None, first: Ter
 
 
 def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -> str:
-    """Without AUC and accuracy if a model with a loss of its own has no logits."""
+    """Omits AUC and accuracy for a model with a custom loss and without logits."""
     if accuracy is None:
         return f"loss {logloss:.6f}"
     return f"{auc_text(auc)}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
 
 
 def task_text(task: TaskEvaluation) -> str:
-    """Of one of several labels."""
+    """Formats the result of one of several labels."""
     if task.logloss is None:
         return "no log loss" if task.num_labels else "no known label"
     return f"{auc_text(task.auc)}, log loss {task.logloss:.6f}, {task.num_labels:,} known"

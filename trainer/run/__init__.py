@@ -1,1 +1,1 @@
-"""Starts a run: meets the prefetcher, trains, and connects again after the peer was lost."""
+"""Starts a run: connects to the prefetcher, trains, and reconnects after the peer was lost."""

@@ -1,27 +1,35 @@
-"""Before they train, all ranks compare where their prefetchers begin, and each hears why another cannot."""
+"""Compares, before training, where all ranks' prefetchers begin, and sends every rank's error to all."""
+
+from collections.abc import Mapping
 
 import msgspec
 
 from rowcast.protocol.messages import Welcome
-from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, RanksDiffer, RowcastError
-from rowcast.trainer.run.meeting import GivenUp
+from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, Mismatch, RanksDiffer, RowcastError
+from rowcast.trainer.run.meeting import GivenUp, decoded
 from rowcast.trainer.run.rank_group import Group
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank begins, or why it does not."""
+    """One rank's starting point, or why it cannot start."""
 
     run_id: str = ""
     checkpoint: str = ""  # the checksum of its manifest
     train_steps: int = 0
-    leaves: bool = False  # its prefetcher was stopped, or it was
+    first_batches: tuple[tuple[str, str], ...] = ()  # see `Welcome`
+    leaves: bool = False  # it or its prefetcher was stopped
     failure: tuple[int, str] | None = None  # exit code and sentence
 
 
 def start_of(welcome: Welcome | None) -> Start:
     if welcome is None:
         return Start(leaves=True)
-    return Start(run_id=welcome.run_id, checkpoint=welcome.checkpoint, train_steps=welcome.first_train_step)
+    return Start(
+        run_id=welcome.run_id,
+        checkpoint=welcome.checkpoint,
+        train_steps=welcome.first_train_step,
+        first_batches=welcome.first_batches,
+    )
 
 
 def failed_start(error: RowcastError) -> Start:
@@ -29,15 +37,15 @@ def failed_start(error: RowcastError) -> Start:
 
 
 def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> bool:
-    """Waits for all ranks. Returns False if one of them leaves.
+    """Waits for all ranks. Returns False if any of them leaves.
 
-    Raises the error of a rank that failed, the same on every rank, and RanksDiffer if they begin at different
-    checkpoints.
+    Raises the error of a rank that failed, the same on every rank, RanksDiffer if they begin at different checkpoints,
+    and Mismatch if they have read different batches.
     """
     gathered = group.agree(msgspec.json.encode(own), timeout_s, given_up)
     if gathered is None:
         return False
-    starts = [msgspec.json.decode(content, type=Start) for content in gathered]
+    starts = [decoded(content, Start) for content in gathered]
     for start in starts:
         if start.failure is not None:
             code, sentence = start.failure
@@ -52,4 +60,16 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
                 f"rank {rank} after {start.train_steps} of run {start.run_id}; job.run_dir must be one folder that all "
                 "hosts share, and all must be started with the same options"
             )
+    for rank, start in enumerate(starts):
+        if start.first_batches != first.first_batches:
+            raise other_batches(rank, dict(first.first_batches), dict(start.first_batches))
     return True
+
+
+def other_batches(rank: int, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:
+    differing = [name for name in {**first, **others} if first.get(name) != others.get(name)]
+    more = "" if len(differing) == 1 else f" and {len(differing) - 1} more"
+    return Mismatch(
+        f"rank {rank} has read other batches than rank 0: {differing[0]}{more} {'differs' if not more else 'differ'}; "
+        "give every host the same data files, and a data set of your own the same order on every rank"
+    )

@@ -1,7 +1,6 @@
-"""Makes one attempt of a run, from the handshake to the last good-bye or to the loss of the prefetcher.
+"""Runs one attempt, from the handshake to the last good-bye or the loss of the prefetcher.
 
-An attempt has its own conversation, rings, model and cold cache. It opens them in one order and always closes them in
-the reverse order.
+An attempt has a new conversation, rings, model and cold cache. It always closes them in the reverse order of opening.
 """
 
 import io
@@ -14,33 +13,30 @@ import msgspec
 import torch
 from rich.console import Console
 
-from rowcast.job.schema import Job, Transport, parse_seconds
+from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
+from rowcast.job.units import parse_seconds
 from rowcast.protocol.messages import Mode, Welcome
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
+from rowcast.runtime.errors import PeerLost, RowcastError
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.execute.agreed_stop import AgreedStop
-from rowcast.trainer.execute.engine import TrainerEngine
-from rowcast.trainer.execute.metrics import TrainerCounters, TrainerGauges
-from rowcast.trainer.execute.phases import PhaseClock
-from rowcast.trainer.execute.streams import make_streams
+from rowcast.trainer.device.phases import PhaseClock
+from rowcast.trainer.device.streams import make_streams
 from rowcast.trainer.kernels import Kernels
-from rowcast.trainer.models.runner import EvaluationRunner, StepRunner
-from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedRunner
+from rowcast.trainer.models.agreed_stop import AgreedStop
+from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.models.shared_runner import SharedRunner
 from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
-from rowcast.trainer.report.pace import pace_of
 from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.page.record import RunRecord
-from rowcast.trainer.report.report_json import Report, write_report
+from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.results import (
     PAGE,
-    REPORT,
     EarlierResults,
     EvaluationOnly,
     ResultFiles,
@@ -51,32 +47,33 @@ from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
 from rowcast.trainer.run.agreement import all_start, failed_start, start_of
 from rowcast.trainer.run.connection import Connection, ConnectionParts
+from rowcast.trainer.run.errands import Errand
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
-from rowcast.trainer.run.meeting import POLL_S
+from rowcast.trainer.run.meeting import POLL_S, decoded
 from rowcast.trainer.run.rank_group import Group, Party
+from rowcast.trainer.step.engine import TrainerEngine
+from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges
 
 Runner = StepRunner | SharedRunner
-RUNNERS: dict[Mode, type[StepRunner]] = {"train": StepRunner, "eval": EvaluationRunner}
-REPORTS: dict[Mode, str] = {"train": REPORT, "eval": "eval.json"}
 
 
 @dataclass(slots=True)
 class StartTimes:
     """When the run began, by time.perf_counter(); set by the first attempt."""
 
-    met_s: float | None = None  # the first prefetcher was met
+    met_s: float | None = None  # the first prefetcher connected
     step_s: float | None = None  # the first step began
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerRunParts:
-    """Everything that the attempts of a run share."""
+    """Everything common to the attempts of a run."""
 
     job: Job
     groups: tuple[GroupSpec, ...]
     party: Party  # all trainers of the run
     folder: Path  # of this pair of processes
-    mode: Mode
+    errand: Errand
     fresh: bool
     device: torch.device
     threads: int
@@ -88,10 +85,14 @@ class TrainerRunParts:
     history: History
     start_times: StartTimes
 
+    @property
+    def mode(self) -> Mode:
+        return self.errand.mode
+
 
 class TrainerAttempt:
     def __init__(self, run: TrainerRunParts, transport: Transport, crew: Crew) -> None:
-        """`transport`: the job's, with the time-out for which this attempt waits for a prefetcher."""
+        """`transport`: the job's, with this attempt's time-out for a prefetcher."""
         self._run = run
         self._job = run.job
         self._log = get_logger()
@@ -102,19 +103,18 @@ class TrainerAttempt:
                 folder=run.folder,
                 mode=run.mode,
                 device=run.device,
-                threads=run.threads,
                 transport=transport,
                 counters=run.counters,
                 health=run.health,
                 bell=run.signals.bell,
                 crew=crew,
-                began_s=run.signals.began_s,
                 rank=run.party.rank,
             )
         )
         self._earlier = EarlierResults(run.job.run_dir)
-        # the first rank writes what belongs to all
-        self._leads = run.party.rank is None or run.party.rank.number == 0
+        # the first rank writes the results of all
+        self._leads = run.party.rank.number == 0
+        self._keeps_results = self._leads and run.mode == "train"
         kind = EvaluationOnly if run.mode == "eval" else ResultFiles if self._leads else ResultsInMemory
         self._results = kind(run.job.run_dir)
         self._crew = crew
@@ -130,18 +130,21 @@ class TrainerAttempt:
                 who = "the prefetcher was stopped" if connection.has_left else "stopped"
                 self._log.info(f"{who} before the run had begun")
                 return
-            self._begin_results(welcome)
+            if self._keeps_results:
+                self._earlier.begin(welcome)
             try:
                 self._train(connection, group, welcome)
             finally:
-                self._leave_earlier(welcome)
+                if self._keeps_results:
+                    engine = connection.engine
+                    self._earlier.end(welcome, has_checkpoint=engine is not None and engine.barrier.has_checkpoint)
         group.close()
 
     def _given_up(self) -> bool:
         return self._run.signals.stop_reason is not None
 
     def _meet(self, connection: Connection, group: Group) -> Welcome | None:
-        """Meets the prefetcher; returns once all ranks have met theirs. None if one of them leaves."""
+        """Connects to the prefetcher. Returns once all ranks are connected to theirs, None if any of them leaves."""
 
         def given_up() -> bool:
             if connection.welcome is not None:
@@ -150,9 +153,9 @@ class TrainerAttempt:
 
         timeout_s = sum(map(parse_seconds, (self._job.transport.connect_timeout, self._job.ranks.timeout)))
         try:
-            welcome = connection.meet(self._given_up)
-            if welcome is not None and self._leads:
-                self._check_earlier(welcome)
+            welcome = connection.meet(self._given_up, self._run.signals.began_s)
+            if welcome is not None and self._keeps_results:
+                self._earlier.check(welcome, fresh=self._run.fresh)
         except RowcastError as error:
             if not self._given_up():
                 with suppress(RowcastError):
@@ -161,50 +164,14 @@ class TrainerAttempt:
         return welcome if all_start(group, start_of(welcome), timeout_s, given_up) else None
 
     def gauges(self) -> TrainerGauges:
-        evaluation, welcome, engine = self._results.evaluation_result, self._connection.welcome, self._connection.engine
+        welcome, engine = self._connection.welcome, self._connection.engine
         idle = TrainerGauges(
             train_step=self._results.train_steps,
             learning_rates=learning_rates(self._job.optimizer, self._results.train_steps),
             expected_train_steps=welcome.train_steps if welcome else None,
-            auc=evaluation.auc if evaluation else None,
-            logloss=evaluation.logloss if evaluation else None,
-            accuracy=evaluation.accuracy if evaluation else None,
-            tasks=evaluation.tasks if evaluation else (),
+            evaluation=self._results.evaluation_result,
         )
         return idle if engine is None else engine_gauges(idle, engine)
-
-    # results of an earlier run
-
-    def _check_earlier(self, welcome: Welcome) -> None:
-        """Raises ConfigError if the results of an earlier run would be lost."""
-        if self._run.mode == "eval":
-            return
-        run_dir, resumes = self._job.run_dir, welcome.checkpoint != "" and not welcome.fresh
-        if (run_dir / REPORT).exists() and not self._run.fresh and not resumes:
-            raise ConfigError(
-                f"a new run begins, but {run_dir} holds the report of an earlier one; add --fresh to this command too, "
-                "or set another job.run_dir in both"
-            )
-
-    def _begin_results(self, welcome: Welcome) -> None:
-        if self._run.mode == "eval" or not self._leads:
-            return
-        if welcome.fresh:
-            self._earlier.set_aside(welcome.replaces)
-            return
-        self._earlier.give_up()
-        for name in (REPORT, PAGE):
-            (self._job.run_dir / name).unlink(missing_ok=True)  # written by this run before it was stopped
-
-    def _leave_earlier(self, welcome: Welcome) -> None:
-        """Discards the results of the run that this one replaces, or restores them if this run has no checkpoint."""
-        if not welcome.fresh or not self._leads:
-            return
-        engine = self._connection.engine
-        if engine is not None and engine.barrier.has_checkpoint:
-            self._earlier.give_up()
-        else:
-            self._earlier.bring_back()
 
     # training
 
@@ -244,8 +211,8 @@ class TrainerAttempt:
         run.history.close(engine.loop.first_step_s)
         board.close()
         own = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
-        report = report_of_all(group.gather(msgspec.json.encode(own)))
-        self._results.close()  # before the good-bye, after which the run counts as complete
+        report = report_of_all([decoded(content, Report) for content in group.gather(msgspec.json.encode(own))])
+        self._results.close()  # before the good-bye: after it the run counts as complete
         if self._leads:
             self._write_report(report)
         elif run.mode == "train" and report.finished:
@@ -256,7 +223,7 @@ class TrainerAttempt:
             print_summary(report, page=page if run.mode == "train" and page.exists() else None)
 
     def _await_complete(self) -> None:
-        """The first rank ends before the others, so that they are still here if it has to come again.
+        """Waits for the first rank to end, so that the others are still running if it has to restart.
 
         Raises PeerLost if the run is not complete within ranks.timeout.
         """
@@ -273,7 +240,7 @@ class TrainerAttempt:
 
     def _write_report(self, report: Report) -> None:
         crash_point("report not written")
-        write_report(self._job.run_dir / REPORTS[self._run.mode], report)
+        self._run.errand.finish(self._job.run_dir, report)
         if self._run.mode == "train":
             write_page(self._job.run_dir / PAGE, self._record(report))
 
@@ -281,12 +248,11 @@ class TrainerAttempt:
         self, group: Group, records: list[torch.Tensor], num_dense: int, clock: PhaseClock, stop: AgreedStop
     ) -> Runner:
         run = self._run
-        if group.rank is None:
-            return RUNNERS[run.mode](run.job, run.groups, records, num_dense, clock, run.kernels)
-        make = SharedEvaluationRunner if run.mode == "eval" else SharedRunner
+        if not group.rank.is_divided:
+            return run.errand.runner(run.job, run.groups, records, num_dense, clock, run.kernels)
         collectives = group.connect(run.device, self._crew.check)
         parts = run.job, run.groups, records, num_dense, group.rank, collectives, stop
-        return make(*parts, run.kernels, clock, run.counters.balanced)
+        return run.errand.shared_runner(*parts, run.kernels, clock, run.counters.balanced)
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine, stop: AgreedStop) -> None:
         run, stopping = self._run, False
@@ -323,7 +289,6 @@ class TrainerAttempt:
             pinned=are_pinned,
             met_s=run.start_times.met_s,
             first_step_s=run.start_times.step_s or engine.loop.first_step_s,
-            pace=pace_of(self._job.run_dir, run.history.marks) if run.mode == "train" and self._leads else None,
         )
 
     def _record(self, report: Report) -> RunRecord:

@@ -1,15 +1,15 @@
 """Connects the trainer to its prefetcher, from the handshake to the good-bye.
 
     TrainerAttempt   trains the job's model, for `trainer run`
-    ScriptSession    lends the engine to a training script
+    ScriptRun        lends the engine to a training script
 
     meet       link, conversation, Hello ... Welcome
     start      rings, page-locking, records, engine, threads
     drive      the caller's loop over the engine, woken by the threads
-    say_bye    after it, the run counts as complete
+    say_bye    after it the run counts as complete
 
-Closing undoes these in reverse order. The part of `start` that needs neither threads nor sockets is
-`execute/engine.py`, which the replay of the GPU check and the tests use directly.
+Closing undoes these in reverse order. `step/engine.py` is the part of `start` without threads and sockets; the GPU
+check's replay and the tests use it directly.
 """
 
 import threading
@@ -28,29 +28,29 @@ from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, Mode, StopRequest, Welcome
-from rowcast.protocol.parts import Rank
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session, check_welcome
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import recorded_stages
-from rowcast.trainer.execute.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
-from rowcast.trainer.execute.loop import ModelState, Results, Steps
-from rowcast.trainer.execute.metrics import TrainerCounters
-from rowcast.trainer.execute.page_locking import page_locked
-from rowcast.trainer.execute.phases import PhaseClock, phase_clock
-from rowcast.trainer.execute.plan_check import check_welcome_fits
-from rowcast.trainer.execute.slots import make_records
-from rowcast.trainer.execute.streams import OnDevice, Streams, release_memory
+from rowcast.trainer.device.page_locking import page_locked
+from rowcast.trainer.device.phases import PhaseClock, phase_clock
+from rowcast.trainer.device.streams import OnDevice, Streams, release_memory
 from rowcast.trainer.run.gauges import stall_clocks
 from rowcast.trainer.run.handshake import await_welcome, hello
+from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
+from rowcast.trainer.step.loop import ModelState, Results, Steps
+from rowcast.trainer.step.metrics import TrainerCounters
+from rowcast.trainer.step.plan_check import check_welcome_fits
+from rowcast.trainer.step.slots import make_records
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,27 +60,25 @@ class ConnectionParts:
     folder: Path  # of this pair of processes
     mode: Mode
     device: torch.device
-    threads: int
     transport: Transport  # the job's, with the time-out of this attempt
     counters: TrainerCounters
     health: Health
     bell: Doorbell
     crew: Crew  # stopped with the connection
-    began_s: float | None  # a failure that the prefetcher notes after this time ends the wait; None: no failure does
     adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: progress  # before it is reported
-    rank: Rank | None = None  # None: this trainer is alone and computes whole batches
+    rank: Rank = UNDIVIDED
 
 
 class Connection:
-    """A context manager for one thread. Sends an error that leaves the context to the prefetcher."""
+    """A context manager for one thread. It sends an error that leaves the context to the prefetcher."""
 
     def __init__(self, parts: ConnectionParts) -> None:
-        self.stack = ExitStack()  # closed with the connection, after an error was sent to the prefetcher
+        self.stack = ExitStack()  # closed with the connection, after sending an error to the prefetcher
         self.conversation: Conversation | None = None
         self.welcome: Welcome | None = None
         self.engine: TrainerEngine | None = None
         self.has_page_locked_rings = False
-        self.asked_to_stop: str | None = None  # why, if the prefetcher of a rank was asked
+        self.asked_to_stop: str | None = None  # the reason, if the prefetcher of any rank got a stop request
         self._parts = parts
         self._left = threading.Event()
         self._watch: PeerWatch | None = None
@@ -89,10 +87,13 @@ class Connection:
     def has_left(self) -> bool:
         return self._left.is_set()
 
-    def meet(self, given_up: Callable[[], bool], gone: Callable[[], bool] = lambda: False) -> Welcome | None:
+    def meet(
+        self, given_up: Callable[[], bool], began_s: float | None, gone: Callable[[], bool] = lambda: False
+    ) -> Welcome | None:
         """Waits for the prefetcher. Returns None if it has left or is `gone`, or if this process has `given_up`.
 
-        Raises PeerLost, the prefetcher's failure, or an error if this process cannot be its trainer.
+        A failure noted by the prefetcher after `began_s` ends the wait; None: no failure does. Raises PeerLost, the
+        prefetcher's failure, or an error if this process cannot be its trainer.
         """
         parts, arrived = self._parts, list[Welcome]()
         link = ZmqLink.trainer(parts.folder, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport)
@@ -110,9 +111,9 @@ class Connection:
             parts.transport,
             lambda: parts.adjust_progress(progress_of(self.engine)),
             lambda: bool(arrived),
-            self._prefetcher_failure,
+            lambda: None if began_s is None else failure_since(parts.folder, "prefetcher", began_s),
         )
-        conversation.send(hello(parts.job, parts.rank, parts.mode, parts.threads, parts.device))
+        conversation.send(hello(parts.job, parts.rank, parts.mode, torch.get_num_threads(), parts.device))
         crash_point("Hello sent")
         parts.health.state = "connecting"
         get_logger().info("waiting for the prefetcher", run_dir=str(parts.folder.resolve()))
@@ -121,21 +122,17 @@ class Connection:
         )
         if welcome is not None:
             check_welcome_fits(welcome, parts.job, parts.groups)
-            check_welcome(welcome, 0 if parts.rank is None else parts.rank.number)
+            check_welcome(welcome, parts.rank.number)
             self.welcome = welcome
         return welcome
 
     def attend(self) -> None:
-        """Between `meet` and `start`: sends heartbeats. Messages wait for the engine. Raises PeerLost."""
+        """Sends heartbeats between `meet` and `start`. Messages wait for the engine. Raises PeerLost."""
         assert self._watch is not None, "attend comes after meet"
         self._watch.advance()
 
     def _note_stop(self, message: StopRequest) -> None:
         self.asked_to_stop = message.reason
-
-    def _prefetcher_failure(self) -> RowcastError | None:
-        began_s = self._parts.began_s
-        return None if began_s is None else failure_since(self._parts.folder, "prefetcher", began_s)
 
     def start(
         self,
@@ -143,18 +140,18 @@ class Connection:
         make_model: Callable[[list[torch.Tensor], PhaseClock], tuple[ModelState, Steps | None]],
         results: Results,
     ) -> TrainerEngine:
-        """`make_model` is given the records of each group and the clock of the stream that steps run on."""
+        """`make_model` gets the records of each group and the clock of the steps' stream."""
         parts, welcome, conversation = self._parts, self.welcome, self.conversation
         assert conversation is not None, "start comes after meet"
         assert welcome is not None, "start comes after meet"
         assert self._watch is not None, "start comes after meet"
         rings = self._attach_rings(welcome)
-        # from here on, because the prefetcher must receive heartbeats while the model is built
+        # from here on: the prefetcher must receive heartbeats while the model is built
         parts.crew.start({"watch": self._watch}, {})
         self.stack.callback(parts.crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
         self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, parts.device))
-        release_memory(parts.device)  # an earlier attempt's cache, of which the device may not hold two
+        release_memory(parts.device)  # an earlier attempt's cache: the device may not hold two
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
         clock = phase_clock(streams.compute, parts.counters.lapped)
@@ -193,7 +190,7 @@ class Connection:
         for ring in rings:
             self.stack.callback(ring.close)
             if ring.path:
-                # both processes have mapped it, so a kill from here on leaves no file
+                # both processes have mapped it: a kill from here on leaves no file
                 Path(ring.path).unlink(missing_ok=True)
         return rings
 
@@ -212,7 +209,7 @@ class Connection:
         self.stack.callback(self._parts.crew.stop)  # a second time, so that it runs before the rings are unlocked
 
     def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
-        """Calls `advance` until `until` returns True, and waits whenever `advance` reports that it did nothing.
+        """Calls `advance` until `until` returns True, and waits whenever `advance` did nothing.
 
         Raises the first error of any thread.
         """
@@ -232,7 +229,7 @@ class Connection:
 
     def say_bye(self) -> None:
         assert self.engine is not None, "start has made an engine"
-        self._parts.crew.stop()  # nothing may follow the good-bye, not even a heartbeat
+        self._parts.crew.stop()  # no message may follow the good-bye, not even a heartbeat
         crash_point("Bye not sent")
         self.engine.say_bye()
         crash_point("Bye sent")
@@ -257,7 +254,7 @@ class Connection:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Keeps nothing of the engine, so that its cache and staging leave the device."""
+        """Drops all references to the engine, to free its cache and staging on the device."""
         if self.conversation is not None:
             self.conversation.close()
         self.engine = self.conversation = self._watch = None

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import Optimizer
-from rowcast.trainer.execute.engine import TrainerEngine
-from rowcast.trainer.execute.metrics import Side, TrainerGauges
+from rowcast.trainer.step.engine import TrainerEngine
+from rowcast.trainer.step.metrics import Side, TrainerGauges
 
 
 def stall_clocks(engine: TrainerEngine) -> dict[str, Callable[[float], None]]:
-    """For each stage with a thread, the function that counts its idle seconds; the main loop counts its own."""
+    """Returns, for each stage with a thread, the function that counts its idle seconds; the main loop counts its idle
+    time itself."""
     counters = engine.counters
 
     def sender(seconds: float) -> None:

@@ -14,7 +14,7 @@ from rowcast.protocol.peer_watch import PeerWatch
 from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell
 from rowcast.runtime.telemetry.logs import said_if_slow
 
-# after a stop, the wait for a Welcome that may be on its way: a prefetcher that has sent one expects a trainer
+# after a stop, the wait for a Welcome in flight: a prefetcher that has sent one expects a trainer
 GREETING_GRACE_S = 0.5
 
 WORTH_SAYING_S = 2.0
@@ -23,12 +23,12 @@ PREPARING = (
 )
 
 
-def hello(job: Job, rank: Rank | None, mode: Mode, threads: int, device: torch.device) -> Hello:
+def hello(job: Job, rank: Rank, mode: Mode, threads: int, device: torch.device) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         job_digest=job.session_digest(),
-        rank=0 if rank is None else rank.number,
-        world_size=1 if rank is None else rank.count,
+        rank=rank.number,
+        world_size=rank.count,
         pid=os.getpid(),
         threads=threads,
         device=str(device),

@@ -1,4 +1,4 @@
-"""Reads where torchrun has put this process among the ranks of a job."""
+"""Reads this process's rank from torchrun's variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_P
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """The defaults are those of a trainer that was started alone."""
+    """A process's position among the ranks. The defaults are for a trainer without torchrun."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0  # among the ranks of this host
     local_world_size: int = 1
-    address: str = "127.0.0.1"  # where the ranks meet
+    address: str = "127.0.0.1"  # of the ranks' meeting point
     port: int = 0
     has_agent: bool = False  # a launcher serves the meeting point; if not, rank 0 does
-    restarts: int = 0  # how often the launcher has started all trainers again
+    restarts: int = 0  # how often the launcher has restarted all trainers
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -45,7 +45,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def rank_in_log(environment: Mapping[str, str]) -> int | None:
-    """None for a trainer that was started alone, and where `read_launch` will refuse what torchrun has set."""
+    """Returns the rank for the log. None for a single trainer, and for variables that `read_launch` will refuse."""
     rank = environment.get("RANK", "").strip()
     return int(rank) if environment.get("WORLD_SIZE", "1").strip() != "1" and rank.isdigit() else None
 
@@ -60,7 +60,7 @@ def whole_number(name: str, text: str) -> int:
 
 
 def check_launch(launch: Launch, ranks: Ranks) -> None:
-    """Raises ConfigError if torchrun has started another number of trainers than the job file says."""
+    """Raises ConfigError if torchrun's number of trainers differs from the job file's."""
     if launch.world_size != ranks.count:
         raise ConfigError(
             f"WORLD_SIZE = {launch.world_size}, but ranks.count = {ranks.count} in the job file; start as many "

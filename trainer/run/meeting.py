@@ -1,14 +1,14 @@
-"""Where the trainers of a run meet, before each attempt: a key-value store that torchrun serves, or else rank 0.
+"""Brings a run's trainers together before each attempt, over a key-value store served by torchrun or rank 0.
 
-The store outlives an attempt, so it holds what dead trainers have written. Each meeting therefore has a name of its
-own, which rank 0 makes, and ends only when rank 0 has read out who is there:
+The store outlives an attempt, so it also holds values of dead trainers. So rank 0 gives each meeting a unique name, and
+a meeting ends only when rank 0 has published who is present:
 
     rank 0                                                rank r
     "leader" = N, a new name        ->                    reads N, writes its greeting under N
     reads all greetings under N
-    "N/present" = the greetings     ->                    is it among them? then all are here; if not, N is of the dead
+    "N/present" = the greetings     ->                    among them? then all are here; if not, N is an old meeting
 
-Values are JSON. Nothing that a peer has stored is unpickled.
+Values are JSON, never unpickled: any process that reaches the store can write there.
 """
 
 import os
@@ -17,38 +17,43 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from rowcast.protocol.messages import PROTOCOL_VERSION, Mode
 from rowcast.protocol.session import VERBS
-from rowcast.runtime.errors import ConfigError, Mismatch, PeerLost
+from rowcast.runtime.errors import ConfigError, Mismatch, PeerLost, cleaned
 from rowcast.trainer.models.torch_collectives import first_sentence
 from rowcast.trainer.run.launch import Launch
 
 POLL_S = 0.01
 CONNECT_S = 2.0  # for one try to reach the store
 SETTLE_S = 0.3  # for a second process of a rank to be seen
-ROLL_CALL_S = 2.0  # for those to answer who are here, where a rank has greeted twice
+ROLL_CALL_S = 2.0  # for live processes to answer, if a rank has greeted twice
+MOST_GREETINGS = 16  # of one rank in one meeting: its process and earlier ones that died
+INTRUDER = (
+    "another program writes to the meeting point of the ranks, or the hosts run different versions of rowcast; give "
+    "torchrun another --master-port, and install the same rowcast on all hosts"
+)
 
 GivenUp = Callable[[], bool]
 Value = TypeVar("Value")
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    name: str  # the process's, made at random
+    name: str  # of the process, random
     rank: int
     world_size: int
-    process: str  # for a person: process id and host
+    process: str  # for people: process id and host
     version: int
     digest: str  # the job file's
     mode: Mode
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says as it begins a meeting."""
+    """Rank 0's announcement of a meeting."""
 
     name: str
     world_size: int
@@ -72,7 +77,7 @@ def new_greeting(launch: Launch, digest: str, mode: Mode) -> Greeting:
 
 
 def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> Store | None:
-    """None if given up. Raises PeerLost if nobody serves it."""
+    """Connects to the store; None if given up. Raises PeerLost if it is not served."""
     serves = launch.rank == 0 and not launch.has_agent
     deadline_s = time.monotonic() + timeout_s
     while not serves and not answers(launch):
@@ -119,8 +124,8 @@ class Meeting:
     def hold(self) -> str | None:
         """Returns the meeting's name once all ranks are here; None if given up.
 
-        Raises PeerLost if some did not come, Mismatch or ConfigError if they do not belong together, on every rank with
-        the same sentence.
+        Raises PeerLost if some did not arrive, Mismatch or ConfigError if they do not belong together, with the same
+        sentence on every rank.
         """
         try:
             return self._lead() if self._own.rank == 0 else self._follow()
@@ -136,13 +141,13 @@ class Meeting:
         self._store.set("leader", encoded(Named(name=name, world_size=own.world_size)))
         deadline_s = time.monotonic() + self._timeout_s
         self._greet(name)
-        while missing := [rank for rank in range(own.world_size) if not self._greetings(name, rank)]:
+        while missing := self._missing(name):
             if not self._waits(deadline_s, missing):
                 return None
         time.sleep(SETTLE_S)
         present = self._present(name)
         self._store.set(f"{name}/present", encoded(present))
-        return checked(present, name)
+        return checked(present, name, own.world_size)
 
     def _follow(self) -> str | None:
         deadline_s = time.monotonic() + self._timeout_s
@@ -156,8 +161,8 @@ class Meeting:
                     self._store.set(f"{named.name}/here/{self._own.name}", "")
                     self._answered = named.name
                 present = self._read(f"{named.name}/present", Present)
-                if present is not None and (present.refused or self._own in present.greetings):
-                    return checked(present, named.name)
+                if present is not None and (present.refused or any(map(self._is_own, present.greetings))):
+                    return checked(present, named.name, self._own.world_size)
             if not self._waits(deadline_s, [0] if named is None else self._missing(named.name)):
                 return None
 
@@ -174,15 +179,17 @@ class Meeting:
         self._greeted = name
 
     def _greetings(self, name: str, rank: int) -> list[Greeting]:
-        """The greetings of all processes that say they are this rank."""
-        found = (
-            self._read(f"{name}/greeting/{rank}/{number + 1}", Greeting)
-            for number in range(self._store.add(f"{name}/greetings/{rank}", 0))
-        )
+        """Returns the greetings of all processes that claim to be this rank."""
+        count = self._store.add(f"{name}/greetings/{rank}", 0)
+        if count > MOST_GREETINGS:
+            raise PeerLost(
+                f"{count:,} processes say that they are rank {rank}; at most {MOST_GREETINGS} can: {INTRUDER}"
+            )
+        found = (self._read(f"{name}/greeting/{rank}/{number + 1}", Greeting) for number in range(count))
         return [greeting for greeting in found if greeting is not None]
 
     def _present(self, name: str) -> Present:
-        """One process for each rank. Of several, one may have died since and been started again."""
+        """Chooses one process per rank. Of several, some may have died and been restarted."""
         came = [self._greetings(name, rank) for rank in range(self._own.world_size)]
         if all(len(greetings) == 1 for greetings in came):
             return Present(greetings=tuple(greetings[0] for greetings in came))
@@ -190,13 +197,16 @@ class Meeting:
         time.sleep(ROLL_CALL_S)
         chosen = []
         for rank, greetings in enumerate(came):
-            here = [one for one in greetings if one == self._own or self._store.check([f"{name}/here/{one.name}"])]
+            here = [one for one in greetings if self._is_own(one) or self._store.check([f"{name}/here/{one.name}"])]
             if len(here) > 1:
                 both = " and ".join(one.process for one in here)
                 refused = f"{both} were both started as rank {rank} of {self._own.world_size}; start each rank once"
                 return Present(greetings=(), refused=refused)
             chosen.append((here or greetings)[-1])
         return Present(greetings=tuple(chosen))
+
+    def _is_own(self, greeting: Greeting) -> bool:
+        return greeting.name == self._own.name
 
     def _missing(self, name: str) -> list[int]:
         return [rank for rank in range(self._own.world_size) if not self._greetings(name, rank)]
@@ -216,17 +226,39 @@ class Meeting:
         return True
 
     def _read(self, key: str, kind: type[Value]) -> Value | None:
-        return msgspec.json.decode(self._store.get(key), type=kind) if self._store.check([key]) else None
+        return decoded(self._store.get(key), kind) if self._store.check([key]) else None
 
 
 def encoded(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def checked(present: Present, name: str) -> str:
+def decoded(content: bytes, kind: type[Value]) -> Value:
+    """Decodes a value from a different rank and cleans its texts. Raises PeerLost if no rank can have written it."""
+    try:
+        return msgspec.convert(with_clean_texts(msgspec.json.decode(content)), kind)
+    except (ValueError, RecursionError) as error:  # of JSON, UTF-8, or a value of another type
+        raise PeerLost(f"{INTRUDER} ({kind.__name__}: {cleaned(str(error))})") from None
+
+
+def with_clean_texts(value: Any) -> Any:
+    """`value`: builtins, as JSON holds them."""
+    match value:
+        case str():
+            return cleaned(value)
+        case list():
+            return [with_clean_texts(item) for item in value]
+        case dict():
+            return {cleaned(key): with_clean_texts(item) for key, item in value.items()}
+    return value
+
+
+def checked(present: Present, name: str, world_size: int) -> str:
     """Returns `name`. Raises Mismatch with the same sentence on every rank if they do not belong together."""
     if present.refused:
         raise Mismatch(present.refused)
+    if [greeting.rank for greeting in present.greetings] != list(range(world_size)):
+        raise PeerLost(INTRUDER)
     first = present.greetings[0]
     for other in present.greetings[1:]:
         which = f"rank 0 ({first.process}) and rank {other.rank} ({other.process})"

@@ -1,11 +1,11 @@
-"""The ranks of a run in one attempt, as one of them sees them: it gathers what each says, then exchanges tensors.
+"""Connects the ranks of a run for one attempt: to gather bytes from each rank, and to exchange tensors.
 
     join      all ranks are here and belong together             `meeting.py`
-    gather    a few bytes of each rank, over the store of that meeting
+    gather    a few bytes of each rank, over that meeting's store
     connect   torch.distributed's process group, under that meeting's name
     close
 
-One trainer alone has a group too, of itself.
+A single trainer also has a group, of itself.
 """
 
 import time
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from rowcast.job.schema import Job, parse_seconds
+from rowcast.job.schema import Job
+from rowcast.job.units import parse_seconds
 from rowcast.protocol.messages import Mode
 from rowcast.protocol.parts import Rank, rank_of
 from rowcast.runtime.errors import PeerLost
@@ -36,40 +37,39 @@ def never() -> bool:
 
 class Group(Protocol):
     @property
-    def rank(self) -> Rank | None:
-        """None if a trainer is alone and computes whole batches."""
+    def rank(self) -> Rank: ...
 
     def gather(self, content: bytes) -> list[bytes]:
-        """What each rank gave to the same call, by rank. `content` is UTF-8. All ranks make the same calls in the same
-        order. Raises PeerLost if one does not within `ranks.timeout`."""
+        """Returns what each rank passed to the same call, by rank. `content` is UTF-8. All ranks make the same calls in
+        the same order. Raises PeerLost if a rank does not within `ranks.timeout`."""
 
     def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
-        """As `gather`, within `timeout_s`; or None on every rank, if one of them was `given_up` before all were here.
+        """As `gather`, within `timeout_s`; or None on every rank, if any was `given_up` before all were here.
 
-        `given_up` is called while it waits; its errors end the wait.
+        It calls `given_up` while it waits; errors of `given_up` end the wait.
         """
 
     def connect(self, device: torch.device, check: Idle) -> Collectives:
-        """Call at most once. `check` is called while a collective waits; its errors end the wait. Raises PeerLost."""
+        """Call at most once. A waiting collective calls `check`; errors of `check` end the wait. Raises PeerLost."""
 
     def close(self) -> None:
-        """Call it after the last exchange went well. A process that lost another must leave at once instead."""
+        """Call it after the last successful exchange. A process that lost a rank must leave at once instead."""
 
 
 class Party(Protocol):
     """The trainers of a run; each attempt has a group of them."""
 
     @property
-    def rank(self) -> Rank | None: ...
+    def rank(self) -> Rank: ...
 
     def join(self, given_up: GivenUp) -> Group | None:
         """Waits until all are here. None if `given_up`. Raises PeerLost, Mismatch or ConfigError."""
 
 
-class Alone:
+class OnlyRank:
     """A trainer that computes all parts of every batch. Implements `Party` and `Group`."""
 
-    def __init__(self, rank: Rank | None) -> None:
+    def __init__(self, rank: Rank) -> None:
         self.rank = rank
 
     def join(self, given_up: GivenUp) -> Group | None:
@@ -89,10 +89,10 @@ class Alone:
 
 
 def party_of(job: Job, launch: Launch, mode: Mode) -> Party:
-    """Raises ConfigError if torchrun has started one trainer and the job file has more."""
+    """Raises ConfigError if torchrun started one trainer and the job file has more."""
     if launch.world_size == 1:
         check_launch(launch, job.ranks)
-        return Alone(rank_of(job.ranks, 0))
+        return OnlyRank(rank_of(job.ranks, 0))
     return RankParty(job, launch, mode)
 
 
@@ -101,19 +101,19 @@ class RankParty:
 
     def __init__(self, job: Job, launch: Launch, mode: Mode) -> None:
         size = launch.world_size
-        # ranks of another number than the job file's meet to hear whether their job files are the same, and end
+        # with a wrong number of ranks, they meet to compare their job files, and end
         self.rank = Rank(number=launch.rank, count=size, parts=job.ranks.num_parts if size == job.ranks.count else size)
         self._ranks, self._launch = job.ranks, launch
         self._greeting = new_greeting(launch, job.session_digest(), mode)
         self._timeout_s = parse_seconds(job.ranks.timeout)
-        self._store: Store | None = None  # one over all attempts
+        self._store: Store | None = None  # the same for all attempts
 
     def join(self, given_up: GivenUp) -> Group | None:
         self._store = self._store or open_store(self._launch, self._timeout_s, given_up)
         if self._store is None:
             return None
         name = Meeting(self._store, self._greeting, self._timeout_s, given_up).hold()
-        check_launch(self._launch, self._ranks)  # not before, so that ranks of different job files hear of those
+        check_launch(self._launch, self._ranks)  # not before, so that ranks with different job files report those first
         return None if name is None else RankGroup(PrefixStore(name, self._store), self.rank, self._timeout_s)
 
 
@@ -121,7 +121,7 @@ class RankGroup:
     """Implements `Group` for one of several ranks."""
 
     def __init__(self, store: Store, rank: Rank, timeout_s: float) -> None:
-        """`store`: of this attempt alone. `timeout_s`: how long ranks wait for each other."""
+        """`store`: only this attempt's. `timeout_s`: how long ranks wait for each other."""
         self.rank = rank
         self._store, self._timeout_s = store, timeout_s
         self._num_gathered = 0
@@ -140,7 +140,7 @@ class RankGroup:
         try:
             self._store.set(keys[number], content.decode())
             while not self._store.check(keys):
-                # whichever a rank says first holds for all: that one leaves, or that all are here
+                # the first statement of any rank holds for all: that it leaves, or that all are here
                 if given_up() and self._decided(call, LEAVE) == LEAVE:
                     return None
                 if self._store.check([f"{call}/decided"]) and self._decided(call, LEAVE) == LEAVE:
@@ -171,7 +171,7 @@ class RankGroup:
                 store=PrefixStore("group", self._store),
                 rank=self.rank.number,
                 world_size=self.rank.count,
-                # later than our own time-out, which says more
+                # later than our time-out, which reports more
                 timeout=timedelta(seconds=2 * self._timeout_s),
             )
         except RuntimeError as error:

@@ -11,9 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.attempts import Attempts, RankPatience
 from rowcast.protocol.counters import serve_metrics
-from rowcast.protocol.messages import Mode
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
-from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.memory import keep_freed_memory
@@ -23,32 +21,32 @@ from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
-from rowcast.trainer.execute.metrics import TrainerCollector, TrainerGauges, new_counters
-from rowcast.trainer.execute.streams import choose_device, on_device
+from rowcast.trainer.device.streams import choose_device, on_device, warm_up_sqrt
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.record_views import warm_up_sqrt
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.report.tensorboard import check_board
 from rowcast.trainer.run.attempt import StartTimes, TrainerAttempt, TrainerRunParts
+from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.gauges import learning_rates
 from rowcast.trainer.run.launch import read_launch
 from rowcast.trainer.run.rank_group import party_of
+from rowcast.trainer.step.metrics import TrainerCollector, TrainerGauges, new_counters
 
 
 class TrainerRun:
     """One run, from locking its directory: makes attempts until the run ends."""
 
-    def __init__(self, job: Job, signals: Signals, mode: Mode, tensorboard: Path | None = None) -> None:
+    def __init__(self, job: Job, signals: Signals, errand: Errand, tensorboard: Path | None = None) -> None:
         """`tensorboard`: the folder for event files; None writes none."""
         """Raises ConfigError."""
         self._launch = launch = read_launch(os.environ)
         self._job = with_ports_of_pair(job, launch.rank)
-        self._party = party_of(job, launch, mode)
+        self._party = party_of(job, launch, errand.mode)
         self._folder = pair_folder(job.run_dir, launch.rank, launch.world_size)
         self._leads = launch.rank == 0
         self._signals = signals
-        self._mode: Mode = mode
+        self._errand = errand
         self._tensorboard = tensorboard
         self._groups = group_specs(job)
         patience = RankPatience("prefetcher", job.transport) if launch.world_size > 1 else None
@@ -58,8 +56,6 @@ class TrainerRun:
 
     def run(self, *, fresh: bool, timeline: bool) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage."""
-        if self._launch.has_agent:
-            stop_with_parent()  # torchrun, which cannot tell its trainers if it is killed
         try:
             if self._tensorboard is not None:
                 check_board(self._tensorboard)
@@ -81,28 +77,29 @@ class TrainerRun:
     def _run(
         self, stack: ExitStack, directory: RunDirectory, device: torch.device, *, fresh: bool, timeline: bool
     ) -> None:
-        if self._mode == "train" and self._leads:
+        if self._errand.mode == "train" and self._leads:
             self._bring_back_results()
         if self._launch.restarts and self._has_ended():
             get_logger().info("the run had ended before this trainer was started again")
             return
-        if self._mode == "train" and not fresh:
+        if self._errand.mode == "train" and not fresh:
             RunDirectory(self._job.run_dir, "trainer").refuse_complete(self._job.data.epochs)
         if timeline:
             self._counters.timeline = stack.enter_context(Timeline(self._folder, "trainer"))
         build = build_info("trainer", self._job.job.name)
         collector = TrainerCollector(self._counters, self._gauges, build, self._health)
-        # before the kernels, which may take a while, so that a port in use is reported at once
+        # before the slow choice of kernels, so that a port in use is reported at once
         serve_metrics(stack, collector, self._job.metrics)
         parts = self._parts(device, fresh=fresh)
         if self._signals.stop_reason is None:
             self._attempts.run(lambda _, transport, crew: TrainerAttempt(parts, transport, crew))
 
     def _has_ended(self) -> bool:
-        """A trainer that is killed after the last good-byes is started again, with no prefetcher left to meet."""
+        """Returns whether the run is over: a trainer killed after the last good-byes may be restarted without a
+        prefetcher."""
         first = pair_folder(self._job.run_dir, 0, self._launch.world_size)
         is_complete = RunDirectory(self._job.run_dir, "trainer").completion() is not None
-        return self._mode == "train" and is_complete and not is_held(first, "prefetcher")
+        return self._errand.mode == "train" and is_complete and not is_held(first, "prefetcher")
 
     def _parts(self, device: torch.device, *, fresh: bool) -> TrainerRunParts:
         threads = set_threads(self._job.trainer.threads, self._launch.local_world_size)
@@ -113,11 +110,11 @@ class TrainerRun:
             groups=self._groups,
             party=self._party,
             folder=self._folder,
-            mode=self._mode,
+            errand=self._errand,
             fresh=fresh,
             device=device,
             threads=threads,
-            kernels=choose_kernels(device, self._job),  # while the prefetcher prepares as well
+            kernels=choose_kernels(device, self._job),  # in parallel with the prefetcher's start
             tensorboard=self._tensorboard,
             signals=self._signals,
             health=self._health,
@@ -133,7 +130,7 @@ class TrainerRun:
             raise ConfigError(str(error)) from None
 
     def _bring_back_results(self) -> None:
-        """Restores the results that a fresh run has set aside, if it was killed before its first checkpoint."""
+        """Restores the results that a fresh run set aside, if it was killed before its first checkpoint."""
         newest = newest_checkpoint(self._job.run_dir)
         with suppress(DataError):
             if newest is not None:
@@ -146,8 +143,8 @@ class TrainerRun:
 
 
 def set_threads(threads: int | str, trainers: int = 1) -> int:
-    """Sets the number of threads of torch's operations and returns it; `auto` is one per usable core, which the
-    `trainers` of this host share."""
+    """Sets the number of threads of torch's operations and returns it; `auto` divides the usable cores among the
+    `trainers` of this host."""
     number = max(1, usable_cores() // trainers) if isinstance(threads, str) else threads
     torch.set_num_threads(1)
     warm_up_sqrt()
@@ -161,7 +158,7 @@ def run_trainer(
     *,
     fresh: bool = False,
     timeline: bool = False,
-    mode: Mode = "train",
+    errand: Errand = TRAIN,
     tensorboard: Path | None = None,
 ) -> None:
-    TrainerRun(job, signals, mode, tensorboard).run(fresh=fresh, timeline=timeline)
+    TrainerRun(job, signals, errand, tensorboard).run(fresh=fresh, timeline=timeline)

@@ -74,7 +74,7 @@ def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:
 
 
 def parts_for(job: Job, count: int) -> int:
-    """The job's parts where as many ranks can share them, else a part for each rank."""
+    """Returns the job's parts if this number of ranks can divide them, otherwise a part for each rank."""
     try:
         check_shared(job.ranks.num_parts, count)
     except ValueError:
@@ -88,7 +88,7 @@ def batch_sizes(job: Job, options: SimulateOptions, count: int) -> list[int]:
 
 
 class Setting:
-    """One setting while batches pass."""
+    """Counts for one setting while the batches pass."""
 
     def __init__(
         self, job: Job, groups: tuple[GroupSpec, ...], keys: Sequence[Sequence[I64]], measured: list[ScheduledBatch]
@@ -186,7 +186,7 @@ def simulated(
 
 
 def emptied(batches: list[ScheduledBatch]) -> Iterator[ScheduledBatch]:
-    """The batches, which may be large: each is forgotten here once it was taken."""
+    """Yields the batches, and keeps no reference to a batch that was taken: it may be large."""
     batches.reverse()
     while batches:
         yield batches.pop()

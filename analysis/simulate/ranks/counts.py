@@ -1,7 +1,7 @@
-"""What all ranks of a simulated run exchange and move, step by step.
+"""Counts what all ranks of a simulated run exchange and move, step by step.
 
-Rows and bytes are those that travel from one rank to another. What a rank keeps for itself is copied, but it takes no
-link. `sent` and `received` are seen from the rank; each is divided into what stays in its host and what leaves it.
+Rows and bytes are those that travel between ranks. What a rank keeps for itself is copied, but it takes no link. `sent`
+and `received` are seen from the rank; each is divided into what stays in its host and what leaves it.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The planners of all ranks of a run, side by side: each plans the shard that it owns, as its prefetcher would."""
+"""Runs the planners of all ranks of a run together. Each plans the rows of its shard, as its prefetcher would."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,18 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.capacity import Touched, slots_of, touched_by
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.pin_files import load_pins
+from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner, StepMoves
+from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 
-Slots = tuple[int, ...]  # of each group
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerMoves:
-    """What a step moves between each rank's device and its tables, [N, G]."""
+    """The rows that a step moves between each rank's device and its tables, [N, G]."""
 
     step: int
     fetched: I64
@@ -46,7 +45,7 @@ def owners_touched(
     batches: Sequence[ScheduledBatch],
     count: int,
 ) -> list[Touched]:
-    """What the measured batches touch of the shard of each of `count` ranks."""
+    """Returns the rows that the measured batches touch in the shard of each of `count` ranks."""
     of_ranks: list[list[list[I64]]] = [[[] for _ in groups] for _ in range(count)]
     for index, (group, keys) in enumerate(zip(groups, keys_of_batches, strict=True)):
         shards = Shards(group.tables, count)
@@ -68,14 +67,7 @@ class Owners:
         pin = job.cache.pin
         pinned = None if pin is None else load_pins(Path(pin), groups)
         self._planners = [
-            job_planner(
-                job,
-                groups,
-                own,
-                (),
-                pinned=pinned,
-                rank=None if parts == 1 else Rank(number=number, count=count, parts=parts),
-            )
+            job_planner(job, groups, [own], (), pinned=pinned, rank=Rank(number=number, count=count, parts=parts))
             for number, own in enumerate(slots)
         ]
         self._num_groups = len(groups)
@@ -109,10 +101,10 @@ class Owners:
         self.flushed[number] += [len(move) for move in planner.barrier(reason, finished).dirty]
 
     def _complete(self) -> Iterator[OwnerMoves]:
-        """An automatic horizon may let one rank plan ahead of another."""
+        """Yields the steps that all ranks have planned: an automatic horizon may let one rank plan ahead of others."""
         while self._moves and len(self._moves[step := min(self._moves)]) == len(self._planners):
             by_rank = self._moves.pop(step)
-            groups = [by_rank[number].groups for number in range(len(self._planners))]
+            groups = [by_rank[number].levels[0] for number in range(len(self._planners))]
             yield OwnerMoves(
                 step=step,
                 fetched=np.array([[len(group.fetch) for group in own] for own in groups]),

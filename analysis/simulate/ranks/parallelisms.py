@@ -1,4 +1,4 @@
-"""What other ways to divide the tables would send for the same batches.
+"""Computes the traffic of other ways to divide the tables, for the same batches.
 
 rows        each distinct row that a rank looks up and does not own, and its gradient back: what ranks do
 by table    each table on one rank, which sends pooled rows: one for each sample and feature, and their gradients back
@@ -32,11 +32,11 @@ class Parallelisms(msgspec.Struct, frozen=True, kw_only=True):
     by_table: Bytes
     by_column: Bytes
     mixed: Bytes  # its `most` is None: it depends on where the columns lie
-    pooled_tables: list[str]  # those of which "mixed" sends columns
+    pooled_tables: list[str]  # the tables with columns that "mixed" sends
 
 
 def parallelisms(groups: Sequence[GroupSpec], counts: RunCounts) -> Parallelisms:
-    """Over the train steps, of which there must be one."""
+    """Averages over the train steps. There must be at least one."""
     steps = [step for step in counts.steps if step.kind == "train"]
     count, tables = counts.count, [(group, table) for group in groups for table in group.tables]
     column_bytes = [ITEM_BYTES[table.dtype] + GRADIENT_BYTES for _, table in tables]

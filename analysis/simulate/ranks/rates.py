@@ -1,4 +1,4 @@
-"""The time of a step, modelled from what it moves and from rates that somebody measured.
+"""Models the time of a step from its moves and measured rates.
 
     ranks       compute | rows | gradients | dense sums        one after the other, as the runner issues them today
     host link   fetched rows come | victims leave              beside them, up to depth + 1 steps ahead
@@ -25,7 +25,7 @@ GB = 1e9
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank's device and links can do. Rates are in 10^9 bytes/s each way."""
+    """The rates of one rank's device and links, in 10^9 bytes/s each way."""
 
     ms_per_sample: float  # of the device, for everything but exchanges and host copies
     host_gbs: float  # between host memory and device
@@ -43,7 +43,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Modelled(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of a train step, in the mean."""
+    """The mean milliseconds of a train step."""
 
     step_ms: float
     compute_ms: float
@@ -51,7 +51,7 @@ class Modelled(msgspec.Struct, frozen=True, kw_only=True):
     gradients_ms: float
     dense_ms: float
     host_link_ms: float  # beside the others
-    critical_path: list[str]  # what a step is made of, longest first; what takes less than 1 % of it is left out
+    critical_path: list[str]  # a step's components, longest first, without those under 1 %
     samples_per_s: float
     efficiency: float | None = None  # samples/s over those of one rank times the ranks; None if none was simulated
 

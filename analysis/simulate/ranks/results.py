@@ -1,4 +1,4 @@
-"""The results of `simulate --ranks`, one a setting, and their tables."""
+"""Defines the results of `simulate --ranks`, one per setting, and prints their tables."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ class RankArrays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting. If `skipped` says why it cannot run, what follows is None."""
+    """One setting. If `skipped` says why it cannot run, the fields below it are None."""
 
     ranks: int
     parts: int
@@ -67,7 +67,7 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
     rows_early: float | None = None  # of these, in the mean: used by no rank in the step before
     rows_late: float | None = None
     rows_across_hosts: float | None = None  # of these
-    row_bytes: float | None = None  # received by a rank in a step
+    row_bytes: float | None = None  # received per rank and step
     gradient_bytes: float | None = None  # sent by a rank in a train step
     rows_fetched: Spread | None = None
     rows_written_back: Spread | None = None  # dirty victims

@@ -1,10 +1,10 @@
-"""Each rank's share of a step, for all ranks at once: every part is grouped once, and every row finds its owner once.
+"""Computes every rank's work in a step at once: groups every part once, and finds every row's owner once.
 
     batch --> groupings of M parts --> rows that each of N ranks wants --> rows by owner --> the planner of each owner
                     once a number of parts                 once a number of ranks
 
-A rank's prefetcher (`prefetcher/planner/rank_share.py`) works out its own side alone, additions of gradients included.
-Here only sizes count, so nothing is done N times.
+A rank's prefetcher (`prefetcher/planner/rank_share.py`) computes only its side, additions of gradients included. Here
+only sizes count, so nothing is done N times.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.exchange import distinct
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Lookups
-from rowcast.prefetcher.readers.batch_parts import IdsBatch
-from rowcast.protocol.parts import Ids, ids_of_samples, part_bounds
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping
+from rowcast.protocol.batch import Batch, IdsBatch
+from rowcast.protocol.parts import ids_of_samples, part_bounds
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I32, I64
 
@@ -27,7 +27,7 @@ NO_KEYS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedRows:
-    """What a step needs of a group on one rank. Implements `horizon.NeededRows` with the numbers of `SharedRows`."""
+    """A group's rows in a step on one rank. Implements `horizon.NeededRows` with the numbers of `SharedRows`."""
 
     keys: I64
     num_lookups: int
@@ -55,13 +55,9 @@ class GroupShares:
         return np.array([len(own.keys) for own in self.owned])
 
 
-def part_groupings(groupers: Sequence[Grouper], batch: Lookups, parts: int) -> list[tuple[Grouping, ...]]:
+def part_groupings(groupers: Sequence[Grouper], batch: Batch | IdsBatch, parts: int) -> list[tuple[Grouping, ...]]:
     """Returns each group's look-ups in each part of the batch."""
-    whole = Ids(batch.ids, batch.offsets, batch.weights)
-    batches = [
-        IdsBatch(size=end - first, **ids_of_samples(batch.size, whole, first, end)._asdict())
-        for first, end in pairwise(part_bounds(batch.size, parts))
-    ]
+    batches = [ids_of_samples(batch, first, end) for first, end in pairwise(part_bounds(batch.size, parts))]
     return [tuple(grouper.group(grouper.lookups(own)) for own in batches) for grouper in groupers]
 
 
@@ -121,7 +117,7 @@ class Sharing:
 
 
 def exchange_bytes(own_parts: Sequence[Grouping], num_owned: int, returned: int, received: int) -> int:
-    """What `GroupExchange.nbytes` is for a rank that owns `num_owned` rows of the batch, sends `returned` rows and
+    """Returns `GroupExchange.nbytes` of a rank that owns `num_owned` rows of the batch, sends `returned` rows and
     receives `received`, those to and from itself included."""
     i32, i64 = 4, 8
     of_parts = sum(part.num_unique for part in own_parts)
@@ -131,7 +127,7 @@ def exchange_bytes(own_parts: Sequence[Grouping], num_owned: int, returned: int,
 
 
 def by_owner(keys: I64, owners: I32, count: int) -> list[I64]:
-    """The keys of each owner, in the order that they have."""
+    """Returns the keys of each owner, in their order."""
     order = np.argsort(owners.astype(np.uint16), kind="stable")
     return np.split(keys[order], np.cumsum(np.bincount(owners, minlength=count))[:-1])
 

@@ -1,1 +1,2 @@
-"""The eviction policies: `job/eviction_policies.py` lists them, `planner/eviction.py` says what they must do."""
+"""Implements the eviction policies listed in `job/eviction_policies.py`, with the interface in
+`planner/eviction.py`."""

@@ -21,7 +21,7 @@ class FarthestNextUse:
     per_use = 0
 
     def first_scores(self, keys: I64) -> None:
-        """Rows have no scores."""
+        """Returns None: rows have no scores."""
 
     def choose(self, rows: Residents, victims: Victims) -> int:
         return pick_queued(rows, victims, pick_idle(rows, victims))
@@ -29,7 +29,7 @@ class FarthestNextUse:
 
 @compiled_loop
 def pick_idle(rows: Residents, victims: Victims) -> int:
-    """Picks rows from the head of the line, as many as there are victims to find; returns how many."""
+    """Picks rows from the head of the line until `victims` is full. Returns how many."""
     records, last, taken = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
     for position in range(rows.oldest, rows.head):
         if taken == len(victims.keys):

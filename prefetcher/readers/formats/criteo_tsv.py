@@ -6,8 +6,8 @@ Any field except the label may be empty.
     id    = hash mod num_embeddings, unsigned; empty = 0
 
 Opening a data set counts its lines, so a truncated file is refused before the first step; a run keeps the counts for
-its next start (`line_index.py`). Only the lines of requested batches are decoded: workers that share a file each find
-its line ends, which is cheap compared with decoding, but each also decompresses all of a gzip file, which is not.
+its next start (`line_index.py`). Only lines of requested batches are decoded. Each worker finds all line ends of a
+file, which is cheap beside decoding, and decompresses all of a gzip file, which is not.
 """
 
 from contextlib import AbstractContextManager, closing
@@ -21,7 +21,7 @@ from pyarrow import csv
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.data_files import FileSpan, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
 from rowcast.prefetcher.readers.id_check import IdCheck, Location, job_features, numbered_columns, refuse_weights
 from rowcast.prefetcher.readers.line_index import lines_folder
@@ -32,7 +32,7 @@ from rowcast.runtime.arrays import U16
 
 DENSE = [f"int_{i}" for i in range(NUM_DENSE)]
 SPARSE = [f"cat_{i}" for i in range(NUM_SPARSE)]
-LINES_AT_ONCE = 8192  # decoded together: few enough for the processor's cache
+LINES_AT_ONCE = 8192  # decoded together, to fit the processor's cache
 INVALID = 0xFFFF
 
 
@@ -62,7 +62,7 @@ class TsvRows:
     def __init__(self, job: Job, paths: list[Path]) -> None:
         self.columns = numbered_columns(job, NUM_SPARSE, "Criteo TSV")
         self.moduli = np.array([feature.num_embeddings for feature in job_features(job)], np.int64)
-        self.file_sizes = sizes_of(paths)
+        self.paths = paths
         self.index = TextIndex(paths, lines_folder(job))
 
     @property
@@ -151,7 +151,7 @@ def hash_columns(columns: list[Any]) -> Ids:
 
 
 def remainders(hashes: Ids, moduli: Ids) -> Ids:
-    """Takes each column modulo its own number. Division is used since numpy vectorizes it but not the remainder."""
+    """Reduces each column modulo its modulus. Divides, because numpy vectorizes division but not the remainder."""
     return np.stack([column - column // modulus * modulus for column, modulus in zip(hashes, moduli, strict=True)])
 
 

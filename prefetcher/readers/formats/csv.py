@@ -5,11 +5,11 @@
     data.columns.lists       several items in a cell, between separators; an empty cell is an empty bag, an empty item
                              is missing
 
-Cells may be quoted, but a line is a row: line breaks within quotes are refused. Lines are found and read as in Criteo
-TSV.
+Cells may be quoted, but a line is a row: line breaks within quotes are refused. Lines are read as in Criteo TSV.
 """
 
 import csv
+import re
 from bisect import bisect_right
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder
 from rowcast.prefetcher.readers.batch_parts import join_parts
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.line_index import lines_folder
@@ -67,7 +67,7 @@ class CsvRows:
             header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
         )
         self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids, job.data.columns)
-        self.file_sizes = sizes_of(paths)
+        self.paths = paths
         self.index = TextIndex(paths, lines_folder(job))
         self.bounds = cumulative(rows_of_files(self.index, paths))
 
@@ -121,8 +121,8 @@ def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
     """Like `decode`, for lines that all end in a line break. Raises ArrowInvalid or ValueError for a line that does not
     fit.
 
-    If a line leaves a quoted field open, a row of empty cells after the lines becomes part of it; so that row is added
-    and the rows are counted.
+    To detect a quoted field left open, adds a row of empty cells, which such a field would swallow, and counts the
+    rows.
     """
     cells = layout.cells
     types = {name: ARROW_TYPES["text" if cell.separator else cell.kind] for name, cell in cells.items()}
@@ -175,11 +175,15 @@ def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cel
 
 
 def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the header and the first row's cells by column, none if there is no row. Raises DataError."""
+    """Returns the header and the first row's cells by column, empty without a row. Raises DataError."""
     with open_text(path) as stream:
         lines = read(stream, path, HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n", 2)
+    if not any(line.strip() for line in lines):
+        raise DataError(f"{path}: the file is empty; give a file with a header and rows")
     if not lines[0].strip():
         raise DataError(f"{path}: the file has no header; its first line must name the columns")
+    if re.fullmatch(rb"sep=.\r?", lines[0]):
+        raise DataError(f"{path}, line 1: 'sep={chr(lines[0][4])}' is meant for Excel; remove the line")
     try:
         header, first_row = texts(lines)
         names = next(csv.reader([header], delimiter=delimiter, strict=True))
@@ -190,12 +194,13 @@ def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
         ) from None
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"{path}: the header names column {name} twice; rename one of them")
+            values = "; if these are values, add a line above with the names of the columns" if is_number(name) else ""
+            raise DataError(f"{path}: the header names column {name} twice; rename one of them{values}")
     return names, dict(zip(names, cells, strict=False))
 
 
 def texts(lines: list[bytes]) -> tuple[str, str]:
-    """Returns the header and the first row. Raises UnicodeDecodeError for a header in another encoding."""
+    """Returns the header and the first row. Raises UnicodeDecodeError for a header that is not UTF-8."""
     header, first_row, *_ = [*lines, b""]
     return header.rstrip(b"\r").decode(), first_row.rstrip(b"\r").decode(errors="replace")
 
@@ -219,11 +224,15 @@ def require_header(path: Path, header: list[str], first: Path, expected: list[st
 
 
 def rows_of_files(index: TextIndex, paths: list[Path]) -> list[int]:
-    """Returns each file's lines without its header. Raises DataError if a file has no others."""
+    """Counts each file's lines without its header. Raises DataError if a file has only a header."""
     num_lines = dict.fromkeys(paths, 0)
     for chunk in index.chunks:
         num_lines[chunk.path] += chunk.num_lines
     for path, count in num_lines.items():
         if count == 1:
-            raise DataError(f"{path}: the file has a header and no row; give a file with at least one row")
+            raise header_only(path)
     return [count - 1 for count in num_lines.values()]
+
+
+def header_only(path: Path) -> DataError:
+    return DataError(f"{path}: the file has a header and no row; give a file with at least one row")

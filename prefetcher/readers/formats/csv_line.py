@@ -10,22 +10,23 @@ from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import DataError
 
 CellKind = Literal["integer", "number", "boolean", "text"]
-TRUE, FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
+TRUE = ("true", "True", "TRUE", "yes", "Yes", "YES", "t", "T", "y", "Y")
+FALSE = ("false", "False", "FALSE", "no", "No", "NO", "f", "F", "n", "N")
 KINDS: dict[CellKind, str] = {
     "integer": "an integer of 64 bits; set data.columns.hash = true to use strings as ids",
     "number": "a number",
-    "boolean": "True or False, as the column's first cell",
+    "boolean": "True or False (or yes and no), as the column's first cell",
     "text": "text",
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """What a column's cells hold."""
+    """The content of a column's cells."""
 
     kind: CellKind
     separator: str | None = None  # of the items of a list
-    required: bool = False  # an empty one is an error
+    required: bool = False  # an empty cell is an error
 
 
 def refuse_line(
@@ -33,7 +34,7 @@ def refuse_line(
 ) -> DataError:
     """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
 
-    `reason` is the fast parser's message, used if no line is found to be bad.
+    `reason` is the fast parser's message, used if no line is bad.
     """
     split = lines.removesuffix(b"\n").split(b"\n")
     for i, line in enumerate(split):
@@ -56,7 +57,9 @@ def line_error(line: str, header: list[str], delimiter: str, cells: Mapping[str,
             return ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
         return f": the quotes do not match ({error}); double those within a field"
     if len(fields) != len(header):
-        return f": {len(fields)} fields instead of the header's {len(header)}"
+        broken = line.count('"') % 2
+        why = "; a quoted field of an earlier line ends here: remove line breaks within fields" if broken else ""
+        return f": {len(fields)} fields instead of the header's {len(header)}{why}"
     for name, field in zip(header, fields, strict=True):
         if name in cells:
             if cells[name].required and not field:

@@ -1,15 +1,16 @@
-"""Reads `data.format = "package.module:factory"`: any Python code as a data set, checked batch by batch.
+"""Reads batches from Python code, `data.format = "package.module:factory"`, and checks each.
 
-The factory is called as factory(job, **job.data.options), or without the job if it does not take one. It returns one of
+The factory is called as factory(job, **job.data.options), or without the job if it has no such argument. It returns one
+of
 
     an object           with batches(split, epoch, start) -> iterable of batches, from batch `start` on; it may also
-                        have num_dense, num_samples(split) and file_sizes as `reader.Reader` has, and num_batches(split)
+                        have num_dense and num_samples(split) as `reader.Reader` has, and num_batches(split)
     a function          called as function(split, epoch) -> iterable of batches, for each epoch and for "eval"
     an iterable         of training batches, iterated once per epoch; it has no evaluation split
 
-A batch is a `Batch`, or has one of the shapes that `user_arrays.py` reads. Order, split and shuffle are the factory's
-own. Continuing at a batch first makes the batches before it, unless an object has `start`. For the same reason one
-worker makes all batches: it could not skip those of another.
+A batch is a `Batch`, or has one of the shapes that `user_arrays.py` reads. The factory decides order, split and
+shuffle. Unless an object has `start`, continuing at a batch first makes all earlier ones, and one worker makes all
+batches: it could not skip any.
 """
 
 import inspect
@@ -79,19 +80,16 @@ class CustomReader:
         self._name = job.data.format
         self._batches = batches_of(job, source)
         self._check = BatchCheck(job)
-        self._first_epoch: Iterator[Any] | None = None  # the training batches of epoch 0, once one was looked at
-        self._num_train: int | None = None  # batches, once epoch 0 was looked at
+        self._first_epoch: Iterator[Any] | None = None  # the training batches of epoch 0, once one was read
+        self._num_train: int | None = None  # batches, once epoch 0 was opened
         self.pairing = ""
+        self.paths: list[Path] = []  # the files that foreign code reads are unknown
         self.num_dense = self._first_num_dense()
         self._check.num_dense = self.num_dense
 
     @property
     def invalid_ids(self) -> int:
         return self._check.num_invalid
-
-    @property
-    def file_sizes(self) -> list[int]:
-        return list(getattr(self._source, "file_sizes", []))
 
     def num_samples(self, split: Kind) -> int | None:
         known = getattr(self._source, "num_samples", None)
@@ -126,7 +124,8 @@ class CustomReader:
             yield partial(self._check.check, batch, where)
 
     def _open(self, split: Kind, epoch: int, start: int) -> Iterable[Any]:
-        """Continues epoch 0 from its first batch: an iterator yields it once, and a shuffle may differ between two."""
+        """Opens a split. Reuses epoch 0's iterator: it yields each batch once, and a second one may be shuffled
+        differently."""
         first_epoch, is_first_epoch = self._first_epoch, split == "train" and epoch == 0
         if first_epoch is None or not is_first_epoch or (start and hasattr(self._source, "batches")):
             return self._batches(split, epoch, start)
@@ -134,7 +133,7 @@ class CustomReader:
         return islice(first_epoch, start, None)
 
     def _first_num_dense(self) -> int:
-        """The number that the source declares, or that of the first training batch."""
+        """Returns the number that the source declares, or that of the first training batch."""
         declared = getattr(self._source, "num_dense", None)
         if declared is not None:
             return int(declared)
@@ -172,7 +171,7 @@ def is_iterator(source: Any) -> bool:
 
 
 def batches_of(job: Job, source: Any) -> Batches:
-    """Returns one function for batches, whatever the factory returned. Raises ConfigError for anything else."""
+    """Wraps whatever the factory returned in one function. Raises ConfigError for an unknown kind."""
     if hasattr(source, "batches"):
         return lambda split, epoch, start: source.batches(split, epoch, start)
     if callable(source):
@@ -191,7 +190,7 @@ def batches_of(job: Job, source: Any) -> Batches:
 
 
 def skip(batches: Iterable[Any], start: int) -> Iterable[Any]:
-    """Skips the first `start` batches. All of them stay as they are, with their length if they have one."""
+    """Skips the first `start` batches. With `start` 0, returns `batches` itself, which may have a length."""
     return islice(batches, start, None) if start else batches
 
 

@@ -1,8 +1,8 @@
 """Reads Parquet: a feature is the column of its name, with one id per sample or a list of ids (a bag; null = empty).
 
 Ids are integers or, under data.columns.hash, strings. A null id is missing, in a list too. data.columns names the
-labels and the dense columns, whose values are used as they are. A feature's weights are a column of numbers, or of
-lists as long as its lists of ids. `parquet_files.py` reads the files.
+labels and the dense columns; their values are used unchanged. A feature's weights are a column of numbers, or of lists
+as long as its lists of ids. `parquet_files.py` reads the files.
 """
 
 from contextlib import AbstractContextManager, closing
@@ -17,7 +17,7 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.batch_parts import Columns, Part, decode_part
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.data_files import FileSpan, sizes_of
+from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import IdCheck, row_location
@@ -38,7 +38,7 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 class ParquetRows:
     def __init__(self, job: Job, ids: IdCheck, columns: Columns, paths: list[Path]) -> None:
         self.files, self.part = ParquetFiles(paths), columns
-        self.file_sizes = sizes_of(paths)
+        self.paths = paths
         first = self.files.schemas[0]
         self.roles = roles_of(
             job, paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)]

@@ -1,11 +1,11 @@
-"""Reads rows of Parquet files as Arrow record batches, one after the other.
+"""Reads rows of Parquet files as a sequence of Arrow record batches.
 
     file  | row group       | row group       | ...
           | batch | batch | | batch | batch | |       read forward, only the requested columns
                 | held        |                       the part within the current rows, in one table per file
 
-Row groups without a requested row are skipped. Within a row group, Arrow can only read forward: workers that share a
-row group each decompress its columns, and share the work after that.
+Row groups without a requested row are skipped. Within a row group, Arrow can only read forward, so each worker that
+needs rows of a group decompresses all its requested columns.
 """
 
 from bisect import bisect_right
@@ -76,7 +76,7 @@ class ArrowCursor:
         self._file = None
 
     def hold(self, within: FileSpan) -> None:
-        """Makes these rows ready for `take`. Reads nothing twice if they move forward."""
+        """Prepares these rows for `take`. Reads nothing twice if calls move forward."""
         if within == self._within:
             return
         held = [batch for batch in self._held if batch.start < within.stop and within.start < batch.stop]
@@ -105,7 +105,7 @@ class ArrowCursor:
         return start - int(self._files.bounds[file]), table
 
     def _read(self, row: int) -> RecordBatch:
-        """Returns the batch with this row, reading on from the last batch if it is in the same row group."""
+        """Returns the batch with this row. Continues from the last batch if the row is in the same row group."""
         index = bisect_right(self._files.group_bounds, row) - 1
         group = self._files.groups[index]
         path = self._files.paths[group.file]

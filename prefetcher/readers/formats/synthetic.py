@@ -1,7 +1,7 @@
 """Generates click logs of any length for any tables, with Zipf-distributed ids and labels that only embeddings explain.
 
-Sample i of column c is a function of (seed, c, i) alone, so any row can be made at once: `shuffle = "full"` is allowed
-and a run can continue at any batch. The label is drawn from a hidden logistic model
+Sample i of column c is a function of (seed, c, i), so any row is computed directly: `shuffle = "full"` is allowed and a
+run can continue at any batch. The label is drawn from a hidden logistic model
 
     logit = base + sum over features of effect(feature, id) + DENSE_SIGMA * sum over dense of (x - 1) / sqrt(13)
 
@@ -11,6 +11,7 @@ the dense features alone. Several labels (data.columns.labels) are independent d
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -27,12 +28,12 @@ from rowcast.runtime.errors import ConfigError
 NUM_DENSE = 13
 LABEL_RATE = 0.26
 SIGMA = 1.75  # standard deviation of the logit's part from ids
-CONCENTRATED = 0.8  # share of that variance divided by how likely two samples share an id, the rest evenly
+CONCENTRATED = 0.8  # fraction of that variance split by how likely two samples have the same id, the rest evenly
 DENSE_SIGMA = 0.2  # standard deviation of the logit's part from dense features
 
 
 def open_reader(job: Job) -> RowReader:
-    """Raises ConfigError if the job asks for what synthetic data cannot have."""
+    """Raises ConfigError if synthetic data cannot be as the job requires."""
     refuse_weights(job)
     if job.data.eval_path is not None:
         raise ConfigError("data.eval_path: synthetic data has no files; remove it and set data.eval_fraction")
@@ -40,12 +41,12 @@ def open_reader(job: Job) -> RowReader:
 
 
 class SyntheticRows:
-    """Its own cursor, as it holds nothing. Labels depend on ids, so no part of a batch is cheaper than the whole."""
+    """It holds nothing, so it is also its cursor. Labels depend on ids, so reading fewer columns saves nothing."""
 
     num_dense = NUM_DENSE
 
     def __init__(self, job: Job) -> None:
-        self.file_sizes: list[int] = []
+        self.paths: list[Path] = []
         self.num_rows = job.data.synthetic.samples
         features = job_features(job)
         more_labels = len(job.data.columns.label_names) - 1
@@ -76,7 +77,7 @@ class SyntheticRows:
         return Batch(dense=dense, labels=labels.astype(np.float32).reshape(-1, *self._label_shape), ids=ids.ravel())
 
     def _dense(self, counters: U64) -> Floats:
-        """Exponential with mean and variance 1: never negative, like the logarithms of counts."""
+        """Draws exponential values with mean and variance 1: never negative, like logarithms of counts."""
         return np.ascontiguousarray(-np.log1p(-uniform(self._dense_keys, counters)).T.astype(np.float32))
 
 
@@ -94,7 +95,8 @@ class SyntheticColumn:
 
 
 def variance_shares(concentrations: list[float | None]) -> F64:
-    """Each column's share of the logit's variance, 1 in total. None: a column of one id, which has no variance."""
+    """Returns each column's fraction of the logit's variance, 1 in total. None: a column of one id, which has no
+    variance."""
     own = np.array([concentration or 0.0 for concentration in concentrations])
     varied = own > 0
     if not varied.any():

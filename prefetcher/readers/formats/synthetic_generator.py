@@ -1,7 +1,7 @@
-"""Makes the numbers of synthetic data: random numbers by counter, Zipf ranks, permuted ids, effects on the label.
+"""Computes synthetic data: random numbers by counter, Zipf ranks, permuted ids, effects on the label.
 
-Everything is a pure function of (seed, stream, counter), so any sample can be made without those before it, and no
-column needs memory that grows with its ids.
+Everything is a pure function of (seed, stream, counter): a sample needs no earlier samples, and no column's memory
+grows with its ids.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ class Zipf:
         self._total = float(masses.sum()) + tail
         self._cumulative = np.cumsum(masses)
         self.head_probabilities: F64 = masses / self._total
-        self.concentration = float((self.head_probabilities**2).sum())  # how likely two samples share an id of the head
+        self.concentration = float((self.head_probabilities**2).sum())  # how likely two samples have one id of the head
 
     def ranks(self, u: F64) -> Ids:
         mass = u * self._total
@@ -56,7 +56,7 @@ class Zipf:
         power = 1.0 - self._exponent
         if power == 0:
             ends = self._tail_start * np.exp(mass)
-        else:  # rounding may leave a heavy tail's last mass a hair below 0
+        else:  # rounding may leave a heavy tail's last mass slightly below 0
             base = np.maximum(self._tail_start**power + power * mass, np.finfo(np.float64).tiny)
             ends = base ** (1.0 / power)
         return np.minimum(ends - 0.5, float(self._num_ids - 1)).astype(np.int64)
@@ -96,7 +96,7 @@ class Effects:
         self._key = key
         probabilities = zipf.head_probabilities
         head = self._raw(np.arange(len(probabilities)))
-        tail = 1.0 - float(probabilities.sum())  # its effects have mean 0 and variance 1 by themselves
+        tail = 1.0 - float(probabilities.sum())  # its effects already have mean 0 and variance 1
         self._mean = float(probabilities @ head)
         variance = float(probabilities @ head**2) + tail - self._mean**2
         self._scale = variance**-0.5 if variance > 1e-9 else 0.0

@@ -1,4 +1,4 @@
-"""Converts batches in the shapes of training scripts to `rowcast.protocol.batch.Batch`.
+"""Converts batches as training scripts have them to `rowcast.protocol.batch.Batch`.
 
 No framework is imported: `numpy.asarray` converts tensors.
 
@@ -18,7 +18,8 @@ where `labels` are [B], or [B, T] with data.columns.labels,
     an array of ids [B, F]                         one id per bag, features in the job's order
     a list of F bags                               features in the job's order
 
-and the bags of a feature are ids [B], ids [B, L], or B lists of ids.
+and the bags of a feature are ids [B], ids [B, L], a list of B lists of ids, or what nn.EmbeddingBag takes: a tuple
+(ids [N], offsets [B] or [B + 1]). A list of arrays is always bags, and a tuple of arrays is always ids and offsets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.prefetcher.readers.columns import Column, join_columns
+from rowcast.prefetcher.readers.id_check import LARGEST_ID
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError
@@ -60,7 +62,7 @@ def as_batch(offered: Any, features: Sequence[str], where: str, *, one_label: bo
 
 
 def is_by_position(offered: Any) -> bool:
-    """Whether only the order of the features assigns the ids to them."""
+    """Returns whether the ids belong to features only by their order."""
     parts = None if isinstance(offered, Batch) else parts_of(offered)
     return parts is not None and not isinstance(parts[1], Mapping) and not is_keyed(parts[1])
 
@@ -84,14 +86,30 @@ def as_array(value: Any, dtype: type[np.generic], what: str) -> npt.NDArray[Any]
     """Raises DataError if numpy cannot read it, or if ids are not integers."""
     try:
         array = np.asarray(value)
-        if dtype is np.int64 and array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"ids must be integers, these are {array.dtype}")
+        if dtype is np.int64 and array.size:
+            require_integers(value, array)
         return array.astype(dtype, copy=False)
     except (TypeError, ValueError, RuntimeError) as error:
         sentence = str(error).partition("\n")[0]
         raise DataError(
             f"{what} of type {type(value).__name__} cannot be read as an array ({sentence}); give CPU tensors or arrays"
         ) from None
+
+
+def require_integers(value: Any, array: npt.NDArray[Any]) -> None:
+    """Raises TypeError. numpy converts integers that fit no single type to floats, and wraps large unsigned ones."""
+    own = array if array.dtype.kind in "iu" else np.asarray(value, object)
+    for at, each in enumerate(own.ravel()) if own.dtype.kind == "O" or beyond(own) else ():
+        if isinstance(each, int | np.integer) and not -(2**63) <= each <= LARGEST_ID:
+            raise TypeError(f"id {each} at {at} does not fit int64; hash ids to rows yourself, as docs/data.md shows")
+        if each is None or each != each:
+            raise TypeError(f"the id at {at} is missing; give missing ones an id of their own")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ids must be integers, these are {array.dtype}")
+
+
+def beyond(ids: npt.NDArray[Any]) -> bool:
+    return ids.dtype == np.uint64 and int(ids.max()) > LARGEST_ID
 
 
 def columns_of(sparse: Any, features: Sequence[str], size: int, what: str) -> tuple[list[Column], bool]:
@@ -104,7 +122,8 @@ def columns_of(sparse: Any, features: Sequence[str], size: int, what: str) -> tu
     if isinstance(sparse, list | tuple):
         if len(sparse) != len(features):
             raise DataError(
-                f"{what} lists {len(sparse)} features, but the tables have {len(features)}: {', '.join(features)}"
+                f"{what} lists {len(sparse)} features, but the tables have {len(features)}: {', '.join(features)}; "
+                "give them by name, as a mapping from feature to bags"
             )
         return [
             column(bags, size, f"{what}, feature {name}") for name, bags in zip(features, sparse, strict=True)
@@ -164,7 +183,10 @@ def require_keys(keys: Sequence[str], features: Sequence[str], what: str) -> Non
 
 
 def column(bags: Any, size: int, what: str) -> Column:
-    if isinstance(bags, list | tuple) and any(np.ndim(bag) for bag in bags[:1]):
+    holds_arrays = isinstance(bags, list | tuple) and any(np.ndim(bag) for bag in bags[:1])
+    if holds_arrays and isinstance(bags, tuple):
+        return offset_column(bags, size, what)
+    if holds_arrays:
         own = [as_array(bag, np.int64, what).reshape(-1) for bag in bags]
         lengths, ids = np.array([len(bag) for bag in own], np.int64), np.concatenate(own)
     else:
@@ -174,5 +196,24 @@ def column(bags: Any, size: int, what: str) -> Column:
         width = array.shape[1] if array.ndim == 2 else 1
         lengths, ids = np.full(len(array), width, np.int64), array.reshape(-1)
     if len(lengths) != size:
-        raise DataError(f"{what} has {len(lengths)} bags for {size} samples")
+        hint = "; give ids and offsets as a tuple, because a list holds bags" if holds_arrays else ""
+        raise DataError(f"{what} has {len(lengths)} bags for {size} samples{hint}")
+    return Column(ids=ids, lengths=lengths)
+
+
+def offset_column(bags: tuple[Any, ...], size: int, what: str) -> Column:
+    """`bags`: ids [N], and where each bag starts, [B], or [B + 1] as with `include_last_offset`."""
+    expected = f"give (ids [N], offsets [{size}]) as to nn.EmbeddingBag, or a list of {size} bags"
+    if len(bags) != 2:
+        raise DataError(f"{what} is a tuple of {len(bags)} arrays; {expected}")
+    ids, offsets = as_array(bags[0], np.int64, f"{what}, ids"), as_array(bags[1], np.int64, f"{what}, offsets")
+    if ids.ndim != 1 or offsets.shape not in ((size,), (size + 1,)):
+        raise DataError(f"{what} has ids {list(ids.shape)} and offsets {list(offsets.shape)}; {expected}")
+    bounds = offsets if len(offsets) > size else np.append(offsets, len(ids))
+    lengths = np.diff(bounds)
+    if bounds[0] != 0 or bounds[-1] != len(ids) or (lengths < 0).any():
+        raise DataError(
+            f"{what}: offsets must be where the bags start, rising from 0, and an offset [{size}] the number of ids, "
+            f"{len(ids)}; they are from {bounds.min()} to {bounds.max()}"
+        )
     return Column(ids=ids, lengths=lengths)

@@ -1,4 +1,4 @@
-"""Checks the batches of code outside this project: shapes, dtypes, ids and values, before anything relies on them."""
+"""Checks batches of code outside this project before use: shapes, dtypes, ids and values."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, 
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError
 
-PAIRS_SHOWN = 3000  # characters: enough for about thirty features
+PAIRS_SHOWN = 3000  # characters, enough for about thirty features
 BY_NAME = "where that is not their order, give them by name, as a mapping from feature to ids"
 
 
@@ -73,7 +73,7 @@ class BatchCheck:
         check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_location(where))
         if self._columns.labels:
             check_labels(batch.labels, self._columns, sample_location(where))
-        else:  # one may be any number, as it is the data set that knows what the model's loss takes
+        else:  # a label may be any number: the data set knows what the model's loss takes
             check_dense(batch.labels[:, None], ["label"], sample_location(where))
         if batch.weights is not None:
             check_dense(batch.weights[:, None], ["weights"], lookup_location(where, 0))

@@ -1,1 +1,1 @@
-"""Rows outside of the prefetcher's memory."""
+"""Keeps rows outside the prefetcher's memory."""

@@ -3,9 +3,9 @@
     u64 word    0           1 ...               1 + rows ...
                 checksum    keys of its rows    their records, side by side
 
-The checksum starts from the page's identity, which no other page has and no earlier content of this page, and adds the
-checksum of everything else on the page (`rowcast.protocol.row_checksum`): a change of one 32-bit word, and a page that
-is whole but stale or misplaced, always change it; one in 2^64 of all other changes does not.
+The checksum starts from the page's identity, which no other page and no earlier content of this page has. It adds the
+checksum of everything else on the page (`rowcast.protocol.row_checksum`). It detects every change of one 32-bit word
+and every stale or misplaced page, and misses one in 2^64 of all other changes.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class PageLayout:
 
 
 def page_layout(record_bytes: int) -> PageLayout:
-    """The smallest page of which rows fill at least three quarters; disks read 4 and 16 KiB equally often a second."""
+    """Chooses the smallest page that rows fill to three quarters; disks read 4 and 16 KiB at the same rate."""
     row_bytes, nbytes = WORD_BYTES + record_bytes, BLOCK_BYTES
     while 4 * ((nbytes - WORD_BYTES) // row_bytes) * row_bytes < 3 * nbytes:
         nbytes += BLOCK_BYTES
@@ -46,17 +46,18 @@ def page_layout(record_bytes: int) -> PageLayout:
 
 @compiled_loop
 def checksum(halves: I32, page: int, constants: I64, identity: int) -> int:
-    """Of halves[page] without the checksum's own place. `halves`: pages as 32-bit words."""
+    """Returns the checksum of halves[page], without the checksum's word. `halves`: pages as 32-bit words."""
     content, weights = halves[page, 2:], constants[2:]
     total: int = (identity + 1) * constants[0]
-    for half in range(len(content)):  # from 0: nine times as fast, as the processor takes several at once
+    for half in range(len(content)):  # from 0: nine times as fast, because the loop vectorizes
         total += content[half] * weights[half]
     return total
 
 
 @compiled_loop
 def seal(pages: U64, halves: I32, constants: I64, identity: int) -> None:
-    """Sets the pages' checksums. `halves`: the same memory as `pages`. `identity`: of the first; others follow."""
+    """Sets the pages' checksums. `halves`: the same memory as `pages`. `identity`: of the first page; the others have
+    the next ones."""
     for page in range(len(pages)):
         pages[page, 0] = checksum(halves, page, constants, identity + page)
 
@@ -95,7 +96,8 @@ def take_row(pages: U64, page: int, rows: int, row: int, key: int, out: Words, a
 
 @compiled_loop
 def take_rows(pages: U64, rows: int, places: I64, order: I64, keys: I64, out: Words) -> int:
-    """Sets out[order[n]] to the record at places[n] of `pages`. Returns how many were found before one was not."""
+    """Sets out[order[n]] to the record at places[n] of `pages`. Returns how many it found before the first missing
+    one."""
     for n in range(len(places)):
         i = order[n]
         if not take_row(pages, places[n] // rows, rows, places[n] % rows, keys[i], out, i):
@@ -119,8 +121,8 @@ def read_rows(
 ) -> tuple[int, int, int]:
     """Sets out[order[n]] to the record at places[n] of the file; places ascend.
 
-    `layout`: bytes and rows of a page. `identities`: of the first page of each segment. `page` u64 [1, words] is
-    overwritten, `halves` is the same memory. Returns an outcome, the rows that were read, and the pages.
+    `layout`: bytes and rows of a page. `identities`: of the first page of each segment. Overwrites `page` u64 [1,
+    words]; `halves` is the same memory. Returns an outcome, the rows that were read, and the pages.
     """
     nbytes, rows = layout
     asked, last_asked, pages_asked = 0, -1, 0

@@ -1,16 +1,16 @@
-"""Keeps cold rows on a Redis server or a cluster: 256 hashes, a row in the one that its key's hash chooses.
+"""Keeps cold rows on a Redis server or cluster, in 256 hashes. A hash of the row's key chooses one.
 
-    key     rowcast:{<tag>}<generation>    tag: 00 to ff; what is in braces decides which server of a cluster has it
-    field   the row's key, 8 bytes | number of the `write` that brings it, 4 bytes, the row's place
+    key     rowcast:{<tag>}<generation>    tag: 00 to ff; the braces decide which server of a cluster has it
+    field   the row's key, 8 bytes | number of the `write` that wrote it, 4 bytes, the row's place
     value   record | the same 12 bytes
 
-A field is written once and deleted once, so a row that is written again leaves its older place readable until it is
-freed and nobody holds it. And a field that is missing is a row that was lost: the server evicted it, started again
-without it, or a replica took over that did not have it yet. The generation is random and belongs to one object: a
-write that arrives late, over a connection given up, lands where nobody reads.
+A field is written once and deleted once. A row that is written again therefore stays readable at its older place until
+that is freed and no hold covers it. A missing field is a lost row: the server evicted it or restarted without it, or a
+replica took over before it had it. The generation is random and belongs to one object: a late write over a connection
+given up goes to a key that is never read.
 
-Hashes rather than a key for each row: a generation is 256 keys whose names are known, so that it is deleted without a
-search, and a row takes less memory.
+Hashes, and not a key for each row: a generation is then 256 known keys, deleted without a search, and a row takes less
+memory.
 """
 
 import threading
@@ -29,6 +29,7 @@ from rowcast.job.server_url import ServerUrl
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
 from rowcast.prefetcher.stores.cold.redis_keys import NUM_HASHES, delete, keys_of, new_generation, pattern_of
+from rowcast.prefetcher.stores.cold.redis_note import note_path
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import I64, Bytes
@@ -50,7 +51,7 @@ class Room(NamedTuple):
 
     server: str
     share: float  # of all rows
-    free_bytes: int | None  # up to its maxmemory, or its machine's memory; None: it does not say
+    free_bytes: int | None  # up to its maxmemory, or its machine's memory; None: the server does not report it
 
 
 class Freed(NamedTuple):
@@ -64,14 +65,14 @@ class RedisRows:
     """Implements `ColdRows`. Made by `open`."""
 
     shares_places = True
-    most = 2**31 - 2  # writes, at a few a step, so they last for years; leaves 2**31 numbers for slots
+    most = 2**31 - 2  # writes, a few per step, enough for years; leaves 2**31 numbers for slots
 
     def __init__(self, servers: Servers, group: GroupSpec, generation: str, note: Path) -> None:
         """`generation`: used by no other object, ever. `note`: the file that holds it."""
         self.rows_read = self.rows_written = 0
         self.bytes_read = self.bytes_written = 0
         self.read_seconds = 0.0
-        self.used_bytes = self.garbage_bytes = 0  # of values, without what the servers need beside them
+        self.used_bytes = self.garbage_bytes = 0  # of values, without the servers' overhead
         self.generation = generation
         self._servers, self._group, self._note = servers, group, note
         self._value = np.dtype([("record", np.uint8, group.record_bytes), ("field", FIELD)])
@@ -79,18 +80,18 @@ class RedisRows:
         self._hashes = [(servers.node_of(name), name) for name in names]  # in the order of the nodes, as answers come
         self._lock = threading.Lock()  # for what follows and the counters
         self._num_writes = self._num_holds = 0
-        self._holds: set[int] = set()  # numbers of those not left yet
+        self._holds: set[int] = set()  # numbers of holds not left yet
         self._freed: deque[Freed] = deque()
         self._next_check_s = time.monotonic() + CHECK_S
         self._closed = False
 
     @classmethod
     def open(cls, group: GroupSpec, url: ServerUrl, folder: Path, *, password: str | None, timeout_s: float) -> Self:
-        """`folder`: of this run alone. Deletes the rows that an earlier process of this run has left on the servers.
+        """Deletes the rows that an earlier process of this run left on the servers. `folder`: only this run's.
 
         `timeout_s`: how long a server may be silent before it counts as lost. Raises ConfigError or StoreLost."""
         servers = Servers(url, password, timeout_s)
-        note = folder / f"{group.name}.redis"
+        note = note_path(folder, group.name)
         try:
             servers.open()
             generation = new_generation(servers, f"{url.host}:{url.port}", note)
@@ -100,7 +101,7 @@ class RedisRows:
         return cls(servers, group, generation, note)
 
     def attach(self, places_of: Callable[[Keys], Places], settle: Callable[[Moved], None]) -> None:
-        """Nothing is ever moved."""
+        """Does nothing: rows never move."""
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -138,8 +139,8 @@ class RedisRows:
             self.garbage_bytes += len(keys) * self._value.itemsize
 
     def tidy(self) -> bool:
-        """Deletes rows that were freed, and looks at the servers' own counters now and then. Raises StoreLost, or
-        ConfigError if a server was set to evict."""
+        """Deletes freed rows, and checks the servers' counters from time to time. Raises StoreLost, or ConfigError if a
+        server was set to evict."""
         if time.monotonic() >= self._next_check_s:
             self._servers.check()
             self._next_check_s = time.monotonic() + CHECK_S
@@ -174,11 +175,11 @@ class RedisRows:
         return [Room(*room) for room in zip(self.server_names, shares.tolist(), frees, strict=True)]
 
     def delete(self) -> None:
-        """Deletes all rows; nothing else is called afterwards but `close`."""
+        """Deletes all rows. After it, only `close` may be called."""
         delete(self._servers, self.generation)
 
     def close(self) -> None:
-        """Deletes the rows, unless a server is lost: then the next process of this run does."""
+        """Deletes the rows. If a server is lost, the next process of this run deletes them."""
         if self._closed:
             return
         self._closed = True
@@ -243,7 +244,7 @@ class RedisRows:
         raise self._servers.fails(StoreLost(f"{wrong}; {NEXT_START}"))
 
     def _wrong(self, field: np.void, as_written: bytes, value: bytes | None) -> str | None:
-        """What is wrong with a row's value; None if it is as it was written."""
+        """Describes what is wrong with a row's value; None if it is as written."""
         if value is not None and len(value) == self._value.itemsize and value.endswith(as_written):
             return None
         key, write = int(field["key"]), int(field["write"])
@@ -255,12 +256,12 @@ class RedisRows:
         return f"{at} has bytes for {row} that another program has written"
 
     def _by_hash(self, keys: Keys) -> tuple[I64, I64]:
-        """Returns the rows' order by hash, and where each hash's rows end in it."""
+        """Returns the rows' order by hash, and each hash's end in it."""
         hashes = hash_of(keys)
         return np.argsort(hashes, kind="stable"), np.cumsum(np.bincount(hashes, minlength=NUM_HASHES))
 
     def _commands(self, name: bytes, arguments: list[bytes], ends: I64) -> list[list[Command]]:
-        """One command for each hash that is asked for, by node."""
+        """Returns, for each node, one command per requested hash."""
         commands: list[list[Command]] = [[] for _ in self._servers.nodes]
         start = 0
         for (node, key), end in zip(self._hashes, ends.tolist(), strict=True):
@@ -281,6 +282,6 @@ def fields_of(keys: Keys, places: Places) -> Fields:
 
 
 def as_bytes(items: npt.NDArray[Any]) -> list[bytes]:
-    """Each element's bytes; without numpy's type S, which drops zero bytes at the end."""
+    """Returns each element's bytes. numpy's type S would drop zero bytes at the end."""
     found: list[bytes] = items.view(np.dtype((np.void, items.itemsize))).tolist()
     return found

@@ -1,7 +1,7 @@
-"""Talks to one Redis server or to the primaries of a cluster, and says what each failure means for a run.
+"""Sends commands to a Redis server or a cluster's primaries, and turns each failure into an error of the run.
 
-Nothing is sent twice: a command whose answer did not come may still be carried out, so a second one could land after
-rows that are newer. After the first failure every later call raises it again, and nothing more is sent.
+Nothing is sent twice: the server may still carry out a command whose answer did not come, so a second one could
+overwrite newer rows. After the first failure, every call raises it again and sends nothing.
 """
 
 import threading
@@ -35,14 +35,14 @@ from rowcast.job.server_url import PASSWORD, ServerUrl
 from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost
 
 Command = tuple[bytes, ...]
-MAX_QUOTED = 200  # characters of a server's own words
+MAX_QUOTED = 200  # characters of a server's message
 NEXT_START = "the next start continues from the newest checkpoint"
 REFUSED = (AuthenticationError, AuthenticationWrongNumberOfArgsError, AuthorizationError, NoPermissionError)
 MOVED = (MovedError, AskError, TryAgainError, ClusterDownError, ClusterError)
 
 
 class Node:
-    """One server, and what it said of itself when the run began."""
+    """One server, and what it reported when the run began."""
 
     def __init__(self, host: str, port: int, settings: dict[str, Any]) -> None:
         self.name = f"{host}:{port}"
@@ -52,10 +52,10 @@ class Node:
 
 
 class Servers:
-    """Any thread may call `ask` and `check`; each call has connections of its own."""
+    """Any thread may call `ask` and `check`; each call uses separate connections."""
 
     def __init__(self, url: ServerUrl, password: str | None, timeout_s: float) -> None:
-        """`timeout_s`: how long a server may be silent in the middle of an answer before it counts as lost."""
+        """`timeout_s`: the longest silence of a server, in the middle of an answer too, before it counts as lost."""
         self.nodes: list[Node] = []  # of a cluster: its primaries
         self._url, self._password, self._timeout_s = url, password, timeout_s
         self._lost: RowcastError | None = None
@@ -105,11 +105,11 @@ class Servers:
                     connection = node.client.connection_pool.get_connection()
                     used.append((node, connection, len(own)))
                     connection.send_packed_command(connection.pack_commands(own))
-            for node, connection, count in used:  # noqa: B007 - the one that has failed, below
+            for node, connection, count in used:  # noqa: B007 - the one that failed, below
                 answers += [connection.read_response() for _ in range(count)]
         except (RedisError, OSError) as error:
             for _, connection, _ in used:
-                connection.disconnect()  # answers may still come, which must not be taken for those of another call
+                connection.disconnect()  # late answers must not be read as those of a later call
             raise self.fails(self._meaning(node, error)) from None
         finally:
             for own_node, connection, _ in used:
@@ -119,7 +119,7 @@ class Servers:
     def check(self) -> None:
         """Raises StoreLost or ConfigError if a server has started again, has evicted keys, or may evict some.
 
-        This only tells early, and why: a row that was lost is found when it is read.
+        This only reports early, and why: reading a lost row fails in any case.
         """
         if self._lost is not None:
             raise self._lost
@@ -142,7 +142,7 @@ class Servers:
                 raise self.fails(error) from None
 
     def free_bytes(self) -> list[int | None]:
-        """How many bytes may still be written to each server. Raises StoreLost."""
+        """Returns how many bytes each server can still hold. Raises StoreLost."""
         found: list[int | None] = []
         for node in self.nodes:
             info = self._info(node)
@@ -151,7 +151,7 @@ class Servers:
         return found
 
     def fails(self, error: RowcastError) -> RowcastError:
-        """Notes the first error, which every later call raises; returns the given one."""
+        """Keeps the first error for later calls to raise. Returns the given one."""
         with self._lock:
             self._lost = self._lost or error
         return error
@@ -187,7 +187,7 @@ class Servers:
         return info
 
     def _check_policy(self, node: Node, info: dict[str, Any]) -> None:
-        policy = info.get("maxmemory_policy", "noeviction")  # servers that cannot evict may not name it
+        policy = info.get("maxmemory_policy", "noeviction")  # servers that cannot evict may omit it
         if policy != "noeviction":
             raise ConfigError(
                 f"{self._at(node)} has maxmemory-policy {policy}, by which it drops rows without an error; set it to "
@@ -198,7 +198,7 @@ class Servers:
         return f"Redis server {node.name} (store.url)"
 
     def _meaning(self, node: Node, error: Exception) -> RowcastError:
-        """What a failure means: one sentence, and an exit code."""
+        """Translates a failure into one sentence and an exit code."""
         at, quoted = self._at(node), self._quoted(error)
         scheme = "redis:// if it has no TLS" if self._url.tls else "rediss:// if it wants TLS"
         change = NEXT_START if self._is_open else f"start it, or correct store.url ({scheme})"
@@ -234,7 +234,7 @@ class Servers:
         return RowcastError(f"{at} refuses a command ({quoted})")
 
     def _quoted(self, error: Exception) -> str:
-        """The words of server or library, without the password: servers repeat the arguments of unknown commands."""
+        """Quotes the server or library without the password: servers repeat the arguments of unknown commands."""
         words = " ".join(str(part) for part in error.args) or type(error).__name__
         if self._password:
             words = words.replace(self._password, "***")

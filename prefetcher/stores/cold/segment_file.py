@@ -1,20 +1,20 @@
-"""Keeps the cold rows of one group in segments of an unnamed file, which are filled one after the other.
+"""Keeps a group's cold rows in an unnamed file, filled segment by segment.
 
     file       | segment | segment | ...        64 MiB each, or a 64th of store.disk; reserved before it is used
     segment    | page | page | ...              filled in order; used again after its last row was freed
     page       | checksum | keys | records |    4 KiB or a multiple (page_loops.py)
 
-Rows are appended in a buffer, which is written when its pages are full; until then it serves reads. A row's place is
-its position among all rows that the file has room for. Which rows are live only the tiered store knows; the file counts
-them, to know which segment is empty and which is worth emptying.
+Rows are appended to a buffer, which serves reads until its pages are full and written. A row's place is its position
+among all rows that fit into the file. Only the tiered store knows which rows are live; the file counts them to know
+which segment is empty and which to empty.
 
     lock          guards                                                    held while
     _tidying      the piece that is being moved                             rows are read, moved and settled
     _writing      the end of what was appended                              the buffer is written to the file
     _lock         the buffer's rows, segments, counters                     memory is copied
 
-A thread takes them in this order, and readers take only the last one. The file has no name: nothing is left of it when
-the process ends, however that happens. Nothing is synced, as no file of a later process refers to it.
+A thread takes them in this order; readers take only the last one. The unnamed file disappears with the process, however
+it ends. Nothing is synced: no later process reads the file.
 """
 
 import os
@@ -79,8 +79,8 @@ class SegmentFile:
         self._places_of: Callable[[Keys], Places] | None = None
         self._settle: Callable[[Moved], None] | None = None
 
-        self._num_reserved = 0  # segments that have their space on the disk
-        self._segment = 0  # that rows are appended to
+        self._num_reserved = 0  # segments with space reserved on disk
+        self._segment = 0  # being filled
         self._room = 0  # rows left in it
         self._failure: RowcastError | None = None  # of the buffer's write; it still serves reads
         self._buffer: U64 = np.zeros((max(1, min(BUFFER_BYTES // page.nbytes, pages)), page.num_words), np.uint64)
@@ -95,7 +95,7 @@ class SegmentFile:
 
     @classmethod
     def open(cls, group: GroupSpec, folder: Path, disk_bytes: int, most: int = NOWHERE - 1) -> "SegmentFile":
-        """`disk_bytes`: the most that the file may take. `most`: the most places.
+        """`disk_bytes`: the file's largest size. `most`: the largest number of places.
 
         Raises ConfigError if the folder cannot be used, or the disk's bytes are too few.
         """
@@ -112,7 +112,7 @@ class SegmentFile:
             raise ConfigError(
                 f"no file for cold rows can be made in {folder} ({error.strerror}); set store.path to another folder"
             ) from None
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # or a page that is read would bring its neighbours
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # else reading a page would load its neighbours
         return cls(group, folder, file, disk_bytes, most)
 
     def attach(self, places_of: Callable[[Keys], Places], settle: Callable[[Moved], None]) -> None:
@@ -144,7 +144,7 @@ class SegmentFile:
                 self._read_file(keys, ascending[rest], order[rest], out.view(np.uint64))
 
     def _read_buffer(self, keys: Keys, places: I64, order: I64, out: Words) -> tuple[int, int]:
-        """Returns which of the ascending places are in the buffer; their rows were read."""
+        """Reads the rows whose places are in the buffer. Returns which of the ascending places these are."""
         rows = self._page.num_rows
         with self._lock:
             self.rows_read += len(keys)
@@ -174,7 +174,7 @@ class SegmentFile:
                 out,
             )
             done, num_pages = done + found, num_pages + found_pages
-            if outcome != DONE:  # returns if the page can be read now, as after a signal on a network file system
+            if outcome != DONE:  # returns if the page is readable now, as after a signal on a network file system
                 self._check_row(int(places[done]) // self._page.num_rows, int(keys[order[done]]), outcome)
         with self._lock:
             self.bytes_read += num_pages * self._page.nbytes
@@ -210,12 +210,12 @@ class SegmentFile:
                 if self._make_room(len(keys), SPARE):
                     return self._append(keys, records.view(np.uint64))
             if not self._tidy(urgent=True) and not self._wait_for_holds():
-                # another thread may have made room meanwhile, or be about to free rows
+                # another thread may have made room, or be about to free rows
                 chances = chances - 1 if self._wait_for_owner() else min(chances - 1, 1)
         raise self._no_room(len(keys))
 
     def _wait_for_owner(self) -> bool:
-        """Gives other threads time to take the places that they were given, and to free rows. False if all did."""
+        """Gives the tiered store time to settle new places and free rows. False if it has nothing left to settle."""
         with self._left:
             if not self._segments.try_again():
                 return False
@@ -223,7 +223,7 @@ class SegmentFile:
             return True
 
     def _wait_for_holds(self) -> bool:
-        """Waits until another segment is free. False if no thread keeps one from being free."""
+        """Waits until one more segment is free. False if no hold keeps one from being freed."""
         with self._left:
             num_free = self._segments.num_free()
             if not self._segments.any_held:
@@ -232,7 +232,7 @@ class SegmentFile:
             return True
 
     def _make_room(self, num_rows: int, spare: int) -> bool:
-        """Reserves the segments that so many rows begin. False if that would leave fewer than `spare` free."""
+        """Reserves the segments that `num_rows` more rows begin. False if fewer than `spare` would stay free."""
         if self._failure is not None:
             raise self._failure
         num_new = -(-max(0, num_rows - self._room) // self._segments.num_rows)
@@ -254,7 +254,7 @@ class SegmentFile:
         self.used_bytes += nbytes
 
     def _append(self, keys: Keys, words: Words) -> Places:
-        """There must be room."""
+        """Appends rows; there must be room."""
         places: Places = np.empty(len(keys), np.uint32)
         done = 0
         try:
@@ -268,7 +268,7 @@ class SegmentFile:
         return places
 
     def _fill_buffer(self, keys: Keys, words: Words, places: Places) -> int:
-        """Appends the first rows, and sets their places. Returns how many."""
+        """Appends as many rows as fit, and sets their places. Returns how many."""
         with self._lock:
             if self._filled == 0:
                 self._begin_buffer()

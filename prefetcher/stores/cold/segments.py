@@ -1,8 +1,8 @@
-"""Knows which segments of a file are in use, how many of their rows are live, and who may still read there.
+"""Tracks which segments of a file are in use, how many of their rows are live, and which holds may still read them.
 
     free -> open     rows are appended; one segment at a time
          -> sealed   full and on the file
-         -> emptied  its last row was freed; it is free once every hold that was entered before has been left
+         -> emptied  its last row was freed; it is free once every earlier hold has been left
 
 Nothing here locks or does any I/O.
 """
@@ -16,12 +16,12 @@ import numpy as np
 from rowcast.prefetcher.stores.cold.cold_rows import Places
 from rowcast.runtime.arrays import I64
 
-SPARE = 1  # segments that only the rows of tidied segments may begin
+SPARE = 1  # segments that only rows of tidied segments may begin
 FEW = 32  # garbage is also collected when less than one segment in FEW is free
 
 
 class Piece(NamedTuple):
-    """Pages of a sealed segment whose rows are to be moved."""
+    """Pages of a sealed segment whose rows tidying moves next."""
 
     segment: int
     first_page: int  # within the segment
@@ -38,11 +38,11 @@ class Segments:
         self._live: I64 = np.zeros(count, np.int64)
         self._sealed = np.zeros(count, np.bool_)
         self._free = list(range(count))  # a heap
-        self._emptied = deque[tuple[int, int]]()  # the newest hold then, and the segment
+        self._emptied = deque[tuple[int, int]]()  # the newest hold at that time, and the segment
         self._holds = dict[int, None]()  # entered and not left, ascending
         self._newest_hold = 0
         self._piece: Piece | None = None  # the newest one, if its segment has more
-        self._cleared = np.zeros(count, np.bool_)  # its pieces were all given out in this use
+        self._cleared = np.zeros(count, np.bool_)  # all its pieces were given out in this use
 
     # segments
 
@@ -52,7 +52,7 @@ class Segments:
         return len(self._free)
 
     def next_free(self, count: int) -> list[int]:
-        """The segments that begin next, in that order."""
+        """Returns the segments that begin next, in that order."""
         return heapq.nsmallest(count, self._free)
 
     def begin(self) -> int:
@@ -62,7 +62,7 @@ class Segments:
         return segment
 
     def seal(self, segment: int) -> None:
-        """Its last rows have not been freed."""
+        """Seals a full segment; its last rows are still live."""
         self._sealed[segment] = True
 
     def _empty(self, segment: int) -> None:
@@ -106,10 +106,10 @@ class Segments:
     # garbage
 
     def next_piece(self, most_pages: int, room: int, *, urgent: bool) -> Piece | None:
-        """What to move next. None if there is not much garbage; if `urgent`, only if there is none.
+        """Returns what to move next; None if there is not much garbage or, if `urgent`, if there is none.
 
-        `room`: rows that fit into the open segment. A segment is chosen only if all its rows fit, so that even where
-        their owner is slow to free them, the newest such segment can be emptied later.
+        `room`: rows that fit into the open segment. Chooses a segment only if all its rows fit: even if the tiered
+        store frees them slowly, the newest such segment can be emptied later.
         """
         piece = self._piece
         if piece is None:
@@ -124,14 +124,14 @@ class Segments:
         return piece
 
     def try_again(self) -> bool:
-        """Lets segments be chosen again of which all pieces were given out, although they have rows: their owner has
-        not yet freed these rows, or taken their places. Returns whether there are any."""
+        """Makes segments eligible again whose pieces were all given out and whose rows the tiered store has not yet
+        freed or settled. Returns whether there are any."""
         again = self._sealed & self._cleared
         self._cleared[again] = False
         return bool(again.any())
 
     def _victim(self, room: int, *, urgent: bool) -> int | None:
-        """The sealed segment with the fewest live rows, if it is to be emptied."""
+        """Returns the sealed segment with the fewest live rows, if it is worth emptying."""
         sealed = np.flatnonzero(self._sealed & ~self._cleared)
         if not len(sealed):
             return None

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.stores.cold.owner import Owner, group_of, keys_of, open_small
 from tests.stores.failing_calls import failing
+from tests.support.facts import facts
 from tests.support.repeats import count
 from tests.support.small_disk import small_disk
 
@@ -141,7 +141,7 @@ def test_a_damaged_page_is_not_moved(opened: tuple[SegmentFile, Owner], tmp_path
     content = bytearray(page_bytes(file, 1))
     content[100] ^= 1
     put_page(file, 1, bytes(content))
-    with pytest.raises(DataError, match=rf"page 1 of {re.escape(name_of(tmp_path))}, which has rows, has other bytes"):
+    with pytest.raises(DataError, match=facts("page 1", name_of(tmp_path), "other bytes")):
         tidy_all(file)
 
 
@@ -160,7 +160,7 @@ def test_a_file_that_has_become_short_is_a_sentence(opened: tuple[SegmentFile, O
     )
     owner.drop(keys_of(row for row in range(4 * SEGMENT) if row % 4))
     os.ftruncate(file._file.fileno(), BLOCK_BYTES + 100)
-    with pytest.raises(DataError, match=r"cannot be read at page 1, which has rows \(it ends before\)"):
+    with pytest.raises(DataError, match=facts("page 1", "it ends before")):
         tidy_all(file)
 
 
@@ -178,7 +178,7 @@ def test_a_disk_that_fails_to_read_is_a_sentence(opened: tuple[SegmentFile, Owne
     )
     owner.read(keys_of(range(4 * SEGMENT, 4 * SEGMENT + ROWS // 2)))  # in the buffer
     owner.drop(keys_of(row for row in range(4 * SEGMENT) if row % 4))
-    with pytest.raises(DataError, match=r"cannot be read at page 0, which has rows \(Input/output error\)"):
+    with pytest.raises(DataError, match=facts("page 0", "Input/output error")):
         file.tidy()
 
 
@@ -295,7 +295,7 @@ def test_a_disk_that_others_fill_is_told_when_a_segment_begins_or_a_page_is_writ
         monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP))
     file, owner = open_small(full_disk)
     with closing(file):
-        with pytest.raises(RowcastError, match=r"has no space for 8192 more bytes \(No space left on device\)"):
+        with pytest.raises(RowcastError, match=facts("8192 more bytes", "No space left on device")):
             fill(owner)
         assert len(owner.rows) == 32 * SEGMENT
         owner.read_all()

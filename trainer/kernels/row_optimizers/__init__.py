@@ -16,6 +16,6 @@ from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 
 
 def modules(suffix: str = "") -> dict[str, ModuleType]:
-    """`<name><suffix>.py` of each row optimizer that has one, by the optimizer's name."""
+    """Imports `<name><suffix>.py` of each row optimizer that has one, by the optimizer's name."""
     paths = {name: optimizer.module + suffix for name, optimizer in ROW_OPTIMIZERS.items()}
     return {name: import_module(path) for name, path in paths.items() if find_spec(path) is not None}

@@ -1,6 +1,6 @@
 """Adagrad in compiled loops, block by block:    gradients -> sum, states -> | torch.sqrt | -> weights
 
-torch computes the square roots over a contiguous block, because no loop here would have their bits.
+torch computes the square roots over a contiguous block: a compiled loop would have different bits.
 """
 
 from functools import partial

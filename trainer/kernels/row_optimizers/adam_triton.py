@@ -8,7 +8,8 @@ from rowcast.trainer.kernels.triton_code import device
 
 
 def scalars(rule: Rule) -> tuple[float, tuple[float, ...]]:
-    return step_size(rule), (rule.eps, 1 - rule.betas[0], 1 - rule.betas[1])
+    beta1, beta2 = rule.settings.betas
+    return step_size(rule), (rule.eps, 1 - beta1, 1 - beta2)
 
 
 @device

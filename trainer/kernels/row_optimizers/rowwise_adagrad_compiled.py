@@ -1,6 +1,6 @@
 """Row-wise Adagrad in compiled loops, block by block.
 
-torch computes means and square roots over a contiguous block, because no loop here would have their bits.
+torch computes means and square roots over a contiguous block: a compiled loop would have different bits.
 """
 
 from functools import partial

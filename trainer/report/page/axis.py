@@ -2,7 +2,7 @@
 
 low             ticks              high
 |     |         |         |        |
-0                                  SPAN     the chart's own units, which the page stretches
+0                                  SPAN     the chart's units, which the page stretches
 """
 
 from bisect import bisect_left
@@ -17,8 +17,8 @@ from rowcast.runtime.arrays import F64
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
 
 SPAN = 1000.0
-MOST_TICKS = 5  # ticks that fit side by side on a narrow page
-LONGEST_COUNT = 10_000  # the largest count that is written in full at a tick
+MOST_TICKS = 5  # ticks that fit on a narrow page
+LONGEST_COUNT = 10_000  # the largest count written in full at a tick
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 SECONDS = [
     1,
@@ -54,7 +54,7 @@ class Axis:
         assert self.low < self.high, f"an axis from {self.low} to {self.high} has no length"
 
     def place(self, values: Floats) -> Floats:
-        """In the chart's units; values outside the axis go to its edge."""
+        """Converts to the chart's units; values outside the axis move to its edge."""
         return np.clip((values - self.low) / (self.high - self.low), 0.0, 1.0) * SPAN
 
     @property
@@ -69,7 +69,7 @@ class Axis:
 
 
 def outwards(low: float, high: float, label: str, unit: Unit) -> Axis:
-    """An axis that begins and ends with a tick. Values that are all equal get room on both sides."""
+    """Makes an axis that begins and ends with a tick, with room on both sides if all values are equal."""
     if not low < high:
         room = abs(low) / 10 or 1.0
         low, high = low - room, high + room
@@ -78,7 +78,7 @@ def outwards(low: float, high: float, label: str, unit: Unit) -> Axis:
 
 
 def tick_step(length: float, unit: Unit) -> float:
-    """The distance of two ticks: round in the unit, and large enough for MOST_TICKS of them."""
+    """Returns the distance of two ticks: round in the unit, and large enough for at most MOST_TICKS."""
     least = length / MOST_TICKS
     if unit == "seconds" and least >= 1:
         days = ceil(least / DAY_S)
@@ -108,7 +108,7 @@ def decimals(step: float) -> int:
 
 
 def time_label(seconds: float, step: float) -> str:
-    """In the largest unit in which the step is whole: three minutes are "180 s" between "160 s" and "200 s"."""
+    """Uses the largest unit in which the step is whole: three minutes are "180 s" between "160 s" and "200 s"."""
     unit_s, unit = next(
         found
         for found in ((DAY_S, "d"), (HOUR_S, "h"), (MINUTE_S, "min"), (1, "s"))
@@ -118,7 +118,7 @@ def time_label(seconds: float, step: float) -> str:
 
 
 def share(value: float) -> str:
-    """Two significant digits, even for very small shares."""
+    """Formats a fraction with two significant digits, even a very small one."""
     return f"{100 * value:.1f} %" if value >= 0.01 or not value else f"{100 * value:.2g} %"
 
 

@@ -1,7 +1,7 @@
-"""Charts as paths in a square of SPAN x SPAN units.
+"""Draws charts as paths in a square of SPAN x SPAN units.
 
-The page stretches the square but not the lines, and writes every word in HTML around it: so text has the same size at
-any width, and nothing is drawn twice.
+The page stretches the square but not the lines, and writes every word in HTML around it, so text has the same size at
+any width.
 
     y ticks |  ________
             | / layers \\___     a layer is one path: a line, an area or dots
@@ -21,7 +21,7 @@ TABLE_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One path. `look` is a class of the page's style sheet, which gives it a colour and, as a second mark, a dash."""
+    """One path. `look` is a class of the page's style sheet, which sets its colour and, as a second mark, a dash."""
 
     look: str
     path: str
@@ -45,7 +45,7 @@ class ChartTable:
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     title: str
-    caption: str  # what it shows and how to read it
+    caption: str  # its content and how to read it
     x: Axis
     y: Axis
     layers: list[Layer]
@@ -67,7 +67,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class NoChart:
-    """Takes the place of a chart that has nothing to show."""
+    """Replaces a chart without data."""
 
     title: str
     caption: str  # why
@@ -75,7 +75,7 @@ class NoChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Makes paths between two axes. Each needs at least one point."""
+    """Draws paths between two axes. Each path needs at least one point."""
 
     x: Axis
     y: Axis
@@ -84,7 +84,7 @@ class Frame:
         return "M" + "L".join(self._points(x, y))
 
     def dots(self, x: Floats, y: Floats) -> str:
-        """Lines without length, which round ends make visible."""
+        """Draws lines without length, which round ends make visible."""
         return "".join(f"M{point}h0" for point in self._points(x, y))
 
     def area(self, x: Floats, low: Floats, high: Floats) -> str:
@@ -98,7 +98,7 @@ class Frame:
 
 
 def stairs(edges: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Means of intervals as points of a line: edges [n + 1], values [n] -> x and y [2n]."""
+    """Turns means of intervals into points of a line: edges [n + 1], values [n] -> x and y [2n]."""
     return np.repeat(edges, 2)[1:-1], np.repeat(values, 2)
 
 

@@ -18,7 +18,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def job_sections(job: Job) -> list[str]:
-    """All values of the job, set or by default, as sections of TOML; tables are listed separately."""
+    """Lists all values of the job, set or default, as sections of TOML; tables are listed separately."""
     content = msgspec.to_builtins(job)
     del content["tables"], content["tables_from"]
     return [text for name, section in content.items() for text in section_texts(name, section)]
@@ -34,7 +34,7 @@ def section_texts(name: str, section: dict[str, Any]) -> Iterator[str]:
 
 
 def toml_value(value: object) -> str:
-    """JSON's notation of strings, numbers and lists is valid TOML."""
+    """Writes JSON: its strings, numbers and lists are valid TOML."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -72,7 +72,7 @@ def processor() -> str:
 
 
 def continuation(report: Report, starts: list[int]) -> str:
-    """Says which part of the run this process made; "" if it made all of it."""
+    """Says which steps of the run this process did; "" if all."""
     first = next(iter(starts), 0)
     if not first and len(starts) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""Charts of learning: the loss of every train step, and the evaluations, over the whole run."""
+"""Charts learning over the whole run: the loss of every train step, and the evaluations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from rowcast.runtime.arrays import F32
 from rowcast.trainer.report.page.axis import Axis, Floats, outwards
 from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Series, describe, some_points
 from rowcast.trainer.report.page.record import RunRecord
-from rowcast.trainer.report.report_json import Evaluation
+from rowcast.trainer.step.results import Evaluation
 
 MOST_POINTS = 500  # more cannot be distinguished on a page
-SMOOTHED = 20  # a smoothed loss is the mean of about this part of the points
-USUAL = 0.98  # the share of losses that the axis must hold; rare high ones may be cut off
+SMOOTHED = 20  # a smoothed loss is the mean of about one in this many points
+USUAL = 0.98  # the fraction of losses that the axis must show; rare high ones may be cut off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Buckets:
         return int(self.last[0])
 
     def smoothed(self) -> tuple[Floats, int]:
-        """The mean of each bucket and those before it, and of how many (fewer at the beginning)."""
+        """Returns the mean of each bucket with earlier ones, and how many (fewer at the beginning)."""
         number = max(1, len(self.mean) // SMOOTHED)
         sums = np.concatenate([[0.0], np.cumsum(self.mean)])
         ends = np.arange(1, len(self.mean) + 1)
@@ -118,7 +118,7 @@ def auc_chart(run: RunRecord) -> Chart | NoChart:
 
 
 def task_auc_charts(run: RunRecord) -> list[Chart | NoChart]:
-    """One for each of several labels."""
+    """Returns one chart for each of several labels."""
     labels = [task.label for task in run.evaluations[-1].tasks] if run.evaluations else []
     return [task_auc_chart(run, index, label) for index, label in enumerate(labels)]
 

@@ -1,4 +1,4 @@
-"""Writes `report.html`, one self-contained page about a run without scripts or requests over a network."""
+"""Writes `report.html`, one self-contained page about a run, without scripts or network requests."""
 
 from importlib import resources
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from rowcast.runtime.checkpoint_manifest import write_durably
-from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.page.axis import share
 from rowcast.trainer.report.page.chart import Chart, NoChart
@@ -25,7 +25,7 @@ SECTIONS = {
 
 
 def write_page(path: Path, run: RunRecord) -> None:
-    """Writes the page. A failure is logged as a warning and does not end the run."""
+    """Writes the page. Only logs a warning if that fails: the run must not end."""
     try:
         write_durably(path, render(run).encode())
     except OSError as error:
@@ -33,12 +33,12 @@ def write_page(path: Path, run: RunRecord) -> None:
         get_logger().warning(
             "the run report was not written; report.json has its figures", path=str(path), error=error.strerror
         )
-    except Exception:  # noqa: BLE001 - our bug, logged with its traceback; the run has ended well
+    except Exception:  # noqa: BLE001 - our bug, logged with its traceback; the run itself succeeded
         get_logger().exception("the run report was not written; report.json has its figures", path=str(path))
 
 
 def render(run: RunRecord) -> str:
-    """Escapes everything outside the template, so that names and sentences of users cannot become markup."""
+    """Renders the page. Escapes all text, so that users' names and sentences cannot become markup."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         resources.files(__package__ or "").joinpath(TEMPLATE).read_text(encoding="utf-8")
@@ -66,10 +66,13 @@ def charts(run: RunRecord, section: str) -> list[Chart | NoChart]:
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(name, value, explanation) of the figures that readers look for first."""
+    """Returns (name, value, explanation) of the figures that readers look for first."""
     report = run.report
     per_step = report.bytes_to_device / max(1, report.steps + report.eval_steps)
     found = [
+        ("tables", human_bytes(report.table_bytes), "with optimizer state"),
+        ("on the device", human_bytes(report.device_bytes), "at most"),
+        ("time", human_seconds(report.wall_s), f"{report.steps + report.eval_steps:,} steps"),
         ("samples a second", human_count(report.samples_per_s), f"{report.samples:,} samples"),
         ("loss", number(report.loss), "of the last 100 steps"),
         ("AUC", number(report.auc), "last evaluation, mean of the labels" if report.tasks else "last evaluation"),

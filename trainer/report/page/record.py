@@ -1,4 +1,4 @@
-"""Holds what a run report is made of."""
+"""Holds the content of a run report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from datetime import datetime
 from rowcast.job.schema import Job
 from rowcast.runtime.arrays import F32
 from rowcast.trainer.report.history import HistoryMark
-from rowcast.trainer.report.report_json import Evaluation, Report
+from rowcast.trainer.report.report_json import Report
+from rowcast.trainer.step.results import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

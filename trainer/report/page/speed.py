@@ -1,4 +1,4 @@
-"""Charts of speed and traffic, from the marks of this process; each value is the mean between two marks."""
+"""Charts speed and traffic from the marks of this process; each value is the mean between two marks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import get_args
 
 import numpy as np
 
-from rowcast.trainer.execute.metrics import StallReason
 from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.page.axis import Axis, Floats, Unit, outwards
 from rowcast.trainer.report.page.chart import Chart, Frame, Layer, NoChart, Series, describe, some_points, stairs
 from rowcast.trainer.report.page.record import RunRecord
+from rowcast.trainer.step.metrics import StallReason
 
 STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # the loop's waits; it has one at a time
-BESIDE: dict[StallReason, str] = {"ring": "ring (the sender)"}  # it has a thread of its own
+BESIDE: dict[StallReason, str] = {"ring": "ring (the sender)"}  # it has a separate thread
 AMONG_RANKS: dict[StallReason, str] = {"ranks": "ranks (within steps)"}
-LEAST_TOP = 0.05  # top of an axis of shares, so that smaller shares look small
+LEAST_TOP = 0.05  # least top of an axis of fractions, so that small fractions look small
 NOTHING = "No step was done."
 RANK_WAITS = " Within its steps, rank 0 waited for the other ranks: until they had come as far, and for what they sent."
 
@@ -49,7 +49,7 @@ class Intervals:
 
 
 def intervals(marks: Sequence[HistoryMark], grows: str) -> Intervals | None:
-    """Intervals between marks in which the counter `grows` has grown; None if it never did."""
+    """Returns the intervals between marks in which the counter `grows` grew; None if it never did."""
     kept: list[HistoryMark] = []
     for mark in marks:
         if not kept or getattr(mark, grows) > getattr(kept[-1], grows):

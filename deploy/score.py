@@ -1,0 +1,93 @@
+"""Implements `rowcast score`: runs both processes as for an evaluation, on new samples, and keeps the predictions."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from typer import Option
+
+from rowcast.deploy.local import run_both
+from rowcast.job.file import apply_override, parse_job
+from rowcast.job.formats import FORMATS, format_of
+from rowcast.job.schema import Job
+from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, read_manifest
+from rowcast.runtime.command_options import Overrides, RunFolder
+from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.runtime.process import Signals
+from rowcast.runtime.telemetry.format_numbers import plural
+from rowcast.trainer.report.score_place import check_place, partial_of
+
+GLOB = re.compile(r"[*?[]")
+
+
+def score(
+    run: RunFolder,
+    data: Annotated[Path, Option(help="The samples: a file, a folder or a glob, in the format of the training data.")],
+    out: Annotated[Path, Option(help="A new file for the scores.", metavar="FILE.csv|FILE.parquet")],
+    overrides: Overrides = None,
+) -> Callable[[Signals], None]:
+    def main(signals: Signals) -> None:
+        check_place(out, "--out")
+        checkpoint = newest_of(run)
+        job = scoring_job(checkpoint, run, data, overrides or ())
+        with TemporaryDirectory(prefix="rowcast-") as folder:
+            config = Path(folder) / "job.json"
+            config.write_bytes(msgspec.json.encode(job.content()))
+            given = ["--config", str(config)]
+            try:
+                run_both(job, [*given, "--eval"], "eval", [*given, f"--scores={out}"], signals)
+            finally:
+                partial_of(out).unlink(missing_ok=True)
+        if not out.exists():
+            raise RowcastError(f"stopped by {signals.stop_reason} before the last sample; {out} was not written")
+        scored = plural(num_rows(out), "row")
+        steps = plural(checkpoint.train_steps, "train step")
+        typer.echo(f"scored {scored} of {data} to {out}, by the model after {steps}")
+
+    return main
+
+
+def require_data(data: Path) -> None:
+    """Raises ConfigError unless it may be a file, a folder or a glob. Opening the files tells the rest."""
+    if not data.exists() and not GLOB.search(str(data)):
+        raise ConfigError(f"--data {data}: no such file or folder; correct the name")
+
+
+def newest_of(run: Path) -> Manifest:
+    folder = newest_checkpoint(run)
+    if folder is None:
+        raise ConfigError(f"--run {run} holds no checkpoint; name the run_dir of a job that was trained")
+    return read_manifest(folder)
+
+
+def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence[str]) -> Job:
+    """Returns the job of the checkpoint, on other data. Raises ConfigError."""
+    content: dict[str, Any] = msgspec.to_builtins(checkpoint.job)
+    own, ranks, form = content["data"], content["ranks"], format_of(content["data"]["format"])
+    if not form.has_files and own["format"] in FORMATS:
+        raise ConfigError(f'--run {run} was trained on data.format = "{own["format"]}", which has no files to score')
+    if form.has_files:
+        require_data(data)
+    content["job"]["run_dir"] = str(run)
+    own |= {"path": str(data), "eval_path": str(data), "eval_fraction": 0.0, "order": None, "hot": None}
+    if form.named_columns:
+        own["columns"]["label_values"] = "none"
+    ranks |= {"parts": ranks["parts"] or ranks["count"], "count": 1, "per_host": None}
+    content["transport"]["endpoint"] = "ipc"
+    content["metrics"] |= {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"}  # another run may have the job's
+    for override in overrides:
+        apply_override(content, override)
+    return parse_job(content, f"the job of {run}")
+
+
+def num_rows(scores: Path) -> int:
+    if scores.suffix == ".csv":
+        with scores.open("rb") as lines:
+            return sum(1 for _ in lines) - 1
+    from pyarrow import parquet as pq  # it takes memory, so not while the two processes run
+
+    return int(pq.read_metadata(scores).num_rows)

@@ -1,0 +1,75 @@
+"""Implements `prefetcher run`. Reads the job file before its other imports, to refuse a bad one at once."""
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+from typer import Option
+
+from rowcast.job.file import load_own_job
+from rowcast.runtime.command_options import (
+    Config,
+    LogJson,
+    LogLevel,
+    MaxSteps,
+    Overrides,
+    SaveTrace,
+    Source,
+    Timeline,
+    Verify,
+)
+from rowcast.runtime.process import Signals
+from rowcast.runtime.telemetry.logs import setup_logging
+
+DEFAULT_VERIFY_SHARE = 0.05
+
+
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    max_steps: MaxSteps = None,
+    fresh: Annotated[
+        bool, Option("--fresh", help="Begin a new run; its first checkpoint replaces those of an earlier one.")
+    ] = False,
+    source: Source = None,
+    save_trace: SaveTrace = None,
+    timeline: Timeline = False,
+    evaluate: Annotated[
+        bool, Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")
+    ] = False,
+    checkpoint: Annotated[str | None, Option(help="With --eval: which, such as step-000000000100.")] = None,
+    verify: Verify = False,
+    verify_share: Annotated[
+        float | None,
+        Option(min=0, max=1, help="The share of rows to --verify; 1: all.", show_default=str(DEFAULT_VERIFY_SHARE)),
+    ] = None,
+    unfinished_code: Annotated[
+        int, Option(min=0, max=125, help="Exit with this code if the run was stopped before its end.")
+    ] = 0,
+    host: Annotated[int, Option(min=0, help="Several ranks on several hosts: which host this is, from 0.")] = 0,
+    rank: Annotated[int | None, Option(min=0, hidden=True)] = None,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
+) -> Callable[[Signals], int]:
+    def main(signals: Signals) -> int:
+        setup_logging("prefetcher", log_level, log_json or None, rank=rank)
+        job = load_own_job("prefetcher", config, tuple(overrides or ()))
+        from rowcast.prefetcher.run.options import RunOptions
+        from rowcast.prefetcher.run.prefetcher_run import run_prefetcher
+
+        options = RunOptions(
+            max_steps=max_steps,
+            fresh=fresh,
+            source=source,
+            save_trace=save_trace,
+            timeline=timeline,
+            mode="eval" if evaluate else "train",
+            checkpoint=checkpoint,
+            verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
+            host=host,
+            rank=rank,
+        )
+        finished = run_prefetcher(job, options, signals, sys.argv[1:])
+        return 0 if evaluate or finished else unfinished_code
+
+    return main

@@ -1,0 +1,12 @@
+from rowcast.runtime.stops import hold
+
+
+def main() -> None:
+    hold()  # before the imports, which take a second
+    from rowcast.command_line.rowcast import app
+
+    app(prog_name="rowcast")
+
+
+if __name__ == "__main__":
+    main()

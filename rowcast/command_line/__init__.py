@@ -1,0 +1,67 @@
+"""The commands. They stand above all rooms, and import that of a subcommand when it is called."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from rowcast.runtime.command import run_command
+from rowcast.runtime.name_lists import closest
+
+COMMANDS = ("rowcast", "prefetcher", "trainer")  # each has a module here, with its SUBCOMMANDS
+SETTINGS: dict[str, bool] = {"add_completion": False, "pretty_exceptions_enable": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    function: str  # "module:function", which has the options
+    help: str
+    # calls what the function returns with the process's signals, and returns the exit code; None: the function itself
+    # is all, and a signal interrupts it
+    until_stopped: Callable[[str, Callable[..., int | None]], int] | None = None
+
+
+def command_line(process: str, help: str, subcommands: Mapping[str, Subcommand]) -> typer.Typer:
+    """`process`: named in messages; "" for the subcommand's own name."""
+
+    class Group(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args[0] not in subcommands:
+                ctx.fail(f"no command {args[0]!r}{nearest_command(args[0], subcommands)}")
+            name, known, rest = super().resolve_command(ctx, args)
+            return name, known if name is None else imported(process or name, name, subcommands[name]), rest
+
+    app = typer.Typer(cls=Group, help=help, no_args_is_help=True, **SETTINGS)  # type: ignore[arg-type]
+    for name, subcommand in subcommands.items():
+        app.command(name, help=subcommand.help)(lambda: None)
+    return app
+
+
+def nearest_command(name: str, own: Mapping[str, Subcommand]) -> str:
+    """Names the command that was probably meant: one of these subcommands, or one of another command."""
+    others = {
+        other: f"{command} {other}"
+        for command in COMMANDS
+        for other in import_module(f"{__name__}.{command}").SUBCOMMANDS
+    }
+    found = closest(name, own) or others.get(closest(name, others) or "")
+    return "" if found is None else f", the nearest is {found}"
+
+
+def imported(process: str, name: str, subcommand: Subcommand) -> Any:
+    module, _, function = subcommand.function.partition(":")
+    real = getattr(import_module(module), function)
+
+    @wraps(real)
+    def call(**arguments: Any) -> None:
+        if subcommand.until_stopped is not None:
+            raise typer.Exit(subcommand.until_stopped(process, real(**arguments)))
+        raise typer.Exit(run_command(process, partial(real, **arguments)))
+
+    app = typer.Typer(**SETTINGS)  # type: ignore[arg-type]
+    app.command(name, help=subcommand.help)(call)
+    return typer.main.get_command(app)

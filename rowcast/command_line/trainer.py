@@ -1,0 +1,25 @@
+"""The `trainer` command."""
+
+from rowcast.command_line import Subcommand, command_line
+from rowcast.trainer.run.command import run_until_left
+
+SUBCOMMANDS = {
+    "run": Subcommand(
+        "rowcast.trainer.run.command:run",
+        "Train. Start `prefetcher run` with the same job file, before or after; it decides how long the run is.",
+        run_until_left,
+    ),
+    "rates": Subcommand(
+        "rowcast.analysis.estimate.rates.command:rates",
+        "Measure this device for `prefetcher estimate --rates`: kernels, copies, and the host's share of a step.",
+    ),
+    "eval": Subcommand(
+        "rowcast.trainer.run.command:evaluate",
+        "Evaluate a checkpoint of a run on its evaluation batches.\n\n"
+        "Start `prefetcher run --eval` before or after; it chooses the checkpoint.",
+        run_until_left,
+    ),
+}
+app = command_line(
+    "trainer", "The device side of rowcast: trains the model on the steps that the prefetcher sends.", SUBCOMMANDS
+)

@@ -1,0 +1,56 @@
+"""Reads from the kernel the state of a different process on this host."""
+
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+CREDENTIALS = struct.Struct("3i")  # ucred: process, user, group
+AFTER_COMMAND = 3  # the fields of /proc/PID/stat are counted from 1, and the second may contain any text
+STATE, START = 3, 22
+
+
+class Stat(NamedTuple):
+    state: str  # one letter: T if a signal such as SIGSTOP has stopped it, Z if it has ended; t if a debugger holds it
+    start: str  # in clock ticks since the host's
+
+
+def stat_of(pid: int) -> Stat | None:
+    """Reads a process's state; None if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Stat(fields[STATE - AFTER_COMMAND], fields[START - AFTER_COMMAND])
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProcess:
+    pid: int
+    start: str  # a process number is reused after its process ends
+
+    @property
+    def runs(self) -> bool:
+        """Returns whether it lives and no signal has stopped it."""
+        found = stat_of(self.pid)
+        return found is not None and found.start == self.start and found.state not in "TZX"
+
+
+def at_other_end(descriptor: int) -> OtherProcess | None:
+    """Returns the process that connected or listened at the other end of a unix socket.
+
+    None if it is not visible from here, as between containers, or if this is not a unix socket.
+    """
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:  # already closed
+        return None
+    try:
+        pid, _, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    except OSError:
+        return None
+    finally:
+        connection.detach()
+    found = stat_of(pid) if pid else None
+    return None if found is None else OtherProcess(pid, found.start)

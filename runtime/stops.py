@@ -1,0 +1,29 @@
+"""Holds the signals that stop a run. It imports almost nothing, so that a command can hold them before its other
+imports."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = signal.SIGRTMIN + 1  # what a parent sends instead: a child never counts one stop twice
+HELD = (*STOPS, PASSED_ON)
+
+
+def hold() -> None:
+    """Blocks them in this thread and all threads that it starts, until `release`. Signals meanwhile are not lost."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+
+
+def release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Holds them within the block. A process started inside holds them until it calls `release`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

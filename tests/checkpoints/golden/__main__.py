@@ -1,0 +1,19 @@
+from rowcast.job.file import load_job
+from rowcast.runtime.checkpoint_manifest import MANIFEST_VERSION, BatchChecksum, Manifest, RowLayer, ShardLayers
+from rowcast.runtime.position import Position
+from rowcast.runtime.sealed import render, seal
+from tests.checkpoints.golden import ALL_KEYS, DATA, FOLDER
+
+manifest = Manifest(
+    version=MANIFEST_VERSION,
+    run_id="0123456789ab",
+    position=Position(step=110, train_step=100),
+    finished=False,
+    reason="checkpoint",
+    job=load_job(FOLDER / f"{ALL_KEYS}.toml").content(),
+    trained_on=DATA[ALL_KEYS],
+    shards=(ShardLayers(layers=(RowLayer(kind="base", num_rows=0, files=()),)),),
+    dense=None,
+    ahead=(BatchChecksum(train_step=100, eval_batch=None, ids="1" * 16, dense=""),),
+)
+(FOLDER / f"{ALL_KEYS}.version-{MANIFEST_VERSION}.json").write_bytes(render(seal(manifest)))

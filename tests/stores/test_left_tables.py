@@ -1,0 +1,148 @@
+"""A start removes what killed prefetchers have left in folders that no prefetcher of its `ranks.count` has."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs, make_keys
+from rowcast.prefetcher.stores.left_tables import remove_left_keys, remove_left_tables
+from rowcast.prefetcher.stores.mapped_store import MappedStore
+from rowcast.prefetcher.stores.redis_store import open_rows
+from rowcast.runtime.run_directory import RunDirectory
+from tests.support import jobs
+from tests.support.redis_server import RedisServer, keys_on, needs_redis, shared_server
+
+MAPPED = {"kind": "mapped"}
+
+
+def job_of(run_dir: Path, count: int, **store: object) -> Job:
+    return jobs.job(
+        job={"run_dir": str(run_dir)},
+        data={"synthetic": {"samples": 1000}, "batch_size": 8},
+        tables=[jobs.table("a", 40, 4, "f_a"), jobs.table("b", 40, 8, "f_b")],
+        ranks={"count": count, "parts": 4},
+        store=store or MAPPED,
+    )
+
+
+def folders(run_dir: Path, count: int) -> list[Path]:
+    pairs = [run_dir] if count == 1 else [run_dir / f"rank-{rank:03d}" for rank in range(count)]
+    return [pair / "tables" for pair in pairs]
+
+
+def killed_on_redis(server: RedisServer, run_dir: Path, count: int) -> set[bytes]:
+    """Returns the keys that such prefetchers have left."""
+    job, before = job_of(run_dir, count, **on(server)), keys_on([server])
+    for folder in folders(run_dir, count):
+        for group in group_specs(job):
+            rows = open_rows(job, group, folder)
+            rows.write(make_keys(group.tables[0].index, np.arange(200)), np.zeros((200, group.record_bytes), np.uint8))
+    return keys_on([server]) - before
+
+
+def on(server: RedisServer) -> dict[str, object]:
+    return {"kind": "redis", "url": server.url_text, "memory": "1GiB"}
+
+
+def killed_with_files(run_dir: Path, count: int) -> list[Path]:
+    for folder in folders(run_dir, count):
+        for group in group_specs(job_of(run_dir, count)):
+            MappedStore.open(group, 0, folder, incarnation=1, checkpoint=None).close()
+    return sorted(run_dir.rglob("*.rows"))
+
+
+@needs_redis
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (4, 2)])
+def test_keys_of_another_number_of_ranks_are_deleted(tmp_path: Path, before: int, now: int) -> None:
+    server = shared_server()
+    others = keys_on([server])
+    left = killed_on_redis(server, tmp_path, before)
+    assert len(left) >= 80 * before
+    used = {str(folder) for folder in folders(tmp_path, now)}
+    remove_left_tables(job_of(tmp_path, now, **on(server)))
+    notes = [path for path in tmp_path.rglob("*.redis") if str(path.parent) not in used]
+    assert notes == []
+    for folder in folders(tmp_path, now):  # as their prefetchers do
+        remove_left_keys(job_of(tmp_path, now, **on(server)), folder.parent)
+    assert keys_on([server]) == others
+    assert not list(tmp_path.rglob("*.redis"))
+
+
+@needs_redis
+def test_keys_of_a_prefetcher_that_is_still_at_work_stay(tmp_path: Path) -> None:
+    server = shared_server()
+    killed_on_redis(server, tmp_path, 2)
+    notes = sorted(tmp_path.rglob("*.redis"))
+    with RunDirectory(tmp_path / "rank-001", "prefetcher"), capture_logs() as logs:
+        remove_left_tables(job_of(tmp_path, 1, **on(server)))
+    assert sorted(tmp_path.rglob("*.redis")) == [path for path in notes if "rank-001" in str(path)]
+    assert ["rank-001 is held by a prefetcher" in entry["because"] for entry in logs] == [True]
+    remove_left_tables(job_of(tmp_path, 1, **on(server)))
+    assert not list(tmp_path.rglob("*.redis"))
+
+
+@needs_redis
+def test_keys_on_a_server_that_the_job_does_not_name_are_told_and_their_notes_stay(tmp_path: Path) -> None:
+    left = killed_on_redis(shared_server(), tmp_path, 2)
+    notes = sorted(tmp_path.rglob("*.redis"))
+    with capture_logs() as logs:
+        remove_left_tables(job_of(tmp_path, 1))
+    assert left <= keys_on([shared_server()])
+    assert sorted(entry["note"] for entry in logs) == [str(path) for path in notes]
+    assert sorted(tmp_path.rglob("*.redis")) == notes
+    remove_left_tables(job_of(tmp_path, 1, **on(shared_server())))
+    assert not left & keys_on([shared_server()])
+
+
+@needs_redis
+def test_keys_of_a_group_that_the_job_does_not_have_any_more_are_deleted(tmp_path: Path) -> None:
+    """A fresh run with another optimizer names its notes otherwise."""
+    server = shared_server()
+    left = killed_on_redis(server, tmp_path, 1)
+    job = jobs.job(job={"run_dir": str(tmp_path)}, optimizer={"sparse": {"kind": "adam", "lr": 0.1}}, store=on(server))
+    remove_left_keys(job, tmp_path)
+    assert not left & keys_on([server])
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (4, 2)])
+def test_table_files_of_another_number_of_ranks_are_removed(tmp_path: Path, before: int, now: int) -> None:
+    files, used = killed_with_files(tmp_path, before), folders(tmp_path, now)
+    remove_left_tables(job_of(tmp_path, now))
+    assert sorted(tmp_path.rglob("*.rows")) == [path for path in files if path.parent in used]
+
+
+def test_only_files_that_a_prefetcher_made_are_removed(tmp_path: Path) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    files = killed_with_files(run_dir, 2)
+    name = files[0].name
+    elsewhere.mkdir()
+    (elsewhere / name).write_bytes(b"of another run")
+    (run_dir / "rank-002").mkdir()
+    (run_dir / "rank-002" / "tables").symlink_to(elsewhere)
+    (run_dir / "rank-003").symlink_to(elsewhere)
+    (run_dir / "rank-7" / "tables").mkdir(parents=True)
+    mine = run_dir / "rank-000" / "tables" / "mine.rows"
+    for path in (mine, run_dir / "rank-7" / "tables" / name, mine.with_name(f"{name}.bak")):
+        path.write_bytes(b"mine")
+    link = run_dir / "rank-001" / "tables" / "fp32_d64_sgd.rows"
+    link.symlink_to(elsewhere / name)
+    before = {path for path in run_dir.rglob("*") if not path.name.endswith(".lock")} - set(files)
+    remove_left_tables(job_of(run_dir, 1))
+    assert {path for path in run_dir.rglob("*") if not path.name.endswith(".lock")} == before
+    assert (elsewhere / name).read_bytes() == b"of another run"
+
+
+def test_a_table_file_in_use_stays(tmp_path: Path) -> None:
+    files = killed_with_files(tmp_path, 2)
+    group = group_specs(job_of(tmp_path, 2))[0]
+    store = MappedStore.open(group, 0, files[0].parent, incarnation=2, checkpoint=None)
+    with capture_logs() as logs:
+        remove_left_tables(job_of(tmp_path, 1))
+    store.close()
+    assert files[0].exists() or files[1].exists()
+    assert ["in use by another process" in entry["because"] for entry in logs if entry["log_level"] == "warning"] == [
+        True
+    ]

@@ -1,0 +1,62 @@
+"""Both loops write rows where they belong, and a fence ends the one whose rows pass the caches."""
+
+import re
+
+import numba
+import numpy as np
+import pytest
+
+from rowcast.prefetcher.stores import row_loops
+from rowcast.prefetcher.stores.row_loops import LINE_WORDS, scatter, scatter_for, scatter_lines
+from rowcast.runtime.arrays import U64
+from rowcast.runtime.compiled import STORES_PAST_CACHES
+
+past_caches = pytest.mark.skipif(not STORES_PAST_CACHES, reason="needs an x86 processor")
+
+
+def aligned(num_rows: int, width: int, shift: int = 0) -> U64:
+    """Zeros from `shift` words behind the start of a cache line on."""
+    words = np.zeros(num_rows * width + 2 * LINE_WORDS, np.uint64)
+    start = -(words.ctypes.data // 8) % LINE_WORDS + shift
+    return words[start : start + num_rows * width].reshape(num_rows, width)
+
+
+@past_caches
+@pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 500])
+@pytest.mark.parametrize("width", [8, 24, 64, 72])
+def test_both_loops_write_the_same_rows(num_rows: int, width: int) -> None:
+    random = np.random.default_rng(num_rows + width)
+    positions = np.sort(random.choice(1000, num_rows, replace=False))
+    source = random.integers(0, 2**63, (num_rows, width), np.uint64)
+    expected = np.zeros((1000, width), np.uint64)
+    expected[positions] = source
+    for loop in (scatter, scatter_lines):
+        words, marks = aligned(1000, width), np.zeros(1000, np.uint8)
+        loop(source, positions, words, marks)
+        assert np.array_equal(words, expected)
+        assert np.flatnonzero(marks).tolist() == positions.tolist()
+
+
+@past_caches
+def test_only_long_records_of_whole_cache_lines_pass_the_caches() -> None:
+    assert scatter_for(aligned(10, 64)) is scatter_lines
+    assert scatter_for(aligned(10, 24)) is scatter_lines
+    assert scatter_for(aligned(10, 16)) is scatter
+    assert scatter_for(aligned(10, 60)) is scatter
+    assert scatter_for(aligned(10, 64, shift=1)) is scatter
+
+
+def test_other_processors_take_the_ordinary_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_loops, "STORES_PAST_CACHES", False)
+    assert scatter_for(aligned(10, 64)) is scatter
+
+
+@past_caches
+def test_a_fence_follows_the_last_store_past_the_caches() -> None:
+    again = numba.njit(nogil=True, _nrt=False)(scatter_lines.py_func)  # type: ignore[attr-defined]
+    again(aligned(3, 64), np.arange(3), aligned(3, 64), np.zeros(3, np.uint8))
+    (code,) = again.inspect_asm().values()
+    instructions = re.findall(r"^\s+(v?movnt\w+|sfence|ret\w*)\b", code, re.MULTILINE)
+    stores = [at for at, name in enumerate(instructions) if "movnt" in name]
+    assert stores
+    assert "sfence" in instructions[stores[-1] :]

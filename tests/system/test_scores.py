@@ -1,0 +1,149 @@
+"""`rowcast score`: a prediction for each row of a file, in its order, with the bits of an evaluation."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import csv
+from pyarrow import parquet as pq
+from safetensors.torch import load_file
+
+from examples.plain_loop import PlainTable
+from rowcast.deploy.score import score
+from rowcast.job.file import load_job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.parts import Rank, part_sizes
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.process import Signals
+from rowcast.trainer.models.evaluate import EvalMetrics
+from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.report.report_json import read_report
+from tests.support.batches import SEVERAL_LABELS
+from tests.support.facts import facts
+from tests.support.jobs import table
+from tests.support.processes import Ended, Session
+
+NUM_ROWS = 1003  # no whole number of batches
+LABELS = {"one": ["label"], "two": ["click", "buy"]}
+
+
+def write_clicks(path: Path, seed: int, labels: list[str]) -> None:
+    rng = np.random.default_rng(seed)
+    users = np.array([f"u{number}" for number in rng.integers(0, 900, NUM_ROWS)])
+    columns: dict[str, Any] = {"user": users, "item": rng.integers(0, 50, NUM_ROWS), "price": rng.random(NUM_ROWS)}
+    write = csv.write_csv if path.suffix == ".csv" else pq.write_table
+    write(pa.table(columns | {label: rng.integers(0, 2, NUM_ROWS) for label in labels}), path)
+
+
+def write_job(session: Session, form: str, labels: list[str], **sections: Any) -> None:
+    own = {"label": labels[0]} if len(labels) == 1 else {"labels": labels}
+    session.write_job(
+        data={
+            "format": form,
+            "path": str(session.folder / f"clicks.{form}"),
+            "columns": {**own, "dense": ["price"], "hash": ["user"]},
+            "shuffle": "window:300",
+            "synthetic": None,
+        },
+        tables=[table("user", 3000, 4), table("item", 50, 4)],
+        **sections,
+    )
+
+
+def scored(session: Session, data: Path, out: Path) -> Ended:
+    return session.start_module(
+        "rowcast", "score", f"--run={session.run_dir}", f"--data={data}", f"--out={out}"
+    ).ended()
+
+
+@torch.no_grad()
+def plain_logits(session: Session, data: Path, parts: int) -> torch.Tensor:
+    """By the exported model in plain PyTorch, in the order of the file."""
+    job = load_job(session.config, (f"data.path={data}", "data.shuffle=none", "data.columns.label_values=none"))
+    session.export(session.folder / "end").quiet()
+    tensors = load_file(session.folder / "end")
+    side = JobModel(job, 1, needs_labels=False)
+    side.model.load_state_dict({name: tensors[name] for name in side.model.state_dict()})
+    tables = [PlainTable(own, job.features.index(own.features[0]), job.optimizer.sparse, tensors) for own in job.tables]
+    found = []
+    for batch in open_reader(job).batches("train", 0):
+        sizes = part_sizes(batch.size, Rank(number=0, count=1, parts=parts))
+        pooled = [torch.as_tensor(feature) for own in tables for feature in own.forward(batch)]
+        features = [torch.split_with_sizes(own, sizes) for own in (torch.tensor(batch.dense), *pooled)]
+        for dense, *embeddings in zip(*features, strict=True):
+            found.append(side.forward(dense.clone(), [own.clone() for own in embeddings], training=False))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    ("form", "labels", "parts", "model"),
+    [
+        ("csv", LABELS["one"], 1, {}),
+        ("parquet", LABELS["one"], 2, {}),
+        ("parquet", LABELS["two"], 1, SEVERAL_LABELS["model"] | {"bottom_mlp": None, "top_mlp": None}),
+    ],
+    ids=["csv", "parts", "labels"],
+)
+def test_scores_are_the_predictions_of_an_evaluation_row_by_row(
+    form: str, labels: list[str], parts: int, model: dict[str, Any], session: Session
+) -> None:
+    write_clicks(session.folder / f"clicks.{form}", 1, labels)
+    write_job(session, form, labels, model=model, ranks={"parts": parts})
+    session.start("train").ended().quiet()
+    new, labelled = session.folder / f"new.{form}", session.folder / f"labelled.{form}"
+    write_clicks(new, 2, [])
+    write_clicks(labelled, 2, labels)
+
+    as_parquet, as_csv = session.folder / "scores.parquet", session.folder / "scores.csv"
+    said = scored(session, new, as_parquet).quiet().stdout
+    assert said.splitlines()[-1] == f"scored 1,003 rows of {new} to {as_parquet}, by the model after 16 train steps"
+    assert f"scored 1,003 rows of {labelled} to {as_csv}, " in scored(session, labelled, as_csv).quiet().stdout
+    columns = pq.read_table(as_parquet)
+    assert columns.column_names == (["score"] if len(labels) == 1 else labels)
+    scores = np.stack([column.to_numpy() for column in columns.columns], axis=1)
+    assert scores.dtype == np.float32
+    assert np.loadtxt(as_csv, np.float32, delimiter=",", skiprows=1, ndmin=2).tobytes() == scores.tobytes()
+
+    found = torch.tensor(scores if len(labels) > 1 else scores[:, 0])
+    assert torch.equal(plain_logits(session, new, parts).view(torch.int32), found.view(torch.int32))
+    session.start("train", "--eval", f"--set=data.eval_path={labelled}").ended().quiet()
+    evaluated = read_report(session.run_dir / "eval.json")
+    metrics = EvalMetrics(num_labels=0 if len(labels) == 1 else len(labels))
+    known = csv.read_csv(labelled) if form == "csv" else pq.read_table(labelled)
+    of_rows = np.stack([known[label].to_numpy() for label in labels], axis=1).astype(np.float32)
+    metrics.update(found, torch.tensor(of_rows if len(labels) > 1 else of_rows[:, 0]))
+    result = metrics.compute()
+    assert (evaluated.auc, evaluated.accuracy) == (result.auc, result.accuracy)
+    assert evaluated.logloss == pytest.approx(result.logloss, rel=1e-12)
+
+
+def test_a_file_that_cannot_be_scored_leaves_nothing(session: Session) -> None:
+    write_clicks(session.folder / "clicks.csv", 1, ["label"])
+    write_job(session, "csv", ["label"])
+    session.start("train").ended().quiet()
+    data, out = session.folder / "new.csv", session.folder / "scores.csv"
+    data.write_text("user,price\nu1,0.5\n")
+    sentence = scored(session, data, out).sentences[-1]
+    assert "the prefetcher" in sentence
+    assert f"feature item is not in {data}" in sentence
+    assert not [*session.folder.glob("scores*")]
+
+
+@pytest.mark.parametrize(
+    ("out", "sentence"),
+    [
+        ("scores.txt", "the name must end in .csv or .parquet"),
+        ("there.csv", "exists; remove it, or give another name"),
+        ("no/scores.csv", "does not exist; make it"),
+        ("scores.csv", facts("no checkpoint", "run_dir")),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_process_starts(out: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "there.csv").touch()
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        score(run=tmp_path, data=tmp_path / "new.csv", out=tmp_path / out)(Signals())
+    assert str(tmp_path) in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["there.csv"]

@@ -1,0 +1,249 @@
+"""Runs an adopted script: opens its folder, a prefetcher, the connection to it, and the engine in this process.
+
+    open     locks the run folder, starts the prefetcher and connects
+    start    makes the engine for the steps of `ScriptSession`
+    end      writes the report and says good-bye, after the last step
+    leave    the script left before the end
+
+An error within `in_engine` closes everything. The threads of mail, sender and watch stop with the run.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from traceback import clear_frames
+
+import torch
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
+from rowcast.protocol.messages import Welcome
+from rowcast.protocol.peer_watch import ProcessProgress
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.child import Child
+from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
+from rowcast.runtime.process import Crew
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.stages import Doorbell
+from rowcast.trainer.adopt import run_folder
+from rowcast.trainer.adopt.script_state import ScriptState
+from rowcast.trainer.adopt.stateful_objects import StatefulObjects
+from rowcast.trainer.adopt.stderr import print_line
+from rowcast.trainer.adopt.stop_signals import StopSignals
+from rowcast.trainer.adopt.telemetry import ScriptTelemetry
+from rowcast.trainer.device.streams import adopted_streams, on_device, release_memory
+from rowcast.trainer.kernels import Kernels
+from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.run.connection import Connection, ConnectionParts
+from rowcast.trainer.step.engine import TrainerEngine
+from rowcast.trainer.step.metrics import new_counters
+
+CHILD_END_S = 15.0  # the longest time of a prefetcher to end after a stop signal
+CONTINUED = "start the script again to continue from there"
+ONLY_TABLES = "without connect(..., dense=(model, optimizer)) it holds only the tables, and the run cannot be continued"
+LOST_CHILD_S = 3.0  # the longest time until a prefetcher that seems lost is seen to have ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionParts:
+    job: Job
+    device: torch.device
+    start_child: Callable[[], Child] | None  # None: the user starts the prefetcher
+    dense: StatefulObjects | None
+    dense_optimizer: bool  # a dense optimizer must step once for each train batch
+    evaluate: bool = False  # evaluation batches are yielded too
+    accumulate: int = 1  # micro-batches per batch
+    begins_with_tables: bool = False  # the run begins with tables that the script has loaded, not with a checkpoint
+    finished: Manifest | None = None  # the last checkpoint of a complete run, with no train steps left
+
+
+class ScriptRun:
+    def __init__(self, parts: SessionParts) -> None:
+        self.ended = False  # all rows are home and on disk, and both processes have said good-bye
+        self.closed = False
+        self.resumes = False  # the run continues from a checkpoint, so the script may count epochs that are complete
+        self.metrics_address: str | None = None  # "host:port", once it is open
+        self.stop_reason: str | None = None  # why the run ends or ended before its data
+        self.stack = ExitStack()  # closed with the run
+        self.groups = group_specs(parts.job)
+        self._bell = Doorbell()
+        self.crew = Crew("trainer", self._bell, owns_process=False)
+        self._counters = new_counters(self.groups)
+        self.telemetry = ScriptTelemetry(parts.job, parts.device, self._counters, self.crew.dead_stage)
+        self._parts, self._job, self._device = parts, parts.job, parts.device
+        self.connection = Connection(
+            ConnectionParts(
+                job=self._job,
+                groups=self.groups,
+                folder=self._job.run_dir,
+                mode="train",
+                device=self._device,
+                transport=self._job.transport,
+                counters=self._counters,
+                health=self.telemetry.health,
+                bell=self._bell,
+                crew=self.crew,
+                adjust_progress=self._adjust_progress,
+            )
+        )
+        self._child: Child | None = None
+        self._signals = StopSignals(self.ask_to_stop)
+        self._directory: RunDirectory | None = None  # while this process holds its lock
+        self._script_ran_s = time.monotonic()  # when the script was last known to run
+        self._script_runs = False  # False: the session works, and the script waits for it
+        self._pid = os.getpid()
+
+    def open(self) -> tuple[Welcome, Kernels]:
+        began_s: float | None = time.monotonic()
+        self._directory = self.stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+        self._directory.clear_failure()
+        self.stack.callback(self._signals.close)
+        self._signals.open()
+        self.metrics_address = self.telemetry.serve(self.stack)
+        if self._parts.start_child is not None:
+            self._child, began_s = self._parts.start_child(), None  # its exit tells more than its failure note
+            self.stack.callback(self._child.terminate, CHILD_END_S)
+        kernels = choose_kernels(self._device, self._job)  # in parallel with the prefetcher's start
+        self.stack.enter_context(self.connection)
+        welcome = self.connection.meet(lambda: self.stop_reason is not None, began_s, self._child_ended)
+        if welcome is None and self.stop_reason is not None:
+            raise KeyboardInterrupt
+        if welcome is None:
+            raise PeerLost("the prefetcher was stopped before the run had begun")
+        self._check_fits_script(welcome)
+        self.resumes = welcome.first_train_step > 0
+        if welcome.pairing:
+            print_line(f"ids come by position: {welcome.pairing}")
+        return welcome, kernels
+
+    def _child_ended(self) -> bool:
+        return self._child is not None and self._child.code is not None
+
+    def _check_fits_script(self, welcome: Welcome) -> None:
+        """Raises ConfigError."""
+        if welcome.first_train_step:
+            run_folder.refuse_to_resume(
+                self._job.run_dir,
+                welcome.first_train_step,
+                has_dense=self._parts.dense is not None,
+                has_tables=self._parts.begins_with_tables,
+            )
+        if self._parts.evaluate and welcome.epoch_batches[1] == 0:
+            raise ConfigError(
+                "connect: evaluate=True, but the data set has no evaluation batches; let the factory return a function "
+                'of (split, epoch) that knows the split "eval"'
+            )
+
+    def start(self, welcome: Welcome, state: ScriptState) -> TrainerEngine:
+        connection = self.connection
+        self.telemetry.accept(welcome)
+        connection.stack.callback(self.telemetry.leave)
+        connection.stack.enter_context(self.telemetry.results)
+        engine = connection.start(adopted_streams, lambda records, clock: (state, None), self.telemetry.results)
+        self.telemetry.begin(engine, pinned=connection.has_page_locked_rings)
+        return engine
+
+    @property
+    def engine(self) -> TrainerEngine:
+        assert self.connection.engine is not None, "start has made an engine"
+        return self.connection.engine
+
+    @property
+    def run_id(self) -> str | None:
+        known = self._parts.finished or self.connection.welcome
+        return None if known is None else known.run_id
+
+    def epoch_batches(self) -> tuple[int | None, int | None]:
+        """Train and evaluation batches per epoch; None for a number that the data set does not know."""
+        welcome = self.connection.welcome
+        if welcome is None:
+            return 0, 0  # the run is complete
+        train, evaluation = welcome.epoch_batches
+        most = welcome.train_steps  # max_steps may end the run within its first epoch
+        return (train if train is None or most is None else min(train, most)), evaluation
+
+    def _adjust_progress(self, progress: ProcessProgress) -> ProcessProgress:
+        """Counts the script's time as progress: it may take any time for a step."""
+        if self._script_runs:
+            self._script_ran_s = time.monotonic()
+        waiting_for = "the training script" if self._script_runs else progress.waiting_for
+        return replace(progress, work=progress.work + int(self._script_ran_s), waiting_for=waiting_for)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ends the run at the loader's next batch. Signal handlers call this too."""
+        self.stop_reason = self.stop_reason or reason
+        self.telemetry.health.state = "stopping"
+        self._bell.ring()
+
+    # the end
+
+    def end(self, epoch: int) -> None:
+        """Call after the engine's last step, in `epoch`. Raises RowcastError if the prefetcher was stopped."""
+        barrier, steps = self.engine.barrier, self.telemetry.train_steps
+        assert barrier.end is not None, "the loop ends with EndOfData"
+        self.telemetry.write()
+        self.connection.say_bye()
+        self.ended = True
+        self.close()
+        where = f"checkpoint is in {self._job.run_dir}: {ONLY_TABLES if self._parts.dense is None else CONTINUED}"
+        if barrier.end.finished:
+            self.stop_reason = None
+        elif self.stop_reason is None:
+            raise RowcastError(
+                f"the prefetcher was stopped ({barrier.stop_reason}) after {steps} train steps; its {where}"
+            )
+        elif steps:
+            print_line(f"stopped by {self.stop_reason} after {steps} train steps, in epoch {epoch}; the {where}")
+        else:
+            print_line(f"stopped by {self.stop_reason} before the first train step")
+
+    @property
+    def is_left(self) -> bool:
+        """Whether there is no run to end: it is closed, or this process was forked from the one that opened it."""
+        return self.closed or self._pid != os.getpid()
+
+    def leave(self) -> None:
+        self._report_failure(
+            RowcastError(f"the training script left its loop after {self.telemetry.train_steps} train steps")
+        )
+        self.close()
+        release_memory(self._device)
+
+    @contextmanager
+    def in_engine(self) -> Iterator[None]:
+        """Runs the engine outside the script's inference mode and on the job's device. An error closes everything."""
+        self._script_runs = False
+        try:
+            with torch.inference_mode(False), on_device(self._device):
+                yield
+        except BaseException as error:  # noqa: BLE001 - any error ends the run
+            raise self._failed(error) from None
+        self._script_ran_s, self._script_runs = time.monotonic(), True
+        if self.closed:
+            release_memory(self._device)  # here, where no call holds the engine
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Closes everything; returns the error to raise in the script."""
+        found = error
+        if not self.closed:
+            self._report_failure(error)
+            if isinstance(error, PeerLost) and self._child is not None and self._child.ended_within(LOST_CHILD_S):
+                found = peer_failure(self._child.code or 1, self._child.describe_exit())
+            self.close()
+        for raised in (error, self.crew.error):
+            if raised is not None:
+                clear_frames(raised.__traceback__)  # a notebook keeps the last error and its frames' objects
+        release_memory(self._device)
+        return found
+
+    def _report_failure(self, error: BaseException) -> None:
+        if self._directory is not None:
+            self._directory.note_failure(error)
+        self.connection.send_failure(error)
+
+    def close(self) -> None:
+        self.closed = True
+        with on_device(self._device):
+            self.stack.close()

@@ -1,0 +1,1 @@
+"""Runs work on the device: streams and their clocks, page-locked memory."""

@@ -1,1 +1,0 @@
-"""Executes plans: the main loop, the device cache, streams, and copies between host and device."""

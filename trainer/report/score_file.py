@@ -1,0 +1,72 @@
+"""Writes scores as CSV or Parquet, a row per sample, under another name until all are there."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import csv
+from pyarrow import parquet as pq
+
+from rowcast.runtime.arrays import F32
+from rowcast.runtime.errors import RowcastError
+from rowcast.trainer.report.score_place import check_place, partial_of
+
+ROWS_AT_ONCE = 65536  # in memory, and in a row group
+WRITERS = {".csv": csv.CSVWriter, ".parquet": pq.ParquetWriter}
+
+
+class ScoreFile:
+    """Implements `scoring.Scores`. `finish` gives the file its name."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        """`names`: of the columns. Raises ConfigError."""
+        check_place(path, "--scores")
+        self._path = path
+        self._schema = pa.schema([(name, pa.float32()) for name in names])
+        self._writer: Any = None
+        self._held: list[F32] = []
+        self._num_held = 0
+
+    def begin(self) -> None:
+        self._held, self._num_held = [], 0
+        self._writer = self._told(lambda: WRITERS[self._path.suffix](partial_of(self._path), self._schema))
+
+    def write(self, scores: F32) -> None:
+        self._held.append(scores)
+        self._num_held += len(scores)
+        if self._num_held >= ROWS_AT_ONCE:
+            self._write_held()
+
+    def finish(self) -> None:
+        def finish() -> None:
+            self._writer.close()
+            with partial_of(self._path).open("rb") as file:
+                os.fsync(file.fileno())
+            partial_of(self._path).rename(self._path)
+
+        self._write_held()
+        self._told(finish)
+
+    def _write_held(self) -> None:
+        if self._held:
+            scores = np.concatenate(self._held).reshape(self._num_held, len(self._schema))
+            table = pa.Table.from_arrays([arrow_array(column) for column in scores.T], schema=self._schema)
+            self._told(lambda: self._writer.write_table(table))
+            self._held, self._num_held = [], 0
+
+    def _told(self, write: Any) -> Any:
+        try:
+            return write()
+        except OSError as error:
+            raise RowcastError(
+                f"{partial_of(self._path)}: scores cannot be written ({error.strerror or error}); free space there, or "
+                "give another folder"
+            ) from None
+
+
+def arrow_array(values: F32) -> Any:
+    """`pa.array` imports pandas where it is installed, which takes 40 MiB."""
+    return pa.Array.from_buffers(pa.float32(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])

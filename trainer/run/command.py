@@ -1,0 +1,83 @@
+"""Implements `trainer run` and `trainer eval`. Reads the job file before importing torch, to refuse a bad one at
+once."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from rowcast.job.file import load_own_job
+from rowcast.job.schema import Job
+from rowcast.runtime.children import stop_with_parent
+from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Timeline
+from rowcast.runtime.process import Signals, leave_at_once, run_until_stopped
+from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.run.launch import rank_in_log, read_launch
+
+
+def run_until_left(process: str, main: Callable[[Signals], int | None]) -> int:
+    """Runs `main`. If the process did not leave the group of ranks in order, ends it at once: gloo's threads may still
+    wait for a lost rank, and an orderly exit would wait for them."""
+    code = run_until_stopped(process, main)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        sys.stderr.flush()
+        leave_at_once(code)
+    return code
+
+
+def begin(config: Path, overrides: list[str] | None, log_level: str, log_json: bool) -> Job:
+    if read_launch(os.environ).has_agent:
+        stop_with_parent(os.getppid())  # torchrun, which cannot notify its trainers if it is killed
+    setup_logging("trainer", log_level, log_json or None, rank_in_log(os.environ))
+    return load_own_job("trainer", config, tuple(overrides or ()))
+
+
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    fresh: Annotated[
+        bool,
+        Option(
+            "--fresh", help="Begin a new run; its first checkpoint replaces the report and losses of an earlier run."
+        ),
+    ] = False,
+    timeline: Timeline = False,
+    tensorboard: Annotated[
+        Path | None, Option(help="Write TensorBoard event files to this folder.", metavar="DIR")
+    ] = None,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
+) -> Callable[[Signals], None]:
+    def main(signals: Signals) -> None:
+        job = begin(config, overrides, log_level, log_json)
+        from rowcast.trainer.run.trainer_run import run_trainer
+
+        run_trainer(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard)
+
+    return main
+
+
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    timeline: Timeline = False,
+    scores: Annotated[
+        Path | None,
+        Option(help="Write a score for each evaluation sample to this new file.", metavar="FILE.csv|FILE.parquet"),
+    ] = None,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
+) -> Callable[[Signals], None]:
+    def main(signals: Signals) -> None:
+        job = begin(config, overrides, log_level, log_json)
+        from rowcast.trainer.run.errands import EVALUATE, score_to
+        from rowcast.trainer.run.trainer_run import run_trainer
+
+        errand = EVALUATE if scores is None else score_to(scores, job)
+        run_trainer(job, signals, timeline=timeline, errand=errand)
+
+    return main

@@ -1,0 +1,327 @@
+"""Executes steps in the order of their plans, in the trainer's main loop, without waiting for the device.
+
+The life of step p; `TrainingLoop.advance` is the code:
+
+    thread  function                what it moves                                 to
+    mail    cache.accept            StepReady(p), arrays checked               -> the main thread
+    main    cache.copy_in_next      rows of plan p, from the ring              -> fill staging
+            cache.release_copied    Released                                   -> the prefetcher
+            cache.fill_next         victims of plan p, from their slots        -> evict staging, the sender
+                                    rows of plan p, from fill staging          -> those slots
+    sender  copy_out_next           victims of plan p, from evict staging      -> the back ring
+            send_copied             RowsBack(p)                                -> the prefetcher
+    main    take, begin             step p may use its rows                    -> the compute stream
+            _compute                look-up, forward, backward, update         -> slots, losses
+            finish                  the event of step p                        -> the main thread
+            _report_complete        its loss, once the event has happened      -> results, the sender
+    sender  report_finished         StepDone(p)                                -> the prefetcher
+
+With a training script (`trainer/adopt/`), the script does the work between `begin` and `finish`:
+
+    advance ...    take -> begin -> (look-up to update, on the compute stream) -> finish    advance ...
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowcast.protocol.messages import StepDone
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import NonFiniteLoss
+from rowcast.trainer.device.phases import PhaseClock, Shown
+from rowcast.trainer.device.streams import Event, Streams
+from rowcast.trainer.models.evaluate import EvalCounts, EvalResult
+from rowcast.trainer.models.model_state import Tensors, pack, readable, unpack
+from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState
+from rowcast.trainer.step.cache import ArrivedStep, DeviceCache
+from rowcast.trainer.step.metrics import StallReason, TrainerCounters
+from rowcast.trainer.step.results import Evaluation, evaluation
+from rowcast.trainer.step.sender import Sender
+
+
+class Steps(Protocol):
+    """Computes steps. Every call issues work, the last of it on the compute stream, and reads no result."""
+
+    def issue_train(self, streams: Streams, step: ArrivedStep, loss: Tensor) -> None:
+        """Issues look-up to update; writes the mean loss to `loss`, f32 [] on the host."""
+
+    def issue_evaluate(self, streams: Streams, step: ArrivedStep, shown: Shown) -> None:
+        """Issues look-up and forward, under `shown`; adds the predictions to the metrics of the evaluation."""
+
+    def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
+        """Issues the copy of the evaluation's counts to the host, into `closed`, and resets them."""
+
+    def completed(self, step: int) -> None:
+        """Called when all work of the step is complete, before its StepDone."""
+
+
+class ModelState(Protocol):
+    """The model's state in a checkpoint."""
+
+    def issue_state(self, streams: Streams) -> None:
+        """Issues the exchanges that `state` needs. Called at the same barriers on all ranks."""
+
+    def state(self) -> Tensors:
+        """Returns the state to save. Called when every issued step, and `issue_state`, is complete."""
+
+    def restore(self, tensors: Tensors) -> bool:
+        """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
+
+
+class Results(Protocol):
+    """Receives results in the order of the steps."""
+
+    def loss(self, train_step: int, loss: np.float32) -> None: ...
+
+    def evaluation(self, result: Evaluation) -> None: ...
+
+    def state(self) -> Tensors:
+        """Returns all losses and the last evaluation, for a checkpoint."""
+
+    def restore(self, tensors: Tensors) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """The model, its steps and its results: the trainer's state in a checkpoint. Implements `barrier.DenseState`."""
+
+    model: ModelState
+    steps: Steps | None  # None: a training script computes the steps
+    results: Results
+    labels: Sequence[str] = ()  # data.columns.labels
+    train_steps: int  # train steps of the run issued, in this attempt or before it
+    evaluating: bool = False  # an evaluation has begun and is not closed
+
+    def issue(self, streams: Streams) -> Event:
+        self.model.issue_state(streams)
+        return streams.compute.record()
+
+    def pack(self) -> bytes:
+        return pack({**self.model.state(), **self.results.state()})
+
+    def restore(self, content: bytes) -> None:
+        tensors = unpack(content)
+        with readable():
+            self.evaluating = self.model.restore(tensors)
+        crash_point("model restored")
+        with readable():
+            self.results.restore(tensors)
+
+
+@dataclass(slots=True, kw_only=True)
+class Issued:
+    """A step issued to the device, or the close of an evaluation."""
+
+    event: Event
+    step: ArrivedStep | None
+    evaluation: list[EvalCounts] | None  # filled when the close runs
+    train_steps: int  # train steps before this one, or before the close of the evaluation
+    loss: Tensor | None
+    began_s: float
+    counts: bool = True  # False: the step was passed over without computing it
+
+
+class TrainingLoop:
+    """Runs on the main thread."""
+
+    def __init__(
+        self,
+        *,
+        cache: DeviceCache,
+        barrier: TrainerBarrier,
+        sender: Sender,
+        streams: Streams,
+        training: TrainingState,
+        depth: int,
+        counters: TrainerCounters,
+        clock: PhaseClock,
+    ) -> None:
+        """`clock` times the steps' stream."""
+        self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
+        self.step_begun: int | None = None
+        self.step_done: int | None = None
+        self._cache = cache
+        self._barrier = barrier
+        self._sender = sender
+        self._streams = streams
+        self._training = training
+        self._counters = counters
+        self._clock = clock
+        pinned = streams.device.type == "cuda"
+        self._losses = [torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(depth + 2)]
+        self._issued: deque[Issued] = deque()
+        self._began_s = 0.0  # time.perf_counter() at the start of the newest step
+
+    @property
+    def finished(self) -> bool:
+        return self._barrier.state is TrainerState.ENDED and not self._issued and not self._must_close
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether the next turn may depend on an event of the device."""
+        open_work = bool(self._issued) or self._cache.is_copying or self._barrier.awaits_state
+        return self._streams.copy_in.is_device and open_work
+
+    @property
+    def waiting_for(self) -> str:
+        return "the device" if self._issued else self._barrier.waiting_for or "rows"
+
+    def advance(self) -> bool:
+        """Does what can be done now without waiting for the device; returns whether it did anything.
+
+        Read from top to bottom, it is the life of a step. One turn works on several steps: while step p computes, rows
+        of step p + 1 enter their slots, and rows of step p + 2 leave the ring.
+        """
+        if self._barrier.state is TrainerState.RESTORING:  # before the first step
+            return self._barrier.advance()
+        copied_in = self._cache.copy_in_next()
+        released = self._cache.release_copied()
+        filled = self._cache.fill_next()  # its victims leave first: from here on the sender sends them home
+        moved = copied_in or released or filled
+        # if rows moved, other threads now have work; on a CPU the step would delay waking them
+        step = self.take() if self._training.steps is not None and not moved else None
+        if step is not None:
+            crash_point("step not begun")
+            self._close_evaluation_before(step)
+            self.begin(step)  # the compute stream waits until the rows are in their slots
+            loss = self._compute(step)
+            self.finish(step, loss)
+        elif not moved:
+            moved = self._barrier.advance() or self._close_evaluation_before(None)
+        reported = self._report_complete()
+        return moved or step is not None or reported
+
+    def idled(self, seconds: float) -> None:
+        """Counts `seconds` without work for the main thread. Idle time before the first step is start-up, not a
+        stall."""
+        if self.step_begun is None:
+            return
+        at_barrier = self._barrier.stop_reason is not None
+        reason: StallReason = "results" if self._issued else "barrier" if at_barrier else "rows"
+        self._counters.stalled(reason, seconds)
+
+    # issuing
+
+    @property
+    def _steps(self) -> Steps:
+        assert self._training.steps is not None, "a training script computes the steps"
+        return self._training.steps
+
+    def take(self) -> ArrivedStep | None:
+        """Returns the next step once its rows are on their way; begin and finish it before calling this again."""
+        return self._cache.take_filled()
+
+    def begin(self, step: ArrivedStep) -> None:
+        """Allows the compute stream to look up and update the step's rows."""
+        self._began_s = time.perf_counter()
+        self._streams.compute.wait(step.filled[-1], "filled")
+        self.first_step_s = self.first_step_s or self._began_s
+        self.step_begun = step.step
+        self._barrier.step_begins()
+
+    def finish(self, step: ArrivedStep, loss: Tensor | None) -> None:
+        """Called after look-up to update were issued to the compute stream. `loss` will hold the mean loss; None:
+        unknown."""
+        event = self._streams.compute.record()
+        self._cache.issued(step.step, event)
+        self._issued.append(
+            Issued(
+                event=event,
+                step=step,
+                evaluation=None,
+                train_steps=step.header.train_step,
+                loss=loss,
+                began_s=self._began_s,
+            )
+        )
+
+    def pass_over(self, step: ArrivedStep) -> None:
+        """Completes a step without computing it, because the run stops before it. Its rows do not change."""
+        self.begin(step)
+        self.finish(step, None)
+        self._issued[-1].counts = False
+
+    def _compute(self, step: ArrivedStep) -> Tensor | None:
+        """Issues look-up to update; returns the tensor that the loss will be written to."""
+        if step.header.kind == "eval":
+            self._training.evaluating = True
+            self._steps.issue_evaluate(self._streams, step, lambda: self._counters.shown("evaluate", step.step))
+            return None
+        loss = self._losses[step.step % len(self._losses)]
+        self._training.train_steps = step.header.train_step + 1
+        self._steps.issue_train(self._streams, step, loss)
+        return loss
+
+    @property
+    def _must_close(self) -> bool:
+        """Whether the data ended in an evaluation. An evaluation that a stop interrupts continues in the next
+        attempt."""
+        end = self._barrier.end
+        return end is not None and end.finished and self._training.evaluating
+
+    def _close_evaluation_before(self, step: ArrivedStep | None) -> bool:
+        """Closes the evaluation if `step` is a train step, or None and the data has ended; returns whether it did."""
+        is_whole = self._must_close if step is None else self._training.evaluating and step.header.kind == "train"
+        if not is_whole:
+            return False
+        closed: list[EvalCounts] = []
+        self._steps.issue_close(self._streams, closed)
+        self._training.evaluating = False
+        self._issued.append(
+            Issued(
+                event=self._streams.compute.record(),
+                step=None,
+                evaluation=closed,
+                train_steps=self._training.train_steps,
+                loss=None,
+                began_s=time.perf_counter(),
+            )
+        )
+        return True
+
+    # results
+
+    def _report_complete(self) -> bool:
+        """Reports every complete step: on a CPU each one before the next is issued."""
+        reported = False
+        while self._issued and self._streams.done(self._issued[0].event, "results"):
+            reported = True
+            issued = self._issued.popleft()
+            if issued.evaluation is not None:
+                self._finish_evaluation(issued.train_steps, issued.evaluation[0].result())
+            if issued.step is not None:
+                self._finish_step(issued, issued.step)
+        return reported
+
+    def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
+        found = evaluation(result, train_steps, self._training.labels)
+        if found is not None:
+            self._training.results.evaluation(found)
+
+    def _finish_step(self, issued: Issued, step: ArrivedStep) -> None:
+        loss = None
+        if self._training.steps is not None:
+            self._training.steps.completed(step.step)
+        if issued.loss is not None:
+            loss = np.float32(issued.loss.item())
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(
+                    f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower "
+                    "optimizer.sparse.lr or dense.lr"
+                )
+            self._training.results.loss(issued.train_steps, loss)
+        crash_point("step computed")
+        self._cache.completed(step.step)
+        self._clock.complete(step.step)
+        self.step_done = step.step
+        if issued.counts:
+            self._counters.step_done(step.header, None if loss is None else float(loss))
+        self._counters.show("step", step.header.kind, time.perf_counter() - issued.began_s, step.step)
+        self._sender.finish(StepDone(step=step.step, rank=self._counters.rank))

@@ -1,0 +1,136 @@
+"""Counts what the trainer does, for /metrics and for the report."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
+from rowcast.protocol.messages import PlanHeader
+from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Sample
+from rowcast.trainer.device.phases import Lap, Phase
+from rowcast.trainer.step.results import Evaluation
+
+StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
+Queue = Literal["steps", "rows_back"]
+Side = Literal["sparse", "dense"]
+# rows: the loop waits for StepReady      ring: the sender waits for space in the back ring
+# results: the loop waits for the device  barrier: the loop waits for the flush
+# ranks: the compute stream waits for other ranks: until they reach the same point, and during the transfer
+#
+# link -steps-> cache -rows_back-> sender
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerCounters(Counters[StallReason, Phase, Queue]):
+    """Made by `new_counters`. Each counter has one writer: the thread that does the work."""
+
+    loss: float | None = None  # the last train step's
+    shared_samples: int = 0  # of train steps, over all ranks
+    shared_eval_samples: int = 0
+    imbalance: float = 1.0  # in the last train step: the most rows that a rank owns over the mean
+    imbalances: float = 0.0  # its excess over 1, summed over train steps
+
+    def lapped(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
+        """Implements `Spent`: a wait for other ranks counts in its phase and as a stall."""
+        if lap == "ranks":
+            self.stalled("ranks", seconds, step, ended_s)
+        self.spent("exchange" if lap == "ranks" else lap, seconds, step, ended_s)
+
+    def step_done(self, plan: PlanHeader, loss: float | None) -> None:
+        """Counts a step that is complete on the device. `loss` is None for an evaluation step."""
+        self.step(plan.kind, plan.batch_size)
+        shares = (None,) * len(plan.groups) if plan.share is None else plan.share.groups
+        for counters, group, share in zip(self.groups.values(), plan.groups, shares, strict=True):
+            counters.step(
+                num_lookups=group.num_lookups,
+                num_unique=group.num_unique if share is None else share.num_own,
+                num_fetch=group.num_fetch,
+                num_evict=group.num_evict,
+            )
+        if plan.share is not None:
+            self.exchanged(plan.kind, plan.share.groups)
+        of_all = plan.batch_size if plan.share is None else plan.share.batch_size
+        self.shared_samples += of_all if plan.kind == "train" else 0
+        self.shared_eval_samples += of_all if plan.kind == "eval" else 0
+        self.loss = self.loss if loss is None else loss
+        self.progressed()
+
+    def balanced(self, imbalance: float) -> None:
+        """Records how evenly the ranks own a train step's rows."""
+        self.imbalance = imbalance
+        self.imbalances += imbalance - 1
+
+    @property
+    def mean_imbalance(self) -> float:
+        return 1 + self.imbalances / max(1, self.train_steps)
+
+    @property
+    def waited_s(self) -> float:
+        return self.stalls["rows"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerGauges:
+    """Values at one moment. The defaults hold without an engine: before the first Welcome and between attempts."""
+
+    train_step: int  # train steps of the run so far
+    learning_rates: Mapping[Side, float]  # for the next train step
+    expected_train_steps: int | None = None  # train steps of the whole run
+    evaluation: Evaluation | None = None  # the last
+    queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
+    ring_used_bytes: int = 0  # back ring
+    ring_size_bytes: int = 0
+    frames_refused: int = 0
+
+
+def new_counters(groups: Sequence[GroupSpec], rank: int = 0) -> TrainerCounters:
+    return TrainerCounters(
+        rank=rank,
+        groups=new_groups(groups),
+        stalls=dict.fromkeys(get_args(StallReason), 0.0),
+        phases=dict.fromkeys(get_args(Phase), 0.0),
+        queues={name: QueueCounters() for name in get_args(Queue)},
+    )
+
+
+class TrainerCollector(CountersCollector):
+    def __init__(
+        self, counters: TrainerCounters, gauges: Callable[[], TrainerGauges], build: Mapping[str, str], health: Health
+    ) -> None:
+        """The scrape's thread calls `gauges`, which must return at once and take no lock that a working stage holds.
+
+        `build` comes from `build_info`.
+        """
+        super().__init__("trainer", build, health, counters.rank)
+        self._counters = counters
+        self._gauges = gauges
+
+    def samples(self) -> Iterator[Sample]:
+        counters, gauges = self._counters, self._gauges()
+        evaluation = gauges.evaluation
+        yield from counter_samples(counters)
+        for queue, entries in gauges.queue_depths.items():
+            yield "rowcast_queue_depth", (queue,), entries
+        yield "rowcast_ring_used_bytes", ("from_device",), gauges.ring_used_bytes
+        yield "rowcast_ring_size_bytes", ("from_device",), gauges.ring_size_bytes
+        yield "rowcast_frames_refused_total", (), gauges.frames_refused
+        yield "rowcast_train_step", (), gauges.train_step
+        for side, rate in gauges.learning_rates.items():
+            yield "rowcast_learning_rate", (side,), rate
+        yield "rowcast_rank_imbalance", (), counters.imbalance
+        results = {
+            "rowcast_expected_train_steps": gauges.expected_train_steps,
+            "rowcast_loss": counters.loss,
+            "rowcast_eval_auc": None if evaluation is None else evaluation.auc,
+            "rowcast_eval_logloss": None if evaluation is None else evaluation.logloss,
+            "rowcast_eval_accuracy": None if evaluation is None else evaluation.accuracy,
+        }
+        for name, value in results.items():
+            if value is not None:
+                yield name, (), value
+        for task in () if evaluation is None else evaluation.tasks:
+            for name, value in (("rowcast_eval_task_auc", task.auc), ("rowcast_eval_task_logloss", task.logloss)):
+                if value is not None:
+                    yield name, (task.label,), value

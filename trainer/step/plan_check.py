@@ -1,0 +1,433 @@
+"""Checks all data from the prefetcher once, on the host, before any byte is used as an index or a size.
+
+    Welcome      slots, depth and rings are possible for this job file
+    StepReady    header: exactly the arrays that the plan's counts imply, one after another; rows inside their piece
+                 arrays, when the last byte of the block has arrived: see below
+    Flush        the same for a barrier's slots
+
+Operations on a device cannot report a wrong position. So each value of an array of positions must be in its range in
+`protocol/plan_layout.py`; then every operation stays inside its tensors. The planner and `--verify` decide whether the
+rows are the *right* ones; dense features, labels, weights and rows may have any value.
+
+A peer could change bytes in a shared ring after the check. It runs as the same user, who could do worse; over TCP each
+process has a separate ring, so no checked byte changes. Only over TCP are slots checked to be distinct, which costs
+more than all other checks. A slot that is written twice makes the numbers wrong, as a wrong row does, but does no other
+harm.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, aligned
+from rowcast.protocol.messages import (
+    ArraySpan,
+    ArraySpec,
+    Flush,
+    GroupHeader,
+    PlanHeader,
+    ShareHeader,
+    StepReady,
+    Welcome,
+)
+from rowcast.protocol.packing import ARRAY_ALIGNMENT
+from rowcast.protocol.parts import UNDIVIDED, Rank, part_sizes
+from rowcast.protocol.plan_layout import (
+    ASKED_SLOTS,
+    BATCH_ARRAYS,
+    EXCHANGE_ARRAYS,
+    GROUP_ARRAYS,
+    ITEM_BYTES,
+    SEVERAL_LABELS,
+    ArrayLayout,
+    Counts,
+    Dtype,
+)
+from rowcast.protocol.row_checksum import barrier_name
+from rowcast.protocol.transport.ring import largest_payload
+from rowcast.runtime.arrays import I32, I64, Bytes
+from rowcast.runtime.errors import RemoteProtocolError
+
+ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
+POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
+DENSE_FEATURES_LIMIT = 2**20
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise RemoteProtocolError(sentence)
+
+
+def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) -> None:
+    """Compares a Welcome with the job file, which both processes have, before any memory is allocated."""
+    rows = tuple(group.num_rows for group in groups)
+    fits = len(welcome.slots) == len(rows) and all(map(int.__le__, welcome.slots, rows))
+    require(fits, f"the prefetcher announces {welcome.slots} slots for groups of {rows} rows")
+    depth = job.lookahead.depth
+    require(welcome.depth == depth, f"the prefetcher announces depth {welcome.depth}; lookahead.depth is {depth}")
+    fetch, back = welcome.fetch_ring.nbytes, welcome.back_ring.nbytes
+    require(fetch == back, f"the prefetcher announces rings of {fetch} and {back} bytes; both have one size")
+    least, most = max(group.record_bytes for group in groups), largest_payload(fetch)
+    require(
+        least <= welcome.staging_bytes <= most and welcome.staging_bytes % ARRAY_ALIGNMENT == 0,
+        f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from "
+        f"{least} to {most} is required",
+    )
+    require(
+        welcome.num_dense <= DENSE_FEATURES_LIMIT,
+        f"the prefetcher announces {welcome.num_dense} dense features a sample",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DueChecks:
+    """The pending checks of a plan's arrays."""
+
+    limited: list[ArraySpec]  # none is empty
+    limits: I64  # values of `limited` are from 0 to this - 1
+    bounds: I64  # start and end of each of `limited`, in items of the block
+    distinct: list[ArraySpec]
+    rising: list[tuple[ArraySpec, tuple[int, ...]]]  # with the end of each row
+
+    def too_large(self, block: Bytes) -> list[int]:
+        """Returns which of `limited` hold a value outside its limits, in one pass. A negative value is large when
+        unsigned."""
+        if not len(self.bounds):
+            return []
+        words = block.view(np.uint32)
+        bounds = self.bounds[:-1] if self.bounds[-1] == len(words) else self.bounds
+        largest = np.maximum.reduceat(words, bounds)[::2]  # every second region is between two arrays
+        return np.flatnonzero(largest >= self.limits).tolist()
+
+
+class PlanCheck:
+    """One per incarnation. The mail thread calls `message` for each message in order, and `arrays`; the main thread
+    calls the rest, so that it issues work instead of looking at plans.
+
+    All methods raise RemoteProtocolError.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        slots: Sequence[int],
+        num_dense: int,
+        first_train_step: int,
+        staging_bytes: int,
+        *,
+        is_tcp: bool,
+        rank: Rank = UNDIVIDED,
+        num_labels: int = 0,
+    ) -> None:
+        """`slots` of each group; `num_dense` features per sample; `staging_bytes` for the rows of a piece;
+        `num_labels`: names in data.columns.labels, 0 for one label per sample.
+        """
+        self._groups = tuple(groups)
+        self._num_slots = tuple(slots)
+        self._num_dense, self._num_labels = num_dense, num_labels
+        self._train_step = first_train_step  # the next plan's
+        self._staging_bytes = staging_bytes
+        self._is_tcp = is_tcp
+        self._rank = rank
+        self._due: dict[int, DueChecks] = {}  # by step: of plans with unchecked arrays
+        self._positions = {  # the arrays of positions, by name, with their group
+            f"{group}.{name}": (group, layout)
+            for group in range(len(self._groups))
+            for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS | ASKED_SLOTS).items()
+            if layout.dtype == "i4"
+        }
+
+    def message(self, message: StepReady) -> None:
+        if message.plan is not None:
+            self._header(message.step, message.plan)
+        end = 0
+        for span in message.rows:
+            require(
+                span.group < len(self._groups),
+                f"rows of group {span.group} came; there are {len(self._groups)} groups",
+            )
+            require(
+                span.offset >= end,
+                f"rows of step {message.step} at byte {span.offset} overlap those that end at {end}",
+            )
+            end = span.offset + span.count * self._groups[span.group].record_bytes
+        nbytes = 0 if message.payload is None else message.payload.nbytes
+        require(end <= nbytes, f"rows of step {message.step} end at byte {end} of a payload of {nbytes}")
+        staged = nbytes - message.rows[0].offset if message.rows else 0
+        require(
+            staged <= self._staging_bytes,
+            f"step {message.step} has {staged} bytes of rows in a piece, staging {self._staging_bytes}",
+        )
+
+    def _header(self, step: int, plan: PlanHeader) -> None:
+        require(
+            len(plan.groups) == len(self._groups),
+            f"step {step} has {len(plan.groups)} groups instead of {len(self._groups)}",
+        )
+        in_order = plan.kind == "eval" or plan.train_step == self._train_step
+        require(in_order, f"step {step} is train step {plan.train_step} instead of {self._train_step}")
+        require(self._batch_size(step, plan) > 0, f"step {step} has an empty batch")
+        group_counts = self._counts(plan)
+        if plan.share is not None:
+            for index, (share, counts) in enumerate(zip(plan.share.groups, group_counts, strict=True)):
+                check_share(f"step {step}, group {index}", share, counts, plan.groups[index], self._rank)
+        for index, (counts, spec) in enumerate(zip(group_counts, self._groups, strict=True)):
+            unpooled = len(spec.unpooled_features)
+            require(
+                counts.sequences == unpooled,
+                f"step {step} has {counts.sequences} features of sequences in group {index} instead of {unpooled}",
+            )
+            require(
+                counts.unique <= counts.parts * counts.readable,
+                f"step {step} touches {counts.unique} rows of group {index}, which has {counts.readable} slots",
+            )
+            require(
+                max(counts.lookups, counts.bags) < POSITION_LIMIT,
+                f"step {step} has {counts.lookups} look-ups in {counts.bags} bags",
+            )
+            require(
+                "offsets" in counts.present or counts.lookups == counts.bags,
+                f"step {step} has {counts.lookups} look-ups in {counts.bags} bags of one",
+            )
+        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, group_counts))
+        for index, counts in enumerate(group_counts):
+            for asked, most in ((counts.asked_fetch, counts.fetch), (counts.asked_evict, counts.evict)):
+                require(asked <= most, f"step {step} asks for checksums of {asked} of {most} rows of group {index}")
+        total = sum(counts.asked_fetch + counts.asked_evict for counts in group_counts)
+        require(
+            total == plan.num_checksums,
+            f"step {step} asks for {plan.num_checksums} checksums and names {total} slots",
+        )
+        self._train_step += plan.kind == "train"
+        self._due[step] = self._checks_of(plan, group_counts)
+
+    def _batch_size(self, step: int, plan: PlanHeader) -> int:
+        """Returns the samples of the batch over all ranks."""
+        divided = self._rank.is_divided
+        asked, came = ("the share of a rank", "a whole batch") if divided else ("a whole batch", "a share")
+        require(divided == (plan.share is not None), f"step {step} brings {came} instead of {asked}")
+        if plan.share is None:
+            return plan.batch_size
+        groups, size = len(plan.share.groups), plan.share.batch_size
+        require(groups == len(self._groups), f"step {step} shares {groups} groups instead of {len(self._groups)}")
+        own = sum(part_sizes(size, self._rank))
+        require(
+            plan.batch_size == own,
+            f"step {step} brings {plan.batch_size} samples; the parts of this rank have {own} of {size}",
+        )
+        return size
+
+    def _counts(self, plan: PlanHeader) -> list[Counts]:
+        shapes = {spec.name: spec.shape for spec in plan.arrays}
+        group_counts = []
+        for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
+            names = (*GROUP_ARRAYS, *EXCHANGE_ARRAYS, *ASKED_SLOTS)
+            group_shapes = {name: shapes[f"{index}.{name}"] for name in names if f"{index}.{name}" in shapes}
+            pooled = spec.num_features - len(group.sequence_lookups)
+            counts = Counts(
+                samples=plan.batch_size,
+                lookups=group.num_lookups,
+                unique=group.num_unique,
+                bags=pooled * plan.batch_size + sum(group.sequence_lookups),
+                sequence_lookups=group.sequence_lookups,
+                fetch=group.num_fetch,
+                evict=group.num_evict,
+                asked_fetch=math.prod(group_shapes.get("verify_fetch", (0,))),
+                asked_evict=math.prod(group_shapes.get("verify_evict", (0,))),
+                slots=self._num_slots[index],
+                readable=self._num_slots[index],
+                present=frozenset(group_shapes),
+            )
+            if plan.share is not None:
+                counts = shared(counts, plan.share.groups[index], self._rank, train=plan.kind == "train")
+            group_counts.append(counts)
+        return group_counts
+
+    def _plan_arrays(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> Iterator[ExpectedArray]:
+        batch_counts = Counts(samples=plan.batch_size, dense_features=self._num_dense, labels=self._num_labels)
+        yield from expected_arrays("", SEVERAL_LABELS if self._num_labels else BATCH_ARRAYS, batch_counts)
+        for arrays in ((GROUP_ARRAYS | EXCHANGE_ARRAYS), ASKED_SLOTS):
+            for index, counts in enumerate(group_counts):
+                yield from expected_arrays(f"{index}.", arrays, counts)
+
+    def _checks_of(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> "DueChecks":
+        arrived = [(spec, *self._positions[spec.name]) for spec in plan.arrays if spec.name in self._positions]
+        limited = [
+            (spec, layout.below.of(group_counts[group]))
+            for spec, group, layout in arrived
+            if layout.below is not None and spec.shape[0]
+        ]
+        starts = [spec.offset // 4 for spec, _ in limited]
+        ends = [start + spec.shape[0] for start, (spec, _) in zip(starts, limited, strict=True)]
+        return DueChecks(
+            limited=[spec for spec, _ in limited],
+            limits=np.array([limit for _, limit in limited], np.int64),
+            bounds=np.array([starts, ends], np.int64).T.ravel(),
+            distinct=[spec for spec, group, layout in arrived if layout.distinct(group_counts[group]) and self._is_tcp],
+            rising=[
+                (spec, layout.ends_of(group_counts[group]))
+                for spec, group, layout in arrived
+                if layout.rises_to is not None
+            ],
+        )
+
+    def arrays(self, step: int, block: Bytes) -> None:
+        """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
+        due = self._due.pop(step)
+        for index in due.too_large(block):
+            below(i32_of(block, due.limited[index]), int(due.limits[index]), f"step {step}: {due.limited[index].name}")
+        for spec in due.distinct:
+            distinct(i32_of(block, spec), f"step {step}: {spec.name}")
+        for spec, ends in due.rising:
+            name, rows = f"step {step}: {spec.name}", i32_of(block, spec).reshape(len(ends), -1)
+            for row, end in enumerate(ends):
+                rising(rows[row], end, name if len(spec.shape) == 1 else f"{name}[{row}]")
+
+    def barrier(self, message: Flush, first: Flush | None) -> None:
+        """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
+        name = f"barrier {message.barrier}"
+        if first is not None:
+            here = (message.num_dirty, message.arrays, message.arrays_bytes, message.checkpoint, message.num_checksums)
+            there = (first.num_dirty, first.arrays, first.arrays_bytes, first.checkpoint, first.num_checksums)
+            require(here == there, f"piece {message.piece} of {name} announces another barrier than its first piece")
+            return
+        fits = len(message.num_dirty) == len(self._groups) and all(map(int.__le__, message.num_dirty, self._num_slots))
+        require(fits, f"{name} brings {message.num_dirty} rows home from {self._num_slots} slots")
+        present = {spec.name: spec for spec in message.arrays}
+        names = [barrier_name(index) for index in range(len(self._groups))]
+        slots: Iterable[ExpectedArray] = (
+            (f"{index}.slots", "i4", (count,)) for index, count in enumerate(message.num_dirty)
+        )
+        expected = itertools.chain(slots, lists_of_any_length(present, names))
+        check_layout(name, message.arrays, message.arrays_bytes, expected)
+        asked = sum(present[array].shape[0] for array in names if array in present)
+        require(
+            asked == message.num_checksums, f"{name} asks for {message.num_checksums} checksums and names {asked} slots"
+        )
+
+    def barrier_arrays(self, message: Flush, block: Bytes) -> None:
+        for spec in message.arrays:
+            index, name = int(spec.name.partition(".")[0]), f"barrier {message.barrier}: {spec.name}"
+            below(i32_of(block, spec), self._num_slots[index], name)
+            if self._is_tcp:
+                distinct(i32_of(block, spec), name)
+
+
+def shared(counts: Counts, share: ShareHeader, rank: Rank, *, train: bool) -> Counts:
+    """Returns the counts of a group with those of its exchange."""
+    received = sum(share.receive_counts)
+    return replace(
+        counts,
+        readable=received,
+        parts=rank.parts_per_rank,
+        exchanges=True,
+        sent=sum(share.send_counts),
+        returned=received if train else 0,
+        trained=share.num_own if train else 0,
+        home_additions=share.home_levels[-1] if share.home_levels else 0,
+        additions=share.levels[-1] if share.levels else 0,
+    )
+
+
+def check_share(name: str, share: ShareHeader, counts: Counts, group: GroupHeader, rank: Rank) -> None:
+    """Raises unless the numbers of a group's exchange are consistent."""
+    for what, of_ranks in (("sends to", share.send_counts), ("receives from", share.receive_counts)):
+        require(len(of_ranks) == rank.count, f"{name} {what} {len(of_ranks)} ranks instead of {rank.count}")
+    require(
+        max(counts.sent, counts.readable) < POSITION_LIMIT,
+        f"{name} sends {counts.sent} rows and receives {counts.readable}",
+    )
+    for levels, most in ((share.home_levels, counts.unique), (share.levels, counts.sent)):
+        require(
+            list(levels) == sorted(levels) and max(levels, default=0) <= most,
+            f"{name} has additions up to {levels} of {most} gradients",
+        )
+    own = tuple(map(sum, zip(*share.sequence_lookups, strict=True))) if share.sequence_lookups else ()
+    require(
+        len(share.sequence_lookups) == rank.parts_per_rank and own == group.sequence_lookups,
+        f"{name} has sequences of {share.sequence_lookups} look-ups in its parts, {group.sequence_lookups} in all",
+    )
+
+
+class ArrivingBlock:
+    """Assembles a block from one or several pieces."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._content: list[Bytes] = []  # copies of earlier pieces
+
+    def add(self, span: ArraySpan, content: Bytes) -> Bytes | None:
+        """Returns the whole block with its last byte, None before. `content`: u8 [span.nbytes], valid until the next
+        call. `order.py` has checked that it follows the previous span.
+        """
+        if span.offset + span.nbytes < self._nbytes:
+            self._content.append(content.copy())
+            return None
+        whole = np.concatenate([*self._content, content]) if self._content else content
+        self._content.clear()
+        return whole
+
+
+def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: Iterable[ExpectedArray]) -> None:
+    """Raises unless these are exactly the expected arrays, in their order, laid out as by `packing.make_block`."""
+    end = 0
+    arrived = iter(specs)
+    for array, dtype, shape in expected:
+        spec = next(arrived, None)
+        matches = spec is not None and (spec.name, spec.dtype, spec.shape, spec.offset) == (array, dtype, shape, end)
+        require(matches, f"{name}: array {array} should be {dtype} {shape} at byte {end}, and {described(spec)} came")
+        end = aligned(end + math.prod(shape) * ITEM_BYTES[dtype], ARRAY_ALIGNMENT)
+    extra = next(arrived, None)
+    require(extra is None, f"{name}: {described(extra)} came, which belongs to no plan or barrier")
+    require(end == nbytes, f"{name}: a block of {nbytes} bytes came instead of {end}")
+
+
+def expected_arrays(prefix: str, arrays: dict[str, ArrayLayout], counts: Counts) -> Iterator[ExpectedArray]:
+    for name, layout in arrays.items():
+        if layout.where(counts):
+            yield prefix + name, layout.dtype, layout.shape_of(counts)
+
+
+def described(spec: ArraySpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.name}, {spec.dtype} {spec.shape} at byte {spec.offset},"
+
+
+def lists_of_any_length(present: dict[str, ArraySpec], names: Iterable[str]) -> Iterator[ExpectedArray]:
+    for name in names:
+        if name in present:
+            shape = present[name].shape
+            require(len(shape) == 1, f"array {name} has {len(shape)} dimensions instead of one")
+            yield name, "i4", shape
+
+
+def i32_of(block: Bytes, spec: ArraySpec) -> I32:
+    content: npt.NDArray[Any] = block[spec.offset : spec.offset + 4 * math.prod(spec.shape)]
+    return content.view(np.int32)
+
+
+def below(positions: I32, limit: int, name: str) -> None:
+    """Raises unless all are from 0 to `limit` - 1. A negative value is large when read as unsigned."""
+    largest = positions.view(np.uint32).max(initial=0)
+    if len(positions) and largest >= limit:
+        raise RemoteProtocolError(f"{name} holds {largest.astype(np.int32)}, which is not from 0 to {limit - 1}")
+
+
+def distinct(positions: I32, name: str) -> None:
+    """Raises if two are equal."""
+    in_order = np.sort(positions)
+    require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
+
+
+def rising(offsets: I32, end: int, name: str) -> None:
+    """Raises unless the offsets go from 0 to `end` and never fall."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if (first, last) != (0, end):
+        raise RemoteProtocolError(f"{name} goes from {first} to {last} instead of from 0 to {end}")
+    if not (offsets[1:] >= offsets[:-1]).all():
+        raise RemoteProtocolError(f"{name} falls")
