@@ -52,12 +52,14 @@ class JobSection(Section, frozen=True, kw_only=True):
 class DenseOptimizer(Section, frozen=True, kw_only=True):
     """Trains the model's weights, as in torch.optim."""
 
-    kind: Literal["sgd", "adagrad", "adam"]
+    kind: Literal["sgd", "adagrad", "adam", "adamw"]
     lr: Rate  # the learning rate
     eps: NotNegative | None = None  # by default that of torch.optim
-    betas: tuple[Beta, Beta] = (0.9, 0.999)  # for adam
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # for adam and adamw
     initial_accumulator: NotNegative = 0.0  # for adagrad
     momentum: NotNegative = 0.0  # for sgd
+    # `adamw` multiplies each weight by 1 - lr * weight_decay; the other kinds add weight_decay times the weight to its
+    # gradient, so that `adam` scales the decay as it scales gradients
     weight_decay: NotNegative = 0.0
     clip_value: Clip | None = None  # the largest absolute value of a gradient's element; larger ones are clipped to it
     # the largest 2-norm of all these gradients together, after `clip_value`; longer gradients are scaled down to it
@@ -84,9 +86,15 @@ class Optimizer(Section, frozen=True, kw_only=True):
             )
 
 
+MAX_RANK = 1024  # an evaluation counts each rank below it
+
+
 class Eval(Section, frozen=True, kw_only=True):
     # train steps between evaluations; every epoch ends with one in any case, and with 0 there are no others
     every: Annotated[int, Meta(ge=0)] = 0
+    # the k of HR@k, NDCG@k and MRR@k that are shown if the model ranks its positives, see
+    # [models.md](models.md#ranks-of-positives)
+    ranks: list[Annotated[int, Meta(ge=1, le=MAX_RANK)]] = msgspec.field(default_factory=lambda: [1, 10, 50])
 
 
 class Cache(Section, frozen=True, kw_only=True):

@@ -17,6 +17,8 @@ script needs two lines instead:
     Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
     Batch                    what a data factory yields (`data.format = "package.module:factory"`)
     Job                      the job file, which data and model factories receive
+    draws                    ids drawn as a function of their place in the data, such as negatives
+    ranks_among              ranks of positives among candidates, for evaluations of next-item models
     Sequences                the rows of a feature that is not pooled (`pooling = "none"`), as the model receives them
 
 docs/adopt.md walks through it.
@@ -27,13 +29,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rowcast.job.schema import Job
+    from rowcast.prefetcher.readers.draws import draws
     from rowcast.protocol.batch import Batch
     from rowcast.trainer.adopt.loader import Loader, connect
     from rowcast.trainer.adopt.module import EmbeddingBagCollection
     from rowcast.trainer.adopt.settings import EmbeddingBagConfig
+    from rowcast.trainer.models.ranking import ranks_among
     from rowcast.trainer.models.sequences import Sequences
 
-__all__ = ["Batch", "EmbeddingBagCollection", "EmbeddingBagConfig", "Job", "Loader", "Sequences", "connect"]
+__all__ = [
+    "Batch",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "Job",
+    "Loader",
+    "Sequences",
+    "connect",
+    "draws",
+    "ranks_among",
+]
 
 MODULES = {
     "Batch": "rowcast.protocol.batch",
@@ -43,6 +57,8 @@ MODULES = {
     "Loader": "rowcast.trainer.adopt.loader",
     "Sequences": "rowcast.trainer.models.sequences",
     "connect": "rowcast.trainer.adopt.loader",
+    "draws": "rowcast.prefetcher.readers.draws",
+    "ranks_among": "rowcast.trainer.models.ranking",
 }
 
 

@@ -63,7 +63,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "missing choice": (
         {"optimizer": {"dense": {"lr": 0.1}}},
-        'dense: key kind is missing; give "adagrad", "adam" or "sgd"',
+        'dense: key kind is missing; give "adagrad", "adam", "adamw" or "sgd"',
     ),
     "text for a number": ({"job": {"seed": "one"}}, 'job.seed = "one" must be a whole number'),
     "number for text": (

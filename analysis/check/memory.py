@@ -25,7 +25,7 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes
 DECODED_AHEAD = 8  # batches between the decoding process and the planner
 KEY_BYTES = 8
 COUNTED_MODELS = ("dlrm", "dcnv2")  # by `dense_bytes`
-DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weights, gradients, optimizer state
+DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4, "adamw": 4}  # weights, gradients, optimizer state
 
 
 def check_memory(

@@ -110,6 +110,7 @@ def main() -> None:
             break
         found = loader.evaluation
         assert found is not None, "each epoch ends with an evaluation"
+        assert found.logloss is not None, "logits were recorded"
         if best.is_beaten_by(found.logloss, epoch):
             torch.save(model.state_dict(), options.folder / "best.pt")
         print(

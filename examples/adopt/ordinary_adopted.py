@@ -116,6 +116,7 @@ def train(epochs: int, folder: Path, start: Path | None = None, samples: int = 4
             losses.append(loss.item())
         assert loader.evaluation is not None
         found = loader.evaluation.logloss
+        assert found is not None, "logits were recorded"
         print(f"epoch {epoch}: validation loss {found:.6f}")
         if found < best:
             best, best_epoch = found, epoch

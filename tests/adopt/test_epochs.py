@@ -310,7 +310,7 @@ def test_epochs_may_be_counted_by_the_script(tmp_path: Path, launches: Launches)
 def test_an_evaluation_that_a_stop_cuts_in_two_is_whole_in_the_run_that_goes_on(
     tmp_path: Path, launches: Launches
 ) -> None:
-    found: list[list[float]] = []
+    found: list[list[float | None]] = []
     for name in ("whole", "stopped", "stopped"):
         model, optimizer = make(tmp_path / name)
         with rowcast.connect(model.ebc, EVALUATING, evaluate=True, dense=(model, optimizer)) as loader:

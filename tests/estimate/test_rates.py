@@ -132,7 +132,7 @@ def test_every_kernel_of_a_counted_step_is_measured(small_shapes: None, tmp_path
     assert rates.kernels == found.kernels
     for kind in ("dlrm", "dcnv2"):
         for sparse in ROW_OPTIMIZERS:
-            for dense in ("sgd", "adagrad", "adam"):
+            for dense in ("sgd", "adagrad", "adam", "adamw"):
                 optimizer = {"sparse": {"kind": sparse, "lr": 0.1}, "dense": {"kind": dense, "lr": 0.1}}
                 counted = job(optimizer=optimizer, model={"kind": kind})
                 seconds = step_seconds(rates, counted, group_specs(counted), 13, COUNTS)

@@ -65,7 +65,7 @@ from rowcast.trainer.run.handshake import hello
 from rowcast.trainer.step.barrier import DenseState
 from rowcast.trainer.step.engine import ring_ends
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 from rowcast.trainer.step.slots import make_records
 from tests.support.cold_dict import ColdDict
 from tests.support.tiers import tiered
@@ -366,7 +366,7 @@ class InProcessRun:
                 counters=counters,
                 clock=clock,
                 rank=rank,
-                labels=self.job.data.columns.labels,
+                figures=EvaluationFigures.of_job(self.job),
             )
         )
         self.saved: list[bytes] = []  # model states that the trainer has packed for checkpoints

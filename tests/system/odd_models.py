@@ -55,6 +55,23 @@ class TwoTowerModel(nn.Module):
         return (losses * (1 + labels)).mean()
 
 
+class RankingModel(SmallModel):
+    """Ranks a positive for each sample, by the sample's first dense feature: the same for every division in parts."""
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return super().forward(dense, embeddings), dense[:, 0]
+
+    def loss(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(outputs[0], labels)
+
+    def ranks(self, outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return (outputs[1].abs() * 20).long()
+
+
+def ranking_model(job: Job, num_dense: int) -> nn.Module:
+    return RankingModel(small_width(job, num_dense))
+
+
 def hinge_model(job: Job, num_dense: int) -> nn.Module:
     return HingeModel(small_width(job, num_dense))
 

@@ -10,6 +10,7 @@ from rowcast.prefetcher.planner.capacity import divide_capacity, measure
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.model_state import pack, unpack
+from rowcast.trainer.models.ranking import RANK_BINS, ranking_figures
 from rowcast.trainer.models.runner import StepRunner
 from tests.support.batches import (
     BATCH_SIZE,
@@ -21,6 +22,7 @@ from tests.support.batches import (
 )
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, start_state
+from tests.support.ranked_run import RankedRun
 
 
 @pytest.mark.parametrize("factory", ["dropout_model", "dense_only_model", "hinge_model", "two_tower_model"])
@@ -55,6 +57,26 @@ def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logit
         sum(loss * size for loss, size in losses) / sum(size for _, size in losses), rel=1e-6
     )
     assert (result.auc is None, result.accuracy is None) == (factory == "two_tower_model",) * 2
+
+
+def test_ranks_of_positives_are_the_same_for_any_parts_and_trainers() -> None:
+    job = small_job("sgd", model={"kind": "tests.system.odd_models:ranking_model"})
+    batches = small_batches(job, "single", num_steps=3, eval_at=(1, 2))
+    settings = Settings(slots=slots_for(group_specs(job), batches, "two batches"))
+    found = [
+        InProcessRun(job, batches, settings).run().results.evaluations,
+        *(
+            RankedRun(job, batches, settings, ranks=ranks, parts=parts).run().pairs[0].results.evaluations
+            for ranks, parts in ((1, 2), (2, 2), (2, 4))
+        ),
+    ]
+    firsts = np.concatenate([own.batch.dense[:, 0] for own in batches if own.kind == "eval"])
+    ranks = np.abs(firsts * 20).astype(np.int64)
+    expected = ranking_figures(np.bincount(ranks + 1, minlength=RANK_BINS).tolist(), job.eval.ranks)
+    assert 0 < expected["hr@1"] < expected["hr@50"]
+    for [evaluation] in found:
+        assert evaluation.ranking == expected
+        assert evaluation.is_own_loss
 
 
 def test_tied_weights_are_saved_under_each_of_their_names() -> None:

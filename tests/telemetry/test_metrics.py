@@ -19,6 +19,7 @@ from tests.support import three_steps
 ALLOWED_LABELS = {
     "group",
     "direction",
+    "figure",
     "kind",
     "reason",
     "phase",

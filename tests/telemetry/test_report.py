@@ -91,7 +91,9 @@ def test_the_summary_says_what_came_from_the_cold_tier(capsys: pytest.CaptureFix
 
 
 def test_the_summary_of_a_model_without_logits_has_its_loss_only(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(report(facts(evaluation=Evaluation(train_step=2, auc=None, logloss=2.5, accuracy=None))))
+    print_summary(
+        report(facts(evaluation=Evaluation(train_step=2, auc=None, logloss=2.5, is_own_loss=True, accuracy=None)))
+    )
     assert re.search(r"evaluation +loss 2.500000\n", capsys.readouterr().out)
 
 

@@ -93,7 +93,7 @@ def test_evaluations_are_lines_as_they_come() -> None:
         progress.evaluation(RESULT)
         assert file.getvalue() == "eval after 2 train steps: AUC 0.712346, log loss 0.500000, accuracy 0.800000\n"
         progress.evaluation(Evaluation(train_step=1, auc=None, logloss=0.5, accuracy=1.0))
-        progress.evaluation(Evaluation(train_step=6, auc=None, logloss=2.5, accuracy=None))
+        progress.evaluation(Evaluation(train_step=6, auc=None, logloss=2.5, is_own_loss=True, accuracy=None))
     assert "eval after 1 train step: AUC undefined, log loss" in file.getvalue()
     assert "eval after 6 train steps: loss 2.500000\n" in file.getvalue()
 

@@ -195,7 +195,7 @@ def test_each_step_is_trained_at_its_own_rate() -> None:
     assert rates[-1] == 0
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam", "adamw"])
 def test_a_restart_in_the_middle_of_a_schedule_cannot_be_seen(kind: str) -> None:
     job = job_with(kind=kind, schedule=DECAY, clip_norm=0.5)
     whole = JobModel(job, NUM_DENSE)

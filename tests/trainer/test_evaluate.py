@@ -57,6 +57,16 @@ def test_log_loss_and_accuracy_are_exact() -> None:
     assert result.accuracy == ((logits > 0) == (labels > 0)).double().mean().item()
 
 
+def test_normalized_entropy_is_the_log_loss_over_that_of_the_base_rate() -> None:
+    logits, labels = predictions(1.0)
+    rate = labels.double().mean().expand(len(labels))
+    of_base_rate = torch.nn.functional.binary_cross_entropy(rate, labels.double()).item()
+    result = metrics_of(logits, labels).compute()
+    assert result.logloss is not None
+    assert result.normalized_entropy == pytest.approx(result.logloss / of_base_rate, rel=1e-12)
+    assert metrics_of(torch.logit(rate).float(), labels).compute().normalized_entropy == pytest.approx(1, rel=1e-6)
+
+
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_auc_of_one_class_is_undefined(label: float) -> None:
     result = metrics_of(torch.tensor([0.1, -2.0]), torch.full((2,), label)).compute()
@@ -106,7 +116,7 @@ def test_logits_of_a_model_with_its_own_loss_have_auc_and_accuracy() -> None:
     expected = metrics_of(logits, labels).compute()
     metrics = EvalMetrics()
     metrics.update(logits, labels, torch.tensor(0.25))
-    assert metrics.compute() == dataclasses.replace(expected, logloss=0.25)
+    assert metrics.compute() == dataclasses.replace(expected, logloss=0.25, is_own_loss=True, normalized_entropy=None)
 
 
 def test_labels_that_are_not_0_or_1_leave_auc_and_accuracy_out() -> None:

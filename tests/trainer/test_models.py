@@ -132,6 +132,11 @@ def test_the_loss_is_the_mean_binary_cross_entropy() -> None:
         ),
         ({"kind": "adam", "lr": 0.5, "betas": [0.8, 0.9]}, {"lr": 0.5, "eps": 1e-8, "betas": (0.8, 0.9)}),
         ({"kind": "adam", "lr": 0.5, "eps": 1e-3}, {"eps": 1e-3}),
+        (
+            {"kind": "adamw", "lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1},
+            {"lr": 0.5, "eps": 1e-8, "betas": (0.8, 0.9), "weight_decay": 0.1},
+        ),
+        ({"kind": "adamw", "lr": 0.5}, {"weight_decay": 0.0}),
     ],
 )
 def test_the_dense_optimizer_is_torchs_with_the_jobs_settings(

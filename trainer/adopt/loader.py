@@ -262,20 +262,24 @@ class Loader:
         self._open()
         self._session.stop(reason)
 
-    def record(self, *, loss: Tensor | float | None = None, logits: Tensor | None = None) -> None:
+    def record(
+        self, *, loss: Tensor | float | None = None, logits: Tensor | None = None, ranks: Tensor | None = None
+    ) -> None:
         """Records results of the current batch for /metrics, losses.f32 and the run's report.
 
         loss: the mean over the samples of a train batch or micro-batch. Record it for every train batch or for none.
         logits: f32 [B], or [B, T] with several labels, predictions for an evaluation batch with labels 0 or 1;
         `evaluation` is computed from them.
+        ranks: i64, of any number of positives of an evaluation batch: how many other candidates do not score less.
+        `evaluation.ranking` has HR@k, NDCG@k and MRR@k for each k of eval.ranks.
 
-        Raises RuntimeError if the current batch is not of that kind.
+        Raises RuntimeError if the current batch is not of that kind, ConfigError for ranks that are not torch.int64.
         """
-        self._session.record(loss, logits)
+        self._session.record(loss, logits, ranks)
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """AUC, log loss and accuracy of the newest evaluation with recorded logits; complete after the `for` loop."""
+        """The figures of the newest evaluation with recorded logits or ranks; complete after the `for` loop."""
         return self._session.run.telemetry.results.evaluation_result
 
     def __iter__(self) -> Iterator[LoadedBatch]:

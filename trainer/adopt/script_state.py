@@ -1,7 +1,5 @@
 """Holds the script's state in a checkpoint: its objects, completed epochs, losses and evaluations."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -12,7 +10,7 @@ from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.results import ResultFiles
-from rowcast.trainer.step.results import Evaluation, evaluation
+from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 
 COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has ended in the script
 
@@ -20,12 +18,11 @@ COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has end
 class ScriptState:
     """Implements `loop.ModelState`."""
 
-    def __init__(self, dense: StatefulObjects | None, device: torch.device, labels: Sequence[str] = ()) -> None:
-        """`labels`: data.columns.labels."""
-        self.evaluating = False  # logits were recorded since the last evaluation was closed
+    def __init__(self, dense: StatefulObjects | None, device: torch.device, figures: EvaluationFigures) -> None:
+        self.evaluating = False  # logits or ranks were recorded since the last evaluation was closed
         self.epochs = EpochCount()
-        self._labels = labels
-        self._metrics = EvalMetrics(device, num_labels=len(labels))
+        self._figures = figures
+        self._metrics = EvalMetrics(device, num_labels=len(figures.labels))
         self._dense = dense
 
     def record(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -33,13 +30,18 @@ class ScriptState:
         self._metrics.update(logits, labels)
         self.evaluating = True
 
+    def record_ranks(self, ranks: torch.Tensor) -> None:
+        """`ranks`: i64, of any number of positives of an evaluation batch."""
+        self._metrics.update_ranks(ranks)
+        self.evaluating = True
+
     def close_evaluation(self, train_steps: int) -> Evaluation | None:
-        """Returns the result of the recorded logits, None without any, and begins the next evaluation. Waits for the
+        """Returns the result of what was recorded, None without any, and begins the next evaluation. Waits for the
         device."""
         self.evaluating = False
         result = self._metrics.compute()
         self._metrics.close()
-        return None if result.accuracy is None else evaluation(result, train_steps, self._labels)
+        return self._figures.evaluation(result, train_steps)
 
     def issue_state(self, streams: Streams) -> None:
         pass

@@ -30,12 +30,14 @@ from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stream_order import StreamOrder
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
+from rowcast.trainer.models.ranking import require_integers
 from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.results import EvaluationFigures
 
 CHECKPOINT_POLL_S = 0.02
 TAKES = {
     "train": "record(loss=...) takes the loss of a train batch",
-    "eval": "record(logits=...) takes the logits of an evaluation batch (batch.kind)",
+    "eval": "record(logits=...) and record(ranks=...) take results of an evaluation batch (batch.kind)",
 }
 LEFT_BETWEEN_EPOCHS = (
     "the training script has left the loader between two epochs: one `for` loop over it is one epoch, and "
@@ -47,7 +49,7 @@ class ScriptSession:
     def __init__(self, parts: SessionParts) -> None:
         self.run = ScriptRun(parts)
         self._parts, self._job = parts, parts.job
-        self._script_state = ScriptState(parts.dense, parts.device, parts.job.data.columns.labels)
+        self._script_state = ScriptState(parts.dense, parts.device, EvaluationFigures.of_job(parts.job))
         self._current: CurrentStep | None = None
         self._next: ArrivedStep | None = None  # received and not begun
         self._epoch: int | None = None  # the epoch of the newest step that was begun
@@ -176,10 +178,10 @@ class ScriptSession:
             self._next_step = step.step + 1
             self.run.engine.loop.finish(step, self._loss)
 
-    def record(self, loss: Tensor | float | None, logits: Tensor | None) -> None:
+    def record(self, loss: Tensor | float | None, logits: Tensor | None, ranks: Tensor | None) -> None:
         """Records results of the current batch. Raises RuntimeError if there is no batch of that kind."""
         step = self.step
-        for given, kind in ((loss, "train"), (logits, "eval")):
+        for given, kind in ((loss, "train"), (logits, "eval"), (ranks, "eval")):
             if given is not None and (step is None or step.header.kind != kind):
                 raise RuntimeError(f"{TAKES[kind]}: call it in the loop, before the loader is asked for the next batch")
         if loss is not None:
@@ -190,6 +192,8 @@ class ScriptSession:
         if logits is not None:
             labels = self.current.labels()
             self._script_state.record(logits.detach().float().reshape(labels.shape), labels)
+        if ranks is not None:
+            self._script_state.record_ranks(require_integers(ranks, "record(ranks=...)"))
         self.current.stream_order.record()
 
     def _close_evaluation(self) -> None:

@@ -81,7 +81,8 @@ def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch
             eps=1e-10 if settings.eps is None else settings.eps,
             foreach=False,
         )
-    return torch.optim.Adam(
+    kind = torch.optim.AdamW if settings.kind == "adamw" else torch.optim.Adam
+    return kind(
         parameters,
         lr=settings.lr,
         betas=settings.betas,

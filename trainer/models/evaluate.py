@@ -6,7 +6,8 @@ one bin counts half, as a tie. Bins are narrow where logits usually are:
     logit            0        +-1       +-4       +-16      +-100
     width of a bin   3.1e-05  4.8e-05   1.2e-04   7.6e-04   2.1e-02
 
-With several labels per sample, each has separate counts, of the samples where it is known.
+With several labels per sample, each has separate counts, of the samples where it is known. Normalised entropy is the
+log loss over that of a constant prediction, the base rate (He et al. 2014). Ranks: see `ranking.py`.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rowcast.trainer.models.ordered import sum_in_order
+from rowcast.trainer.models.ranking import RANK_BINS, count_ranks
 
 NUM_BINS = 2**18  # 4 MiB of counts
 HALF_RANGE = 4.0  # half of the bins are within +- this logit
@@ -31,6 +33,7 @@ class TaskResult:
     num_labels: int  # known ones
     auc: float | None  # also None if all known labels are equal
     logloss: float | None  # mean over the known labels
+    normalized_entropy: float | None  # None if the log loss is, or if all known labels are equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,9 @@ class EvalResult:
     logloss: float | None
     # at probability 0.5, of known labels; None without any, or if outputs are not logits or labels are not 0 or 1
     accuracy: float | None
+    is_own_loss: bool  # `logloss` is the mean of the model's own loss
+    normalized_entropy: float | None  # None for the model's own loss, of several labels, or if all labels are equal
+    rank_bins: list[int]  # [RANK_BINS]: positives by rank, see `ranking.py`
     tasks: tuple[TaskResult, ...] = ()  # of each of several labels
 
 
@@ -53,6 +59,8 @@ class EvalCounts:
     num_correct: Tensor  # i64 [] or [T]
     loss_sum: Tensor  # f64 [parts] of a batch, see `protocol/parts.py`; one if there are none
     num_samples: Tensor  # i64 []; more than in the histogram if outputs are not logits or labels are not 0 or 1
+    num_own: Tensor  # i64 []: samples with the model's own loss
+    rank_bins: Tensor  # i64 [RANK_BINS], see `ranking.py`
     num_labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # i64 [T] known labels
     task_loss_sum: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # f64 [parts, T]
 
@@ -65,16 +73,27 @@ class EvalCounts:
         aucs = [area_under_curve(*own) for own in histograms]
         mean_auc = None if None in aucs else sum(auc for auc in aucs if auc is not None) / len(aucs)
         losses = sum_in_order(self.task_loss_sum.unbind()).tolist()
+        logloss = sum_in_order(self.loss_sum.unbind()).item() / num_samples if num_samples else None
+        is_own_loss = bool(self.num_own)
+        is_plain = are_all and not num_known and not is_own_loss
         return EvalResult(
             num_samples=num_samples,
             auc=mean_auc if are_all else None,
-            logloss=sum_in_order(self.loss_sum.unbind()).item() / num_samples if num_samples else None,
+            logloss=logloss,
+            is_own_loss=is_own_loss,
+            normalized_entropy=over_entropy(logloss, histograms[0]) if is_plain and logloss is not None else None,
+            rank_bins=self.rank_bins.tolist(),
             accuracy=int(self.num_correct.sum()) / sum(counted) if are_all else None,
             tasks=tuple(
-                TaskResult(num_labels=known, auc=auc, logloss=loss / known)
+                TaskResult(
+                    num_labels=known,
+                    auc=auc,
+                    logloss=loss / known,
+                    normalized_entropy=over_entropy(loss / known, histogram),
+                )
                 if known == own > 0
-                else TaskResult(num_labels=known, auc=None, logloss=None)
-                for known, own, auc, loss in zip(num_known, counted, aucs, losses, strict=False)
+                else TaskResult(num_labels=known, auc=None, logloss=None, normalized_entropy=None)
+                for known, own, auc, loss, histogram in zip(num_known, counted, aucs, losses, histograms, strict=False)
             ),
         )
 
@@ -104,6 +123,8 @@ class EvalMetrics:
             num_correct=torch.zeros(of_each, dtype=torch.int64, device=device),
             loss_sum=torch.zeros(parts, dtype=torch.float64, device=device),
             num_samples=torch.zeros((), dtype=torch.int64, device=device),
+            num_own=torch.zeros((), dtype=torch.int64, device=device),
+            rank_bins=torch.zeros(RANK_BINS, dtype=torch.int64, device=device),
             num_labels=torch.zeros(num_labels, dtype=torch.int64, device=device),
             task_loss_sum=torch.zeros(parts, num_labels, dtype=torch.float64, device=device),
         )
@@ -118,6 +139,8 @@ class EvalMetrics:
         """
         self._begun = True
         self.counts.num_samples.add_(len(labels))
+        if own_loss is not None:
+            self.counts.num_own.add_(len(labels))
         if labels.dim() > 1:
             self._update_tasks(outputs, labels, own_loss, part)
             return
@@ -130,6 +153,11 @@ class EvalMetrics:
         self.counts.loss_sum[part].add_(own_loss.double() * len(labels))
         if isinstance(outputs, Tensor) and outputs.shape == labels.shape:
             self._count(outputs, labels, ((labels == 0) | (labels == 1)).long())
+
+    def update_ranks(self, ranks: Tensor) -> None:
+        """Counts ranks of positives, i64 of any shape. Issues work, reads nothing."""
+        self._begun = True
+        count_ranks(self.counts.rank_bins, ranks)
 
     def _update_tasks(self, outputs: Any, labels: Tensor, own_loss: Tensor | None, part: int) -> None:
         self.counts.num_labels.add_((~labels.isnan()).sum(0))
@@ -201,6 +229,15 @@ def bins(logits: Tensor) -> Tensor:
     wide = logits.double().nan_to_num(0.0)
     share = 0.5 + 0.5 * wide / (HALF_RANGE + wide.abs())
     return (share * NUM_BINS).long().clamp_(0, NUM_BINS - 1)
+
+
+def over_entropy(logloss: float, histogram: Tensor) -> float | None:
+    """Returns the log loss over the entropy of the base rate; None if all labels are equal. f64 [2, NUM_BINS]."""
+    counts = histogram.sum(1)
+    if not counts.all():
+        return None
+    rates = counts / counts.sum()
+    return logloss / -float((rates * rates.log()).sum())
 
 
 def area_under_curve(negatives: Tensor, positives: Tensor) -> float | None:

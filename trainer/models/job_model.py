@@ -18,6 +18,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import align_inputs, build_dense_optimizer, build_model
 from rowcast.trainer.models.compiled import compile_model
 from rowcast.trainer.models.loss import as_fp32, mean_loss, own_loss
+from rowcast.trainer.models.ranking import own_ranks
 from rowcast.trainer.models.sequences import Embedded
 
 CPU = torch.device("cpu")
@@ -58,6 +59,7 @@ class JobModel:
                 f'data.columns.label_values = "{job.data.columns.label_values}": binary cross entropy needs labels of '
                 "0 or 1; give the model a method loss(outputs, labels), or remove it"
             )
+        self.ranks = own_ranks(self.model)  # of the outputs' positives, i64 [P]
         self._own_logits: Callable[[Any], Tensor] | None = (
             None if self.own_loss is None else getattr(self.model, "logits", None)
         )

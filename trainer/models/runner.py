@@ -132,6 +132,7 @@ class StepRunner:
         labels = step.arrays["labels"]
         loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
         self._metrics.update(self._side.logits(outputs), labels, loss)
+        self._metrics.update_ranks(self._side.ranks(outputs))
 
     def close_evaluation(self) -> EvalCounts:
         return self._metrics.close()

@@ -39,6 +39,10 @@ class SharedEvaluation:
         """Counts the samples of one of this rank's parts, like `EvalMetrics.update`."""
         self._metrics.update(outputs, labels, own_loss, part)
 
+    def update_ranks(self, ranks: Tensor) -> None:
+        """Counts the ranks of a part's positives, like `EvalMetrics.update_ranks`."""
+        self._metrics.update_ranks(ranks)
+
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
         """Appends the counts of all ranks, on the host, and starts the next evaluation."""
         self._in_progress = False

@@ -245,6 +245,7 @@ class SharedRunner:
         labels = shared.samples(part, "labels")
         loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
         self._evaluation.update(part, self._side.logits(outputs), labels, loss)
+        self._evaluation.update_ranks(self._side.ranks(outputs))
 
     def _pool(self, shared: SharedStep) -> tuple[list[GroupLookup], list[list[Tensor]]]:
         """Returns the look-ups of each group, and its pooled rows f32 [G, D] of each part of this rank."""

@@ -44,6 +44,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     auc: float | None  # the last evaluation's; None without one
     logloss: float | None
     accuracy: float | None
+    is_own_loss: bool = False  # `logloss` is the model's own loss
+    normalized_entropy: float | None = None  # log loss over that of the labels' base rate
+    ranking: dict[str, float] = {}  # the last evaluation's HR, NDCG and MRR at each k of eval.ranks, if there are ranks
     tasks: tuple[TaskEvaluation, ...] = msgspec.field(default=())  # each of several labels, by the last evaluation
     lookups: int
     unique_rows: int
@@ -119,6 +122,9 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         auc=evaluation.auc if evaluation else None,
         logloss=evaluation.logloss if evaluation else None,
         accuracy=evaluation.accuracy if evaluation else None,
+        is_own_loss=evaluation.is_own_loss if evaluation else False,
+        normalized_entropy=evaluation.normalized_entropy if evaluation else None,
+        ranking=evaluation.ranking if evaluation else {},
         tasks=evaluation.tasks if evaluation else (),
         lookups=counters.total("lookups"),
         unique_rows=unique_rows,

@@ -63,8 +63,8 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         newest = min(RECENT, report.train_steps)
         loss = "none" if report.loss is None else f"{report.loss:.6f}, mean of the run's last {newest} train steps"
         rows.append(("loss", loss))
-    if report.logloss is not None:
-        rows.append(("evaluation", evaluation_text(report.auc, report.logloss, report.accuracy)))
+    if report.logloss is not None or report.ranking:
+        rows.append(("evaluation", evaluation_text(report)))
     rows += [(f"label {task.label}", task_text(task)) for task in report.tasks]
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [

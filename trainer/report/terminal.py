@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -106,8 +106,7 @@ class TerminalProgress:
     def evaluation(self, result: Evaluation) -> None:
         self._print(
             f"eval after {plural(result.train_step, 'train step')}: "
-            f"{evaluation_text(result.auc, result.logloss, result.accuracy)}"
-            + "".join(f"; {task.label}: {task_text(task)}" for task in result.tasks)
+            f"{evaluation_text(result)}" + "".join(f"; {task.label}: {task_text(task)}" for task in result.tasks)
         )
 
     def close(self) -> None:
@@ -211,18 +210,41 @@ def progress_line(counters: TrainerCounters, total_steps: int | None, first: Ter
     return "  ".join(parts)
 
 
-def evaluation_text(auc: float | None, logloss: float, accuracy: float | None) -> str:
-    """Omits AUC and accuracy for a model with a custom loss and without logits."""
-    if accuracy is None:
-        return f"loss {logloss:.6f}"
-    return f"{auc_text(auc)}, log loss {logloss:.6f}, accuracy {accuracy:.6f}"
+class EvaluationShown(Protocol):
+    """An `Evaluation`, or a report with the newest one's figures."""
+
+    @property
+    def auc(self) -> float | None: ...
+    @property
+    def logloss(self) -> float | None: ...
+    @property
+    def is_own_loss(self) -> bool: ...
+    @property
+    def accuracy(self) -> float | None: ...
+    @property
+    def normalized_entropy(self) -> float | None: ...
+    @property
+    def ranking(self) -> dict[str, float]: ...
+
+
+def evaluation_text(found: EvaluationShown) -> str:
+    """Formats what the evaluation has: a model with a custom loss may have no logits, and few have ranks."""
+    texts = [] if found.accuracy is None else [auc_text(found.auc)]
+    if found.logloss is not None:
+        texts.append(f"{'loss' if found.is_own_loss else 'log loss'} {found.logloss:.6f}")
+    if found.normalized_entropy is not None:
+        texts.append(f"normalized entropy {found.normalized_entropy:.6f}")
+    if found.accuracy is not None:
+        texts.append(f"accuracy {found.accuracy:.6f}")
+    return ", ".join([*texts, *(f"{name.upper()} {value:.6f}" for name, value in found.ranking.items())])
 
 
 def task_text(task: TaskEvaluation) -> str:
     """Formats the result of one of several labels."""
     if task.logloss is None:
         return "no log loss" if task.num_labels else "no known label"
-    return f"{auc_text(task.auc)}, log loss {task.logloss:.6f}, {task.num_labels:,} known"
+    entropy = "" if task.normalized_entropy is None else f", normalized entropy {task.normalized_entropy:.6f}"
+    return f"{auc_text(task.auc)}, log loss {task.logloss:.6f}{entropy}, {task.num_labels:,} known"
 
 
 def auc_text(auc: float | None) -> str:

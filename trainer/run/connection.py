@@ -50,6 +50,7 @@ from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring
 from rowcast.trainer.step.loop import ModelState, Results, Steps
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import check_welcome_fits
+from rowcast.trainer.step.results import EvaluationFigures
 from rowcast.trainer.step.slots import make_records
 
 
@@ -178,7 +179,7 @@ class Connection:
                 counters=parts.counters,
                 clock=clock,
                 rank=parts.rank,
-                labels=parts.job.data.columns.labels,
+                figures=EvaluationFigures.of_job(parts.job),
             )
         )
         crash_point("model built")

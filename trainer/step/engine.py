@@ -1,6 +1,6 @@
 """Wires the trainer's stages to each other and to one conversation, without threads, sockets or clocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.loop import ModelState, Results, Steps, TrainingLoop, TrainingState
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import PlanCheck
+from rowcast.trainer.step.results import EvaluationFigures
 from rowcast.trainer.step.row_checksums import RowChecks
 from rowcast.trainer.step.sender import Sender
 from rowcast.trainer.step.slots import EvictStaging, Slots
@@ -73,7 +74,7 @@ class TrainerParts:
     counters: TrainerCounters
     clock: PhaseClock = field(default_factory=HostClock)  # times the phases of each step
     rank: Rank = UNDIVIDED
-    labels: Sequence[str] = ()  # data.columns.labels
+    figures: EvaluationFigures
 
 
 class TrainerEngine:
@@ -94,7 +95,7 @@ class TrainerEngine:
             welcome.staging_bytes,
             is_tcp=rings.fetch.is_mirror,
             rank=parts.rank,
-            num_labels=len(parts.labels),
+            num_labels=len(parts.figures.labels),
         )
         fetch_ring = FetchRing(rings.fetch, rings.fetch_memory, send)
         training = TrainingState(
@@ -102,7 +103,7 @@ class TrainerEngine:
             steps=parts.steps,
             results=parts.results,
             train_steps=welcome.first_train_step,
-            labels=parts.labels,
+            figures=parts.figures,
         )
         self._device = parts.streams.device
         self.slots = Slots(parts.groups, parts.records, parts.streams)

@@ -24,7 +24,6 @@ With a training script (`trainer/adopt/`), the script does the work between `beg
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +41,7 @@ from rowcast.trainer.models.model_state import Tensors, pack, readable, unpack
 from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState
 from rowcast.trainer.step.cache import ArrivedStep, DeviceCache
 from rowcast.trainer.step.metrics import StallReason, TrainerCounters
-from rowcast.trainer.step.results import Evaluation, evaluation
+from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 from rowcast.trainer.step.sender import Sender
 
 
@@ -95,7 +94,7 @@ class TrainingState:
     model: ModelState
     steps: Steps | None  # None: a training script computes the steps
     results: Results
-    labels: Sequence[str] = ()  # data.columns.labels
+    figures: EvaluationFigures
     train_steps: int  # train steps of the run issued, in this attempt or before it
     evaluating: bool = False  # an evaluation has begun and is not closed
 
@@ -301,7 +300,7 @@ class TrainingLoop:
         return reported
 
     def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
-        found = evaluation(result, train_steps, self._training.labels)
+        found = self._training.figures.evaluation(result, train_steps)
         if found is not None:
             self._training.results.evaluation(found)
 

@@ -126,10 +126,13 @@ class TrainerCollector(CountersCollector):
             "rowcast_eval_auc": None if evaluation is None else evaluation.auc,
             "rowcast_eval_logloss": None if evaluation is None else evaluation.logloss,
             "rowcast_eval_accuracy": None if evaluation is None else evaluation.accuracy,
+            "rowcast_eval_normalized_entropy": None if evaluation is None else evaluation.normalized_entropy,
         }
         for name, value in results.items():
             if value is not None:
                 yield name, (), value
+        for figure, value in () if evaluation is None else evaluation.ranking.items():
+            yield "rowcast_eval_ranking", (figure,), value
         for task in () if evaluation is None else evaluation.tasks:
             for name, value in (("rowcast_eval_task_auc", task.auc), ("rowcast_eval_task_logloss", task.logloss)):
                 if value is not None:

@@ -25,7 +25,7 @@ OUTPUTS = (1, 8, 32, 128, 512, 1024)
 FIRST_INPUTS = (4, 13, 64)  # 13 is what Criteo's samples have
 FIRST_OUTPUTS = (16, 64, 256, 1024)
 DENSE_TERMS = ("1", "tensors", "parameters")
-DENSE_KINDS = ("sgd", "adagrad", "adam")
+DENSE_KINDS = ("sgd", "adagrad", "adam", "adamw")
 
 SHORT_S, TOGETHER = 1e-3, 5  # layers that are passed backward together where one takes no longer than this
 

@@ -49,7 +49,7 @@ from rowcast.trainer.run.handshake import hello
 from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.step.loop import ModelState, Steps
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 from rowcast.trainer.step.slots import make_records
 
 LOOP = "loop"  # the stage that the main thread advances
@@ -253,7 +253,7 @@ class Replay:
                 results=self.results,
                 counters=self.counters,
                 clock=clock,
-                labels=job.data.columns.labels,
+                figures=EvaluationFigures.of_job(job),
             )
         )
         ours.on_message = self._crew.wake_after

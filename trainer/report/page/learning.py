@@ -129,12 +129,25 @@ def task_auc_chart(run: RunRecord, index: int, label: str) -> Chart | NoChart:
     return evaluation_chart(run, f"AUC of {label}", caption, found, lambda own: own.tasks[index].auc or 0.0)
 
 
+def ndcg_charts(run: RunRecord) -> list[Chart | NoChart]:
+    """Returns one chart for each k of eval.ranks; none if the model has no ranks."""
+    names = [name for name in run.evaluations[-1].ranking if name.startswith("ndcg@")] if run.evaluations else []
+    return [ndcg_chart(run, name) for name in names]
+
+
+def ndcg_chart(run: RunRecord, name: str) -> Chart | NoChart:
+    found = [evaluation for evaluation in run.evaluations if name in evaluation.ranking]
+    caption = "Mean over the positives of the evaluation; 1 is a positive that scores more than all other candidates."
+    return evaluation_chart(run, name.upper(), caption, found, lambda evaluation: evaluation.ranking[name])
+
+
 def logloss_chart(run: RunRecord) -> Chart | NoChart:
-    caption = (
-        "Mean binary cross entropy, or the model's own loss, on the evaluation samples; where it rises while the loss "
-        "falls, the model overfits."
-    )
-    return evaluation_chart(run, "Log loss", caption, run.evaluations, lambda evaluation: evaluation.logloss)
+    found = [evaluation for evaluation in run.evaluations if evaluation.logloss is not None]
+    title, what = "Log loss", "Mean binary cross entropy"
+    if any(evaluation.is_own_loss for evaluation in found):
+        title, what = "Loss of evaluations", "Mean of the model's own loss"
+    caption = f"{what} on the evaluation samples; where it rises while the loss falls, the model overfits."
+    return evaluation_chart(run, title, caption, found, lambda evaluation: evaluation.logloss or 0.0)
 
 
 def evaluation_chart(

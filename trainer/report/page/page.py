@@ -11,7 +11,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.page.axis import share
 from rowcast.trainer.report.page.chart import Chart, NoChart
 from rowcast.trainer.report.page.facts import continuation, job_sections, machine_rows, table_rows
-from rowcast.trainer.report.page.learning import auc_chart, logloss_chart, loss_chart, task_auc_charts
+from rowcast.trainer.report.page.learning import auc_chart, logloss_chart, loss_chart, ndcg_charts, task_auc_charts
 from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.page.speed import bytes_chart, hits_chart, samples_chart, stalls_chart
 from rowcast.trainer.report.summary import RANKS, rank_rows, summary_rows, summary_title
@@ -62,7 +62,7 @@ def render(run: RunRecord) -> str:
 
 def charts(run: RunRecord, section: str) -> list[Chart | NoChart]:
     found = [chart(run) for chart in SECTIONS[section]]
-    return [*found, *task_auc_charts(run)] if section == "Learning" else found
+    return [*found, *task_auc_charts(run), *ndcg_charts(run)] if section == "Learning" else found
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -76,7 +76,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         ("samples a second", human_count(report.samples_per_s), f"{report.samples:,} samples"),
         ("loss", number(report.loss), "of the last 100 steps"),
         ("AUC", number(report.auc), "last evaluation, mean of the labels" if report.tasks else "last evaluation"),
-        ("log loss", number(report.logloss), "last evaluation"),
+        ("loss of an evaluation" if report.is_own_loss else "log loss", number(report.logloss), "last evaluation"),
+        ("normalized entropy", number(report.normalized_entropy), "last evaluation"),
+        *((name.upper(), number(value), "last evaluation") for name, value in report.ranking.items()),
         ("waited for rows", share(report.stall_share), "of the time"),
         ("hit ratio", "none" if report.hit_ratio is None else share(report.hit_ratio), "of distinct rows"),
         ("to the device", human_bytes(per_step), "a step"),
