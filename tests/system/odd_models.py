@@ -55,11 +55,15 @@ class TwoTowerModel(nn.Module):
         return (losses * (1 + labels)).mean()
 
 
-class RankingModel(SmallModel):
+class RankingModel(nn.Module):
     """Ranks a positive for each sample, by the sample's first dense feature: the same for every division in parts."""
 
-    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return super().forward(dense, embeddings), dense[:, 0]
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.logits_of = SmallModel(width)
+
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> tuple[Tensor, Tensor]:
+        return self.logits_of(dense, embeddings), dense[:, 0]
 
     def loss(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(outputs[0], labels)

@@ -35,7 +35,7 @@ def test_the_order_and_the_batches_of_ranks_change_no_bit() -> None:
     ranks = torch.randint(0, 3000, (999,), generator=torch.Generator().manual_seed(1))
     whole, parts = EvalMetrics(), EvalMetrics()
     whole.update_ranks(ranks)
-    for part in ranks.flip(0).split(100):
+    for part in torch.split(ranks.flip(0), 100):
         parts.update_ranks(part.view(-1, 1))
     continued = EvalMetrics()
     assert continued.restore(parts.state()), "an evaluation in progress"
