@@ -96,14 +96,16 @@ def write_checkpoint(writer: CheckpointWriter, blocks: list[tuple[Keys, Records]
 
 
 def checkpoints(nbytes: int, folder: Path, measured: Measured) -> None:
-    """The first checkpoint of `nbytes` is a base; the third finds more rows in deltas than in the base, so all merge
-    into a new base.
+    """The first checkpoint of `nbytes` is a base; the fourth finds more rows in the deltas before it than in the base,
+    so these merge into a new base.
     """
     job = checkpoint_job(2 * nbytes // RECORD_BYTES)
     blocks = changed_rows(nbytes, np.random.default_rng(0))
     writer = CheckpointWriter(job, group_specs(job), "benchmark", None, Checkpoints(folder, RealDisk()), None, keep=1)
     folder.mkdir()
-    for step, part in enumerate(("a base written", "a delta as large", "another one, and all three merged"), start=1):
+    for step, part in enumerate(
+        ("a base written", "a delta as large", "another one", "a fourth, and three merged"), start=1
+    ):
         measured.setdefault(part, []).append(timed(lambda at=step: write_checkpoint(writer, blocks, at)))  # type: ignore[misc]
 
 

@@ -25,7 +25,7 @@ from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import Sealed, read_sealed, render, seal
 
-MANIFEST_VERSION = 4
+MANIFEST_VERSION = 5
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
@@ -33,6 +33,7 @@ FILE_NAME = re.compile(r"step-[0-9]{12}/[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors
 CHECKSUM = re.compile(r"[0-9a-f]{16}")
 RUN_ID = re.compile(rb'"run_id": ?"([^"]*)"')
 MAX_KEY = 2**63 - 1
+UNKNOWN = -1
 MAX_STEP = 10**12 - 1  # twelve digits, so that folders sort by step
 
 
@@ -80,12 +81,16 @@ class RowLayer(FilePart, frozen=True, kw_only=True):
     kind: Literal["base", "delta"]
     num_rows: int
     files: tuple[RowFile, ...]  # the files of a group are adjacent, by ascending key
+    # of a delta: the checksum of the manifest since which its rows changed; "" of a base, and in versions before 5
+    after: str = ""
 
     def __post_init__(self) -> None:
         if self.num_rows != sum(file.num_rows for file in self.files):
             raise ValueError(
                 f"a layer of {self.num_rows} rows has files of {sum(file.num_rows for file in self.files)}"
             )
+        if self.after and (self.kind == "base" or not CHECKSUM.fullmatch(self.after)):
+            raise ValueError(f"a {self.kind} after {self.after!r} is impossible")
         seen = [
             group
             for i, group in enumerate(file.group for file in self.files)
@@ -126,6 +131,7 @@ class TrainingData(FilePart, frozen=True, kw_only=True):
 
     files: tuple[DataFile, ...]  # in reading order; empty for a data set made by code
     hot_rows: str = ""  # checksum of the rows of data.hot; "" without
+    num_dense: int = UNKNOWN  # dense features per sample; UNKNOWN in version 4
 
 
 class BatchChecksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
@@ -205,7 +211,7 @@ class ManifestOfVersion3(Manifest, frozen=True, kw_only=True):
         return not self.training_digest
 
 
-KINDS: dict[int, type[Manifest]] = {3: ManifestOfVersion3, MANIFEST_VERSION: Manifest}
+KINDS: dict[int, type[Manifest]] = {3: ManifestOfVersion3, 4: Manifest, MANIFEST_VERSION: Manifest}
 
 
 def check_position(position: Position) -> None:

@@ -12,7 +12,7 @@ from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import Sealed, read_sealed
 
-SHARD_VERSION = 1
+SHARD_VERSION = 2
 SHARD_NAME = r"shard-[0-9]{3,}\.json"  # of `shard_name`
 OF_A_RANK = re.compile(r".*-r([0-9]{3,})-[0-9]{5}\.safetensors|shard-([0-9]{3,})\.json(?:\.partial)?")
 

@@ -866,7 +866,7 @@ PREFETCHER = (
         "the oldest value of a row wins a merge",
         "for layer in reversed(layers)]",
         "for layer in layers]",
-        f"{WRITER}::test_deltas_with_more_rows_than_the_base_are_merged_into_one",
+        f"{WRITER}::test_deltas_with_more_rows_than_the_base_are_merged_into_it_and_what_changed_last_stays",
     ),
     Mutant(
         "a dense side that changed on its way becomes a checkpoint",

@@ -294,12 +294,6 @@ class Checkpoints:
         if not self.are_fresh:
             yield from self.remove_earlier()
 
-    def drop(self, files: Iterable[CheckpointFile]) -> Steps:
-        """Removes files that no manifest names."""
-        for file in files:
-            self.disk.unlink(self.root / file.file)
-            yield True
-
     def collect_garbage(self, run_id: str, shard: OwnShard = ALONE, current: str = "") -> Steps:
         """Removes files that no manifest names, and empty folders, before the first checkpoint of an attempt. Several
         ranks share the folder `current`: there each rank removes its files, and rank 0 all others."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
@@ -71,15 +72,14 @@ def newest_of(parts: list[Rows]) -> Rows:
     return keys, np.concatenate([records for _, records in parts])[first]
 
 
-def layers_of(older: tuple[RowLayer, ...], written: list[RowFile]) -> tuple[RowLayer, ...]:
-    """Returns the `older` layers and a layer of the files just written. Layers without rows are omitted, except a
-    base."""
-    files = [files for files in (*(layer.files for layer in older), tuple(written)) if files] or [()]
-    return tuple(
-        RowLayer(kind="delta" if index else "base", num_rows=sum(file.num_rows for file in own), files=own)
-        for index, own in enumerate(files)
-    )
+def layers_of(older: tuple[RowLayer, ...], written: list[RowFile], after: str) -> tuple[RowLayer, ...]:
+    """Returns the `older` layers and one of the files just written, whose rows changed since the manifest `after`.
+    Layers without rows are omitted, except a base."""
+    new = RowLayer(kind="delta", num_rows=sum(file.num_rows for file in written), files=tuple(written), after=after)
+    base, *deltas = [layer for layer in (*older, new) if layer.files] or [new]
+    return replace(base, kind="base", after=""), *deltas
 
 
-def must_merge(layers: tuple[RowLayer, ...]) -> bool:
-    return len(layers) > MAX_LAYERS or sum(layer.num_rows for layer in layers[1:]) > layers[0].num_rows
+def must_merge(older: tuple[RowLayer, ...]) -> bool:
+    """Whether the layers become one before another is added."""
+    return len(older) >= MAX_LAYERS or sum(layer.num_rows for layer in older[1:]) > older[0].num_rows

@@ -3,8 +3,8 @@
 fetcher's thread      begin
 write-back's thread            offer_dense ... offer_dense  finish
                                  v  at most QUEUE_BYTES wait
-checkpoint's thread   folder | dense file | row files | merge, if there are many deltas | manifest | drop old ones
-                                                                                                ^ it exists from here on
+checkpoint's thread   folder | dense file | row files | merge of older layers, if many | manifest | drop old ones
+                                                                                              ^ it exists from here on
 """
 
 import time
@@ -227,7 +227,7 @@ class CheckpointWriter:
                 count=self._shard.count,
                 run_id=self._run_id,
                 position=start.position,
-                after="" if self.newest is None else self.newest.checksum,
+                after=self._after,
                 model_state=model_state,
                 shard=shard,
             )
@@ -278,26 +278,24 @@ class CheckpointWriter:
         return file, item.dense_checksum, item.rows
 
     def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:
-        """Returns the layers of the shard: a single one if the deltas were merged or the newest checkpoint has other
-        shards."""
-        shards = () if self.newest is None else self.newest.shards
-        is_divided_anew = len(shards) not in (0, self._shard.count)
-        if is_divided_anew and self.newest is not None:
-            older = tuple(layer for part in self._shard.parts_of(self.newest) for layer in part.layers)
-            layers = (*older, *layers_of((), written))
-        else:
-            layers = layers_of(shards[self._shard.number].layers if shards else (), written)
-        if not is_divided_anew and not must_merge(layers):
-            return layers
-        base = RowFiles(self._disk, folder, self._shard.tag)
-        for group in self._groups:
-            for rows in merged(self._checkpoints.root, group, layers):
-                yield from base.add(group, *self._shard.owned(group, rows))
-                crash_point("merging")
-                yield True
-        yield from base.flush()
-        yield from softly(self._checkpoints.drop(written))  # the base has them: no manifest will name them
-        return layers_of((), base.files)
+        """Returns the layers of the shard. What was just written stays the newest; only older layers are merged."""
+        parts = () if self.newest is None else tuple(self._shard.parts_of(self.newest))
+        older = tuple(layer for part in parts for layer in part.layers)
+        is_divided_anew = any(part.held != self._shard for part in parts)
+        if is_divided_anew or (written and older and must_merge(older)):
+            base = RowFiles(self._disk, folder, self._shard.tag)
+            for group in self._groups:
+                for rows in merged(self._checkpoints.root, group, older):
+                    yield from base.add(group, *self._shard.owned(group, rows))
+                    crash_point("merging")
+                    yield True
+            yield from base.flush()
+            older = layers_of((), base.files, "")
+        return layers_of(older, written, self._after)
+
+    @property
+    def _after(self) -> str:
+        return "" if self.newest is None else self.newest.checksum
 
     def _count(self, files: list[RowFile | DenseFile | None], folder: Path) -> None:
         new = {file.file: file.nbytes for file in files if file is not None and file.file.startswith(f"{folder.name}/")}

@@ -211,7 +211,8 @@ class PrefetcherAttempt:
 
     @cached_property
     def _training_data(self) -> TrainingData:
-        return TrainingData(files=sampled(self._source.info().paths), hot_rows=hot_rows_checksum(self._job))
+        info = self._source.info()
+        return TrainingData(files=sampled(info.paths), hot_rows=hot_rows_checksum(self._job), num_dense=info.num_dense)
 
     def _serve(self, connection: Connection, measured: list[ReadBatch]) -> None:
         run, batches = self._run, [ids for ids, _ in measured]

@@ -182,6 +182,11 @@ class FakeRun:
         for store in self.stores:
             store.settle()
 
+    @property
+    def newest_checksum(self) -> str:
+        assert self.writer.newest is not None
+        return self.writer.newest.checksum
+
     def rows(self) -> Rows:
         return {key: record for store in self.stores for key, record in store.rows.items()}
 

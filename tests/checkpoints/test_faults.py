@@ -30,7 +30,7 @@ def run_until_failure(run_dir: Path, kind: Kind, nth: int, fault: Fault) -> tupl
     rng = np.random.default_rng(0)
     with capture_logs() as logs:
         try:
-            for share in (0.3, 0.1, 0.6):
+            for share in (0.3, 0.6, 0.1):
                 run.train_at_random(rng, share)
                 run.checkpoint()
         except RowcastError as error:

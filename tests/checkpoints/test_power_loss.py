@@ -44,7 +44,7 @@ def record(run_dir: Path, seed: int, *, finish_twice: bool = False) -> Recorded:
     run = FakeRun(small_job(run_dir), disk=disk, keep=2, block=5)
     rng = np.random.default_rng(seed)
     durable, merges, newest = [], 0, None
-    for number, share in enumerate([0.5, 0.1, 0.2, 0.6, 0.1]):
+    for number, share in enumerate([0.5, 0.2, 0.6, 0.1, 0.1]):
         last = number == NUM_CHECKPOINTS - 1
         if not (last and finish_twice):
             run.train_at_random(rng, share)
@@ -58,7 +58,7 @@ def record(run_dir: Path, seed: int, *, finish_twice: bool = False) -> Recorded:
                 durable.append((len(disk.log), newest.position.step))
         run.complete()
         assert newest is not None
-        merges += number > 0 and len(newest.layers) == 1
+        merges += number > 1 and len(newest.layers) == 2
     return Recorded(run, disk.log, durable, merges)
 
 

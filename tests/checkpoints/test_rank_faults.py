@@ -20,7 +20,7 @@ from tests.support.recording_disk import DiskModel, Operation, RecordingDisk
 from tests.support.repeats import count
 
 TABLES = (("narrow_a", 600, 4), ("wide", 500, 8), ("narrow_b", 700, 4))
-SHARES = (0.5, 0.1, 0.2, 0.6, 0.1)  # share of the rows that change; layers are merged once
+SHARES = (0.5, 0.2, 0.6, 0.1, 0.1)  # share of the rows that change; layers are merged once
 SITES = [(kind, fault) for kind in KINDS for fault in ("ENOSPC", "EIO", *(["short"] if kind == "write" else []))]
 
 

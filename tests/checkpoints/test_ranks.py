@@ -98,8 +98,11 @@ def test_the_first_checkpoint_of_another_number_of_ranks_is_a_base_of_each(tmp_p
     after = ranks(tmp_path, 4, newest=newest, start=run.rows())
     after.train({0: [1]})
     manifest = after.checkpoint()
-    assert [len(shard.layers) for shard in manifest.shards] == [1] * 4
-    assert manifest.num_rows == len(after.rows()), "no row is in two shards"
+    assert sorted([layer.kind for layer in shard.layers] for shard in manifest.shards) == [["base"]] * 3 + [
+        ["base", "delta"]
+    ]
+    bases = [shard.layers[0].num_rows for shard in manifest.shards]
+    assert sum(bases) == len(run.rows()), "no row is in two shards"
 
 
 def test_a_shard_reads_only_the_files_that_overlap_its_range(tmp_path: Path) -> None:
@@ -528,4 +531,5 @@ def test_deltas_of_a_shard_are_merged_when_they_outgrow_its_base(tmp_path: Path)
     assert manifest.shards[0].layers == base.shards[0].layers, "rank 0 had nothing to add"
     assert 1 <= len(manifest.shards[1].layers) < merge_layers.MAX_LAYERS
     assert manifest.shards[1].layers[0] != base.shards[1].layers[0]
+    assert manifest.shards[1].layers[-1].after, "what changed last stays"
     assert_holds(run.job.run_dir, run.job, manifest, run.rows(), 2)

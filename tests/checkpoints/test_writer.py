@@ -110,14 +110,29 @@ def test_a_second_checkpoint_at_a_step_replaces_the_first_and_keeps_its_files(ru
 # merging
 
 
-def test_deltas_with_more_rows_than_the_base_are_merged_into_one(run: FakeRun) -> None:
+def test_deltas_with_more_rows_than_the_base_are_merged_into_it_and_what_changed_last_stays(run: FakeRun) -> None:
     run.train(EVERYTHING)
     run.checkpoint()
-    for step in range(3):
+    for step in range(4):
         run.train({2: list(range(step, 60))})
+        before = run.newest_checksum
         manifest = run.checkpoint()
-    assert [(layer.kind, layer.num_rows) for layer in manifest.layers] == [("base", 130)]
+        assert [layer.kind for layer in manifest.layers].count("delta") in (1, 2, 3)
+        assert (manifest.layers[-1].num_rows, manifest.layers[-1].after) == (60 - step, before)
+    assert [(layer.kind, layer.num_rows) for layer in manifest.layers] == [("base", 130), ("delta", 57)]
     assert_holds(run.job.run_dir, run.job, manifest, run.rows())
+
+
+def test_a_delta_larger_than_the_base_is_merged_by_the_next_checkpoint(run: FakeRun) -> None:
+    run.train({0: [1]})
+    first = run.checkpoint()
+    run.train({0: list(range(40))})
+    second = run.checkpoint()
+    assert [(layer.num_rows, layer.after) for layer in second.layers] == [(1, ""), (40, first.checksum)]
+    run.train({0: [2]})
+    third = run.checkpoint()
+    assert [(layer.num_rows, layer.after) for layer in third.layers] == [(40, ""), (1, second.checksum)]
+    assert_holds(run.job.run_dir, run.job, third, run.rows())
 
 
 def test_there_are_never_more_than_sixteen_layers(run: FakeRun) -> None:
@@ -126,7 +141,7 @@ def test_there_are_never_more_than_sixteen_layers(run: FakeRun) -> None:
     for row in range(20):
         run.train({0: [row]})
         counts.append(len(run.checkpoint().layers))
-    assert counts == [*range(1, 17), *range(1, 6)]
+    assert counts == [*range(1, 17), *range(2, 7)]
     assert run.writer.newest is not None
     assert_holds(run.job.run_dir, run.job, run.writer.newest, run.rows())
 
@@ -149,9 +164,12 @@ def test_a_merge_holds_one_file_of_each_layer_whatever_the_tables_size(
     run.train(EVERYTHING)
     manifest = run.checkpoint()
     run.train({0: [1]})
-    assert [layer.kind for layer in manifest.layers] == ["base", "delta"], "as many rows as the base are not more"
+    assert [layer.kind for layer in manifest.layers] == ["base", "delta"]
     manifest = run.checkpoint()
-    assert [layer.kind for layer in manifest.layers] == ["base"]
+    assert [layer.kind for layer in manifest.layers] == ["base", "delta", "delta"], "as many as the base are not more"
+    run.train({0: [2]})
+    manifest = run.checkpoint()
+    assert [layer.kind for layer in manifest.layers] == ["base", "delta"]
     assert sum(held) == 261
     assert max(held) < 20
     assert_holds(run.job.run_dir, run.job, manifest, run.rows())

@@ -1,8 +1,21 @@
 from rowcast.job.file import load_job
-from rowcast.runtime.checkpoint_manifest import MANIFEST_VERSION, BatchChecksum, Manifest, RowLayer, ShardLayers
+from rowcast.runtime.checkpoint_manifest import (
+    MANIFEST_VERSION,
+    BatchChecksum,
+    Manifest,
+    RowFile,
+    RowLayer,
+    ShardLayers,
+)
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import render, seal
 from tests.checkpoints.golden import ALL_KEYS, DATA, FOLDER
+
+
+def rows(folder: str) -> RowFile:
+    name = f"{folder}/fp32_d4_sgd-00000.safetensors"
+    return RowFile(group="fp32_d4_sgd", file=name, first_key=7, last_key=7, num_rows=1, nbytes=300, checksum="3" * 16)
+
 
 manifest = Manifest(
     version=MANIFEST_VERSION,
@@ -12,7 +25,14 @@ manifest = Manifest(
     reason="checkpoint",
     job=load_job(FOLDER / f"{ALL_KEYS}.toml").content(),
     trained_on=DATA[ALL_KEYS],
-    shards=(ShardLayers(layers=(RowLayer(kind="base", num_rows=0, files=()),)),),
+    shards=(
+        ShardLayers(
+            layers=(
+                RowLayer(kind="base", num_rows=1, files=(rows("step-000000000100"),)),
+                RowLayer(kind="delta", num_rows=1, files=(rows("step-000000000110"),), after="2" * 16),
+            )
+        ),
+    ),
     dense=None,
     ahead=(BatchChecksum(train_step=100, eval_batch=None, ids="1" * 16, dense=""),),
 )
