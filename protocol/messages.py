@@ -14,7 +14,7 @@ import msgspec
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
 Mode = Literal["train", "eval"]  # eval: one pass over the evaluation batches, without training or saving
 

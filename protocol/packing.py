@@ -113,7 +113,7 @@ def plan_header(
     """`batches`: the checksum that ranks compare (`BatchShare`)."""
     groups = tuple(
         GroupHeader(
-            num_lookups=len(group.slots),
+            num_lookups=group.num_lookups,
             num_unique=len(group.unique_slots),
             num_fetch=len(group.fetch),
             num_evict=len(group.evict),

@@ -48,6 +48,10 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     share: GroupShare | None = None  # None: the batch is not divided
 
     @property
+    def num_lookups(self) -> int:
+        return int(self.segment_offsets[-1])
+
+    @property
     def fetch(self) -> RowMove:
         return RowMove(keys=self.fetch_keys, slots=self.fetch_slots)
 

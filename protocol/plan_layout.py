@@ -17,8 +17,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 A = TypeVar("A")  # a numpy array in the prefetcher, a tensor in the trainer
-Dtype = Literal["f4", "i4", "i8", "u1"]
-ITEM_BYTES: dict[Dtype, int] = {"f4": 4, "i4": 4, "i8": 8, "u1": 1}
+Dtype = Literal["f4", "i4", "i8", "u1", "u2"]
+ITEM_BYTES: dict[Dtype, int] = {"f4": 4, "i4": 4, "i8": 8, "u1": 1, "u2": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +93,10 @@ def is_present(array: str) -> Callable[[Counts], bool]:
     return lambda counts: array in counts.present
 
 
+def is_arranged(counts: Counts) -> bool:
+    return "order" not in counts.present
+
+
 def always(counts: Counts) -> bool:
     return True
 
@@ -125,16 +129,21 @@ class LookupArrays(Generic[A]):
 
     If ranks divide the batch, B is the number of samples in this rank's parts. Look-ups, rows and bags are ordered by
     part. "Slots" are positions among the received rows: two parts may look up the same one.
+
+    If every bag of a whole batch holds one look-up, and no table has more than 65,536, a plan has `order` instead of
+    `slots` and `bag_order`, and the trainer makes these two (`protocol/arrange.py`).
     """
 
+    # look-ups by row, counted from their table's first: a permutation of each table's look-ups
+    order: Annotated[A | None, ArrayLayout("u2", (N,), where=is_present("order"))] = None
     # slot of each look-up
-    slots: Annotated[A, ArrayLayout("i4", (N,), below=READABLE)]
+    slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE, where=is_arranged)] = None
     # slot of each distinct row, by ascending key
     unique_slots: Annotated[A, ArrayLayout("i4", (U,), below=READABLE, distinct=in_one_part)]
     # start of each distinct row's look-ups in bag_order
     segment_offsets: Annotated[A, ArrayLayout("i4", (U + 1,), rises_to=N)]
     # the bag of each look-up, grouped by row, in look-up order within a row
-    bag_order: Annotated[A, ArrayLayout("i4", (N,), below=G)]
+    bag_order: Annotated[A | None, ArrayLayout("i4", (N,), below=G, where=is_arranged)] = None
     # the look-up of each entry of bag_order; only with weights
     lookup_order: Annotated[A | None, ArrayLayout("i4", (N,), below=N, where=is_present("weights"))] = None
     # bag boundaries in slots; None: every bag holds one look-up

@@ -146,7 +146,7 @@ def count(
             plan_bytes=plan_block(batch, plan).nbytes,
             groups=tuple(
                 GroupCounts(
-                    lookups=len(group.slots),
+                    lookups=group.num_lookups,
                     rows=len(group.unique_slots),
                     fetched=len(group.fetch_keys),
                     written_back=group.num_dirty,

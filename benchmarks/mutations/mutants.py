@@ -1059,8 +1059,8 @@ TRAINER = (
     ),
     Mutant(
         "arrays of a plan are overwritten by a later plan's",
-        "PlanMemory(streams) for _ in range(depth + 2)",
-        "PlanMemory(streams) for _ in range(depth)",
+        "PlanMemory(streams, self._groups) for _ in range(depth + 2)",
+        "PlanMemory(streams, self._groups) for _ in range(depth)",
         f"{WAITS}[0]",
     ),
     Mutant(

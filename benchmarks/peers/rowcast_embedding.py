@@ -19,7 +19,7 @@ from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.plan import GroupPlan
 from rowcast.trainer.kernels import Kernels, torch_ops
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
-from rowcast.trainer.kernels.lookups import group_lookup
+from rowcast.trainer.kernels.lookups import arranged, group_lookup
 from rowcast.trainer.models.embedding import Embeddings
 
 DEPTH, HORIZON = 4, 16
@@ -32,7 +32,7 @@ class Rowcast:
         self._gradients = by_feature(gradient, terms)
         self._table = Table(terms, group)
         self._plans = plans_of(terms, group, ids)
-        self._lookups = [group_lookup(plan, terms.batch_size) for plan in self._plans]
+        self._lookups = [group_lookup(arranged(plan, group), terms.batch_size) for plan in self._plans]
         self._records = np.zeros((terms.slots, group.record_floats), np.float32)
         self._layer = Embeddings((group,), job.optimizer.sparse, [torch.from_numpy(self._records)], kernels)
         self._table.move(self._plans[0], self._records)

@@ -10,7 +10,7 @@ with these operations can be faster. On a GPU this is the plain loop with which 
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from benchmarks.training.recorded import recorded_plans, slots_for, touched, tra
 from rowcast.analysis.estimate.rates.replay import RecordedPlan
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import PlanHeader
@@ -30,6 +30,7 @@ from rowcast.protocol.packing import plan_block, plan_header
 from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.device.streams import choose_device
 from rowcast.trainer.kernels.chunks import chunk_arrays
+from rowcast.trainer.kernels.lookups import arranged
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.step.plan_memory import unpack
 
@@ -62,27 +63,28 @@ class ResidentRows:
             )
 
 
-def step_inputs(recorded: RecordedPlan, device: torch.device) -> ResidentStep:
-    block = plan_block(recorded.batch, recorded.plan)
+def step_inputs(recorded: RecordedPlan, groups: Sequence[GroupSpec], device: torch.device) -> ResidentStep:
+    plan = replace(recorded.plan, groups=tuple(map(arranged, recorded.plan.groups, groups)))
+    block = plan_block(recorded.batch, plan)
     content = np.empty(block.nbytes, np.uint8)
     block.write(0, content)
-    header = plan_header(recorded.batch, recorded.plan, block)
-    chunks = chunk_arrays([group.segment_offsets for group in recorded.plan.groups])
+    header = plan_header(recorded.batch, plan, block)
+    chunks = chunk_arrays([group.segment_offsets for group in plan.groups])
     arrays = unpack(torch.from_numpy(content).to(device), block.specs)
     arrays |= {name: torch.from_numpy(array).to(device) for name, array in chunks.items()}
-    return ResidentStep(step=recorded.plan.step, header=header, arrays=arrays)
+    return ResidentStep(step=plan.step, header=header, arrays=arrays)
 
 
 class ResidentRun:
     def __init__(self, job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> None:
         slots = slots_for(job, batches, touched(job, batches).rows)
-        rows = ResidentRows(job, slots, device)
+        rows, groups = ResidentRows(job, slots, device), group_specs(job)
         self.steps: list[ResidentStep] = []
         for recorded in recorded_plans(job, batches, slots):
             rows.fill(recorded)
-            self.steps.append(step_inputs(recorded, device))
+            self.steps.append(step_inputs(recorded, groups, device))
         self.records = rows.records
-        self.runner = StepRunner(job, group_specs(job), rows.records, batches[0].batch.dense.shape[1])
+        self.runner = StepRunner(job, groups, rows.records, batches[0].batch.dense.shape[1])
         self.losses = [torch.zeros((), pin_memory=device.type == "cuda") for _ in self.steps]
 
     def issue(self) -> Iterator[ResidentStep]:

@@ -64,7 +64,7 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
         self.step(plan.kind, batch_size)
         for counters, group in zip(self.groups.values(), plan.groups, strict=True):
             counters.step(
-                num_lookups=len(group.slots),
+                num_lookups=group.num_lookups,
                 num_unique=len(group.unique_slots) if group.share is None else group.share.num_own,
                 num_fetch=len(group.fetch),
                 num_evict=len(group.evict),

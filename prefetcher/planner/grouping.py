@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.protocol.arrange import MOST_ORDERED, arrange
 from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.runtime.arrays import F32, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop
@@ -68,6 +69,12 @@ class Grouping:
     offsets: I32 | None  # [G + 1] bag boundaries in ids as in GroupPlan, or None: every bag holds one look-up
     weights: F32 | None  # [N]
     sequence_offsets: I32 | None  # [S, B + 1] as in GroupPlan
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether `order` is enough for the trainer: each bag holds one look-up, at a position of two bytes."""
+        others = (self.offsets, self.weights, self.sequence_offsets)
+        return self.order.dtype == np.uint16 and all(array is None for array in others)
 
     @property
     def num_unique(self) -> int:
@@ -132,7 +139,7 @@ class Grouper:
         """Returns the distinct keys, ascending, and where each look-up belongs. The reader has checked the ids."""
         starts, num_lookups = lookups.table_starts, len(lookups.ids)
         assert starts[-1] == num_lookups, f"{num_lookups} look-ups, but their tables end at {starts[-1]}"
-        is_narrow = np.diff(starts).max(initial=0) <= 2**NARROW_BITS
+        is_narrow = np.diff(starts).max(initial=0) <= MOST_ORDERED
         order: Order = np.empty(num_lookups, np.uint16) if is_narrow else np.empty(num_lookups, np.int32)
         keys, ends = np.empty(num_lookups, np.int64), np.empty(num_lookups, np.int32)
         num_rows = np.zeros(len(self._tables), np.int64)
@@ -164,10 +171,8 @@ class Grouper:
         slots, order = np.empty(len(grouping.order), np.int32), np.empty(len(grouping.order), np.int32)
 
         def work(first: int, end: int) -> None:
-            starts, rows = grouping.table_starts, grouping.row_starts
-            arrange_tables(
-                first, end, grouping.order, grouping.segment_offsets, starts, rows, unique_slots, slots, order
-            )
+            row, starts, segments = grouping.row_starts[first], grouping.table_starts, grouping.segment_offsets
+            arrange(first, end, row, grouping.order, starts, segments, unique_slots, slots, order)
 
         self._pool.over_tables(grouping.table_starts, work)
         return slots, order
@@ -438,28 +443,6 @@ def count_runs(rows: I64, ends: I32) -> int:
         rows[found - 1] = rows[i]
         ends[found - 1] = i + 1
     return found
-
-
-@compiled_loop
-def arrange_tables(
-    first: int,
-    end: int,
-    order: Order,
-    segment_offsets: I32,
-    starts: I64,
-    row_starts: I64,
-    unique_slots: I32,
-    slots: I32,
-    by_row: I32,
-) -> None:
-    for t in range(first, end):
-        start = np.uint64(starts[t])
-        for u in range(row_starts[t], row_starts[t + 1]):
-            slot = unique_slots[u]
-            for k in range(segment_offsets[u], segment_offsets[u + 1]):
-                i = start + np.uint64(order[k])
-                slots[i] = slot
-                by_row[k] = i
 
 
 @compiled

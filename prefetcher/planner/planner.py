@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import CheckpointInterval, Policy
@@ -80,13 +81,15 @@ class WholeBatch:
         return self._grouper.group(self._grouper.lookups(batch))
 
     def plan(self, rows: Grouping, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
-        slots, order = self._grouper.arrange(rows, moves[0].unique_slots)
-        lookups = LookupArrays(
+        own = moves[0].unique_slots
+        slots, by_row = (None, None) if rows.is_ordered else self._grouper.arrange(rows, own)
+        lookups: LookupArrays[npt.NDArray[Any]] = LookupArrays(
+            order=rows.order if rows.is_ordered else None,
             slots=slots,
-            unique_slots=moves[0].unique_slots,
+            unique_slots=own,
             segment_offsets=rows.segment_offsets,
-            bag_order=bag_order(rows, order),
-            lookup_order=None if rows.weights is None else order,
+            bag_order=None if by_row is None else bag_order(rows, by_row),
+            lookup_order=None if rows.weights is None else by_row,
             offsets=rows.offsets,
             weights=rows.weights,
             sequence_offsets=rows.sequence_offsets,

@@ -24,6 +24,7 @@ from rowcast.prefetcher.planner.horizon import ScheduledLookups
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
+from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.parts import UNDIVIDED, Rank, ids_of_samples, samples_of
@@ -84,14 +85,23 @@ def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledLookup
     most_arrays = max(
         shared_arrays_bytes(groups, scheduled.batch, most_rows, rank)
         if rank.is_divided
-        else group_arrays_bytes(scheduled.batch, most_rows)
+        else group_arrays_bytes(scheduled.batch, most_rows, ordered=is_ordered(groups, scheduled.batch))
         for scheduled in measured
     )
     return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * most_arrays))
 
 
-def group_arrays_bytes(batch: Batch | IdsBatch, num_rows: int) -> int:
+def is_ordered(groups: Sequence[GroupSpec], batch: Batch | IdsBatch) -> bool:
+    """Returns whether the plans of a whole batch have `order` in every group."""
+    pooled_alone = batch.offsets is None and batch.weights is None and not any(g.unpooled_features for g in groups)
+    return pooled_alone and all(
+        len(table.features) * batch.size <= MOST_ORDERED for group in groups for table in group.tables
+    )
+
+
+def group_arrays_bytes(batch: Batch | IdsBatch, num_rows: int, *, ordered: bool) -> int:
     present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
+    present |= {"order"} if ordered else set()
     counts = Counts(
         samples=batch.size,
         lookups=len(batch.ids),
@@ -119,7 +129,7 @@ def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Batch | IdsBatch, nu
         home_additions=received if rank.parts_per_rank > 1 else 0,
     )
     exchanged = sum(layout.nbytes_of(counts) for layout in EXCHANGE_ARRAYS.values())
-    return group_arrays_bytes(own, max(received, num_owned)) + exchanged
+    return group_arrays_bytes(own, max(received, num_owned), ordered=False) + exchanged
 
 
 def automatic_ring_bytes(typical: Typical, depth: int, pairs: int) -> int:

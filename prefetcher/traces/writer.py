@@ -40,7 +40,7 @@ from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.runtime.checkpoint_manifest import sync_folder
 from rowcast.runtime.errors import ConfigError
 
-TRACE_VERSION = "2"
+TRACE_VERSION = "3"
 VERSION_KEY, HEADER_KEY = b"rowcast.trace.version", b"rowcast.trace.header"
 END = "end"
 

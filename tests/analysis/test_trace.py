@@ -211,7 +211,7 @@ NOTHING: dict[bytes, bytes | None] = {}
 @pytest.mark.parametrize(
     ("metadata", "rows", "error", "sentence"),
     [
-        (VERSION_1, None, Mismatch, "trace version 1, but this version reads 2"),
+        (VERSION_1, None, Mismatch, "trace version 1, but this version reads 3"),
         ({VERSION_KEY: None}, None, DataError, "an Arrow file, but not a trace"),
         ({HEADER_KEY: b"{}"}, None, DataError, "its header is damaged"),
         (NOTHING, lambda rows: rows[:-1], DataError, "the last row is not an end row"),
@@ -351,7 +351,7 @@ def test_the_checksum_sees_every_part_of_a_plan(tmp_path: Path) -> None:
     names = [
         field.name
         for field in dataclasses.fields(plan.groups[1])
-        if field.name not in ("weights", "sequence_offsets", "share")  # a trace is of a trainer that is alone
+        if field.name not in ("weights", "order", "sequence_offsets", "share")  # a trace is of a trainer that is alone
     ]
     for name in names:
         seen.add(plan_checksum(dataclasses.replace(plan, groups=(plan.groups[0], other_value(plan.groups[1], name)))))
@@ -360,9 +360,10 @@ def test_the_checksum_sees_every_part_of_a_plan(tmp_path: Path) -> None:
     assert len(seen) == len(names) + 3
 
 
-def test_the_checksum_sees_where_the_look_ups_of_each_sample_start(tmp_path: Path) -> None:
-    plan = save(tmp_path / "a.trace", *workload("apart"))[0]
-    changed = dataclasses.replace(plan, groups=(other_value(plan.groups[0], "sequence_offsets"), *plan.groups[1:]))
+@pytest.mark.parametrize(("bags", "name"), [("apart", "sequence_offsets"), ("single", "order")])
+def test_the_checksum_sees_the_arrays_of_other_bags(bags: Bags, name: str, tmp_path: Path) -> None:
+    plan = save(tmp_path / "a.trace", *workload(bags))[0]
+    changed = dataclasses.replace(plan, groups=(other_value(plan.groups[0], name), *plan.groups[1:]))
     assert plan_checksum(changed) != plan_checksum(plan)
 
 

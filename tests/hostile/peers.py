@@ -6,6 +6,7 @@ The rings are mirrors, so payloads travel with their messages and can be changed
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import xxhash
 from rowcast.job.tables import group_specs
 from rowcast.protocol.codec import decode
 from rowcast.protocol.messages import AnyMessage, ArraySpec, RingRef
+from rowcast.protocol.plan_layout import ITEM_BYTES
 from rowcast.protocol.session import PREFETCHER, Role
 from rowcast.protocol.transport.inproc import InprocLink, inproc_pair
 from rowcast.protocol.transport.link import Link, Payload
@@ -99,8 +101,8 @@ class HostileRun:
         return self.end is not None and self.end.told > 0
 
 
-def array_of(message: AnyMessage, content: Bytes, name: str) -> npt.NDArray[np.int32] | None:
-    """A view of one i32 array in a plan's or barrier's payload; None where it has none, or an empty one."""
+def array_of(message: AnyMessage, content: Bytes, name: str) -> npt.NDArray[Any] | None:
+    """A view of one array in a plan's or barrier's payload; None where it has none, or an empty one."""
     plan = getattr(message, "plan", None)
     specs: tuple[ArraySpec, ...] = plan.arrays if plan is not None else getattr(message, "arrays", None) or ()
     if not isinstance(specs, tuple):
@@ -108,5 +110,5 @@ def array_of(message: AnyMessage, content: Bytes, name: str) -> npt.NDArray[np.i
     spec = next((spec for spec in specs if spec.name == name), None)
     if spec is None or not spec.shape[0]:
         return None
-    own = content[spec.offset : spec.offset + 4 * math.prod(spec.shape)]
-    return own.view(np.int32)
+    own = content[spec.offset : spec.offset + ITEM_BYTES[spec.dtype] * math.prod(spec.shape)]
+    return own.view(spec.dtype)

@@ -128,13 +128,10 @@ def in_rows(kind: type[AnyMessage], place: int, **changes: object) -> Lie:
 
 EXTRA = ArraySpec(name="extra", dtype="u1", shape=(), offset=0)
 PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
-    "a look-up far outside": (in_array("0.slots", at(3, 10**8)), "0.slots holds 100000000, which is not from 0 to"),
-    "a look-up one outside": (in_array("1.slots", lambda a: a.__setitem__(0, 2**31 - 1)), "1.slots holds 2147483647"),
-    "a negative look-up": (in_array("0.slots", at(-1, -1)), "0.slots holds -1"),
+    "a look-up twice": (in_array("0.order", same), "0.order is no permutation of the look-ups 0 to"),
+    "a look-up of another table": (in_array("1.order", at(-1, 2**16 - 1)), "1.order is no permutation of the look-ups"),
     "an update outside": (in_array("0.unique_slots", at(0, 10**6)), "0.unique_slots holds 1000000"),
     "an update twice": (in_array("1.unique_slots", same), "1.unique_slots names a slot twice"),
-    "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
-    "a negative bag": (in_array("0.bag_order", at(5, -(2**31))), "0.bag_order holds -2147483648"),
     "segments that fall": (in_array("0.segment_offsets", at(1, 10**6)), "0.segment_offsets falls"),
     "segments that end outside": (
         in_array("0.segment_offsets", at(-1, 10**6)),
@@ -143,18 +140,18 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "segments that begin inside": (in_array("1.segment_offsets", at(0, 1)), "1.segment_offsets goes from 1"),
     "a fill outside": (in_array("0.fetch_slots", at(0, -5)), "0.fetch_slots holds -5"),
     "a fill twice": (in_array("0.fetch_slots", same), "0.fetch_slots names a slot twice"),
-    "arrays of another type": (in_spec("0.slots", dtype="f4"), "array 0.slots should be i4"),
+    "arrays of another type": (in_spec("0.unique_slots", dtype="f4"), "array 0.unique_slots should be i4"),
     "arrays of another shape": (in_spec("labels", shape=(1,)), "array labels should be f4 .64,. at byte"),
     "arrays over each other": (in_spec("labels", offset=0), "array labels should be"),
-    "arrays of another name": (in_spec("0.bag_order", name="0.bag"), "array 0.bag_order should be"),
+    "arrays of another name": (in_spec("0.order", name="0.bag"), "array 0.slots should be"),
     "arrays too many": (
         in_plan(lambda plan: change(plan, arrays=(*plan.arrays, EXTRA))),
         "extra, u1 .. at byte 0, came",
     ),
     "arrays too few": (in_plan(lambda plan: change(plan, arrays=plan.arrays[:-1])), "and nothing came"),
-    "weights without their order": (
+    "weights of look-ups that are ordered": (
         in_plan(lambda plan: change(plan, arrays=(*plan.arrays, change(EXTRA, name="0.weights")))),
-        "array 0.lookup_order should be",
+        "the order of group 0 alone",
     ),
     "a larger block": (
         in_plan(lambda plan: change(plan, arrays_bytes=2**50)),
@@ -223,13 +220,25 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
 }
 
 WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {
+    "a look-up far outside": (in_array("0.slots", at(3, 10**8)), "0.slots holds 100000000, which is not from 0 to"),
+    "a look-up one outside": (in_array("1.slots", lambda a: a.__setitem__(0, 2**31 - 1)), "1.slots holds 2147483647"),
+    "a negative look-up": (in_array("0.slots", at(-1, -1)), "0.slots holds -1"),
+    "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
+    "a negative bag": (in_array("0.bag_order", at(5, -(2**31))), "0.bag_order holds -2147483648"),
     "an order outside": (in_array("0.lookup_order", at(0, 10**6)), "0.lookup_order holds 1000000"),
+    "weights without their order": (in_spec("0.lookup_order", name="0.other"), "array 0.lookup_order should be"),
     "bags that fall": (in_array("1.offsets", at(1, 10**6)), "1.offsets falls"),
     "bags that end outside": (in_array("1.offsets", at(-1, -1)), "1.offsets goes from 0 to -1 instead of"),
 }
 
 # the look-ups that some arrays come with
-BAGS_OF: dict[str, Bags] = {"lookup_order": "weighted", "offsets": "weighted", "sequence_offsets": "apart"}
+BAGS_OF: dict[str, Bags] = {
+    "slots": "weighted",
+    "bag_order": "weighted",
+    "lookup_order": "weighted",
+    "offsets": "weighted",
+    "sequence_offsets": "apart",
+}
 
 # group 0 has sequences of features 0 and 1 of 3, group 1 of feature 1 of 2
 SEQUENCE_LIES: dict[str, tuple[Lie, str]] = {
@@ -339,8 +348,8 @@ def test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends(name: str) -> 
 
 
 def test_a_bad_plan_is_refused_where_it_arrives_and_not_by_the_thread_that_issues_work() -> None:
-    hostile = HostileRun(PREFETCHER, in_array("0.slots", at(3, 10**8)))
-    with pytest.raises(RemoteProtocolError, match=r"0\.slots holds 100000000") as refused:
+    hostile = HostileRun(PREFETCHER, in_array("0.unique_slots", at(3, 10**8)))
+    with pytest.raises(RemoteProtocolError, match=r"0\.unique_slots holds 100000000") as refused:
         hostile.run()
     callers = {frame.name for frame in refused.traceback}
     assert "_received" in callers

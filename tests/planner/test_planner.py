@@ -211,7 +211,7 @@ def test_a_batch_without_look_ups_is_planned() -> None:
     planner = RowPlanner(one_group(3), [(0,)], 1, 0)
     planner.add(schedule([empty], ["train"])[0])
     plan = planner.plan()[1].groups[0]
-    assert (len(plan.slots), len(plan.unique_slots), plan.segment_offsets.tolist()) == (0, 0, [0])
+    assert (plan.num_lookups, len(plan.unique_slots), plan.segment_offsets.tolist()) == (0, 0, [0])
     assert plan.offsets is not None
     assert plan.offsets.tolist() == [0, 0, 0]
 

@@ -91,7 +91,9 @@ class Replay:
             self.slots[slot] = (key, self.store.get(key, 0))
 
     def look_up(self, plan: StepPlan, keys: list[int], index: int) -> None:
-        slots = plan.groups[index].slots.tolist()
+        looked_up = plan.groups[index].slots
+        assert looked_up is not None
+        slots = looked_up.tolist()
         held = [self.slots[slot] for slot in slots]
         assert [row and row[0] for row in held] == keys
         for slot in set(slots):

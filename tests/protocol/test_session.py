@@ -214,8 +214,8 @@ class HelloOfTomorrow(msgspec.Struct, tag="Hello"):
 
 
 def test_a_greeting_of_another_version_is_a_mismatch_even_where_it_cannot_be_read() -> None:
-    frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=9, something_new=1)])
-    with pytest.raises(Mismatch, match=rf"\b9\b.*\b{PROTOCOL_VERSION}\b"):
+    frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=99, something_new=1)])
+    with pytest.raises(Mismatch, match=rf"\b99\b.*\b{PROTOCOL_VERSION}\b"):
         Session(PREFETCHER, 3).decode(frame)
 
 

@@ -13,6 +13,7 @@ from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.trainer.kernels.lookups import arranged
 
 Entry = StepPlan | BarrierPlan
 
@@ -211,13 +212,13 @@ def feed(planner: RowPlanner, left: list[ScheduledBatch], eager: bool) -> None:
 
 
 def entries_of(run: Run, eager: bool = True, check: bool = False, horizon: AutoHorizon | None = None) -> list[Entry]:
-    """The plan stream. `eager`: tells the next batch and the end of the data before a barrier, not after it. `horizon`:
-    instead of the run's."""
+    """The plan stream, as the kernels get it. `eager`: tells the next batch and the end of the data before a barrier,
+    not after it. `horizon`: instead of the run's."""
     planner, left, entries = run.planner(horizon), list(run.trace), list[Entry]()
     feed(planner, left, eager)
     while planner.ready():
         scheduled, plan = planner.plan()
-        entries.append(plan)
+        entries.append(replace(plan, groups=tuple(map(arranged, plan.groups, run.groups))))
         if eager:
             feed(planner, left, eager)
         if scheduled.step in run.barriers:

@@ -77,7 +77,7 @@ def header(plan: StepPlan, batch_size: int) -> PlanHeader:
     """The same plan as the trainer sees it."""
     counts = tuple(
         GroupHeader(
-            num_lookups=len(group.slots),
+            num_lookups=group.num_lookups,
             num_unique=len(group.unique_slots),
             num_fetch=len(group.fetch),
             num_evict=len(group.evict),

@@ -243,7 +243,7 @@ def assert_report_agrees(report: Report, alone: Alone) -> None:
     assert report.steps == sum(plan.kind == "train" for plan in alone.plans)
     assert report.eval_steps == sum(plan.kind == "eval" for plan in alone.plans)
     assert report.samples == sum(batch.batch.size for batch in alone.batches if batch.kind == "train")
-    assert report.lookups == sum(len(group.slots) for group in groups)
+    assert report.lookups == sum(group.num_lookups for group in groups)
     assert report.unique_rows == sum(len(group.unique_slots) for group in groups)
     assert report.rows_fetched == sum(len(group.fetch) for group in groups)
     assert report.rows_evicted == sum(len(group.evict) for group in groups)

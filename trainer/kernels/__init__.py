@@ -23,6 +23,8 @@ from rowcast.trainer.kernels.chunks import Chunks
 class GroupLookup(LookupArrays[Tensor]):
     """One group's arrays of a step, on the device: the plan's and those derived from them."""
 
+    slots: Tensor  # a plan with `order` has been arranged
+    bag_order: Tensor
     batch_size: int
     sequence_lookups: tuple[int, ...] = ()  # look-ups of each feature that is not pooled
     chunks: Chunks[Tensor]

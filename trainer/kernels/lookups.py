@@ -1,18 +1,21 @@
 """Makes a plan's look-ups from rows and slots, for checks, measurements and tests without a planner."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rowcast.job.tables import GroupSpec
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.runtime.arrays import F32, I32
 from rowcast.trainer.kernels import GroupLookup
+from rowcast.trainer.kernels.arrange import arrange
 from rowcast.trainer.kernels.chunks import Chunks, cut_long_rows
 
 Ints = npt.NDArray[np.integer[Any]]
+Arrays = TypeVar("Arrays", bound=LookupArrays[npt.NDArray[Any]])
 
 
 def lookup_arrays(
@@ -32,6 +35,17 @@ def lookup_arrays(
         weights=weights,
         sequence_offsets=sequence_offsets,
     )
+
+
+def arranged(arrays: Arrays, group: GroupSpec) -> Arrays:
+    """Returns the look-ups of a plan with `slots` and `bag_order` instead of `order`."""
+    if arrays.order is None:
+        return arrays
+    slots, bag_order = np.empty(len(arrays.order), np.int32), np.empty(len(arrays.order), np.int32)
+    arrange(
+        group, *map(torch.from_numpy, (arrays.order, arrays.segment_offsets, arrays.unique_slots, slots, bag_order))
+    )
+    return replace(arrays, order=None, slots=slots, bag_order=bag_order)
 
 
 def bounds(counts: Ints) -> I32:

@@ -93,7 +93,7 @@ class DeviceCache:
         self._inbox: deque[ArrivedPiece] = deque()
         self._steps: deque[ArrivedStep] = deque()  # arrived, not handed to compute yet
         self._copying: deque[tuple[RingRef, Event]] = deque()
-        self._plans = [PlanMemory(streams) for _ in range(depth + 2)]  # used in rotation
+        self._plans = [PlanMemory(streams, self._groups) for _ in range(depth + 2)]  # used in rotation
         self._computed: dict[int, Event] = {}  # issued steps, not known to be complete
         self._last_issued: int | None = None
         # names of each group's arrays in a plan
@@ -202,6 +202,8 @@ class DeviceCache:
         if payload is not None and message.arrays is not None:
             offset, end = message.arrays.offset, message.arrays.nbytes
             stream.copy(payload[:end], arrived.block[offset : offset + end])
+        if piece.derived is not None:
+            self._memory(arrived.step).arrange(arrived.header, arrived.arrays)
         if payload is not None and room is not None:
             if room.after is not None:
                 stream.wait(room.after, "fill_staging")

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
+from rowcast.protocol.arrange import MOST_ORDERED, first_not_permuted, table_starts
 from rowcast.protocol.messages import (
     ArraySpan,
     ArraySpec,
@@ -51,7 +52,7 @@ from rowcast.protocol.plan_layout import (
 )
 from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import largest_payload
-from rowcast.runtime.arrays import I32, I64, Bytes
+from rowcast.runtime.arrays import I32, I64, U16, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 
 ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
@@ -94,6 +95,7 @@ class DueChecks:
     bounds: I64  # start and end of each of `limited`, in items of the block
     distinct: list[ArraySpec]
     rising: list[tuple[ArraySpec, tuple[int, ...]]]  # with the end of each row
+    permuted: list[tuple[ArraySpec, I64]]  # with the start of each table's look-ups
 
     def too_large(self, block: Bytes) -> list[int]:
         """Returns which of `limited` hold a value outside its limits, in one pass. A negative value is large when
@@ -195,6 +197,11 @@ class PlanCheck:
                 "offsets" in counts.present or counts.lookups == counts.bags,
                 f"step {step} has {counts.lookups} look-ups in {counts.bags} bags of one",
             )
+            more = counts.present & {"offsets", "weights"}
+            require(
+                "order" not in counts.present or not (more or counts.sequences or counts.exchanges),
+                f"step {step} has the order of group {index} alone, whose bags are not all of one look-up",
+            )
         check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, group_counts))
         for index, counts in enumerate(group_counts):
             for asked, most in ((counts.asked_fetch, counts.fetch), (counts.asked_evict, counts.evict)):
@@ -275,6 +282,7 @@ class PlanCheck:
                 for spec, group, layout in arrived
                 if layout.rises_to is not None
             ],
+            permuted=[(spec, table_starts(self._groups[group], plan.batch_size)) for group, spec in ordered(plan)],
         )
 
     def arrays(self, step: int, block: Bytes) -> None:
@@ -288,6 +296,12 @@ class PlanCheck:
             name, rows = f"step {step}: {spec.name}", i32_of(block, spec).reshape(len(ends), -1)
             for row, end in enumerate(ends):
                 rising(rows[row], end, name if len(spec.shape) == 1 else f"{name}[{row}]")
+        for spec, starts in due.permuted:
+            permuted(
+                block[spec.offset : spec.offset + 2 * spec.shape[0]].view(np.uint16),
+                starts,
+                f"step {step}: {spec.name}",
+            )
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
         """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
@@ -422,6 +436,20 @@ def distinct(positions: I32, name: str) -> None:
     """Raises if two are equal."""
     in_order = np.sort(positions)
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
+
+
+def permuted(order: U16, starts: I64, name: str) -> None:
+    """Raises unless the part of each table is a permutation of its look-ups."""
+    table = first_not_permuted(order, starts, np.empty(MOST_ORDERED, np.uint8))
+    require(table < 0, f"{name} is no permutation of the look-ups {starts[table]} to {starts[table + 1] - 1}")
+
+
+def ordered(plan: PlanHeader) -> Iterator[tuple[int, ArraySpec]]:
+    """Yields the groups whose plan has an `order`, with its spec."""
+    for spec in plan.arrays:
+        group, _, name = spec.name.partition(".")
+        if name == "order":
+            yield int(group), spec
 
 
 def rising(offsets: I32, end: int, name: str) -> None:

@@ -1,30 +1,34 @@
 """Holds the arrays of one plan on the device, including those derived on the host.
 
-    block    | dense | labels | 0.slots | ... | 0.long_rows | 0.chunk_offsets | ... | 0.fill_slots | ... |
-               from the ring, piece by piece    from page-locked memory, after the last byte has arrived
+    block    | dense | labels | 0.order | ... | 0.long_rows | ... | 0.fill_slots | ... | 0.slots | 0.bag_order | ... |
+               from the ring, piece by piece    from page-locked memory                  made on the device
 
-Arrays that follow from others are not sent: the mail thread derives them. The main thread copies them to the device
-before the block's last piece, on the same stream, so the copy needs no separate event.
+Arrays that follow from others are not sent: the mail thread derives the short ones. The main thread copies them to the
+device before the block's last piece, on the same stream, so the copy needs no separate event. The long ones are made on
+the device, after that piece (`kernels/arrange.py`).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.job.tables import aligned
+from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.messages import ArraySpec, PlanHeader
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ITEM_BYTES
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 from rowcast.trainer.device.streams import Streams
+from rowcast.trainer.kernels.arrange import arrange
 from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_items
-from rowcast.trainer.step.plan_check import i32_of
+from rowcast.trainer.step.plan_check import i32_of, ordered
 
-DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
+DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8, "u2": torch.uint16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,9 @@ class DerivedArrays:
 class PlanMemory:
     """Memory for one plan, reused for the next when the previous plan's step is complete. Runs on the main thread."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, groups: Sequence[GroupSpec]) -> None:
         self._streams = streams
+        self._groups = groups
         self._block = streams.allocate(0)
         self._derived = self._host_memory(0)  # not writable until the step is complete
         self._derived_items: I32 = self._derived.numpy().view(np.int32)
@@ -52,8 +57,9 @@ class PlanMemory:
     def open(self, step: int, header: PlanHeader) -> Tensor:
         """Returns u8 [arrays_bytes] for the plan's arrays. Raises ConfigError if device memory does not suffice."""
         derived = most_derived_bytes(header)
-        if len(self._block) < header.arrays_bytes + derived:
-            self._block = self._allocate(step, header.arrays_bytes + derived)
+        arranged = sum(2 * arranged_bytes(spec) for _, spec in ordered(header))
+        if len(self._block) < header.arrays_bytes + derived + arranged:
+            self._block = self._allocate(step, header.arrays_bytes + derived + arranged)
         if len(self._derived) < derived:
             self._derived = self._host_memory(derived * 5 // 4)
             self._derived_items = self._derived.numpy().view(np.int32)
@@ -70,6 +76,22 @@ class PlanMemory:
         for name in derived.indices:
             arrays[name] = arrays[name].view(torch.int64)
         return arrays
+
+    def arrange(self, header: PlanHeader, arrays: dict[str, Tensor]) -> None:
+        """Issues the making of `slots` and `bag_order` from each `order`, which they replace in `arrays`. All arrays of
+        the plan must have been copied on the same stream.
+        """
+        end = header.arrays_bytes + most_derived_bytes(header)
+        for group, spec in ordered(header):
+            order = arrays.pop(spec.name)
+            made = []
+            for name in ("slots", "bag_order"):
+                array = self._block[end : end + 4 * len(order)].view(torch.int32)
+                arrays[f"{group}.{name}"] = array
+                made.append(array)
+                end += arranged_bytes(spec)
+            inputs = [arrays[f"{group}.{name}"] for name in ("segment_offsets", "unique_slots")]
+            self._streams.copy_in.run(partial(arrange, self._groups[group], order, *inputs, *made))
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         try:
@@ -111,6 +133,11 @@ def most_derived_bytes(header: PlanHeader) -> int:
         aligned(4 * most_chunk_items(group.num_lookups) + 8 * group.num_fetch, ARRAY_ALIGNMENT) + spare
         for group in header.groups
     )
+
+
+def arranged_bytes(spec: ArraySpec) -> int:
+    """Returns the bytes of one array that is made from this `order`."""
+    return aligned(4 * math.prod(spec.shape), ARRAY_ALIGNMENT)
 
 
 def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:

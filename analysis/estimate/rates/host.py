@@ -122,7 +122,7 @@ def counted(recorded: RecordedPlan) -> StepCounts:
         plan_bytes=plan_block(recorded.batch, recorded.plan).nbytes,
         groups=(
             GroupCounts(
-                lookups=len(group.slots),
+                lookups=group.num_lookups,
                 rows=len(group.unique_slots),
                 fetched=len(group.fetch_keys),
                 written_back=group.num_dirty,

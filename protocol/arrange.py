@@ -1,0 +1,72 @@
+"""Makes `slots` and `bag_order` of a plan from its `order`, if every bag holds one look-up.
+
+    order             1 0 2 | 0 1     look-ups by row, counted from their table's first
+    starts            0       3   5   of the tables
+    segment_offsets   0 1 3       5   of the rows
+    unique_slots      8 4 6
+    bag_order         1 0 2   3 4     start of the table + order
+    slots             4 8 4   6 6     of the look-ups 0, 1, ...
+
+Each table's part of `order` must be a permutation; otherwise some slots would be left unset. A table has at most
+MOST_ORDERED look-ups, so two bytes hold each.
+"""
+
+from itertools import accumulate
+
+import numpy as np
+
+from rowcast.job.tables import GroupSpec
+from rowcast.runtime.arrays import I32, I64, U16, Bytes
+from rowcast.runtime.compiled import compiled_loop
+
+MOST_ORDERED = 2**16
+
+
+def table_starts(group: GroupSpec, batch_size: int) -> I64:
+    """Returns [T + 1]: where each table's look-ups start, if every bag holds one."""
+    return np.array(list(accumulate((batch_size * len(table.features) for table in group.tables), initial=0)), np.int64)
+
+
+@compiled_loop
+def arrange(
+    first: int,
+    end: int,
+    row: int,
+    order: U16 | I32,
+    starts: I64,
+    segment_offsets: I32,
+    unique_slots: I32,
+    slots: I32,
+    bag_order: I32,
+) -> None:
+    """Writes both arrays of the tables first to end - 1; `row` is the first one's first row."""
+    for t in range(first, end):
+        start = np.uint64(starts[t])
+        k = starts[t]
+        while k < starts[t + 1]:
+            stop = min(np.int64(segment_offsets[row + 1]), starts[t + 1])
+            slot = unique_slots[row]
+            for j in range(k, stop):
+                i = start + np.uint64(order[j])
+                slots[i] = slot
+                bag_order[j] = i
+            k = stop
+            row += segment_offsets[row + 1] == stop
+
+
+@compiled_loop
+def first_not_permuted(order: U16, starts: I64, marks: Bytes) -> int:
+    """Returns the first table whose part of `order` is no permutation, or -1. `marks`: [MOST_ORDERED], any values."""
+    for t in range(len(starts) - 1):
+        size = starts[t + 1] - starts[t]
+        if size > len(marks):
+            return t
+        marks[:] = 0
+        for k in range(starts[t], starts[t + 1]):
+            marks[np.uint32(order[k])] = 1
+        found = 0
+        for i in range(size):
+            found += marks[i]
+        if found != size:
+            return t
+    return -1
