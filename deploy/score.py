@@ -14,8 +14,8 @@ from rowcast.deploy.local import run_both
 from rowcast.job.file import apply_override, parse_job
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
-from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, read_manifest
-from rowcast.runtime.command_options import Overrides, RunFolder
+from rowcast.runtime.checkpoint_manifest import Manifest, checkpoint_folders, read_manifest
+from rowcast.runtime.command_options import CheckpointName, Overrides, RunFolder
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.format_numbers import plural
@@ -28,24 +28,26 @@ def score(
     run: RunFolder,
     data: Annotated[Path, Option(help="The samples: a file, a folder or a glob, in the format of the training data.")],
     out: Annotated[Path, Option(help="A new file for the scores.", metavar="FILE.csv|FILE.parquet")],
+    checkpoint: CheckpointName = None,
     overrides: Overrides = None,
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
         check_place(out, "--out")
-        checkpoint = newest_of(run)
-        job = scoring_job(checkpoint, run, data, overrides or ())
+        chosen = chosen_of(run, checkpoint)
+        job = scoring_job(chosen, run, data, overrides or ())
         with TemporaryDirectory(prefix="rowcast-") as folder:
             config = Path(folder) / "job.json"
             config.write_bytes(msgspec.json.encode(job.content()))
             given = ["--config", str(config)]
             try:
-                run_both(job, [*given, "--eval"], "eval", [*given, f"--scores={out}"], signals)
+                named = [] if checkpoint is None else [f"--checkpoint={checkpoint}"]
+                run_both(job, [*given, "--eval", *named], "eval", [*given, f"--scores={out}"], signals)
             finally:
                 partial_of(out).unlink(missing_ok=True)
         if not out.exists():
             raise RowcastError(f"stopped by {signals.stop_reason} before the last sample; {out} was not written")
         scored = plural(num_rows(out), "row")
-        steps = plural(checkpoint.train_steps, "train step")
+        steps = plural(chosen.train_steps, "train step")
         typer.echo(f"scored {scored} of {data} to {out}, by the model after {steps}")
 
     return main
@@ -57,11 +59,14 @@ def require_data(data: Path) -> None:
         raise ConfigError(f"--data {data}: no such file or folder; correct the name")
 
 
-def newest_of(run: Path) -> Manifest:
-    folder = newest_checkpoint(run)
-    if folder is None:
+def chosen_of(run: Path, name: str | None) -> Manifest:
+    """Returns the checkpoint of that name; None: the newest. Raises ConfigError if there is none."""
+    folders = {folder.name: folder for folder in checkpoint_folders(run / "checkpoints")}
+    if not folders:
         raise ConfigError(f"--run {run} holds no checkpoint; name the run_dir of a job that was trained")
-    return read_manifest(folder)
+    if name is not None and name not in folders:
+        raise ConfigError(f"--checkpoint {name}: {run} holds {', '.join(reversed(folders))}")
+    return read_manifest(next(iter(folders.values())) if name is None else folders[name])
 
 
 def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence[str]) -> Job:

@@ -23,6 +23,8 @@ c_pread = numba.types.ExternalFunction("pread", numba.types.intp(C_INT, SIZE, SI
 c_posix_fadvise = numba.types.ExternalFunction("posix_fadvise", C_INT(C_INT, OFFSET, OFFSET, C_INT))
 # (address, nbytes, advice) -> 0, or -1; whole pages of a mapped file
 c_madvise = numba.types.ExternalFunction("madvise", C_INT(SIZE, SIZE, C_INT))
+# (target's address, source's address, nbytes) -> the target's address
+c_memcpy = numba.types.ExternalFunction("memcpy", SIZE(SIZE, SIZE, SIZE))
 # (address, nbytes, address of a byte per page, with bit 0 set if it is in memory) -> 0, or -1; whole pages
 c_mincore = numba.types.ExternalFunction("mincore", C_INT(SIZE, SIZE, SIZE))
 

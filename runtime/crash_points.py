@@ -49,6 +49,13 @@ CRASH_POINTS = (
     "changed rows restored",  # one group's, after the trainer was lost
     "tables restored",
     "Welcome sent",
+    # publisher
+    "version rows written",  # of one table
+    "version not described",  # all its other files are on disk
+    "version not renamed",  # it is whole, under another name
+    "version renamed",  # CURRENT names the one before
+    "version named",  # no old version is removed
+    "old version removed",
     # trainer: a start
     "Hello sent",
     "model built",

@@ -57,6 +57,12 @@ SUBCOMMANDS = {
         f"{CHECKPOINTS}:verify",
         "Read every byte of a run's checkpoints and tell which are whole. Exit code 4 if one is damaged.",
     ),
+    "publish": Subcommand(
+        "rowcast.serving.command:publish",
+        "Write the newest checkpoint of a run as a version for serving: what changed since the version before, or "
+        "everything. With --every, follow the run.",
+        run_until_stopped,
+    ),
     "keys": Subcommand(
         "rowcast.prefetcher.run.make_keys:keys", "Make the keys that a run over tcp needs, or check them."
     ),

@@ -12,10 +12,11 @@ from typing import Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
-Process = Literal["prefetcher", "trainer"]
+Process = Literal["prefetcher", "trainer", "publisher"]
 BOTH: tuple[Process, ...] = ("prefetcher", "trainer")
 PREFETCHER: tuple[Process, ...] = ("prefetcher",)
 TRAINER: tuple[Process, ...] = ("trainer",)
+PUBLISHER: tuple[Process, ...] = ("publisher",)
 
 RANK = "rank"  # the first label of every metric, "0" for a single trainer
 
@@ -261,6 +262,16 @@ METRICS = (
         "Always 1; the labels say what runs.",
         BOTH,
     ),
+    Metric(
+        "rowcast_publish_lag_seconds",
+        "gauge",
+        (),
+        "Time since the first checkpoint that is not published became durable; 0: all are.",
+        PUBLISHER,
+    ),
+    Metric("rowcast_publish_versions_total", "counter", ("kind",), "Versions published, whole or changed.", PUBLISHER),
+    Metric("rowcast_publish_rows_total", "counter", (), "Rows in these versions.", PUBLISHER),
+    Metric("rowcast_publish_bytes_total", "counter", (), "Bytes of these versions.", PUBLISHER),
 )
 
 

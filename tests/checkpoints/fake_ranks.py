@@ -1,7 +1,7 @@
 """Several ranks without training, whose writers make one checkpoint in one thread; the seed orders their turns."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,11 +27,12 @@ class FakeRanks:
     start: Rows = field(default_factory=dict)
     seed: int = 0
     run_id: str = "0123456789ab"
+    made: Callable[..., FakeRun] = FakeRun  # of a rank
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
         self.ranks = [
-            FakeRun(
+            self.made(
                 self.job,
                 self.disk,
                 self.keep,

@@ -26,6 +26,7 @@ from tests.support import jobs
 Rows = dict[int, bytes]  # key -> record
 TABLES = (("narrow_a", 40, 4), ("wide", 30, 8), ("narrow_b", 60, 4))
 MAX_ADVANCES = 1_000_000
+NO_FILES = TrainingData(files=())
 
 
 def small_job(run_dir: Path, optimizer: str = "adagrad", tables: tuple[tuple[str, int, int], ...] = TABLES) -> Job:
@@ -105,6 +106,7 @@ class FakeRun:
     states: dict[int, Rows] = field(default_factory=dict)
     shard: OwnShard = ALONE
     run_id: str = "0123456789ab"
+    trained_on: TrainingData = NO_FILES
 
     def __post_init__(self) -> None:
         self.job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ class FakeRun:
             self.job,
             self.groups,
             self.run_id,
-            TrainingData(files=()),
+            self.trained_on,
             self.checkpoints,
             self.newest,
             self.keep,

@@ -48,7 +48,6 @@ BESIDE: dict[str, Armed] = {"changed rows restored": {"trainer": "loss written:1
 NEEDS_REJOIN = set(BESIDE)
 NEEDS_TIER = {"rows loaded", "rows spilled"}
 OF_RANKS = {"shard not renamed", "shard file written", "shards agree", "manifest seen"}  # passed only by several ranks
-OF_ONE_PAIR = [name for name in CRASH_POINTS if name not in OF_RANKS]
 
 
 @cache
@@ -70,4 +69,6 @@ def starts_of(name: str, role: Role) -> tuple[Armed, ...]:
     return (BEFORE[name], armed) if name in BEFORE else (armed,)
 
 
+OF_A_PUBLISHER = called("serving")
+OF_ONE_PAIR = [name for name in CRASH_POINTS if name not in OF_RANKS.union(OF_A_PUBLISHER)]
 CRASHES = {name: starts_of(name, role) for role in PACKAGES for name in CRASH_POINTS if name in called(role)}

@@ -3,7 +3,7 @@
 import pytest
 
 from rowcast.runtime.crash_points import CRASH_POINTS
-from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, OF_ONE_PAIR, called
+from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, OF_A_PUBLISHER, OF_ONE_PAIR, called
 from tests.recovery.restarted import TIERED, Outcome, Recovering
 from tests.support.processes import Session
 from tests.support.repeats import count
@@ -17,9 +17,9 @@ CONNECT_S = 10  # the one whose peer was killed before it had said a word waits 
 
 
 def test_every_crash_point_is_called_at_exactly_one_place() -> None:
-    names = [name for package in ("protocol", "prefetcher", "trainer", "deploy") for name in called(package)]
+    names = [name for package in ("protocol", "prefetcher", "serving", "trainer", "deploy") for name in called(package)]
     assert sorted(names) == sorted(CRASH_POINTS)
-    assert len(set(CRASH_POINTS)) == len(CRASH_POINTS) == len(CRASHES)
+    assert len(set(CRASH_POINTS)) == len(CRASH_POINTS) == len(CRASHES) + len(OF_A_PUBLISHER)
     assert len(CRASHES) >= 24
 
 

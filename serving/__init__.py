@@ -1,0 +1,5 @@
+"""Serves what was trained: `prefetcher publish` writes versions of a model to a folder, `Model` reads them."""
+
+from rowcast.serving.model import Model
+
+__all__ = ["Model"]

@@ -1,0 +1,87 @@
+"""The newest published version, for processes that answer requests: no torch, no sockets, no cache of its own."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from rowcast.job.units import parse_bytes
+from rowcast.runtime.arrays import F32
+from rowcast.runtime.errors import DataError
+from rowcast.serving.snapshot import CHECKS, Counts, Snapshot, open_snapshot
+from rowcast.serving.version_file import VersionFile, current_number, version_name
+
+TRIES = 5  # versions may be removed between CURRENT and their opening
+
+
+class Model:
+    """All methods may be called from any thread. `now` gives one version that stays the same."""
+
+    def __init__(self, folder: str | Path, warm: str | int = "0", check: str = "changed") -> None:
+        """`warm`: so many bytes of the newest rows are read at the start, such as "64MiB". `check`: "all" also reads
+        all rows of whole versions. Raises DataError if there is no version or it is damaged, ValueError."""
+        if check not in CHECKS:
+            raise ValueError(f"check = {check!r} is not one of {', '.join(CHECKS)}")
+        self._folder, self._check = Path(folder), check
+        self._counts = Counts()
+        self._lock = threading.Lock()
+        nbytes = 0 if str(warm) == "0" else parse_bytes(warm)
+        self._now = self._open(None)
+        every = sum(table.rows.nbytes for own in self._now.versions for table in own.file.tables)
+        for index, view in enumerate(self._now.tables.values()):
+            own_bytes = sum(len(own.rows[index]) for own in self._now.versions)
+            view.warm(min(own_bytes, nbytes * own_bytes // max(1, every)))
+
+    def now(self) -> Snapshot:
+        """Returns the present version, which never changes. A request that holds one sees one step."""
+        return self._now
+
+    @property
+    def version(self) -> VersionFile:
+        return self._now.version
+
+    def rows(self, feature: str, ids: Any) -> F32:
+        """As `Snapshot.rows`, of the present version."""
+        return self._now.rows(feature, ids)
+
+    def bags(self, feature: str, ids: Any, offsets: Any, weights: Any = None) -> F32:
+        """As `Snapshot.bags`, of the present version."""
+        return self._now.bags(feature, ids, offsets, weights)
+
+    def dense(self) -> dict[str, Any]:
+        """As `Snapshot.dense`, of the present version."""
+        return self._now.dense()
+
+    def counts(self) -> dict[str, int]:
+        """Returns look-ups since the model was opened, how many found a trained row, and calls that waited for
+        pages."""
+        own = self._counts
+        with own.lock:
+            return {"lookups": own.lookups, "trained": own.trained, "waits": own.waits}
+
+    def refresh(self) -> bool:
+        """Opens the newest version if there is a newer one, beside the present one. Returns whether it did.
+
+        Raises DataError if that version is damaged; the present one stays.
+        """
+        with self._lock:
+            before = self._now
+            if current_number(self._folder) <= before.version.number:
+                return False
+            self._now = self._open(before)
+            return True
+
+    def _open(self, before: Snapshot | None) -> Snapshot:
+        for attempt in range(TRIES):
+            number = current_number(self._folder)
+            if not number:
+                raise DataError(
+                    f"{self._folder} holds no version yet; `prefetcher publish --to {self._folder}` writes one"
+                )
+            try:
+                return open_snapshot(self._folder, number, before, self._check, self._counts)
+            except (DataError, OSError) as error:
+                if attempt + 1 == TRIES or current_number(self._folder) == number:
+                    if isinstance(error, OSError):
+                        raise DataError(f"{self._folder / version_name(number)} cannot be read ({error})") from None
+                    raise
+        raise AssertionError("the last try returns or raises")

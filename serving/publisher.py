@@ -1,0 +1,327 @@
+"""Publishes the newest checkpoint of a run as a version. Reads the run's manifests and never touches training.
+
+.v000000000007.partial  ->  v000000000007  ->  CURRENT names it  ->  old versions go
+   files, each fsynced      one rename         one rename
+"""
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from rowcast.job.file import parse_job
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, UNKNOWN, Manifest, RowLayer, sync_folder, write_durably
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.sealed import render, seal
+from rowcast.serving.raw_ids import id_rules
+from rowcast.serving.row_layout import DType
+from rowcast.serving.snapshot import Counts, Snapshot, open_snapshot
+from rowcast.serving.version_file import (
+    CURRENT,
+    FOLDER_NAME,
+    FORMAT,
+    MOST_STACKED,
+    VERSION_NAME,
+    VersionFile,
+    current_number,
+    read_version,
+    version_name,
+)
+from rowcast.serving.version_writer import Content, write_dense, write_tables
+
+LOCK = ".publisher"
+OWN_FOLDER = re.compile(r"\.?v([0-9]{12})(?:\.partial|\.removed)?")
+TRIES = 5  # checkpoints may be removed while they are read
+
+
+class PublishLog(Protocol):
+    def info(self, event: str, *args: Any, **fields: Any) -> object: ...
+
+    def warning(self, event: str, *args: Any, **fields: Any) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What the next version has to hold."""
+
+    layers: tuple[RowLayer, ...]  # the layers since the version before; () if they are not known
+    reason: str  # why the version is whole; "" if it is not
+
+
+class Publisher:
+    """Holds the folder from `lock` on. `behind_since`: Unix time since which a checkpoint waits, 0.0 if none does."""
+
+    def __init__(self, run_dir: Path, to: Path, dtype: DType, keep: int, log: PublishLog) -> None:
+        """`keep`: how many whole versions stay, with the changed ones after each."""
+        self.behind_since = 0.0
+        self.counts = {"whole": 0, "changed": 0}
+        self.rows = self.nbytes = 0
+        self._run_dir, self._to, self._dtype, self._keep, self._log = run_dir, to, dtype, keep, log
+        self._before: Snapshot | None = None
+        self._damage = ""
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Raises ConfigError if the folder cannot be made or another publisher holds it."""
+        try:
+            self._to.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._to / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(f"--to {self._to} cannot be written ({error.strerror}); name another folder") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"--to {self._to}: another publisher writes there; stop it first") from None
+        else:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def check(self) -> None:
+        """Reads all versions, and warns of damaged ones. If the newest needs one, the next version is a whole one."""
+        needed = self._chain()
+        for number in self._numbers():
+            try:
+                open_snapshot(self._to, number, None, "all", Counts())
+            except (DataError, OSError) as error:
+                self._log.warning("a version is damaged", version=version_name(number), damage=str(error))
+                if number in needed:
+                    self._damage = str(error)
+
+    def _chain(self) -> range:
+        try:
+            number = current_number(self._to)
+            return range(read_version(self._to, number).base, number + 1) if number else range(0)
+        except DataError as error:
+            self._damage = str(error)
+            return range(0)
+
+    def publish(self, *, fresh: bool = False) -> VersionFile | None:
+        """Writes the newest checkpoint; None if it is published already, or if there is none yet.
+
+        `fresh`: the folder may hold versions of another run. Raises ConfigError, DataError, and RowcastError if the
+        disk fails.
+        """
+        for attempt in range(TRIES):
+            manifest = self._newest()
+            if manifest is None:
+                return None
+            try:
+                return self._publish(manifest, fresh=fresh)
+            except OSError as error:
+                raise RowcastError(
+                    f"{self._to}: the version could not be written ({error.strerror}); free space, the version before "
+                    "stays"
+                ) from None
+            except DataError:
+                newest = self._newest()
+                if attempt + 1 == TRIES or newest is None or newest.checksum == manifest.checksum:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return self._newest() is not None
+
+    def _newest(self) -> Manifest | None:
+        checkpoints = Checkpoints(self._run_dir, RealDisk())
+        self._root = checkpoints.root
+        for name in checkpoints.candidates():
+            manifest = checkpoints.readable(name)
+            if manifest is not None:
+                return manifest
+        return None
+
+    def _publish(self, manifest: Manifest, *, fresh: bool) -> VersionFile | None:
+        current = self._current()
+        if current is not None and current.checkpoint == manifest.checksum and not self._damage:
+            self.behind_since = 0.0
+            return None
+        self._note_behind(manifest)
+        self._check(manifest, current, fresh=fresh)
+        self._clear(current)
+        numbers = self._numbers()
+        number = 1 + max([0 if current is None else current.number, *numbers])
+        before = self._view(manifest, current)
+        changes = self._changes(manifest, None if before is None else before.version, current)
+        version = self._write(manifest, number, changes, before)
+        self._before = open_snapshot(self._to, number, before, "changed", Counts())
+        self._damage = ""
+        self._remove_old(version)
+        self.counts[version.kind] += 1
+        self.rows += version.num_rows
+        self.nbytes += version.nbytes
+        self.behind_since = 0.0
+        newest = self._newest()
+        if newest is not None and newest.checksum != manifest.checksum:
+            self._note_behind(newest)
+        return version
+
+    def _note_behind(self, manifest: Manifest) -> None:
+        if not self.behind_since:
+            with suppress(OSError):
+                self.behind_since = (self._root / manifest.name / MANIFEST_NAME).stat().st_mtime
+            self.behind_since = self.behind_since or time.time()
+
+    def _current(self) -> VersionFile | None:
+        try:
+            number = current_number(self._to)
+            return read_version(self._to, number) if number else None
+        except DataError as error:
+            if not self._damage:
+                raise DataError(f"{error}; add --check, which writes a whole version") from None
+            return None
+
+    def _check(self, manifest: Manifest, current: VersionFile | None, *, fresh: bool) -> None:
+        if manifest.dense is None or manifest.trained_on is None or manifest.trained_on.num_dense == UNKNOWN:
+            raise ConfigError(
+                f"{self._root / manifest.name} does not say how many dense features a sample has: an import or an "
+                "older version wrote it; train one checkpoint further"
+            )
+        if current is None:
+            return
+        if current.run_id != manifest.run_id and not fresh:
+            raise ConfigError(
+                f"--to {self._to} holds versions of run {current.run_id}, but {self._run_dir} is run "
+                f"{manifest.run_id}; name another folder, or add --fresh to go on there with this run"
+            )
+        if current.dtype != self._dtype:
+            raise ConfigError(
+                f"--dtype {self._dtype}: {self._to} holds versions of {current.dtype}; give --dtype {current.dtype}, "
+                "or name another folder"
+            )
+
+    def _view(self, manifest: Manifest, current: VersionFile | None) -> Snapshot | None:
+        """Returns the version before, open for look-ups, unless it is of another run or damaged."""
+        if current is None or current.run_id != manifest.run_id or self._damage:
+            return None
+        if self._before is None or self._before.version.checksum != current.checksum:
+            try:
+                self._before = open_snapshot(self._to, current.number, None, "changed", Counts())
+            except DataError as error:
+                raise DataError(f"{error}; add --check, which writes a whole version") from None
+        return self._before
+
+    def _changes(self, manifest: Manifest, before: VersionFile | None, current: VersionFile | None) -> Changes:
+        if self._damage:
+            return Changes(layers=(), reason="a version is damaged")
+        if before is None:
+            return Changes(layers=(), reason="the first version" if current is None else "another run")
+        layers = layers_since(manifest, before)
+        if layers is None:
+            return Changes(layers=(), reason="a layer was merged, or training went back")
+        stacked = [read_version(self._to, number) for number in range(before.base, before.number + 1)]
+        changed = sum(own.num_rows for own in stacked[1:]) + sum(layer.num_rows for layer in layers)
+        if len(stacked) == MOST_STACKED:
+            return Changes(layers=layers, reason=f"{MOST_STACKED} versions are stacked")
+        if 2 * changed > stacked[0].num_rows:
+            return Changes(layers=layers, reason="more than half of the last whole version has changed")
+        return Changes(layers=layers, reason="")
+
+    def _write(self, manifest: Manifest, number: int, changes: Changes, before: Snapshot | None) -> VersionFile:
+        folder, partial = self._to / version_name(number), self._to / f".{version_name(number)}.partial"
+        job = parse_job(manifest.job, f"{self._root / manifest.name}/{MANIFEST_NAME}")
+        content = Content(
+            root=self._root,
+            manifest=manifest,
+            job=job,
+            layers=manifest.layers if changes.reason else changes.layers,
+            changed=changes.layers,
+            before=before,
+            dtype=self._dtype,
+        )
+        partial.mkdir()
+        assert manifest.trained_on is not None, "such a checkpoint is refused"
+        version = seal(
+            VersionFile(
+                version=FORMAT,
+                number=number,
+                base=number if changes.reason or before is None else before.version.base,
+                reason=changes.reason,
+                dtype=self._dtype,
+                run_id=manifest.run_id,
+                checkpoint=manifest.checksum,
+                position=manifest.position,
+                layers=tuple(tuple(map(layer_name, shard.layers)) for shard in manifest.shards),
+                num_dense=manifest.trained_on.num_dense,
+                ids=id_rules(job),
+                tables=write_tables(partial, content),
+                dense=write_dense(partial, content),
+                job=manifest.job,
+            )
+        )
+        crash_point("version not described")
+        write_durably(partial / VERSION_NAME, render(version))
+        crash_point("version not renamed")
+        partial.rename(folder)
+        sync_folder(self._to)
+        crash_point("version renamed")
+        write_durably(self._to / CURRENT, f"{folder.name}\n".encode())
+        crash_point("version named")
+        return version
+
+    def _clear(self, current: VersionFile | None) -> None:
+        """Removes what a killed publisher left: folders under another name, and versions that were never named."""
+        newest = 0 if current is None else current.number
+        for path in sorted(self._to.iterdir()):
+            match = OWN_FOLDER.fullmatch(path.name)
+            if match and path.is_dir() and not path.is_symlink():
+                is_named = FOLDER_NAME.fullmatch(path.name) and (int(match[1]) <= newest or self._damage)
+                if not is_named:
+                    remove_version(path)
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(match[1]) for path in self._to.iterdir() if (match := FOLDER_NAME.fullmatch(path.name)))
+
+    def _remove_old(self, newest: VersionFile) -> None:
+        """Keeps the newest `keep` whole versions and what is after them. A damaged one counts as changed."""
+        bases = []
+        for number in self._numbers():
+            with suppress(DataError):
+                bases.append(read_version(self._to, number).base)
+        kept = sorted({*bases, newest.base})[-self._keep :]
+        for number in self._numbers():
+            if number < kept[0]:
+                try:
+                    remove_version(self._to / version_name(number))
+                except OSError as error:
+                    self._log.warning("an old version could not be removed", path=error.filename, error=error.strerror)
+                crash_point("old version removed")
+
+
+def remove_version(folder: Path) -> None:
+    """Removes a folder. Readers that have its files open keep them."""
+    for path in (folder / VERSION_NAME, *sorted(folder.iterdir())):
+        path.unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def layer_name(layer: RowLayer) -> str:
+    """Returns what the layer's files are, as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest("".join(f"{file.file} {file.checksum}\n" for file in layer.files).encode())
+
+
+def layers_since(manifest: Manifest, before: VersionFile) -> tuple[RowLayer, ...] | None:
+    """Returns the layers of all shards with what changed since a version; None if they are not known."""
+    found: list[RowLayer] = []
+    for number, shard in enumerate(manifest.shards):
+        names = [layer_name(layer) for layer in shard.layers]
+        known = list(before.layers[number]) if len(manifest.shards) == len(before.layers) else []
+        after = [index for index, layer in enumerate(shard.layers) if layer.after == before.checkpoint]
+        if known and names[: len(known)] == known:
+            found += shard.layers[len(known) :]
+        elif after:
+            found += shard.layers[after[0] :]
+        else:
+            return None
+    return tuple(found)

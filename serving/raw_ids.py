@@ -1,0 +1,119 @@
+"""Maps raw ids to rows by the rule of training.
+
+hash                 text, or integers as int64: `readers/hashed_ids.py`; missing: row 0
+hash of text         the same, but CSV has no integers there
+remainder            of Criteo's hashes, 0 to 2**32 - 1, by num_embeddings; missing: row 0
+unsigned remainder   the same of all bits of an integer, as in npy files
+row                  the id is the row; data.on_invalid_id decides about others and missing ones
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rowcast.job.formats import format_of
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.hashed_ids import can_hash, hashed_rows
+from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, job_features
+from rowcast.runtime.arrays import I64
+from rowcast.serving.version_file import IdRule
+
+HASH, HASH_TEXT, REMAINDER, UNSIGNED, ROW = "hash", "hash of text", "remainder", "unsigned remainder", "row"
+BELOW = 2**32
+
+
+def id_rules(job: Job) -> tuple[IdRule, ...]:
+    """In the order of the job's features."""
+    data = job.data
+    return tuple(
+        IdRule(
+            feature=feature.name,
+            table=feature.table,
+            rule=rule_of(data.format, hashed=feature.hashed, unsigned=data.hash),
+            on_invalid=data.on_invalid_id,
+        )
+        for feature in job_features(job)
+    )
+
+
+def rule_of(form: str, *, hashed: bool, unsigned: bool) -> str:
+    if hashed:
+        return HASH_TEXT if format_of(form).text_cells else HASH
+    return REMAINDER if form == "criteo-tsv" else UNSIGNED if unsigned else ROW
+
+
+def rows_of(rule: IdRule, num_embeddings: int, ids: Any) -> I64:
+    """Returns rows i64 [n]. `ids`: a numpy or pyarrow array, or a list; None, null and -2**63 are missing.
+
+    Raises ValueError, with the feature's name.
+    """
+    if rule.rule == ROW and isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:
+        return checked(rule, num_embeddings, ids)
+    values = arrow_of(rule, ids)
+    if rule.rule in (HASH, HASH_TEXT):
+        if not can_hash(values.type) or (rule.rule == HASH_TEXT and pa.types.is_integer(values.type)):
+            needed = "text" if rule.rule == HASH_TEXT else "text or integers"
+            raise ValueError(f"feature {rule.feature}: ids are {values.type}, but training hashed {needed}")
+        rows: I64 = hashed_rows(values, num_embeddings)
+        return rows
+    if rule.rule == UNSIGNED:
+        return unsigned_remainders(rule, num_embeddings, values)
+    found = integers(rule, values)
+    return remainders(rule, num_embeddings, found) if rule.rule == REMAINDER else checked(rule, num_embeddings, found)
+
+
+def arrow_of(rule: IdRule, ids: Any) -> Any:
+    try:
+        values = ids if isinstance(ids, pa.Array | pa.ChunkedArray) else pa.array(ids)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+        raise ValueError(f"feature {rule.feature}: ids are no array of one type ({error})") from None
+    if pa.types.is_null(values.type):
+        return values.cast(pa.string() if rule.rule in (HASH, HASH_TEXT) else pa.int64())
+    return values
+
+
+def integers(rule: IdRule, values: Any) -> I64:
+    if not pa.types.is_integer(values.type):
+        raise ValueError(f"feature {rule.feature}: ids are {values.type}, but training read integers")
+    try:
+        found: I64 = values.cast(pa.int64()).fill_null(MISSING).to_numpy(zero_copy_only=False)
+    except pa.ArrowInvalid:
+        raise ValueError(f"feature {rule.feature}: an id is beyond {LARGEST_ID}, the largest int64") from None
+    return found
+
+
+def unsigned_remainders(rule: IdRule, num_embeddings: int, values: Any) -> I64:
+    if not pa.types.is_integer(values.type) or values.null_count:
+        raise ValueError(
+            f"feature {rule.feature}: training read integers of {values.type.bit_width} bits, none missing"
+        )
+    numbers = values.to_numpy(zero_copy_only=False)
+    unsigned = numbers.view(numbers.dtype.str.replace("i", "u")).astype(np.uint64)
+    rows: I64 = (unsigned % np.uint64(num_embeddings)).astype(np.int64)
+    return rows
+
+
+def remainders(rule: IdRule, num_embeddings: int, ids: I64) -> I64:
+    is_missing = ids == MISSING
+    outside = ((ids < 0) | (ids >= BELOW)) & ~is_missing
+    if outside.any():
+        raise ValueError(f"feature {rule.feature}: id {ids[np.argmax(outside)]} is no hash from 0 to {BELOW - 1}")
+    rows: I64 = np.where(is_missing, 0, ids % np.int64(num_embeddings))
+    return rows
+
+
+def checked(rule: IdRule, num_embeddings: int, ids: I64) -> I64:
+    outside = ids.view(np.uint64) >= np.uint64(num_embeddings)  # a negative id is a huge one
+    if not outside.any():
+        return ids
+    if rule.on_invalid == "error":
+        first = int(ids[np.argmax(outside)])
+        described = "a missing id" if first == MISSING else f"id {first}"
+        raise ValueError(
+            f"feature {rule.feature}: {described} is outside table {rule.table} (num_embeddings = {num_embeddings}), "
+            'and training had data.on_invalid_id = "error"'
+        )
+    if rule.on_invalid == "zero":
+        return np.where(outside, 0, ids)
+    return np.where(ids == MISSING, 0, ids % np.int64(num_embeddings))

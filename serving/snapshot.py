@@ -1,0 +1,238 @@
+"""One version, open for look-ups: it never changes, and any thread may use it."""
+
+import mmap
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from rowcast.job.file import parse_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import TableSpec, table_specs
+from rowcast.prefetcher.stores.elements import rounded, widened
+from rowcast.prefetcher.stores.first_values import table_initializer
+from rowcast.prefetcher.stores.pages_ahead import PAGE, ask_for, touch
+from rowcast.prefetcher.stores.store import ABSENT
+from rowcast.runtime.arrays import F32, I64, Bytes
+from rowcast.serving.index_loops import Found, Index, candidates, confirm, fill, join, num_cells, pool
+from rowcast.serving.raw_ids import rows_of
+from rowcast.serving.row_layout import row_layout
+from rowcast.serving.version_file import (
+    CHECK_BYTES,
+    DENSE_NAME,
+    IdRule,
+    TableFiles,
+    VersionFile,
+    blocks_of,
+    check_file,
+    check_size,
+    read_version,
+    version_name,
+)
+
+HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+NO_WEIGHTS = np.empty(0, np.float32)
+NOTHING = Index(np.zeros(1, np.uint32), np.zeros(1, np.uint16))  # a joined index without versions
+CHECKS = ("changed", "all")
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of all look-ups since the model was opened."""
+
+    lookups: int = 0
+    trained: int = 0  # of these, rows that were found; the others have their first values
+    waits: int = 0  # calls that asked for pages which were not in memory
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, lookups: int, trained: int, waits: int) -> None:
+        with self.lock:
+            self.lookups += lookups
+            self.trained += trained
+            self.waits += waits
+
+
+def mapped(path: Path, nbytes: int) -> Bytes:
+    """Returns u8 [nbytes], mapped for reading at random."""
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
+    memory.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(memory, np.uint8)
+
+
+class OpenVersion:
+    """The mapped files of a version."""
+
+    def __init__(self, folder: Path, file: VersionFile, check: str) -> None:
+        """`check`: "all", or "changed": of a whole version only sizes and indexes. Raises DataError and OSError."""
+        self.file = file
+        self.path = folder / version_name(file.number)
+        for own in file.files:
+            if check == "all" or not file.is_whole or own.name.endswith(".index"):
+                check_file(self.path, own)
+            else:
+                check_size(self.path, own)
+        self.rows = [mapped(self.path / table.rows.name, table.rows.nbytes) for table in file.tables]
+        self.indexes = [self._index(table) for table in file.tables]
+        self.dense = load_file(self.path / DENSE_NAME)
+
+    def _index(self, table: TableFiles) -> Index:
+        content, cells = mapped(self.path / table.index.name, table.index.nbytes), num_cells(table.num_rows)
+        return Index(content[: 4 * cells].view(np.uint32), content[4 * cells :].view(np.uint16))
+
+
+class TableView:
+    """Look-ups in one table of several versions."""
+
+    def __init__(self, table: TableSpec, seed: int, versions: list[OpenVersion]) -> None:
+        """`versions`: newest first, the last is whole."""
+        self.table = table
+        self._files = [own.rows[table.index] for own in versions]
+        self._layout = row_layout(versions[0].file.dtype, table)
+        self._initializer = table_initializer(seed, table)
+        counts = [own.file.tables[table.index].num_rows for own in versions]
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        cells = num_cells(int(self.starts[-2])) if len(versions) > 1 else 0
+        joined = Index(np.zeros(cells, np.uint32), np.zeros(cells, np.uint16)) if cells else NOTHING
+        addresses = np.array([file.ctypes.data for file in self._files], np.uint64)
+        self._found = Found(joined, versions[-1].indexes[table.index], self.starts, addresses)
+        key, stride = np.empty(1, np.int64), self._layout.stride
+        for version, at in zip(versions[:-1], self.starts.tolist(), strict=False):  # newest first
+            path = version.path / version.file.tables[table.index].rows.name
+            for block in blocks_of(path, CHECK_BYTES // stride * stride):
+                rows = np.frombuffer(block, np.int64)[:: stride // 8].copy()
+                join(self._found, at, rows, stride, key)
+                at += len(rows)
+
+    def rows(self, rows: I64, counts: Counts) -> F32:
+        """Returns f32 [n, width]."""
+        places, waited = np.empty(len(rows), np.int64), 0
+        if candidates(self._found, self._layout.stride, rows, places, np.empty(1, np.uint8)):
+            self._bring(places)
+            waited = 1
+        out = np.empty((len(rows), self.table.embedding_dim), np.float32)
+        scratch = np.empty(self._layout.stride, np.uint8)
+        trained = fill(
+            self._found,
+            self._layout,
+            self._initializer,
+            HALVES,
+            rows,
+            places,
+            np.empty(1, np.int64),
+            scratch,
+            scratch.view(np.uint16),
+            scratch.view(np.float32),
+            out,
+        )
+        if self.table.dtype != "fp32" and trained < len(rows):
+            new = places == ABSENT
+            out[new] = widened(rounded(out[new], self.table.dtype), self.table.dtype)
+        counts.add(len(rows), trained, waited)
+        return out
+
+    def places(self, rows: I64) -> I64:
+        """Returns where each row is among all versions, newest first, or ABSENT. For the publisher."""
+        places = np.empty(len(rows), np.int64)
+        candidates(self._found, self._layout.stride, rows, places, np.empty(1, np.uint8))
+        confirm(self._found, self._layout.stride, rows, places, np.empty(1, np.int64))
+        return places
+
+    def _bring(self, places: I64) -> None:
+        """Returns once the pages of these rows are in memory; all are asked for before it waits for one."""
+        ascending = np.sort(places[places != ABSENT])
+        bounds = np.searchsorted(ascending, self.starts)
+        parts = [
+            (file, ascending[first:end] - start)
+            for file, start, first, end in zip(self._files, self.starts, bounds, bounds[1:], strict=False)
+            if end > first
+        ]
+        for file, numbers in parts:
+            ask_for(file, 0, self._layout.stride, numbers)
+        for file, numbers in parts:
+            touch(file, 0, self._layout.stride, numbers)
+
+    def warm(self, nbytes: int) -> None:
+        """Reads that many bytes of the newest rows."""
+        for file in self._files:
+            own, nbytes = file[:nbytes], max(0, nbytes - len(file))
+            if len(own):
+                count = np.arange(-(-len(own) // PAGE))
+                whole_pages = count[: len(own) // PAGE]
+                ask_for(own, 0, PAGE, whole_pages)
+                own[::PAGE].max()
+
+
+class Snapshot:
+    """One version. `version` says which step of which run it is."""
+
+    def __init__(self, versions: list[OpenVersion], counts: Counts) -> None:
+        """`versions`: newest first, the last is whole."""
+        self.version = versions[0].file
+        self.versions = versions
+        self._counts = counts
+        job = self.job
+        self.tables = {table.name: TableView(table, job.job.seed, versions) for table in table_specs(job)}
+        self._features = {rule.feature: (rule, self.tables[rule.table]) for rule in self.version.ids}
+
+    @cached_property
+    def job(self) -> Job:
+        """The job file of the run (`rowcast.Job`)."""
+        return parse_job(self.version.job, "version.json")
+
+    def rows(self, feature: str, ids: Any) -> F32:
+        """Returns the rows of raw ids, f32 [n, width]; a linear weight is the last column.
+
+        `ids`: n integers or texts, as in the training data: a numpy or pyarrow array or a list. Raises KeyError for an
+        unknown feature, ValueError for ids that training would have refused.
+        """
+        rule, view = self._of(feature)
+        return view.rows(rows_of(rule, view.table.num_embeddings, ids), self._counts)
+
+    def bags(self, feature: str, ids: Any, offsets: Any, weights: Any = None) -> F32:
+        """Returns the pooled rows of bags, f32 [bags, width], with the bits of training.
+
+        Bag b has ids[offsets[b] : offsets[b + 1]]; `offsets` i64 [bags + 1] ascend from 0 to n. `weights`: f32 [n].
+        Raises as `rows`, and ValueError for impossible offsets and for a table with pooling = "none".
+        """
+        _, view = self._of(feature)
+        if view.table.pooling == "none":
+            raise ValueError(f'feature {feature}: table {view.table.name} has pooling = "none"; take rows')
+        found = self.rows(feature, ids)
+        bounds = np.ascontiguousarray(offsets, np.int64)
+        ends = (bounds[0], bounds[-1]) if bounds.ndim == 1 and len(bounds) else ()
+        if ends != (0, len(found)) or (np.diff(bounds) < 0).any():
+            raise ValueError(f"feature {feature}: offsets must ascend from 0 to {len(found)}, the number of ids")
+        own = NO_WEIGHTS if weights is None else np.ascontiguousarray(weights, np.float32)
+        if weights is not None and own.shape != (len(found),):
+            raise ValueError(f"feature {feature}: {own.shape} weights for {len(found)} ids")
+        out = np.empty((len(bounds) - 1, found.shape[1]), np.float32)
+        pool(found, bounds, own, view.table.pooling == "mean", out)
+        return out
+
+    def dense(self) -> dict[str, Any]:
+        """Returns the dense weights of the same step under the model's names, as numpy arrays. Do not change them."""
+        return self.versions[0].dense
+
+    def _of(self, feature: str) -> tuple[IdRule, TableView]:
+        try:
+            return self._features[feature]
+        except KeyError:
+            raise KeyError(f"no feature {feature!r}; there is {', '.join(self._features)}") from None
+
+
+def open_snapshot(folder: Path, number: int, before: "Snapshot | None", check: str, counts: Counts) -> Snapshot:
+    """Opens a version. Takes what `before` has already open. Raises DataError."""
+    newest = read_version(folder, number)
+    held = {} if before is None else {own.file.checksum: own for own in before.versions}
+    versions = []
+    for own in range(number, newest.base - 1, -1):
+        file = newest if own == number else read_version(folder, own)
+        versions.append(held.get(file.checksum) or OpenVersion(folder, file, check))
+    return Snapshot(versions, counts)

@@ -1,0 +1,193 @@
+"""Describes a version: one step of a run, in a folder that never changes.
+
+    served/CURRENT                      the newest version's name, written last
+           v000000000007/version.json   sealed: what follows, with checksums of all files
+                         user.rows      `row_layout.py`, newest rows first
+                         user.index     places u32 [cells], tags u16 [cells]
+                         dense.safetensors
+
+A *whole* version has all rows. A *changed* one has the rows that changed since the version before; a reader maps all
+from the whole one on. They have numbers in a row.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from rowcast.runtime.checkpoint_manifest import CHECKSUM, check_position
+from rowcast.runtime.errors import DataError
+from rowcast.runtime.position import Position
+from rowcast.runtime.sealed import Sealed, read_sealed
+from rowcast.serving.index_loops import CELL_BYTES, num_cells
+from rowcast.serving.row_layout import DType
+
+FORMAT = 1
+CURRENT, VERSION_NAME, DENSE_NAME = "CURRENT", "version.json", "dense.safetensors"
+FOLDER_NAME = re.compile(r"v([0-9]{12})")
+FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(?:rows|index|safetensors)")
+CHECK_BYTES = 4 * 2**20  # of a file, per checksum
+MOST_STACKED = 16  # versions that a reader maps
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class CheckedFile(Part, frozen=True, kw_only=True):
+    name: str
+    nbytes: int
+    checksums: tuple[str, ...]  # xxh3_64 of each CHECK_BYTES of the file, 16 hex digits
+
+    def __post_init__(self) -> None:
+        if not FILE_NAME.fullmatch(self.name) or self.name.startswith("."):
+            raise ValueError(f"{self.name!r} is not the name of a file of a version")
+        if self.nbytes < 0 or len(self.checksums) != -(-self.nbytes // CHECK_BYTES):
+            raise ValueError(f"{self.name}: {len(self.checksums)} checksums of {self.nbytes} bytes are impossible")
+        if not all(CHECKSUM.fullmatch(own) for own in self.checksums):
+            raise ValueError(f"{self.name}: a checksum is not 16 hex digits")
+
+
+class IdRule(Part, frozen=True, kw_only=True):
+    """How raw ids of a feature become rows (`raw_ids.py`)."""
+
+    feature: str
+    table: str
+    rule: str  # of `raw_ids.py`
+    on_invalid: str  # of "row": data.on_invalid_id
+
+
+class TableFiles(Part, frozen=True, kw_only=True):
+    name: str
+    num_rows: int
+    stride: int
+    rows: CheckedFile
+    index: CheckedFile
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_rows < 2**32 or self.rows.nbytes != self.num_rows * self.stride:
+            raise ValueError(
+                f"{self.rows.name}: {self.num_rows} rows of {self.stride} bytes are not {self.rows.nbytes}"
+            )
+        if self.index.nbytes != num_cells(self.num_rows) * CELL_BYTES:
+            raise ValueError(f"{self.index.name}: {self.index.nbytes} bytes are no index of {self.num_rows} rows")
+
+
+class VersionFile(Sealed, frozen=True, kw_only=True):
+    number: int  # ascends
+    base: int  # the whole version that it needs; itself if it is whole
+    reason: str  # why it is whole; "" if it is not
+    dtype: DType
+    run_id: str
+    checkpoint: str  # checksum of the checkpoint's manifest
+    position: Position  # the checkpoint's
+    layers: tuple[tuple[str, ...], ...]  # of each shard of the checkpoint, `layer_name`
+    num_dense: int  # dense features per sample
+    ids: tuple[IdRule, ...]
+    tables: tuple[TableFiles, ...]  # in the job's order
+    dense: CheckedFile
+    job: dict[str, Any]  # complete and checked: tables, first values, seed, model
+
+    def __post_init__(self) -> None:
+        check_position(self.position)
+        if not 1 <= self.base <= self.number < self.base + MOST_STACKED:
+            raise ValueError(f"version {self.number} after the whole version {self.base} is impossible")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.base == self.number
+
+    @property
+    def kind(self) -> str:
+        return "whole" if self.is_whole else "changed"
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_rows for table in self.tables)
+
+    @property
+    def files(self) -> Iterator[CheckedFile]:
+        for table in self.tables:
+            yield table.rows
+            yield table.index
+        yield self.dense
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+def version_name(number: int) -> str:
+    return f"v{number:012d}"
+
+
+def read_version(folder: Path, number: int) -> VersionFile:
+    """Raises DataError if the file is missing, changed or of another format."""
+    path = folder / version_name(number) / VERSION_NAME
+    try:
+        found = read_sealed(path, {FORMAT: VersionFile}, "version")
+    except OSError as error:
+        raise DataError(f"{path}: a file of the version cannot be read ({error.strerror})") from None
+    if found.number != number:
+        raise DataError(f"{path}: version {found.number} is in the folder of another")
+    return found
+
+
+def current_number(folder: Path) -> int:
+    """Returns the number of the newest version; 0 if there is none yet. Raises DataError if CURRENT is no name."""
+    path = folder / CURRENT
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+    match = FOLDER_NAME.fullmatch(text.decode("ascii", "replace").removesuffix("\n"))
+    if match is None or not text.endswith(b"\n"):
+        raise DataError(f"{path}: {text[:40]!r} names no version; run `prefetcher publish --check`")
+    return int(match[1])
+
+
+def blocks_of(path: Path, nbytes: int = CHECK_BYTES) -> Iterator[bytes]:
+    """Yields a file in blocks, and leaves no page in memory that was not mapped. Raises OSError."""
+    with path.open("rb") as file:
+        while block := file.read(nbytes):
+            yield block
+            os.posix_fadvise(file.fileno(), file.tell() - len(block), len(block), os.POSIX_FADV_DONTNEED)
+
+
+def checksums_of(path: Path) -> tuple[str, ...]:
+    return tuple(xxhash.xxh3_64_hexdigest(block) for block in blocks_of(path))
+
+
+def check_file(folder: Path, file: CheckedFile) -> None:
+    """Reads a file. Raises DataError with the first block that differs."""
+    path = folder / file.name
+    check_size(folder, file)
+    try:
+        found = checksums_of(path)
+    except OSError as error:
+        raise DataError(f"{path}: a file of the version cannot be read ({error.strerror})") from None
+    for number, (own, expected) in enumerate(zip(found, file.checksums, strict=False)):
+        if own != expected:
+            raise DataError(
+                f"{path}: block {number} of {CHECK_BYTES} bytes has checksum {own}, but version.json says {expected}; "
+                "`prefetcher publish --check` writes a whole version"
+            )
+
+
+def check_size(folder: Path, file: CheckedFile) -> None:
+    path = folder / file.name
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: a file of the version cannot be read ({error.strerror})") from None
+    if size != file.nbytes:
+        raise DataError(
+            f"{path}: {size} bytes, but version.json says {file.nbytes}; `prefetcher publish --check` writes a whole "
+            "version"
+        )

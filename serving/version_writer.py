@@ -1,0 +1,182 @@
+"""Writes the files of a version from layers of a checkpoint, under a name that no reader looks at.
+
+layers --> rows by key --> place of each row --> .rows, mapped    every row to its place
+                                                 .index, mapped
+"""
+
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, TableSpec, group_specs
+from rowcast.prefetcher.checkpoints.export import Block, SavedModelState, TrainedRows
+from rowcast.prefetcher.checkpoints.tensor_files import make_header
+from rowcast.prefetcher.stores.elements import elements_of, widened
+from rowcast.prefetcher.stores.store import ABSENT, Records
+from rowcast.runtime.arrays import F32, I64, Bytes
+from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.telemetry.format_numbers import human_bytes
+from rowcast.serving.index_loops import CELL_BYTES, Index, num_cells, put_all
+from rowcast.serving.order import Order
+from rowcast.serving.row_layout import DType, encoded, holds, row_layout
+from rowcast.serving.snapshot import Snapshot
+from rowcast.serving.version_file import DENSE_NAME, CheckedFile, TableFiles, checksums_of
+
+MOST_ROWS = 2**32 - 1  # of a table, as an index has places of 32 bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What a version is made of."""
+
+    root: Path  # of the checkpoints
+    manifest: Manifest
+    job: Job
+    layers: tuple[RowLayer, ...]  # with all rows of the version
+    changed: tuple[RowLayer, ...]  # of these, with the rows that changed since the version before
+    before: Snapshot | None
+    dtype: DType
+
+
+class WritableFile:
+    """A new file of a size, mapped. Its room is there before the first write."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self.nbytes = path, nbytes
+        self.content: Bytes = np.empty(0, np.uint8)
+        with path.open("w+b") as file:
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                self.content = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+
+    def finish(self) -> CheckedFile:
+        self.content = np.empty(0, np.uint8)  # unmapped with its last view
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+        return CheckedFile(name=self.path.name, nbytes=self.nbytes, checksums=checksums_of(self.path))
+
+
+def write_tables(folder: Path, content: Content) -> tuple[TableFiles, ...]:
+    """Raises ConfigError if the disk has no room or the dtype cannot hold a value, DataError for a damaged layer."""
+    orders = [order for group in group_specs(content.job) for order in orders_of(content, group)]
+    by_table = {table.index: (table, order) for table, order in orders}
+    check_room(folder, content, by_table)
+    written = [own for group in group_specs(content.job) for own in write_group(folder, content, group, by_table)]
+    return tuple(files for _, files in sorted(written, key=lambda pair: pair[0]))
+
+
+def trained(
+    content: Content, layers: tuple[RowLayer, ...], group: GroupSpec
+) -> Iterator[tuple[TableSpec, Iterator[Block]]]:
+    return TrainedRows(content.root, layers, content.job.job.seed).tables(group)
+
+
+def orders_of(content: Content, group: GroupSpec) -> list[tuple[TableSpec, Order]]:
+    orders = {
+        table.index: Order(0 if content.before is None else int(content.before.tables[table.name].starts[-1]))
+        for table in group.tables
+    }
+    for table, blocks in trained(content, content.changed, group):
+        for rows, _ in blocks:
+            orders[table.index].changed(places_before(content, table, rows))
+    for table, blocks in trained(content, content.layers, group):
+        for rows, _ in blocks:
+            orders[table.index].stays(places_before(content, table, rows))
+    for table in group.tables:
+        orders[table.index].settle()
+        if orders[table.index].num_rows > MOST_ROWS:
+            raise ConfigError(
+                f"table {table.name} has {orders[table.index].num_rows} trained rows, more than the {MOST_ROWS} that a "
+                "version can hold; divide the table"
+            )
+    return [(table, orders[table.index]) for table in group.tables]
+
+
+def places_before(content: Content, table: TableSpec, rows: I64) -> I64:
+    if content.before is None:
+        return np.full(len(rows), ABSENT, np.int64)
+    return content.before.tables[table.name].places(rows)
+
+
+def check_room(folder: Path, content: Content, orders: dict[int, tuple[TableSpec, Order]]) -> None:
+    assert content.manifest.dense is not None, "the checkpoint of a trained model has dense weights"
+    needed = content.manifest.dense.nbytes + sum(
+        order.num_rows * row_layout(content.dtype, table).stride + num_cells(order.num_rows) * CELL_BYTES
+        for table, order in orders.values()
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise no_room(folder, needed, free)
+
+
+def no_room(folder: Path, needed: int, free: int) -> RowcastError:
+    return RowcastError(
+        f"{folder.parent}: the version takes {human_bytes(needed)}, but {human_bytes(free)} are free; free space, the "
+        "version before stays"
+    )
+
+
+def write_group(
+    folder: Path, content: Content, group: GroupSpec, orders: dict[int, tuple[TableSpec, Order]]
+) -> Iterator[tuple[int, TableFiles]]:
+    for table, blocks in trained(content, content.layers, group):
+        order, layout = orders[table.index][1], row_layout(content.dtype, table)
+        cells = num_cells(order.num_rows)
+        rows_file = WritableFile(folder / f"{table.index:03d}.rows", order.num_rows * layout.stride)
+        index_file = WritableFile(folder / f"{table.index:03d}.index", cells * CELL_BYTES)
+        out = rows_file.content.reshape(order.num_rows, layout.stride)
+        index = Index(index_file.content[: 4 * cells].view(np.uint32), index_file.content[4 * cells :].view(np.uint16))
+        for rows, records in blocks:
+            values = weights_of(group, records)
+            held = holds(layout, values)
+            if not held.all():
+                raise ConfigError(
+                    f"row {rows[np.argmin(held)]} of table {table.name} has a value that {content.dtype} cannot hold; "
+                    "publish with --dtype fp32 to another folder"
+                )
+            places = order.places(places_before(content, table, rows))
+            out[places] = encoded(layout, rows, values)
+            put_all(index, rows, places)
+        del out, index
+        crash_point("version rows written")
+        yield (
+            table.index,
+            TableFiles(
+                name=table.name,
+                num_rows=order.num_rows,
+                stride=layout.stride,
+                rows=rows_file.finish(),
+                index=index_file.finish(),
+            ),
+        )
+
+
+def weights_of(group: GroupSpec, records: Records) -> F32:
+    """Returns f32 [n, width]: what look-ups read, never masters."""
+    part = group.parts[0]
+    return widened(elements_of(np.ascontiguousarray(records), part), part.dtype)
+
+
+def write_dense(folder: Path, content: Content) -> CheckedFile:
+    state = SavedModelState(content.root, content.manifest)
+    if not state.tensors:
+        raise DataError(f"{content.root / content.manifest.name} has no dense weights")
+    path = folder / DENSE_NAME
+    header, _ = make_header(state.tensors)
+    with path.open("wb") as file:
+        file.write(header)
+        for name in state.tensors:
+            for block in state.blocks(name):
+                file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        nbytes = file.tell()
+    return CheckedFile(name=path.name, nbytes=nbytes, checksums=checksums_of(path))

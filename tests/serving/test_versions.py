@@ -1,0 +1,341 @@
+"""What is served is what was trained: every bit of every row, in versions of which readers see only whole ones."""
+
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rowcast.runtime import crash_points
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.serving.model import Model
+from rowcast.serving.snapshot import Snapshot
+from rowcast.serving.version_file import current_number
+from tests.checkpoints.fake_ranks import FakeRanks
+from tests.serving.served_run import NUM_DENSE, TABLES, ServedRun, Told, publish, publisher_of, serving_job
+from tests.support.facts import facts
+from tests.support.processes import Session
+from tests.support.repeats import count
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> ServedRun:
+    return ServedRun(serving_job(tmp_path / "run"))
+
+
+def assert_serves(model: Model | Snapshot, run: ServedRun) -> None:
+    for name, rows, _, _ in TABLES:
+        found = model.rows(name, np.arange(rows))
+        assert found.tobytes() == run.expected(name).tobytes(), name
+    assert model.dense().keys() == {"weight"}
+    assert model.dense()["weight"].tolist() == np.full((2, 3), run.step).tolist()
+    assert model.version.position.step == run.step
+    assert model.version.num_dense == NUM_DENSE
+
+
+def trained(run: ServedRun, *shares: float) -> None:
+    for share in shares:
+        run.train_some(share)
+        run.checkpoint()
+
+
+def test_every_row_has_the_bits_of_the_checkpoint_in_every_version(run: ServedRun, tmp_path: Path) -> None:
+    served, kinds = tmp_path / "served", []
+    trained(run, 0.5)
+    publish(run, served)
+    model = Model(served, warm="1MiB")
+    assert_serves(model, run)
+    first = model.now()
+    before = {name: first.rows(name, np.arange(rows)) for name, rows, _, _ in TABLES}
+    for share in (0.05, 0.0, 0.1, 0.6, 0.02, 0.3, 0.02):
+        trained(run, share)
+        version = publish(run, served)
+        kinds.append(version.reason or "changed")
+        assert model.refresh()
+        assert not model.refresh()
+        assert_serves(model, run)
+    assert_serves(Model(served, check="all"), run)
+    assert [kind.split()[-1] for kind in kinds] == [*["changed"] * 6, "changed"]
+    assert [kind.split()[0] for kind in kinds] == ["changed"] * 3 + ["more"] + ["changed"] * 3
+    for name, rows, _, _ in TABLES:
+        assert first.rows(name, np.arange(rows)).tobytes() == before[name].tobytes(), "a version never changes"
+    counts = model.counts()
+    assert counts["lookups"] > counts["trained"] > 0
+
+
+def test_a_publisher_that_skips_checkpoints_skips_no_change_and_says_why_a_version_is_whole(
+    run: ServedRun, tmp_path: Path
+) -> None:
+    """At a third of the pace of the checkpoints. When older layers were merged meanwhile, nobody knows what changed."""
+    run.keep, kinds = 9, []
+    for shares in ((0.5,), (0.1, 0.6, 0.1), (0.05, 0.05, 0.05), (0.02, 0.02, 0.02), (0.1, 0.1, 0.1)):
+        trained(run, *shares)
+        kinds.append(publish(run, tmp_path / "served").reason or "changed")
+        assert_serves(Model(tmp_path / "served", check="all"), run)
+    assert kinds == [
+        "the first version",
+        "a layer was merged, or training went back",
+        "changed",
+        "changed",
+        "more than half of the last whole version has changed",
+    ]
+
+
+def test_at_most_sixteen_versions_are_stacked(run: ServedRun, tmp_path: Path) -> None:
+    trained(run, 0.9)
+    versions = [publish(run, tmp_path / "served")]
+    model = Model(tmp_path / "served")
+    for _ in range(17):
+        trained(run, 0.002)
+        versions.append(publish(run, tmp_path / "served", keep=1))
+    assert model.refresh()
+    assert_serves(model, run)
+    assert [version.number for version in versions if version.is_whole] == [1, 17]
+    assert {path.name for path in (tmp_path / "served").glob("v*")} == {"v000000000017", "v000000000018"}
+
+
+def test_training_that_goes_back_another_run_and_other_shards(run: ServedRun, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    trained(run, 0.5)
+    publish(run, served)
+    rows = [dict(store.rows) for store in run.stores]
+    newest, step = run.writer.newest, run.step
+    trained(run, 0.1)
+    publish(run, served)
+    back = ServedRun(run.job, newest=newest, rng=np.random.default_rng(8))
+    back.step = step
+    for store, own in zip(back.stores, rows, strict=True):
+        store.rows = own
+    trained(back, 0.05)
+    assert publish(back, served).reason == "a layer was merged, or training went back"
+    assert_serves(Model(served), back)
+    other = ServedRun(serving_job(tmp_path / "other"), run_id="ba9876543210")
+    trained(other, 0.3)
+    with pytest.raises(ConfigError, match=facts("--to", "0123456789ab", "ba9876543210", "--fresh")):
+        publish(other, served)
+    version = publish(other, served, fresh=True)
+    assert (version.reason, version.number) == ("another run", 4)
+    assert_serves(Model(served), other)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_shards_of_ranks_are_one_version(ranks: int, tmp_path: Path) -> None:
+    job = serving_job(tmp_path / "run")
+    run = FakeRanks(job, ranks, made=ServedRun)
+    for number in range(4):
+        for rank in run.ranks:
+            assert isinstance(rank, ServedRun)
+            rank.train_some(0.5 if number == 0 else 0.05)
+        run.checkpoint()
+        version = publish(run.ranks[0], tmp_path / "served")
+        assert version.is_whole == (number == 0)
+        model = Model(tmp_path / "served", check="all")
+        for name, rows, _, _ in TABLES:
+            found = model.rows(name, np.arange(rows))
+            assert found.tobytes() == expected_of(run, name).tobytes()
+
+
+def expected_of(run: FakeRanks, table: str) -> Any:
+    whole = ServedRun(run.job)
+    for store in whole.stores:
+        store.rows = run.rows()
+    return whole.expected(table)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [("fp16", 2.0**-11), ("int8", 0.5 / 255)])
+def test_rounded_rows_are_as_near_as_their_dtype_allows(
+    dtype: Any, within: float, run: ServedRun, tmp_path: Path
+) -> None:
+    trained(run, 0.4)
+    publish(run, tmp_path / "served", dtype)
+    model = Model(tmp_path / "served")
+    for name, rows, dim, _ in TABLES:
+        found, exact = model.rows(name, np.arange(rows)), run.expected(name)
+        scale = np.abs(exact).max(1) if dtype == "fp16" else np.ptp(exact[:, :dim], axis=1)
+        assert (np.abs(found - exact)[:, :dim].max(1) <= scale * (within + 1e-6) + 1e-7).all()
+        assert (found != exact).any() or (name, dtype) == ("item", "fp16"), "fp16 holds every bf16 of this size"
+        assert found[:, dim:].tobytes() == exact[:, dim:].tobytes(), "a linear weight stays fp32"
+        untrained = np.setdiff1d(np.arange(rows), [key & 0xFFFFFFFF for key in run.rows()])
+        assert found[untrained].tobytes() == exact[untrained].tobytes()
+    trained(run, 0.1)
+    with pytest.raises(ConfigError, match=facts("--dtype fp32", dtype)):
+        publish(run, tmp_path / "served")
+
+
+def test_a_value_that_the_dtype_cannot_hold_is_refused_with_its_row(run: ServedRun, tmp_path: Path) -> None:
+    trained(run, 0.1)
+    key = min(run.stores[0].rows)
+    run.stores[0].rows[key] = np.full(len(run.stores[0].rows[key]) // 4, 1e38, np.float32).tobytes()
+    run.stores[0].changed.add(key)
+    run.step += 10
+    run.checkpoint()
+    with pytest.raises(ConfigError, match=facts(f"row {key & 0xFFFFFFFF}", "table user", "fp16")):
+        publish(run, tmp_path / "served", "fp16")
+
+
+def test_a_full_disk_is_told_with_both_numbers(run: ServedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run, 0.1)
+    usage = shutil.disk_usage(tmp_path)._replace(free=2000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(RowcastError, match=facts("14.63 KiB", "1.953 KiB")):
+        publish(run, tmp_path / "served")
+    monkeypatch.undo()
+    publish(run, tmp_path / "served")
+    assert_serves(Model(tmp_path / "served"), run)
+
+
+# damage and kills
+
+
+def test_a_flipped_bit_anywhere_is_found(run: ServedRun, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    trained(run, 0.01)
+    publish(run, served)
+    files = sorted(path for path in (served / "v000000000001").iterdir())
+    rng = np.random.default_rng(5)
+    for path in files:
+        content = path.read_bytes()
+        bits = 8 * len(content)
+        for bit in range(bits) if count(0, 1) else rng.choice(bits, 12, replace=False).tolist():
+            broken = bytearray(content)
+            broken[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(broken)
+            with pytest.raises(DataError, match=path.name):
+                Model(served, check="all")
+        path.write_bytes(content)
+    assert_serves(Model(served, check="all"), run)
+
+
+def test_a_damaged_version_is_not_taken_and_a_check_replaces_it(run: ServedRun, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    trained(run, 0.5)
+    publish(run, served)
+    model = Model(served)
+    for name in ("000.rows", "001.index", "dense.safetensors", "version.json"):
+        trained(run, 0.05)
+        publish(run, served)
+        path = served / f"v{current_number(served):012d}" / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+        before = model.version
+        with pytest.raises(DataError, match=facts(name)):
+            model.refresh()
+        assert model.version == before
+        publisher = publisher_of(run, served)
+        trained(run, 0.05)
+        with pytest.raises(DataError, match=facts(name, "--check")):
+            publisher.publish()
+        publisher.check()
+        version = publisher.publish()
+        assert version is not None
+        assert version.reason == "a version is damaged"
+        assert publisher.publish() is None
+        assert model.refresh()
+        assert_serves(model, run)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("point", [point for point in crash_points.CRASH_POINTS if "version" in point])
+def test_a_publisher_that_stops_anywhere_leaves_the_version_before_or_the_new_one(
+    point: str, run: ServedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = tmp_path / "served"
+    trained(run, 0.5)
+    publish(run, served, keep=1)
+    trained(run, 0.5)
+    publish(run, served, keep=1)
+    model, step = Model(served), run.step
+    trained(run, 0.6)
+
+    def killed(self: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(crash_points, "ARMED", crash_points.Armed(point))
+    monkeypatch.setattr(crash_points.Armed, "passed", killed)
+    with pytest.raises(Killed):
+        publish(run, served, keep=1)
+    monkeypatch.undo()
+    is_new = model.refresh()
+    assert is_new == (point in ("version named", "old version removed"))
+    assert model.version.position.step == (run.step if is_new else step)
+    trained(run, 0.1)
+    publish(run, served, keep=1)
+    assert model.refresh()
+    assert_serves(model, run)
+    left = {path.name for path in served.iterdir() if path.is_dir()}
+    assert left == {f"v{number:012d}" for number in range(model.version.base, model.version.number + 1)}
+
+
+@pytest.mark.parametrize("point", ["version rows written", "version renamed"])
+def test_a_killed_publisher_goes_on_at_its_next_start(
+    point: str, run: ServedRun, tmp_path: Path, session: Session
+) -> None:
+    trained(run, 0.5)
+    given = (
+        "publish",
+        f"--run={run.job.run_dir}",
+        f"--to={tmp_path / 'served'}",
+        "--every=50ms",
+        "--metrics=127.0.0.1:0",
+    )
+    first = session.start_module("rowcast.prefetcher", *given, ROWCAST_CRASH=f"{point}:2")
+    first.until(lambda: current_number(tmp_path / "served") == 1 or not first.running, "a version")
+    trained(run, 0.1)
+    assert first.ended().code == -9
+    second = session.start_module("rowcast.prefetcher", *given)
+    second.until_logged("published")
+    second.signal(signal.SIGTERM)
+    second.ended().quiet()
+    assert_serves(Model(tmp_path / "served", check="all"), run)
+    once = session.start_module("rowcast.prefetcher", *given[:3]).ended().quiet()
+    assert "published already" in once.stderr
+
+
+def test_a_request_sees_one_version_and_never_an_older_one(run: ServedRun, tmp_path: Path) -> None:
+    """Rows say in which step they were written."""
+    served, every = tmp_path / "served", {0: list(range(3000)), 1: list(range(700)), 2: list(range(50))}
+    run.train(every)
+    run.checkpoint()
+    publish(run, served)
+    model, torn, ended = Model(served), [], threading.Event()
+    ids = np.arange(1, 40)
+
+    def requests() -> None:
+        newest = 0
+        while not ended.is_set():
+            now = model.now()
+            steps = {float(now.rows(name, ids)[:, 1:3].max()) for name in ("user", "site")}
+            steps |= {float(now.rows("user", ids)[:, 1:3].min()), float(now.dense()["weight"].max())}
+            if steps != {float(now.version.position.step)} or now.version.position.step < newest:
+                torn.append((steps, newest))
+            newest = now.version.position.step
+
+    threads = [threading.Thread(target=requests) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(8):
+            run.train({0: list(range(40)), 2: list(range(40))} if number % 5 else every)
+            run.checkpoint()
+            publish(run, served, keep=1)
+            assert model.refresh()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not torn
+
+
+def test_a_folder_without_a_version_and_a_run_without_a_checkpoint(run: ServedRun, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=facts("served", "prefetcher publish")):
+        Model(tmp_path / "served")
+    assert publisher_of(run, tmp_path / "served").publish() is None
+    told = Told()
+    assert not told.events
