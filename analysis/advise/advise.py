@@ -16,9 +16,11 @@ from typer import Option
 from rowcast.analysis.advise.cost import (
     Assumed,
     Rates,
+    cores_need,
     device_memory,
     given_rates,
     host_memory,
+    probe_decoding,
     probe_planning,
     probe_rows,
 )
@@ -91,7 +93,7 @@ def advise_job(job: Job, request: AdviseRequest) -> Advice:
     tick = request.progress.begin("reading the data", num_steps(job, reader, request))
     observed = observe(job, reader, request.sample, request.max_steps, request.memory_bytes, tick)
     trials = Trials(observed, job, request.progress)
-    rates = machine_rates(observed, job, request, trials.smallest, reader.num_dense)
+    rates = machine_rates(observed, job, request, trials.smallest, reader)
     return Adviser(job, request, observed, rates, trials).advice()
 
 
@@ -102,21 +104,25 @@ def num_steps(job: Job, reader: Reader, request: AdviseRequest) -> int | None:
     return expected_train_steps(job, reader, request.max_steps)
 
 
-def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity_bytes: int, num_dense: int) -> Rates:
+def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity_bytes: int, reader: Reader) -> Rates:
     threads = automatic_threads() if job.prefetcher.threads == "auto" else job.prefetcher.threads
     plan_s, plan_bytes = probe_planning(
         observed, job.lookahead.depth, capacity_slots(observed, capacity_bytes), threads
     )
     batch = observed.measured[0].batch
-    if batch.dense.shape[1] < num_dense:  # only ids were read
-        plan_bytes += 4 * (num_dense - batch.dense.shape[1]) * batch.size // job.ranks.count
+    if batch.dense.shape[1] < reader.num_dense:  # only ids were read
+        plan_bytes += 4 * (reader.num_dense - batch.dense.shape[1]) * batch.size // job.ranks.count
     given = request.gather_gbs
     rows = (
         probe_rows(group, job.job.seed) if given is None else given_rates(group, given * 1e9)
         for group in observed.groups
     )
     return Rates(
-        rows=tuple(rows), plan_s=plan_s, plan_bytes=plan_bytes, link_bytes_s=(request.link_gbs or LINK_GBS) * 1e9
+        rows=tuple(rows),
+        decode_s=probe_decoding(reader),
+        plan_s=plan_s,
+        plan_bytes=plan_bytes,
+        link_bytes_s=(request.link_gbs or LINK_GBS) * 1e9,
     )
 
 
@@ -153,6 +159,7 @@ class Adviser:
             read=read,
             working_sets=working_sets(observed, job.lookahead.depth),
             assumed=self._assumed,
+            cores=cores_need(self._points.demand(capacity_bytes), self._rates, self._step_ms / 1e3),
             curve=curve,
             choice=choice,
             recommended=Recommendation(

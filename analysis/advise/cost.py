@@ -30,6 +30,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.reader import Reader
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -41,6 +42,7 @@ PROBE_BYTES = 128 * 2**20
 ROWS_AT_ONCE = 16384
 REPEATS = 9
 PLAN_REPEATS = 3
+DECODED_BATCHES = 5
 COUNTED = 0.5  # share of a measured rate that the estimate relies on
 Flags = npt.NDArray[np.bool_]
 STAGES = (
@@ -65,6 +67,7 @@ class RowRates:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     rows: tuple[RowRates, ...]  # one for each group
+    decode_s: float  # per batch: its ids
     plan_s: float  # per batch
     plan_bytes: float  # bytes of a plan and its batch on the link, without rows
     link_bytes_s: float  # in each direction
@@ -106,6 +109,16 @@ def seconds(work: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     work()
     return time.perf_counter() - began_s
+
+
+def probe_decoding(reader: Reader) -> float:
+    """Returns the seconds of a core to decode a batch's ids."""
+    found = []
+    for pending in islice(reader.pending("train", 0), DECODED_BATCHES):
+        began_s = time.process_time()
+        pending()
+        found.append(time.process_time() - began_s)
+    return min(found) / COUNTED
 
 
 def probe_planning(observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int) -> tuple[float, float]:
@@ -195,6 +208,27 @@ def cost(own: Demand, everything: Demand) -> Cost:
         mean_s=float(of_stages[slowest]),
         stage=STAGES[slowest],
         least_step_s=float(own.stretch_s[more].max(initial=0.0)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoresNeed:
+    """Milliseconds of a core that a step takes of the host, besides the thread that issues steps."""
+
+    decode_ms: float
+    plan_ms: float
+    read_ms: float
+    write_ms: float
+    cores: float  # that are busy with all of them, for steps of the given time
+
+
+def cores_need(own: Demand, rates: Rates, step_s: float) -> CoresNeed:
+    """`own`: of the recommended capacity."""
+    read_s, _, _, write_s = own.seconds.mean(axis=1).tolist()
+    each_s = (rates.decode_s, rates.plan_s, read_s, write_s)
+    decode_ms, plan_ms, read_ms, write_ms = (1e3 * own_s for own_s in each_s)
+    return CoresNeed(
+        decode_ms=decode_ms, plan_ms=plan_ms, read_ms=read_ms, write_ms=write_ms, cores=sum(each_s) / step_s
     )
 
 

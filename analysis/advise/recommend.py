@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from rowcast.analysis.advise.cost import Assumed, Demand, DeviceMemory, HostMemoryNeed, Rates, cost, demand
+from rowcast.analysis.advise.cost import Assumed, CoresNeed, Demand, DeviceMemory, HostMemoryNeed, Rates, cost, demand
 from rowcast.analysis.advise.curve import Traffic, Trials, capacity_slots
 from rowcast.analysis.advise.read import Observed, Read, WorkingSet
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
@@ -57,6 +57,7 @@ class Advice:
     read: Read
     working_sets: tuple[WorkingSet, ...]
     assumed: Assumed
+    cores: CoresNeed
     curve: tuple[Point, ...]  # by capacity, ascending; the last one holds all rows that were touched
     choice: Choice
     recommended: Recommendation

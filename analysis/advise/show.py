@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rowcast.analysis.advise.cost import Assumed
+from rowcast.analysis.advise.cost import Assumed, CoresNeed
 from rowcast.analysis.advise.read import Read
 from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Choice, Point
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
@@ -228,6 +228,7 @@ def sentences(advice: Advice) -> Iterator[str]:
     slowest_ms = max(predicted.move_ms, advice.assumed.plan_ms)
     here = human_bytes(predicted.capacity_bytes)
     yield f"Limit: at {here} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms per step"
+    yield cores_text(advice.cores, advice.assumed.step_ms)
     if half is not None:
         more = half.lookahead.rows_fetched_per_step / max(1.0, predicted.lookahead.rows_fetched_per_step) - 1
         yield (
@@ -235,6 +236,21 @@ def sentences(advice: Advice) -> Iterator[str]:
             f"rows per step, {percent_number(max(0.0, more))} % more"
         )
     yield assumptions(advice.assumed)
+
+
+def cores_text(need: CoresNeed, step_ms: float) -> str:
+    parts = (
+        ("decoding ids", need.decode_ms),
+        ("planning", need.plan_ms),
+        ("reading rows", need.read_ms),
+        ("writing rows", need.write_ms),
+    )
+    each = ", ".join(f"{name} {ms:.2g}" for name, ms in parts)
+    total_ms = sum(ms for _, ms in parts)
+    return (
+        f"Cores: a step takes {total_ms:.2g} ms of a core on the host ({each}), as measured here and doubled; with "
+        f"steps of {step_ms:g} ms that is {need.cores:.2g} cores, besides those of the trainer"
+    )
 
 
 def assumptions(assumed: Assumed) -> str:

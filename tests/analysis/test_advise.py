@@ -18,14 +18,24 @@ from typer.testing import CliRunner
 
 from rowcast.analysis.advise import advise, disk, follow
 from rowcast.analysis.advise.advise import AdviseOptions, AdviseRequest, advise_job, run_advise
-from rowcast.analysis.advise.cost import Demand, Rates, RowRates, cost, demand, probe_planning, probe_rows, stretches
+from rowcast.analysis.advise.cost import (
+    Demand,
+    Rates,
+    RowRates,
+    cores_need,
+    cost,
+    demand,
+    probe_planning,
+    probe_rows,
+    stretches,
+)
 from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
 from rowcast.analysis.advise.disk import DiskRate, disk_rate
 from rowcast.analysis.advise.follow import followed, group_shares, thinned
 from rowcast.analysis.advise.read import Observed, SamplingPlan, observe
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
 from rowcast.analysis.advise.server import ServerRate
-from rowcast.analysis.advise.show import print_advice
+from rowcast.analysis.advise.show import print_advice, sentences
 from rowcast.analysis.advise.tiers import TierTrials
 from rowcast.analysis.progress import Silent
 from rowcast.analysis.simulate.grid import Grid, with_values
@@ -307,7 +317,9 @@ def test_a_stage_takes_what_its_rows_take_and_a_stretch_their_mean() -> None:
     assert stretches(np.array([1.0, 3.0]), 5).tolist() == [2]
     job = made_job("zipf", 6)
     seen = observed(job, 1.0)
-    rates = Rates(rows=(RowRates(read=1e6, first=1e5, write=1e6),) * 2, plan_s=0, plan_bytes=0, link_bytes_s=1e9)
+    rates = Rates(
+        rows=(RowRates(read=1e6, first=1e5, write=1e6),) * 2, decode_s=0, plan_s=0, plan_bytes=0, link_bytes_s=1e9
+    )
     smallest, everything = (
         moved(seen, job, capacity, "lookahead", lambda: None) for capacity in (smallest_capacity(seen), 10**8)
     )
@@ -472,6 +484,20 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
 def test_what_was_assumed_is_said_and_what_was_given_is_not_called_assumed() -> None:
     text = " ".join(shown(made_job("zipf", 10), 120, step_ms=3.0, link_gbs=50.0, gather_gbs=2.0))
     assert "a step takes 3 ms, the link moves 50 GB/s each way, tables are read and written at 2 GB/s" in text
+
+
+def test_the_cores_are_the_sum_of_the_stages_over_a_step() -> None:
+    own = Demand(seconds=np.array([[0.002, 0.004], [9.0, 9.0], [9.0, 9.0], [0.001, 0.001]]))
+    rates = Rates(rows=(), decode_s=0.005, plan_s=0.007, plan_bytes=0, link_bytes_s=1e9)
+    need = cores_need(own, rates, step_s=0.004)
+    assert (need.decode_ms, need.plan_ms, need.read_ms, need.write_ms) == pytest.approx((5, 7, 3, 1))
+    assert need.cores == pytest.approx(4)
+    advice = advise_job(made_job("zipf", 10), request(step_ms=3.0))
+    measured = advice.cores
+    assert min(measured.decode_ms, measured.plan_ms, measured.read_ms) > 0
+    total_ms = measured.decode_ms + measured.plan_ms + measured.read_ms + measured.write_ms
+    assert measured.cores == pytest.approx(total_ms / 3.0)
+    assert any(sentence.startswith("Cores:") for sentence in sentences(advice))
 
 
 def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
