@@ -40,6 +40,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.inputs import batch_specs
 from rowcast.protocol.messages import StepReady
 from rowcast.protocol.packing import plan_block, plan_header
 from rowcast.protocol.plan import StepPlan
@@ -111,7 +112,7 @@ def measure(batch_size: int, rounds: int) -> dict[str, tuple[int, float]]:
     memory = MemoryStore(groups[0])
     store = TrackedStore(memory, groups[0], seed=0)
     write_all(store, touched, groups[0].record_bytes)
-    check = PlanCheck(groups, slots, batches[0].batch.dense.shape[1], 0, 2**40, is_tcp=False)
+    check = PlanCheck(groups, slots, batch_specs(batches[0].batch, {}), 0, 2**40, is_tcp=False)
     rings = Rings(largest, groups[0].record_bytes)
     for scheduled in batches:
         with clocks.timed("plan: group", scheduled.batch.ids.nbytes):

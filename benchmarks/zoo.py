@@ -90,7 +90,7 @@ def our_auc(job: Job, start: Weights, num_dense: int) -> float:
 
     def scores(batch: Batch) -> Tensor:
         embeddings = [feature for table in tables for feature in table.forward(batch)]
-        logits: Tensor = side.forward(torch.from_numpy(batch.dense), embeddings, training=False)
+        logits: Tensor = side.forward(torch.from_numpy(batch.dense), embeddings, {}, training=False)
         return logits
 
     return auc_of(job, scores)

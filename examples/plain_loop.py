@@ -24,6 +24,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.inputs import belonging
 from rowcast.protocol.parts import part_of, part_seed
 from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
@@ -115,7 +116,7 @@ def part_gradients(
     job: Job, side: JobModel, tables: Sequence[PlainTable], scheduled: ScheduledBatch, parts: int, part: int
 ) -> Gradients:
     """Runs one part: its loss and the gradients of rows and dense weights, by its share of the batch's samples."""
-    batch, training = part_of(scheduled.batch, part, parts), scheduled.kind == "train"
+    batch, training = part_of(scheduled.batch, part, parts, belonging(job)), scheduled.kind == "train"
     trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
     if batch.size == 0:
         return [None] * (1 + len(trained))
@@ -123,7 +124,8 @@ def part_gradients(
         torch.manual_seed(part_seed(job.job.seed, scheduled.train_step, part))
     with torch.set_grad_enabled(training):
         embeddings = [feature for table in tables for feature in table.forward(batch)]
-        outputs = side.forward(torch.tensor(batch.dense), embeddings, training=training)
+        inputs = {name: torch.tensor(array) for name, array in batch.inputs.items()}
+        outputs = side.forward(torch.tensor(batch.dense), embeddings, inputs, training=training)
     if not training:
         return [None] * (1 + len(trained))
     loss, share = side.loss(outputs, torch.tensor(batch.labels)), torch.tensor(batch.size / scheduled.batch.size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rowcast.job.batch_arrays import check_batch_arrays
 from rowcast.job.embedding_tables import Table
 from rowcast.job.model_inputs import check_model_inputs
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
@@ -120,6 +121,7 @@ def check_whole(job: Job) -> None:
             raise ValueError(
                 f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
             )
+    check_batch_arrays(job.data, by_feature)
     check_model_inputs(job)
     for table in job.tables:
         if job.model.compile and table.pooling == "none":

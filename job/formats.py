@@ -14,6 +14,7 @@ from rowcast.job.section import Kinds, Section
 READERS = "rowcast.prefetcher.readers.formats"
 MAX_LABELS = 64  # per sample; an evaluation counts 4 MiB for each
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+BATCH = "batch"
 
 
 class Columns(Section, frozen=True, kw_only=True):
@@ -30,6 +31,9 @@ class Columns(Section, frozen=True, kw_only=True):
     # the columns that hold dense features; by default all columns named `int_<n>`, in order of n; `[]` means none
     dense: list[str] | None = None
     weights: dict[str, str] = {}  # maps a feature to the column that holds a weight for each of its look-ups
+    # other columns that the model gets as arrays ([models.md](models.md#arrays)); a feature without pooling gives
+    # the rows of its look-ups, as the array `<feature>.id`
+    inputs: list[str] = []
     # `true`, or a list of features: their ids (strings, or integers of any size) are hashed into their tables; row 0
     # is reserved for a missing id
     hash: bool | list[str] = False
@@ -51,9 +55,10 @@ class Columns(Section, frozen=True, kw_only=True):
             raise ValueError(f'give either label = "{self.label}" or labels, not both')
         if len(self.labels) > MAX_LABELS:
             raise ValueError(f"labels names {len(self.labels)} columns, more than {MAX_LABELS}")
-        for name in self.labels:
-            if self.labels.count(name) > 1:
-                raise ValueError(f"labels names {name} twice")
+        for key, names in (("labels", self.labels), ("inputs", self.inputs)):
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{key} names {name} twice")
 
     @property
     def label_names(self) -> list[str]:
@@ -99,6 +104,9 @@ class Data(Section, frozen=True, kw_only=True):
     # missing id; `zero` and `modulo` count such ids. A missing hash in Criteo TSV is always row 0
     on_invalid_id: Literal["error", "modulo", "zero"] = "error"
     hash: bool = False  # criteo-npy: reads int32 ids as unsigned and takes them modulo the table's rows
+    # what an array or a feature belongs to, if not to samples: `time = "history"` has an entry per look-up of the
+    # feature `history`, and all look-ups of `negative = "batch"` are in every part of a batch
+    of: dict[str, str] = {}
     columns: Columns = Columns()
     synthetic: Synthetic = Synthetic()
     options: dict[str, Any] = {}  # passed to the `package.module:factory`
@@ -117,6 +125,11 @@ class Data(Section, frozen=True, kw_only=True):
         if self.columns.hash and not known.named_columns:
             belongs = f"belongs to format = {formats_with('named_columns')}"
             raise ValueError(f"columns.hash {belongs}, not {self.format!r}; remove it")
+        if self.columns.inputs and not known.named_columns:
+            raise ValueError(
+                f"columns.inputs belongs to format = {formats_with('named_columns')}, not {self.format!r}; remove it"
+                + (": every key of a batch is an array" if known is CUSTOM else "")
+            )
         if (self.columns.lists or self.columns.delimiter != ",") and not known.text_cells:
             belongs = f"belong to format = {formats_with('text_cells')}"
             raise ValueError(f"columns.lists and columns.delimiter {belongs}, not {self.format!r}; remove them")

@@ -9,12 +9,14 @@ changes `master` and `sum` and rounds the new master into `weight`. Without a ma
 of `weight`. The padding after each part is always zero.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from rowcast.job.embedding_tables import RowType
+from rowcast.job.formats import BATCH
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_bytes, parse_rows
@@ -38,6 +40,7 @@ class TableSpec:
     init: str
     dtype: RowType = "fp32"  # dtype of the weights that a look-up reads
     linear: bool = False  # whether the last weight in a row is its linear weight
+    batch_features: tuple[str, ...] = ()  # the features whose look-ups are the batch's (data.of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,10 @@ class GroupSpec:
     @property
     def record_floats(self) -> int:
         return self.record_bytes // 4
+
+    @property
+    def feature_names(self) -> list[str]:
+        return [name for table in self.tables for name in table.features]
 
     @property
     def unpooled_features(self) -> tuple[int, ...]:
@@ -139,6 +146,7 @@ def table_specs(job: Job) -> tuple[TableSpec, ...]:
             init=table.init,
             dtype=table.dtype,
             linear=table.linear,
+            batch_features=tuple(name for name in table.features if job.data.of.get(name) == BATCH),
         )
         for index, table in enumerate(job.tables)
     )
@@ -165,6 +173,27 @@ def group_specs(job: Job) -> tuple[GroupSpec, ...]:
             )
         )
     return tuple(groups)
+
+
+def batch_features(groups: Iterable[GroupSpec]) -> frozenset[int]:
+    """The features whose look-ups are the batch's, by position in the job's feature order."""
+    return frozenset(
+        position
+        for group in groups
+        for position, name, table in zip(
+            group.feature_positions, group.feature_names, group.feature_tables(), strict=True
+        )
+        if name in table.batch_features
+    )
+
+
+def unpooled_places(groups: Sequence[GroupSpec]) -> dict[str, tuple[int, int]]:
+    """The group of each feature without pooling, and its number among those of the group."""
+    return {
+        group.feature_names[f]: (g, number)
+        for g, group in enumerate(groups)
+        for number, f in enumerate(group.unpooled_features)
+    }
 
 
 def rows_in(group: GroupSpec, capacity: str | int) -> int:

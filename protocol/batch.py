@@ -1,9 +1,8 @@
 """Defines the batch of training data that every reader yields."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from rowcast.runtime.arrays import F32, I64
@@ -22,7 +21,8 @@ class Batch:
     # [F * B + 1] into ids, or None if every bag holds exactly one id (N = F * B)
     offsets: I64 | None = None
     weights: F32 | None = None  # [N], or None if no feature has weights
-    extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)  # passed on unchanged
+    # other arrays for the model, of any dtype: an entry per sample, or per look-up of a feature (`inputs.py`)
+    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

@@ -40,7 +40,7 @@ PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
 ITEM_LIMIT = 4096  # entries in a header's list of groups, arrays or spans of rows
 TEXT_LIMIT = 4096  # characters
-MAX_DIMENSIONS = 2  # dimensions of an array
+MAX_DIMENSIONS = 8  # dimensions of an array
 SENTENCE_LIMIT = 1000  # characters of an error about a frame, because it may quote the frame
 ALIGNMENT = 64
 

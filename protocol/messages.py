@@ -11,10 +11,11 @@ from typing import Literal
 
 import msgspec
 
+from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
 Mode = Literal["train", "eval"]  # eval: one pass over the evaluation batches, without training or saving
 
@@ -170,7 +171,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     incarnation: int
     pid: int
     slots: tuple[int, ...]  # one number per group
-    num_dense: int  # dense features per sample
+    inputs: tuple[InputSpec, ...]  # every batch's arrays: dense features, labels, and the others
     depth: int
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
     back_ring: RingSpec  # trainer writes, prefetcher reads
@@ -190,6 +191,11 @@ class Welcome(Message, frozen=True, kw_only=True):
     checkpoint: str = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
     # names and checksums of the first batches: of each feature, of dense features and labels; evaluation's separately
     first_batches: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features per sample."""
+        return self.inputs[0].shape[0]
 
 
 class Flush(Message, frozen=True, kw_only=True):

@@ -10,12 +10,13 @@ victims.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import aligned
+from rowcast.protocol.inputs import PREFIX, Samples
 from rowcast.protocol.messages import (
     ArraySpan,
     ArraySpec,
@@ -26,8 +27,8 @@ from rowcast.protocol.messages import (
     ShareHeader,
 )
 from rowcast.protocol.plan import StepPlan
-from rowcast.protocol.plan_layout import BATCH_ARRAYS, EXCHANGE_ARRAYS, GROUP_ARRAYS
-from rowcast.runtime.arrays import F32, Bytes
+from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
+from rowcast.runtime.arrays import Bytes
 
 Array = npt.NDArray[Any]
 ARRAY_ALIGNMENT = 64
@@ -60,16 +61,6 @@ def is_sampled(stamp: int) -> bool:
     return (stamp >> 20) % CHECKSUM_EVERY == 0
 
 
-class Samples(Protocol):
-    """The arrays of a batch that the trainer gets beside its plan; fields as in `Batch`."""
-
-    @property
-    def dense(self) -> F32: ...
-
-    @property
-    def labels(self) -> F32: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrayBlock:
     """Named arrays laid out as one block of `nbytes`."""
@@ -99,7 +90,8 @@ def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
 
 def plan_block(batch: Samples, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> ArrayBlock:
     """Packs a plan without its rows: the arrays to look up, train and evict, and the slots to check."""
-    arrays: dict[str, Array] = {name: getattr(batch, name) for name in BATCH_ARRAYS}
+    arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
+    arrays |= {f"{PREFIX}{name}": array for name, array in batch.inputs.items()}
     for index, group in enumerate(plan.groups):
         own = {name: getattr(group, name) for name in GROUP_ARRAYS}
         own |= {} if group.share is None else {name: getattr(group.share, name) for name in EXCHANGE_ARRAYS}

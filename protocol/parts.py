@@ -8,8 +8,9 @@ some are empty. The M / N parts of one of N ranks are also one contiguous slice,
 parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Ranks, check_shared
 from rowcast.protocol.batch import Batch, IdsBatch
+from rowcast.protocol.inputs import Belonging, Cut
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.splitmix import GOLDEN, mix
 
@@ -74,17 +76,22 @@ def samples_of(batch_size: int, rank: Rank) -> slice:
     return slice(bounds[rank.own_parts.start], bounds[rank.own_parts.stop])
 
 
-def ids_of_samples(batch: Batch | IdsBatch, first: int, end: int) -> IdsBatch:
-    """Returns the look-ups of the samples `first` to `end` - 1, in the order of the batch."""
+def ids_of_samples(batch: Batch | IdsBatch, samples: slice, whole: Collection[int]) -> IdsBatch:
+    """Returns the look-ups of some samples, in the order of the batch.
+
+    `whole`: positions of the features whose look-ups are the batch's. All are in its first bag, and also here.
+    """
     ids, offsets, weights = batch.ids, batch.offsets, batch.weights
+    size = samples.stop - samples.start
     num_features = (len(ids) if offsets is None else len(offsets) - 1) // batch.size
-    lookups = [(f * batch.size + first, f * batch.size + end) for f in range(num_features)]
+    firsts = [f * batch.size + (0 if f in whole else samples.start) for f in range(num_features)]
+    lookups = [(first, first + size) for first in firsts]
     counts: list[I64] = []
     if offsets is not None:
         counts = [np.diff(offsets[start : stop + 1]) for start, stop in lookups]
         lookups = [(int(offsets[start]), int(offsets[stop])) for start, stop in lookups]
     return IdsBatch(
-        size=end - first,
+        size=size,
         ids=joined(ids, lookups),
         offsets=None if offsets is None else np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts])),
         weights=None if weights is None else joined(weights, lookups),
@@ -95,16 +102,35 @@ def joined(array: npt.NDArray[Value], ranges: Sequence[tuple[int, int]]) -> npt.
     return np.concatenate([array[:0], *(array[first:end] for first, end in ranges)])
 
 
-def part_of(batch: Batch, part: int, parts: int) -> Batch:
-    """Returns the samples of one part. Drops `extra`: it has no per-sample layout."""
-    first, end = part_bounds(batch.size, parts)[part : part + 2]
-    own = ids_of_samples(batch, first, end)
+def parts_of(batch: Batch | IdsBatch, parts: int, whole: Collection[int]) -> list[IdsBatch]:
+    """Returns the look-ups of each part, as `ids_of_samples`."""
+    return [ids_of_samples(batch, slice(*ends), whole) for ends in pairwise(part_bounds(batch.size, parts))]
+
+
+def arrays_of_samples(batch: Batch | IdsBatch, samples: slice, of: Belonging) -> Cut:
+    """Returns the entries that some samples have in the arrays of the batch."""
+
+    def lookups(feature: str) -> slice:
+        first = of.positions[feature] * batch.size
+        if batch.offsets is None:
+            return samples
+        start, *ends = (batch.offsets[first + sample] for sample in (0, samples.start, samples.stop))
+        return slice(*(int(end - start) for end in ends))
+
+    return of.cut(samples, lookups)
+
+
+def part_of(batch: Batch, part: int, parts: int, of: Belonging) -> Batch:
+    """Returns the samples of one part."""
+    samples = slice(*part_bounds(batch.size, parts)[part : part + 2])
+    own, cut = ids_of_samples(batch, samples, of.batch_positions), arrays_of_samples(batch, samples, of)
     return Batch(
-        dense=batch.dense[first:end],
-        labels=batch.labels[first:end],
+        dense=batch.dense[samples],
+        labels=batch.labels[samples],
         ids=own.ids,
         offsets=own.offsets,
         weights=own.weights,
+        inputs=cut.of(batch.inputs),
     )
 
 

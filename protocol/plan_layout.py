@@ -1,6 +1,6 @@
 """Lists the arrays of a plan with their dtypes, shapes, allowed values and the condition of their presence.
 
-    BATCH_ARRAYS     for the batch                                 "dense", "labels"
+    InputSpec        for the batch, in `inputs.py`                 "dense", "labels", "inputs:time", ...
     LookupArrays     for each group: the kernels' arrays           "0.slots", ...
     GroupArrays      for each group: also the cache's              "0.fetch_slots"
     ExchangeArrays   for each group, if ranks share the batch      "0.send_slots", ...
@@ -14,11 +14,11 @@ without a planner, `trainer/kernels/lookups.py`.
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 A = TypeVar("A")  # a numpy array in the prefetcher, a tensor in the trainer
-Dtype = Literal["f4", "i4", "i8", "u1", "u2"]
-ITEM_BYTES: dict[Dtype, int] = {"f4": 4, "i4": 4, "i8": 8, "u1": 1, "u2": 2}
+Dtype = Literal["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
+ITEM_BYTES: dict[Dtype, int] = {dtype: int(dtype[1]) for dtype in get_args(Dtype)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +26,6 @@ class Counts:
     """The numbers of a plan and one of its groups that decide shapes and limits."""
 
     samples: int
-    dense_features: int = 0
-    labels: int = 0  # names in data.columns.labels; 0 for one label per sample
     lookups: int = 0
     unique: int = 0  # distinct rows
     bags: int = 0
@@ -113,7 +111,7 @@ def has_sequences(counts: Counts) -> bool:
     return counts.sequences > 0
 
 
-B, D, T, N, U, G = map(Size, ("samples", "dense_features", "labels", "lookups", "unique", "bags"))
+B, N, U, G = map(Size, ("samples", "lookups", "unique", "bags"))
 S, L = map(Size, ("sequences", "sequence_lookups"))
 FETCH, ASKED_FETCH, ASKED_EVICT, SLOTS = map(Size, ("fetch", "asked_fetch", "asked_evict", "slots"))
 READABLE, SENT, RETURNED, TRAINED = map(Size, ("readable", "sent", "returned", "trained"))
@@ -194,8 +192,6 @@ def layouts(arrays: type) -> dict[str, ArrayLayout]:
     return {name: layout for name, layout in found.items() if isinstance(layout, ArrayLayout)}
 
 
-BATCH_ARRAYS = {"dense": ArrayLayout("f4", (B, D)), "labels": ArrayLayout("f4", (B,))}
-SEVERAL_LABELS = BATCH_ARRAYS | {"labels": ArrayLayout("f4", (B, T))}
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
 EXCHANGE_ARRAYS = layouts(ExchangeArrays)

@@ -30,6 +30,7 @@ FORBIDDEN = {  # package -> what it may not import
 FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
     "protocol": (
         "arrange batch plan_layout shards",
+        "inputs",
         "messages parts plan",
         "codec counters order packing row_checksum",
         "session transport",

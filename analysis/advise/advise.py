@@ -51,6 +51,7 @@ from rowcast.prefetcher.planner.auto_horizon import SHARE
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.run.sizing import automatic_threads, sizes
+from rowcast.protocol.inputs import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
@@ -89,7 +90,8 @@ class AdviseRequest:
 
 def advise_job(job: Job, request: AdviseRequest) -> Advice:
     """Reads the data, then simulates. Raises ConfigError and DataError."""
-    reader = open_reader(job, stream_columns(job)[0])
+    # a plan with the model's arrays is measured with them
+    reader = open_reader(job, "all" if job.data.columns.inputs else stream_columns(job)[0])
     tick = request.progress.begin("reading the data", num_steps(job, reader, request))
     observed = observe(job, reader, request.sample, request.max_steps, request.memory_bytes, tick)
     trials = Trials(observed, job, request.progress)
@@ -107,7 +109,7 @@ def num_steps(job: Job, reader: Reader, request: AdviseRequest) -> int | None:
 def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity_bytes: int, reader: Reader) -> Rates:
     threads = automatic_threads() if job.prefetcher.threads == "auto" else job.prefetcher.threads
     plan_s, plan_bytes = probe_planning(
-        observed, job.lookahead.depth, capacity_slots(observed, capacity_bytes), threads
+        observed, belonging(job), job.lookahead.depth, capacity_slots(observed, capacity_bytes), threads
     )
     batch = observed.measured[0].batch
     if batch.dense.shape[1] < reader.num_dense:  # only ids were read

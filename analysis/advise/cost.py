@@ -30,12 +30,14 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.batch_parts import divide
 from rowcast.prefetcher.readers.reader import Reader
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.protocol.inputs import Belonging
 from rowcast.protocol.packing import plan_block
-from rowcast.protocol.parts import samples_of
+from rowcast.protocol.parts import arrays_of_samples, samples_of
 from rowcast.runtime.arrays import F64, I64
 
 PROBE_BYTES = 128 * 2**20
@@ -121,18 +123,22 @@ def probe_decoding(reader: Reader) -> float:
     return min(found) / COUNTED
 
 
-def probe_planning(observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int) -> tuple[float, float]:
+def probe_planning(
+    observed: Observed, belonging: Belonging, depth: int, slots: tuple[int, ...], num_threads: int
+) -> tuple[float, float]:
     """Returns (seconds per batch, bytes of a plan's arrays), measured on whole plans of the first batches."""
-    plan_first(observed, depth, slots, num_threads)  # compiles
-    found = [plan_first(observed, depth, slots, num_threads) for _ in range(PLAN_REPEATS)]
+    plan_first(observed, belonging, depth, slots, num_threads)  # compiles
+    found = [plan_first(observed, belonging, depth, slots, num_threads) for _ in range(PLAN_REPEATS)]
     return min(statistics.median(of_batches) for of_batches, _ in found) / COUNTED, statistics.mean(found[0][1])
 
 
 def plan_first(
-    observed: Observed, depth: int, slots: tuple[int, ...], num_threads: int
+    observed: Observed, belonging: Belonging, depth: int, slots: tuple[int, ...], num_threads: int
 ) -> tuple[list[float], list[int]]:
     """Returns for each batch the seconds to plan it while another enters the horizon, and its arrays' bytes."""
-    planner = RowPlanner(observed.groups, [slots], depth, depth, num_threads=num_threads, rank=observed.rank)
+    planner = RowPlanner(
+        observed.groups, [slots], depth, depth, num_threads=num_threads, keep_ids=True, rank=observed.rank
+    )
     of_batches, nbytes = list[float](), list[int]()
     left = iter(observed.measured)
     while True:
@@ -145,9 +151,10 @@ def plan_first(
             return of_batches, nbytes
         scheduled, plan = planner.plan()
         of_batches.append(time.perf_counter() - began_s)
-        batch, own = scheduled.batch, samples_of(scheduled.batch.size, observed.rank)
-        batch = replace(batch, dense=batch.dense[own], labels=batch.labels[own])
-        nbytes.append(plan_block(batch, plan).nbytes)
+        _, dense = divide(scheduled.batch)
+        samples = samples_of(scheduled.batch.size, observed.rank)
+        own = dense.of_samples(arrays_of_samples(scheduled.batch, samples, belonging))
+        nbytes.append(plan_block(own, plan).nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

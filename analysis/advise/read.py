@@ -21,7 +21,7 @@ from rowcast.analysis.progress import Tick
 from rowcast.analysis.simulate.ranks.shares import OwnedRows, Sharing, part_groupings
 from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, RunRecording, without_arrays
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.job.tables import GroupSpec, batch_features, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
 from rowcast.prefetcher.planner.grouping import Grouping
 from rowcast.prefetcher.planner.horizon import KnownBatch
@@ -30,7 +30,7 @@ from rowcast.prefetcher.readers.batch_parts import DenseBatch, Part, join_parts
 from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
 from rowcast.prefetcher.readers.schedule import SchedulePoint, Turn, places
 from rowcast.protocol.batch import Batch, IdsBatch, Kind, ScheduledBatch
-from rowcast.protocol.parts import UNDIVIDED, Rank, rank_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of, rank_of
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
@@ -255,7 +255,7 @@ class Observer:
         if not self._rank.is_divided:
             groupings = tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
             return groupings, tuple(grouping.num_unique for grouping in groupings)
-        parts = part_groupings(self._groupers, batch, self._rank.parts)
+        parts = part_groupings(self._groupers, parts_of(batch, self._rank.parts, batch_features(self._groups)))
         shares = [sharing.of(own, batch.size) for sharing, own in zip(self._sharings, parts, strict=True)]
         return tuple(own_rows(own.owned[0]) for own in shares), tuple(int(own.owner_rows.max()) for own in shares)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rowcast.analysis.check.arrays import SeenArrays, check_arrays
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.analysis.profile.profile import with_margin
 from rowcast.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
@@ -63,6 +64,7 @@ class Seen:
     lookups: list[int] = field(default_factory=list)  # by table, in the job's order
     largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample, on one rank
     largest_batch_bytes: int = 0  # of the batch's arrays
+    arrays: SeenArrays = field(default_factory=SeenArrays)
     _touched: Touched | None = None
 
     def __post_init__(self) -> None:
@@ -107,7 +109,8 @@ def most_owned(group: GroupSpec, keys: I64, count: int) -> int:
 
 def bytes_of(batch: Batch) -> int:
     optional = sum(array.nbytes for array in (batch.offsets, batch.weights) if array is not None)
-    return batch.dense.nbytes + batch.labels.nbytes + batch.ids.nbytes + optional
+    inputs = sum(array.nbytes for array in batch.inputs.values())
+    return batch.dense.nbytes + batch.labels.nbytes + batch.ids.nbytes + optional + inputs
 
 
 def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -144,6 +147,7 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
         replaced_before = reader.invalid_ids
         for sampled in read_windows(job, reader, sample_windows(job, reader, amount, split=split), split=split):
             seen.add(sampled.batch, groupers)
+            seen.arrays.add(sampled.batch, job)
         num_replaced += reader.invalid_ids - replaced_before
     read = f"{'all' if amount == ALL else 'some'} {seen.num_samples:,} samples"
     if num_replaced:
@@ -155,7 +159,10 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
         )
     else:
         yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} are inside their tables")
+    yield from check_arrays(job, seen.arrays)
     columns = job.data.columns
+    if columns.label_values == "none":
+        return
     for name, label in zip(columns.label_names, seen.labels, strict=False):
         yield label_finding(label, f"{name}: " if columns.labels else "", is_binary=columns.label_values == "binary")
 

@@ -15,15 +15,16 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.batch_parts import divide, join_parts
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
 from rowcast.prefetcher.readers.reader import can_share, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.worker import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import automatic_threads, job_levels, sizes
 from rowcast.prefetcher.run.warm_up import warm_up
-from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.inputs import Belonging, belonging
 from rowcast.protocol.packing import Piece, cut, plan_block
-from rowcast.protocol.parts import Rank, rank_of, samples_of
+from rowcast.protocol.parts import arrays_of_samples, rank_of, samples_of
 from rowcast.protocol.plan import BarrierPlan, GroupShare, StepPlan
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
@@ -56,7 +57,7 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         staging_bytes=own.staging_bytes,
         num_ranks=job.ranks.count,
     )
-    steps = planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds, job.ranks)
+    steps = planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds, job.ranks, belonging(job))
     return list(steps), wiring, reader.num_dense
 
 
@@ -84,6 +85,7 @@ def planned_steps(
     wiring: Wiring,
     decode_s: Sequence[float],
     ranks: Ranks,
+    belonging: Belonging,
 ) -> Iterator[Planned]:
     """`decode_s`: seconds of each batch that was taken so far; grows with them."""
     rank = rank_of(ranks, 0)
@@ -108,10 +110,12 @@ def planned_steps(
             yield before
         known, began_s = planner.num_known, time.process_time()
         scheduled, plan = planner.plan()
-        batch = own_samples(scheduled.batch, rank)
+        _, whole = divide(scheduled.batch)
+        samples = samples_of(scheduled.batch.size, rank)
+        own = whole.of_samples(arrays_of_samples(scheduled.batch, samples, belonging))
         plan_s += time.process_time() - began_s
-        step = planned(batch, plan, groups, wiring, first, known)
-        counted = count(batch, plan, seen, decode_s[step.step], plan_s, ranks)
+        step = planned(own, plan, groups, wiring, first, known)
+        counted = count(own, plan, seen, decode_s[step.step], plan_s, ranks)
         before = replace(step, counted=counted)
     if before is not None:
         yield with_barrier(before, planner.barrier("end", finished=True))
@@ -123,16 +127,10 @@ def with_barrier(planned: Planned, barrier: BarrierPlan) -> Planned:
     return replace(planned, barrier=True, counted=replace(planned.counted, flushed=flushed))
 
 
-def own_samples(batch: Batch, rank: Rank) -> Batch:
-    """Dense features and labels of the rank's samples; the ids, which only its prefetcher reads, are those of all."""
-    ids, dense = divide(batch)
-    return join_parts(ids, dense.of_samples(samples_of(batch.size, rank)))
-
-
 def count(
-    batch: Batch, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float, ranks: Ranks
+    own: DenseBatch, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float, ranks: Ranks
 ) -> Counted:
-    """Adds the keys that are fetched to those `seen` of each group. `batch`: of one trainer."""
+    """Adds the keys that are fetched to those `seen` of each group. `own`: of one trainer."""
     first = []
     for group, keys in zip(plan.groups, seen, strict=True):
         before = len(keys)
@@ -141,9 +139,9 @@ def count(
     return Counted(
         counts=StepCounts(
             trains=plan.kind == "train",
-            batch=batch.size,
+            batch=len(own.labels),
             parts=ranks.num_parts // ranks.count,
-            plan_bytes=plan_block(batch, plan).nbytes,
+            plan_bytes=plan_block(own, plan).nbytes,
             groups=tuple(
                 GroupCounts(
                     lookups=group.num_lookups,
@@ -175,10 +173,10 @@ def exchanged(share: GroupShare, ranks: Ranks) -> ExchangeCounts:
 
 
 def planned(
-    batch: Batch, plan: StepPlan, groups: tuple[GroupSpec, ...], wiring: Wiring, first: int, known: int
+    own: DenseBatch, plan: StepPlan, groups: tuple[GroupSpec, ...], wiring: Wiring, first: int, known: int
 ) -> Planned:
     pieces = cut(
-        plan_block(batch, plan).nbytes,
+        plan_block(own, plan).nbytes,
         [len(group.fetch) for group in plan.groups],
         [group.record_bytes for group in groups],
         largest_payload(wiring.ring_bytes),

@@ -44,7 +44,7 @@ class HostTables:
         ids, dense, labels = self.inputs[number]
         pooled = [own.to(self._device) for own in self._tables(ids)]
         dense, labels = (tensor.to(self._device, non_blocking=True) for tensor in (dense, labels))
-        loss = self._model.loss(self._model.forward(dense, pooled, training=True), labels)
+        loss = self._model.loss(self._model.forward(dense, pooled, {}, training=True), labels)
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         self._model.step(number)

@@ -64,7 +64,7 @@ class Fbgemm:
         pooled = self._layer(ids, self._offsets).view(self._shape).unbind(1)
         if self._stream is not None and number + 1 < len(self._inputs):
             self._prefetch(number + 1)
-        loss = self._model.loss(self._model.forward(dense, pooled, training=True), labels)
+        loss = self._model.loss(self._model.forward(dense, pooled, {}, training=True), labels)
         torch.autograd.backward(loss)
         self._model.step(number)
         return loss.detach()

@@ -114,7 +114,7 @@ def ids_checksum(batch: IdsBatch) -> str:
 
 
 def dense_checksum(batch: DenseBatch) -> str:
-    return checksum_of([batch.dense, batch.labels])
+    return checksum_of([batch.dense, batch.labels, *batch.inputs.values()])
 
 
 def checksum_of(arrays: Sequence[npt.NDArray[np.generic] | None]) -> str:

@@ -38,6 +38,7 @@ from rowcast.prefetcher.readers.schedule import ReadBatch
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.inputs import belonging
 from rowcast.protocol.messages import (
     Bye,
     Hello,
@@ -158,6 +159,8 @@ class PrefetcherEngine:
             counters=self.counters,
             pace=parts.pace,
             rank=parts.rank,
+            belonging=belonging(parts.job),
+            announced=welcome.inputs,
         )
         ahead = any(store.store.works_ahead for store in parts.stores)
         self.stages: dict[str, Stage] = {

@@ -1,7 +1,7 @@
 """The planning stage: turns batches into plans, at most a fixed number of steps ahead of the trainer."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
@@ -13,7 +13,8 @@ from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.parts import UNDIVIDED, Rank, samples_of
+from rowcast.protocol.inputs import Belonging, Cut, InputSpec, batch_specs, check_same
+from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, samples_of
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.position import Position
@@ -71,6 +72,8 @@ class PlanningStage:
         measured: list[ReadBatch],
         checksums: BatchChecksums,
         counters: PrefetcherCounters,
+        belonging: Belonging,
+        announced: Sequence[InputSpec],
         pace: Pace | None = None,
         rank: Rank = UNDIVIDED,
     ) -> None:
@@ -98,7 +101,8 @@ class PlanningStage:
         self._dense_ended = False  # the fault is in the dense part that follows `_dense_batches`
         self._barrier_sent = False
         self._pace = pace
-        self._rank = rank
+        self._rank, self._belonging, self._announced = rank, belonging, announced
+        self._cuts: deque[Cut] = deque()  # of the batches in the horizon, whose ids the planner drops
         self._start = start
         self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
@@ -152,8 +156,14 @@ class PlanningStage:
             with self._counters.timed("read", ids.step):
                 self._checksums.add_ids(ids)
                 self._planner.add(ids)
+                samples = samples_of(ids.batch.size, self._rank)
+                self._cuts.append(arrays_of_samples(ids.batch, samples, self._belonging))
             return True
         return self._source.ended and self._end("the end")
+
+    @property
+    def _next_step(self) -> int:
+        return self._first_step if self.planned_through is None else self.planned_through + 1
 
     def _end(self, how: str) -> bool:
         self._checksums.end(how)
@@ -184,7 +194,14 @@ class PlanningStage:
 
     def _poll_dense(self) -> DenseBatch | None:
         try:
-            return self._source.poll_dense()
+            dense = self._source.poll_dense()
+            if dense is not None:
+                found = batch_specs(dense, self._belonging.arrays)
+                if found != self._announced:
+                    check_same(
+                        found, self._announced, f"the batch of step {self._next_step + len(self._dense_batches)}"
+                    )
+            return dense
         except RowcastError as fault:
             self._note(fault)
             self._dense_ended = True
@@ -204,7 +221,7 @@ class PlanningStage:
             return self._send_barrier(self.stop_reason, last=True)
         if self._planner.checkpoint_due:
             return self._send_barrier("checkpoint", last=False)
-        step = self._first_step if self.planned_through is None else self.planned_through + 1
+        step = self._next_step
         done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         self._find_interval(done)
         if self._pace is not None and self._pace.must_wait(step - self._first_step):
@@ -217,7 +234,7 @@ class PlanningStage:
                 store.stage(step, group)
         crash_point("plan made")
         assert isinstance(ids, PlacedIds), "the planner must return the batches that it was given"
-        dense = self._dense_batches.popleft().of_samples(samples_of(ids.batch.size, self._rank))
+        dense = self._dense_batches.popleft().of_samples(self._cuts.popleft())
         planned = PlannedStep(ids=ids, dense=dense, plan=plan, batches=self._checksums.planned())
         self._counters.planned(plan, len(dense.labels))
         self.on_plan(planned)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import CheckpointInterval, Policy
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
@@ -22,7 +22,7 @@ from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, 
 from rowcast.prefetcher.planner.level import CAPACITY_KEYS, Level, Slots, check_capacity
 from rowcast.prefetcher.planner.rank_share import ShareOfBatch
 from rowcast.protocol.batch import Batch, IdsBatch
-from rowcast.protocol.parts import UNDIVIDED, Rank
+from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.shards import Shards
@@ -65,7 +65,8 @@ class PlanCounters:
 class Arranger(Protocol):
     """Finds the rows of a group that a batch needs on this rank. Arranges the look-ups once these rows have slots."""
 
-    def group(self, batch: Batch | IdsBatch) -> NeededRows: ...
+    def group(self, parts: Sequence[Batch | IdsBatch]) -> NeededRows:
+        """`parts`: of all ranks; the batch itself if it is not divided."""
 
     def plan(self, rows: Any, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         """`rows`: the value that `group` returned. `moves`: of each level, from the device down."""
@@ -77,7 +78,8 @@ class WholeBatch:
     def __init__(self, grouper: Grouper) -> None:
         self._grouper = grouper
 
-    def group(self, batch: Batch | IdsBatch) -> Grouping:
+    def group(self, parts: Sequence[Batch | IdsBatch]) -> Grouping:
+        [batch] = parts
         return self._grouper.group(self._grouper.lookups(batch))
 
     def plan(self, rows: Grouping, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
@@ -135,8 +137,9 @@ class RowPlanner:
             ShareOfBatch(group, grouper, rank) if rank.is_divided else WholeBatch(grouper)
             for group, grouper in zip(groups, groupers_of(groups, self._pool), strict=True)
         ]
+        self._rank, self._batch_features = rank, batch_features(groups)
         policies = [
-            new_policy(policy, (arranger.group(batch.batch).keys for batch in first_batches))
+            new_policy(policy, (arranger.group(self._parts(batch.batch)).keys for batch in first_batches))
             for arranger in self._arrangers
         ]
         pins = tuple(
@@ -163,7 +166,11 @@ class RowPlanner:
 
     def group(self, batch: Batch | IdsBatch) -> tuple[NeededRows, ...]:
         """Groups a batch's look-ups. Several planners over the same batches can `add` the result."""
-        return tuple(arranger.group(batch) for arranger in self._arrangers)
+        parts = self._parts(batch)
+        return tuple(arranger.group(parts) for arranger in self._arrangers)
+
+    def _parts(self, batch: Batch | IdsBatch) -> Sequence[Batch | IdsBatch]:
+        return parts_of(batch, self._rank.parts, self._batch_features) if self._rank.is_divided else [batch]
 
     def add(self, scheduled: ScheduledLookups, groupings: tuple[NeededRows, ...] | None = None) -> None:
         """Adds the next batch to the horizon. Steps have no gaps and may start at any number."""

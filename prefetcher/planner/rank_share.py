@@ -5,7 +5,6 @@ Every rank groups all parts of every batch, so the plans of all ranks agree with
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
 from rowcast.prefetcher.planner.group_planner import GroupMoves
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
 from rowcast.protocol.batch import Batch, IdsBatch
-from rowcast.protocol.parts import Rank, ids_of_samples, part_bounds
+from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import GroupPlan, GroupShare
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.shards import Shards
@@ -56,14 +55,10 @@ class ShareOfBatch:
         self._rank = rank
         self._shards = Shards(group.tables, rank.count)
 
-    def group(self, batch: Batch | IdsBatch) -> SharedRows:
-        bounds = part_bounds(batch.size, self._rank.parts)
-        parts = [
-            self._grouper.group(self._grouper.lookups(ids_of_samples(batch, first, end)))
-            for first, end in pairwise(bounds)
-        ]
-        exchange = exchange_of([part.keys for part in parts], self._shards, self._rank)
-        return SharedRows(parts=tuple(parts[own] for own in self._rank.own_parts), exchange=exchange)
+    def group(self, parts: Sequence[Batch | IdsBatch]) -> SharedRows:
+        groupings = [self._grouper.group(self._grouper.lookups(part)) for part in parts]
+        exchange = exchange_of([grouping.keys for grouping in groupings], self._shards, self._rank)
+        return SharedRows(parts=tuple(groupings[own] for own in self._rank.own_parts), exchange=exchange)
 
     def plan(self, rows: SharedRows, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         """Look-ups, distinct rows and bags follow each other part by part. A slot is an index among received rows."""

@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rowcast.job.formats import Columns
+from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
@@ -26,8 +27,12 @@ from rowcast.runtime.errors import DataError
 
 
 class RowDecoder:
-    def __init__(self, roles: Roles, ids: IdCheck, columns: Columns) -> None:
-        self._roles, self._ids, self._columns = roles, ids, columns
+    def __init__(self, job: Job, roles: Roles, ids: IdCheck) -> None:
+        self._roles, self._ids, self._columns = roles, ids, job.data.columns
+        self._features = {feature.name: feature for feature in roles.features}
+        self._checks = {
+            name: IdCheck.of_feature(job, self._features[name]) for name in roles.inputs if name in self._features
+        }
 
     def dense(self, table: Any, location: Location) -> DenseBatch:
         roles = self._roles
@@ -37,6 +42,26 @@ class RowDecoder:
         return DenseBatch(
             dense=check_dense(stacked, roles.dense, location),
             labels=check_labels(self._labels(labels, table.num_rows), self._columns, location),
+            inputs=dict(self._input(table, name, location) for name in roles.inputs),
+        )
+
+    def lengths(self, table: Any) -> dict[str, Ids]:
+        """Returns the entries of each sample in the arrays of look-ups."""
+        of = self._roles.of | {f"{name}.id": name for name in self._checks}
+        return {name: counts_of(bag_lengths(table[feature]), table.num_rows) for name, feature in of.items()}
+
+    def _input(self, table: Any, name: str, location: Location) -> tuple[str, npt.NDArray[Any]]:
+        """Returns an array for the model with its name."""
+        if name in self._checks:
+            column = feature_column(table, self._features[name], location)
+            bounds, where = np.array([0, len(column.ids)]), lookup_location(column.lengths, location)
+            return f"{name}.id", self._checks[name].check(column.ids, bounds, lambda f: where)
+        if name not in self._roles.of:
+            return name, numbers(table[name], name, location)
+        feature = self._features[self._roles.of[name]]
+        lengths = bag_lengths(table[feature.name])
+        return name, numbers(
+            lookup_values(table, name, feature, lengths, location), name, lookup_location(lengths, location)
         )
 
     def _labels(self, columns: list[Floats], num_rows: int) -> Floats:
@@ -68,19 +93,33 @@ def feature_weights(table: Any, feature: Feature, lengths: Ids | None, location:
     """One weight per id, or None for a feature without weights. Raises DataError if their numbers differ."""
     if feature.weights_column is None:
         return None
-    values = table[feature.weights_column]
-    num_ids, num_weights = (counts_of(own, len(values)) for own in (lengths, bag_lengths(values)))
-    differs = num_ids != num_weights
+    values = lookup_values(table, feature.weights_column, feature, lengths, location)
+    with np.errstate(over="ignore"):  # as dense values
+        weights = floats(values)
+    check_dense(weights[:, None], [feature.weights_column], lookup_location(lengths, location))
+    return weights
+
+
+def lookup_values(table: Any, name: str, feature: Feature, lengths: Ids | None, location: Location) -> Any:
+    """Returns a column's values for each look-up of a feature. Raises DataError if their numbers differ."""
+    values = table[name]
+    num_ids, num_values = (counts_of(own, len(values)) for own in (lengths, bag_lengths(values)))
+    differs = num_ids != num_values
     if differs.any():
         row = int(np.argmax(differs))
         raise DataError(
-            f"{location(row)}, column {feature.weights_column}: {num_weights[row]} weights for {num_ids[row]} ids "
-            f"of feature {feature.name}"
+            f"{location(row)}, column {name}: {num_values[row]} values for {num_ids[row]} ids of feature {feature.name}"
         )
-    with np.errstate(over="ignore"):  # as dense values
-        weights = floats(values.flatten() if is_list(values.type) else values)
-    check_dense(weights[:, None], [feature.weights_column], lookup_location(lengths, location))
-    return weights
+    return values.flatten() if is_list(values.type) else values
+
+
+def numbers(values: Any, name: str, location: Location) -> npt.NDArray[Any]:
+    """Returns bool, integers or floats. Raises DataError for a missing value that is no float."""
+    if values.null_count and not pa.types.is_floating(values.type):
+        at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+        raise DataError(f"{location(at)}, column {name}: the value is missing; give missing ones a value of their own")
+    found: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return found
 
 
 def counts_of(lengths: Ids | None, num_samples: int) -> Ids:

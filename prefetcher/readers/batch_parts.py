@@ -1,17 +1,17 @@
 """Splits a batch in two: ids, needed far ahead, and dense features, needed when the step is planned.
 
 IdsBatch     ids, offsets, weights      hundreds of batches ahead
-DenseBatch   dense, labels, extra       a few batches ahead
+DenseBatch   dense, labels, inputs      a few batches ahead
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.batch import Batch, IdsBatch
+from rowcast.protocol.inputs import Cut
 from rowcast.runtime.arrays import F32
 
 Columns = Literal["all", "ids", "dense"]  # what a reader decodes: whole batches, or one half of each
@@ -23,11 +23,10 @@ class DenseBatch:
 
     dense: F32
     labels: F32
-    extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
-    def of_samples(self, samples: slice) -> "DenseBatch":
-        """Returns some samples. Drops `extra`: it has no per-sample layout."""
-        return DenseBatch(dense=self.dense[samples], labels=self.labels[samples])
+    def of_samples(self, cut: Cut) -> "DenseBatch":
+        return DenseBatch(dense=self.dense[cut.samples], labels=self.labels[cut.samples], inputs=cut.of(self.inputs))
 
 
 Part = Batch | IdsBatch | DenseBatch
@@ -35,13 +34,18 @@ Part = Batch | IdsBatch | DenseBatch
 
 def join_parts(ids: IdsBatch, dense: DenseBatch) -> Batch:
     return Batch(
-        dense=dense.dense, labels=dense.labels, ids=ids.ids, offsets=ids.offsets, weights=ids.weights, extra=dense.extra
+        dense=dense.dense,
+        labels=dense.labels,
+        ids=ids.ids,
+        offsets=ids.offsets,
+        weights=ids.weights,
+        inputs=dense.inputs,
     )
 
 
 def divide(batch: Batch) -> tuple[IdsBatch, DenseBatch]:
     ids = IdsBatch(size=batch.size, ids=batch.ids, offsets=batch.offsets, weights=batch.weights)
-    return ids, DenseBatch(dense=batch.dense, labels=batch.labels, extra=batch.extra)
+    return ids, DenseBatch(dense=batch.dense, labels=batch.labels, inputs=batch.inputs)
 
 
 def decode_part(columns: Columns, dense: Callable[[], DenseBatch], ids: Callable[[], IdsBatch]) -> Part:

@@ -18,13 +18,15 @@ class Roles:
     labels: list[str]
     dense: list[str]
     features: list[Feature]
+    inputs: list[str]  # arrays for the model; of a feature, the rows of its look-ups
+    of: dict[str, str]  # the feature of each array of look-ups
 
     @property
     def weights(self) -> list[str]:
         return [feature.weights_column for feature in self.features if feature.weights_column is not None]
 
     def names(self, columns: Columns = "all") -> list[str]:
-        dense = [*self.labels, *self.dense]
+        dense = [*self.labels, *self.dense, *self.inputs, *self.of.values()]
         ids = [*(feature.name for feature in self.features), *self.weights]
         return list(dict.fromkeys({"all": dense + ids, "ids": ids, "dense": dense}[columns]))
 
@@ -40,7 +42,8 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
         numbered = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"int_(\d+)", name)))
         dense = [name for _, name in numbered]
     labels = [] if columns.label_values == "none" else columns.label_names
-    roles = Roles(labels=labels, dense=dense, features=features)
+    of = {name: job.data.of[name] for name in columns.inputs if name in job.data.of}
+    roles = Roles(labels=labels, dense=dense, features=features, inputs=columns.inputs, of=of)
     require_columns(job, roles, path, names)
     if columns.dense is None and not dense and isinstance(job.model, BottomAndTop) and job.model.bottom_mlp:
         used, numbers = roles.names(), numeric()
@@ -56,6 +59,7 @@ def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) ->
         **dict.fromkeys(roles.labels, key),
         **dict.fromkeys(roles.dense, "dense"),
         **dict.fromkeys(roles.weights, "weights"),
+        **dict.fromkeys(roles.inputs, "inputs"),
     }
     for name, key in key_of.items():
         if name not in names:

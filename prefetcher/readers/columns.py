@@ -95,15 +95,28 @@ def as_slice(rows: Ids) -> Ids | slice:
     return slice(first, last + 1) if is_run else rows
 
 
-def join_dense(files: list[FileRows], parts: list[DenseBatch]) -> DenseBatch:
-    """Joins what was read from each file into the batch's samples, in their order."""
+def join_dense(files: list[FileRows], parts: list[DenseBatch], lengths: list[dict[str, Ids]]) -> DenseBatch:
+    """Joins what was read from each file into the batch's samples, in their order. `lengths`: of each file, the entries
+    of each sample in the arrays of look-ups."""
     if len(parts) == 1:
         return parts[0]
     order = batch_order(files)
     return DenseBatch(
         dense=np.concatenate([part.dense for part in parts])[order],
         labels=np.concatenate([part.labels for part in parts])[order],
+        inputs={
+            name: join_input(
+                [part.inputs[name] for part in parts], [own[name] for own in lengths if name in own], order
+            )
+            for name in parts[0].inputs
+        },
     )
+
+
+def join_input(arrays: list[npt.NDArray[Value]], lengths: list[Ids], order: Ids) -> npt.NDArray[Value]:
+    """`lengths` is empty for an array with an entry per sample."""
+    entries = take_bags(offsets_of(np.concatenate(lengths)), order)[0] if lengths else order
+    return np.concatenate(arrays)[entries]
 
 
 def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:

@@ -76,8 +76,17 @@ class IdCheck:
     """Applies data.on_invalid_id and counts the ids that it replaced."""
 
     def __init__(self, job: Job) -> None:
-        self._policy = job.data.on_invalid_id
-        self._features = job_features(job)
+        self._use(job.data.on_invalid_id, job_features(job))
+
+    @classmethod
+    def of_feature(cls, job: Job, feature: Feature) -> "IdCheck":
+        """Returns a check of one feature alone, with a count of its own."""
+        check = cls.__new__(cls)
+        check._use(job.data.on_invalid_id, [feature])
+        return check
+
+    def _use(self, policy: str, features: list[Feature]) -> None:
+        self._policy, self._features = policy, features
         self._limits = np.array([feature.num_embeddings for feature in self._features], np.uint64)
         self.num_invalid = 0
 

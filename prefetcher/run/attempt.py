@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
+
 from rowcast.job.schema import Job, Transport
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec
@@ -30,10 +32,11 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
 from rowcast.prefetcher.readers.file_samples import sampled
 from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
 from rowcast.prefetcher.readers.pin_files import load_pins
-from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch
+from rowcast.prefetcher.readers.schedule import ReadBatch, placed
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.prefetcher.run.checkpoint_interval import AttemptInterval
 from rowcast.prefetcher.run.connection import Connection, Rings
@@ -49,6 +52,8 @@ from rowcast.prefetcher.run.starting_point import StartingPoint
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.verify.verifier import row_observer
+from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.inputs import InputSpec, batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.checkpoint_manifest import ManifestOfVersion3, TrainingData
@@ -215,7 +220,7 @@ class PrefetcherAttempt:
         return TrainingData(files=sampled(info.paths), hot_rows=hot_rows_checksum(self._job), num_dense=info.num_dense)
 
     def _serve(self, connection: Connection, measured: list[ReadBatch]) -> None:
-        run, batches = self._run, [ids for ids, _ in measured]
+        run, batches = self._run, [placed(ids.point, join_parts(ids.batch, dense)) for ids, dense in measured]
         slots = job_slots(self._job, run.groups, batches, run.rank)
         own = sizes(self._job, run.groups, batches, self._job.lookahead.depth, run.rank)
         rings = connection.open_rings(own.ring_bytes)
@@ -277,7 +282,7 @@ class PrefetcherAttempt:
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
 
-    def _planner(self, slots: Sequence[Slots], measured: list[PlacedIds]) -> RowPlanner:
+    def _planner(self, slots: Sequence[Slots], measured: Sequence[ScheduledBatch]) -> RowPlanner:
         pin, threads = self._job.cache.pin, self._job.prefetcher.threads
         return job_planner(
             self._job,
@@ -323,7 +328,7 @@ class PrefetcherAttempt:
             incarnation=connection.incarnation,
             pid=os.getpid(),
             slots=slots,
-            num_dense=info.num_dense,
+            inputs=self._inputs(measured),
             depth=lookahead.depth,
             fetch_ring=fetch_ring,
             back_ring=back_ring,
@@ -341,6 +346,15 @@ class PrefetcherAttempt:
             checkpoint="" if self.newest is None else self.newest.checksum,
             first_batches=tuple(first_checksums(self._job.features, measured).items()),
         )
+
+    def _inputs(self, measured: list[ReadBatch]) -> tuple[InputSpec, ...]:
+        """Returns the arrays of the first batch; dense features and labels if no batch is left."""
+        shape = self._job.data.columns.label_shape
+        none = DenseBatch(
+            dense=np.zeros((0, self._source.info().num_dense), np.float32), labels=np.zeros((0, *shape), np.float32)
+        )
+        first = measured[0][1] if measured else none
+        return batch_specs(first, belonging(self._job).arrays)
 
     def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
         path = self._run.options.save_trace

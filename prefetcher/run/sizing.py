@@ -12,11 +12,11 @@ wait to leave until all rows of their step are home (`tier_reserve`).
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import GroupSpec, aligned
+from rowcast.job.tables import GroupSpec, aligned, batch_features
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import hand_out, measure
 from rowcast.prefetcher.planner.group_planner import planner_bytes
@@ -25,9 +25,10 @@ from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.arrange import MOST_ORDERED
-from rowcast.protocol.batch import Batch, IdsBatch
+from rowcast.protocol.batch import Batch, IdsBatch, ScheduledBatch
+from rowcast.protocol.inputs import belonging
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.parts import UNDIVIDED, Rank, ids_of_samples, samples_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, ids_of_samples, samples_of
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
@@ -63,10 +64,12 @@ def automatic_threads() -> int:
 
 
 def sizes(
-    job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledLookups], depth: int, rank: Rank = UNDIVIDED
+    job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int, rank: Rank = UNDIVIDED
 ) -> Sizes:
     """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit."""
     typical, transport = typical_plan(groups, measured, rank), job.transport
+    of_samples = max((input_bytes(job, scheduled.batch, rank) for scheduled in measured), default=0)
+    typical = replace(typical, arrays=typical.arrays + int(ARRAYS_SPARE * of_samples))
     ring_bytes = (
         transport.mirror_bytes
         if transport.is_tcp
@@ -99,6 +102,12 @@ def is_ordered(groups: Sequence[GroupSpec], batch: Batch | IdsBatch) -> bool:
     )
 
 
+def input_bytes(job: Job, batch: Batch, rank: Rank) -> int:
+    """Returns the bytes of the rank's share of the batch's arrays, without dense features and labels."""
+    cut = arrays_of_samples(batch, samples_of(batch.size, rank), belonging(job))
+    return sum(array.nbytes for array in cut.of(batch.inputs).values())
+
+
 def group_arrays_bytes(batch: Batch | IdsBatch, num_rows: int, *, ordered: bool) -> int:
     present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
     present |= {"order"} if ordered else set()
@@ -116,7 +125,7 @@ def group_arrays_bytes(batch: Batch | IdsBatch, num_rows: int, *, ordered: bool)
 def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Batch | IdsBatch, num_owned: int, rank: Rank) -> int:
     """`num_owned`: rows of the batch in the rank's shard. A rank sends about as many rows as it receives."""
     samples = samples_of(batch.size, rank)
-    own = ids_of_samples(batch, samples.start, samples.stop)
+    own = ids_of_samples(batch, samples, batch_features(groups))
     received = sum(len(grouper.group(grouper.lookups(own)).keys) for grouper in groupers_of(tuple(groups)))
     counts = Counts(
         samples=own.size,
@@ -165,7 +174,7 @@ def check_shared_memory(ring_bytes: int) -> None:
 def job_levels(
     job: Job,
     groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledLookups],
+    measured: Sequence[ScheduledBatch],
     slots: Slots,
     rank: Rank = UNDIVIDED,
 ) -> tuple[Slots, ...]:
@@ -224,7 +233,7 @@ def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> 
 
 
 def tier_reserve(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank = UNDIVIDED
 ) -> tuple[int, ...]:
     """Returns the rows of each group that may wait to leave: those of all typical plans that can be in flight."""
     touched, plans_under_way = measure(groups, measured, rank), 3 * job.lookahead.depth + 4
@@ -234,7 +243,7 @@ def tier_reserve(
 def tier_rows(
     job: Job,
     groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledLookups],
+    measured: Sequence[ScheduledBatch],
     tier_slots: Sequence[int],
     rank: Rank = UNDIVIDED,
 ) -> tuple[int, ...]:
@@ -248,7 +257,7 @@ def tier_rows(
 def tier_parts(
     job: Job,
     groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledLookups],
+    measured: Sequence[ScheduledBatch],
     slots: Sequence[int],
     rank: Rank = UNDIVIDED,
 ) -> dict[str, int]:

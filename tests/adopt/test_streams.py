@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rowcast
+from rowcast.protocol.inputs import Belonging
 from rowcast.trainer.adopt.batch import LoadedBatch
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.device.streams import Event, PlainStreams, Stream, Wait, on_device
@@ -75,7 +76,7 @@ def test_the_token_says_the_device_of_the_batch_and_memory_is_kept_for_a_stream(
     header = SimpleNamespace(batch_size=8, kind="train", train_step=0, epoch=0)
     arrays = {"dense": torch.zeros(8, 2, device="meta"), "labels": torch.zeros(8, device="meta")}
     step: Any = SimpleNamespace(step=3, header=header, arrays=arrays)
-    batch = LoadedBatch(step, Slice(0, 0, 8, is_last=True), None, ["a"])
+    batch = LoadedBatch(step, Slice(0, 0, 8, is_last=True), None, ["a"], Belonging({}, {}, frozenset()))
     assert batch.sparse_features.device == torch.device("meta")
     assert batch.sparse_features.to(batch.dense_features.device).step == 3
 

@@ -54,6 +54,7 @@ from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stre
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import sizes, staging_bytes
 from rowcast.protocol.batch import Batch, Kind
+from rowcast.protocol.inputs import belonging
 from rowcast.protocol.parts import rank_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.splitmix import GOLDEN
@@ -566,7 +567,7 @@ def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None
     for group in seen.groups:
         rates = probe_rows(group, seed=1)
         assert min(rates.read, rates.first, rates.write) > 0
-    seconds, nbytes = probe_planning(seen, 2, tuple(2 * n for n in seen.largest_batch_rows), 1)
+    seconds, nbytes = probe_planning(seen, belonging(job), 2, tuple(2 * n for n in seen.largest_batch_rows), 1)
     assert seconds > 0
     assert nbytes > 8 * seen.num_lookups / len(seen)
 

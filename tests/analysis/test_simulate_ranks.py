@@ -23,7 +23,7 @@ from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.planner.rank_share import SharedRows, ShareOfBatch
 from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.parts import Rank
+from rowcast.protocol.parts import Rank, parts_of
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import BAGS, Bags, distinct_rows, small_batches, small_job
@@ -120,7 +120,7 @@ def test_the_shares_of_all_ranks_are_those_that_each_prefetcher_works_out_alone(
     groups = group_specs(job)
     groupers = groupers_of(groups)
     for scheduled in small_batches(job, bags, num_steps=2, eval_at=()):
-        groupings = part_groupings(groupers, scheduled.batch, parts)
+        groupings = part_groupings(groupers, cut := parts_of(scheduled.batch, parts, ()))
         for group, grouper, own in zip(groups, groupers, groupings, strict=True):
             shares = Sharing(group, count, parts).of(own, scheduled.batch.size)
             if parts == 1:
@@ -128,7 +128,7 @@ def test_the_shares_of_all_ranks_are_those_that_each_prefetcher_works_out_alone(
                 continue
             for number in range(count):
                 alone = ShareOfBatch(group, grouper, Rank(number=number, count=count, parts=parts))
-                expected, found = alone.group(scheduled.batch), shares.owned[number]
+                expected, found = alone.group(cut), shares.owned[number]
                 assert isinstance(expected, SharedRows)
                 assert np.array_equal(found.keys, expected.keys)
                 assert (found.num_lookups, found.nbytes) == (expected.num_lookups, expected.nbytes)
@@ -145,7 +145,7 @@ def test_rows_are_late_if_a_rank_used_them_in_the_step_before() -> None:
     groupers = groupers_of(groups)
     before: set[int] = set()
     for position, scheduled in enumerate(batches):
-        groupings = part_groupings(groupers, scheduled.batch, 3)
+        groupings = part_groupings(groupers, parts_of(scheduled.batch, 3, ()))
         for rank in range(3):
             wanted = {
                 key
@@ -209,7 +209,7 @@ def test_hosts_divide_what_is_exchanged() -> None:
 def test_gradients_go_back_where_rows_came_from() -> None:
     job, batches = workload("multi", 3, 3)
     groups = group_specs(job)
-    groupings = part_groupings(groupers_of(groups), batches[0].batch, 3)
+    groupings = part_groupings(groupers_of(groups), parts_of(batches[0].batch, 3, ()))
     shares = [Sharing(group, 3, 3).of(own, batches[0].batch.size) for group, own in zip(groups, groupings, strict=True)]
     found = step_exchange(groups, batches[0], shares, 3)
     for rank in range(3):

@@ -18,6 +18,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.parts import parts_of
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.made_up_device import FREE, device, job
@@ -40,7 +41,7 @@ def simulated(own: Job) -> Iterator[GroupShares]:
     [group], ranks = group_specs(own), own.ranks
     groupers, sharing = groupers_of((group,)), Sharing(group, ranks.count, ranks.num_parts)
     for scheduled in schedule(own, open_reader(own), None):
-        [groupings] = part_groupings(groupers, scheduled.batch, ranks.num_parts)
+        [groupings] = part_groupings(groupers, parts_of(scheduled.batch, ranks.num_parts, ()))
         yield sharing.of(groupings, scheduled.batch.size)
 
 

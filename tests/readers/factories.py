@@ -39,7 +39,7 @@ def iterator(job: Job) -> Iterator[Batch]:
 
 
 def timed(job: Job) -> list[Batch]:
-    return [batch(extra={"time": np.array([i, i + 1])}) for i in range(3)]
+    return [batch(inputs={"time": np.array([i, i + 1])}) for i in range(3)]
 
 
 def number(job: Job) -> int:

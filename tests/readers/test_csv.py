@@ -147,7 +147,7 @@ QUOTED = ": a quoted field continues in the next line; remove line breaks within
         (4, "1,1.5,2,5|x|6,1", f", column b: 'x' {NO_INTEGER}"),
         (4, "1,1.5,10,5,1", f", column a: id 10 is outside table scalars (num_embeddings = 10); {INVALID_ID}"),
         (4, "1,1.5,2,5|-1,1|1", f", column b: id -1 is outside table bags (num_embeddings = 10); {INVALID_ID}"),
-        (4, "1,1.5,2,5|6,1", ", column w: 1 weights for 2 ids of feature b"),
+        (4, "1,1.5,2,5|6,1", ", column w: 1 values for 2 ids of feature b"),
         (4, "1,1.5,2,5,x", ", column w: 'x' is not a number"),
     ],
 )  # fmt: skip

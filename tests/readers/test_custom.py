@@ -126,11 +126,11 @@ def test_ids_outside_the_table_are_replaced_and_counted(policy: str, expected: l
 
 def test_arrays_are_made_contiguous_and_needless_offsets_left_away() -> None:
     dense = np.ones((4, 2), np.float32).T
-    offered = batch(dense=dense, ids=np.arange(12)[::2] % 7, offsets=np.arange(7), extra={"time": np.arange(2)})
+    offered = batch(dense=dense, ids=np.arange(12)[::2] % 7, offsets=np.arange(7), inputs={"time": np.arange(2)})
     reader = custom.CustomReader(make_job("tests.readers.factories:iterable"), [offered])
     [found] = reader.batches("train", 0)
     assert found.dense.flags.c_contiguous
     assert found.ids.flags.c_contiguous
     assert found.offsets is None
-    assert found.extra["time"].tolist() == [0, 1]
+    assert found.inputs["time"].tolist() == [0, 1]
     assert isinstance(found, Batch)

@@ -58,11 +58,13 @@ SHAPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_the_same_batch(shape: str) -> None:
-    assert same_batch(as_batch(SHAPES[shape], FEATURES, "here"), EXPECTED)
+    assert same_batch(as_batch(SHAPES[shape], FEATURES, "here", (), frozenset()), EXPECTED)
 
 
 def test_bags_of_several_ids_and_of_none() -> None:
-    found = as_batch((None, [[[1, 2], []], [[3], [4]], np.array([[5, 6], [0, 1]])], LABELS), FEATURES, "here")
+    found = as_batch(
+        (None, [[[1, 2], []], [[3], [4]], np.array([[5, 6], [0, 1]])], LABELS), FEATURES, "here", (), frozenset()
+    )
     assert found.dense.shape == (2, 0)
     assert found.offsets is not None
     assert (found.ids.tolist(), found.offsets.tolist()) == ([1, 2, 3, 4, 5, 6, 0, 1], [0, 2, 2, 3, 4, 6, 8])
@@ -71,7 +73,7 @@ def test_bags_of_several_ids_and_of_none() -> None:
 @pytest.mark.parametrize("offsets", [[0, 0, 2], [0, 0, 2, 3]])
 def test_offsets_of_an_embedding_bag_are_where_bags_start(offsets: list[int]) -> None:
     sparse = {"one": (torch.tensor([7, 8, 9]), torch.tensor(offsets))}
-    found = as_batch((None, sparse, np.zeros(3, np.float32)), ["one"], "here")
+    found = as_batch((None, sparse, np.zeros(3, np.float32)), ["one"], "here", (), frozenset())
     assert found.offsets is not None
     assert (found.ids.tolist(), found.offsets.tolist()) == ([7, 8, 9], [0, 0, 2, 3])
 
@@ -97,11 +99,11 @@ def test_offsets_of_an_embedding_bag_are_where_bags_start(offsets: list[int]) ->
 )
 def test_ids_and_offsets_that_do_not_fit_are_told_what_to_be(bags: Any, sentence: str) -> None:
     with pytest.raises(DataError, match="^here: sparse, feature one.*" + re.escape(sentence)):
-        as_batch((DENSE, {"one": bags}, LABELS), ["one"], "here")
+        as_batch((DENSE, {"one": bags}, LABELS), ["one"], "here", (), frozenset())
 
 
 def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
-    found = as_batch((DENSE, keyed(weights=torch.arange(8) / 2), LABELS), FEATURES, "here")
+    found = as_batch((DENSE, keyed(weights=torch.arange(8) / 2), LABELS), FEATURES, "here", (), frozenset())
     assert found.weights is not None
     assert found.weights.tolist() == [3.0, 3.5, 2.0, 2.5, 0.0, 0.5]
 
@@ -124,7 +126,7 @@ def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
 )
 def test_what_is_no_batch_is_named(offered: Any, sentence: str) -> None:
     with pytest.raises(DataError, match="^here.*" + re.escape(sentence)):
-        as_batch(offered, FEATURES, "here")
+        as_batch(offered, FEATURES, "here", (), frozenset())
 
 
 class Shuffled:

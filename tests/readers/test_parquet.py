@@ -247,7 +247,7 @@ def test_a_label_that_is_not_binary_is_named(label: int | None, shown: str, tmp_
 def test_weights_of_another_number_than_the_ids_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, w=pa.array([[1.0, 1.0], None, [], [1.0, 2.0]], pa.list_(pa.float32())))
     sentence = refusal(DataError, path, columns={"weights": {"b": "w"}})
-    assert sentence == f"{path}, row 3, column w: 2 weights for 1 ids of feature b"
+    assert sentence == f"{path}, row 3, column w: 2 values for 1 ids of feature b"
 
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:

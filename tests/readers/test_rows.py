@@ -65,7 +65,9 @@ def test_a_batch_over_several_files_has_its_samples_in_order(ragged: bool, weigh
     own = [whole_file.rows for whole_file in files]
     joined_ids = join_ids(files, [take_samples(ids[file.file], taken) for file, taken in zip(files, own, strict=True)])
     joined_rest = join_dense(
-        files, [taken_dense(rest[file.file], taken) for file, taken in zip(files, own, strict=True)]
+        files,
+        [taken_dense(rest[file.file], taken) for file, taken in zip(files, own, strict=True)],
+        [{} for _ in files],
     )
     assert rows_of(joined_ids, joined_rest) == [samples[row] for row in rows]
 

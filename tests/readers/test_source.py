@@ -103,8 +103,8 @@ def test_what_a_data_set_of_ones_own_adds_to_a_batch_is_part_of_the_rest() -> No
     job = make_job("tests.readers.factories:timed")
     source = InlineSource(job)
     assert [next_ids(source) is not None for _ in range(3)] == [True] * 3
-    assert [next_dense(source).extra["time"].tolist() for _ in range(3)] == [[0, 1], [1, 2], [2, 3]]
-    assert [batch.batch.extra["time"].tolist() for batch in rest_of(InlineSource(job))] == [[0, 1], [1, 2], [2, 3]]
+    assert [next_dense(source).inputs["time"].tolist() for _ in range(3)] == [[0, 1], [1, 2], [2, 3]]
+    assert [batch.batch.inputs["time"].tolist() for batch in rest_of(InlineSource(job))] == [[0, 1], [1, 2], [2, 3]]
 
 
 # errors: batches of 8 rows

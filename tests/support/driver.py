@@ -40,6 +40,7 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.prefetcher.verify.verifier import row_observer
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.inputs import batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.plan import StepPlan
@@ -72,6 +73,7 @@ from tests.support.tiers import tiered
 
 # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
 QUIET_LIMIT = 20_000
+EMPTY = DenseBatch(dense=np.zeros((0, 13), np.float32), labels=np.zeros(0, np.float32))
 HEAD_START = 100  # advances of the prefetcher before the trainer begins
 
 
@@ -241,7 +243,7 @@ class InProcessRun:
         rank = UNDIVIDED if sharing is None else sharing.rank
         shard = OwnShard(number=rank.number, count=rank.count)
         start = Position() if past is None or past.newest is None else past.newest.position
-        num_dense = batches[0].batch.dense.shape[1] if batches else 13
+        first = divide(batches[0].batch)[1] if batches else EMPTY
         batches = batches[start.step :]
         restore = (
             b"" if past is None or past.newest is None else b"".join(dense_content(past.checkpoints.root, past.newest))
@@ -267,7 +269,7 @@ class InProcessRun:
             incarnation=settings.incarnation,
             pid=1,
             slots=settings.slots,
-            num_dense=num_dense,
+            inputs=batch_specs(first, belonging(job).arrays),
             depth=job.lookahead.depth,
             fetch_ring=RingSpec(path="", nbytes=settings.ring_bytes),
             back_ring=RingSpec(path="", nbytes=settings.ring_bytes),
@@ -337,13 +339,13 @@ class InProcessRun:
         counters = new_counters(self.groups, rank.number)
         clock = phase_clock(self.streams.compute, counters.lapped)
         self.runner: Any = (  # a StepRunner, or a SharedRunner where ranks share batches
-            StepRunner(job, self.groups, self.records, num_dense, clock, kernels)
+            StepRunner(job, self.groups, self.records, first.dense.shape[1], clock, kernels)
             if sharing is None or not rank.is_divided
             else SharedRunner(
                 job,
                 self.groups,
                 self.records,
-                num_dense,
+                first.dense.shape[1],
                 sharing.rank,
                 sharing.collectives,
                 self.stop,

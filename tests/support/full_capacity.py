@@ -201,7 +201,7 @@ def train(
         batch, training = scheduled.batch, scheduled.kind == "train"
         with torch.set_grad_enabled(training):
             features = embeddings([group.lookup(batch) for group in groups], scheduled.train_step)
-            outputs = side.forward(torch.from_numpy(batch.dense), features, training=training)
+            outputs = side.forward(torch.from_numpy(batch.dense), features, {}, training=training)
             loss = side.loss(outputs, torch.from_numpy(batch.labels))
         if training:
             torch.autograd.backward(loss)

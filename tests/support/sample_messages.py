@@ -2,6 +2,7 @@
 
 import msgspec
 
+from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -47,6 +48,11 @@ def hello(**changes: object) -> Hello:
     return Hello(**{**fields, "device": "cpu", "mode": "train", **changes})  # type: ignore[arg-type]
 
 
+def announced(num_dense: int, *others: InputSpec) -> tuple[InputSpec, ...]:
+    dense = InputSpec(name="dense", dtype="f4", shape=(num_dense,))
+    return dense, InputSpec(name="labels", dtype="f4", shape=()), *others
+
+
 def welcome(incarnation: int = 1, depth: int = 1, restore_bytes: int = 0) -> Welcome:
     return Welcome(
         protocol_version=PROTOCOL_VERSION,
@@ -54,7 +60,7 @@ def welcome(incarnation: int = 1, depth: int = 1, restore_bytes: int = 0) -> Wel
         incarnation=incarnation,
         pid=1,
         slots=(100, 50),
-        num_dense=13,
+        inputs=announced(13),
         depth=depth,
         fetch_ring=RingSpec(path="/dev/shm/rowcast-fetch", nbytes=2**20),
         back_ring=RingSpec(path="", nbytes=2**20),

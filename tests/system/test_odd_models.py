@@ -50,7 +50,7 @@ def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logit
     losses = []
     for batch in (own.batch for own in batches if own.kind == "eval"):
         embeddings = [feature for table in tables for feature in table.forward(batch)]
-        outputs = side.forward(torch.tensor(batch.dense), embeddings, training=False)
+        outputs = side.forward(torch.tensor(batch.dense), embeddings, {}, training=False)
         losses.append((side.loss(outputs, torch.tensor(batch.labels)).item(), batch.size))
     assert [size for _, size in losses] == [BATCH_SIZE, BATCH_SIZE // 3]
     assert result.logloss == pytest.approx(

@@ -117,7 +117,7 @@ def evaluated(job: Job, session: Session) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         for batch in (own.batch for own in batches if own.kind == "eval"):
             embeddings = [feature for table in tables for feature in table.forward(batch)]
-            logits = side.forward(torch.tensor(batch.dense), embeddings, training=False)
+            logits = side.forward(torch.tensor(batch.dense), embeddings, {}, training=False)
             found.append((logits, torch.tensor(batch.labels)))
     return torch.cat([logits for logits, _ in found]), torch.cat([labels for _, labels in found])
 

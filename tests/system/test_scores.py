@@ -74,7 +74,7 @@ def plain_logits(session: Session, data: Path, parts: int) -> torch.Tensor:
         pooled = [torch.as_tensor(feature) for own in tables for feature in own.forward(batch)]
         features = [torch.split_with_sizes(own, sizes) for own in (torch.tensor(batch.dense), *pooled)]
         for dense, *embeddings in zip(*features, strict=True):
-            found.append(side.forward(dense.clone(), [own.clone() for own in embeddings], training=False))
+            found.append(side.forward(dense.clone(), [own.clone() for own in embeddings], {}, training=False))
     return torch.cat(found)
 
 

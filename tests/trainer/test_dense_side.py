@@ -49,7 +49,7 @@ def batch(seed: int) -> tuple[Tensor, list[Tensor], Tensor]:
 
 def train(side: JobModel, train_step: int) -> Tensor:
     dense, embeddings, labels = batch(train_step)
-    loss = mean_loss(side.forward(dense, embeddings, training=True), labels)
+    loss = mean_loss(side.forward(dense, embeddings, {}, training=True), labels)
     torch.autograd.backward(loss)
     side.step(train_step)
     return loss.detach()
@@ -62,14 +62,14 @@ def test_bf16_is_autocast_of_the_forward_with_weights_gradients_and_logits_in_fp
     side.model.get_submodule("top_mlp.1").register_forward_hook(
         lambda module, inputs, output: seen.append(output.dtype)
     )
-    logits = side.forward(dense, embeddings, training=True)
+    logits = side.forward(dense, embeddings, {}, training=True)
     torch.autograd.backward(logits.sum())
     assert seen == [torch.bfloat16]
     assert logits.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in side.model.parameters() if parameter.grad is not None} == {
         torch.float32
     }
-    exact = plain.forward(dense, embeddings, training=True)
+    exact = plain.forward(dense, embeddings, {}, training=True)
     assert not torch.equal(logits, exact)
     torch.testing.assert_close(logits, exact, atol=0.05, rtol=0.05)
 
@@ -141,7 +141,7 @@ def test_full_train_batches_run_compiled_and_all_others_as_they_are(monkeypatch:
     side = JobModel(job, NUM_DENSE)
     full = job.data.batch_size
     for size, training in ((full, True), (full, False), (full - 1, True), (full, True)):
-        side.forward(torch.zeros(size, NUM_DENSE), [torch.zeros(size, DIM) for _ in TABLES], training=training)
+        side.forward(torch.zeros(size, NUM_DENSE), [torch.zeros(size, DIM) for _ in TABLES], {}, training=training)
     assert sizes == [full, full]
     assert not any("_orig_mod" in name for name in side.model.state_dict())
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from examples.plain_loop import add_up, run_plain_loop
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.inputs import belonging
 from rowcast.protocol.parts import part_bounds, part_of, part_seed
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.job_model import JobModel
@@ -44,7 +45,7 @@ def test_parts_one_after_the_other_are_the_samples_of_the_batch_in_their_order(
 ) -> None:
     job = small_job("sgd", bags)
     batch = make_batch(job, bags, size, np.random.default_rng(abs(seed)))
-    cut = [part_of(batch, part, parts) for part in range(parts)]
+    cut = [part_of(batch, part, parts, belonging(job)) for part in range(parts)]
     num_features = len(job.features)
     assert [sample for part in cut for sample in samples_of(part, num_features)] == samples_of(batch, num_features)
     assert max(part.size for part in cut) - min(part.size for part in cut) <= 1

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rowcast.job.tables import group_specs
+from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.messages import ArraySpan, RingSpec, RowSpan, StepReady, Welcome
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError
@@ -24,6 +25,11 @@ def welcome(**changes: Any) -> Welcome:
     return msgspec.structs.replace(sample_messages.welcome(depth=2), **changes)
 
 
+def with_array(**changes: Any) -> tuple[InputSpec, ...]:
+    time = InputSpec(name="time", dtype="i8", shape=())
+    return sample_messages.announced(13, msgspec.structs.replace(time, **changes))
+
+
 def test_a_welcome_of_this_job_fits() -> None:
     check_welcome_fits(welcome(), JOB, GROUPS)
     check_welcome_fits(welcome(slots=tuple(group.num_rows for group in GROUPS)), JOB, GROUPS)
@@ -37,7 +43,13 @@ def test_a_welcome_of_this_job_fits() -> None:
         ({"slots": (2**61, 1)}, "slots for groups of"),
         ({"depth": 2**61}, "announces depth 2305843009213693952; lookahead.depth is 2"),
         ({"back_ring": RingSpec(path="", nbytes=2**21)}, "rings of 1048576 and 2097152 bytes"),
-        ({"num_dense": 2**40}, "announces 1099511627776 dense features"),
+        ({"inputs": sample_messages.announced(2**40)}, facts("announces dense", 2**40)),
+        ({"inputs": sample_messages.announced(-1)}, facts("announces dense", -1)),
+        ({"inputs": sample_messages.announced(4)[1:]}, facts("the arrays", "labels", "dense and labels come first")),
+        ({"inputs": with_array(shape=(2**20, 2**20))}, facts("announces time as i8", 2**20)),
+        ({"inputs": with_array(shape=(-(2**20), -2))}, facts("announces time as i8", -2)),
+        ({"inputs": with_array(of="f0")}, facts("announces time as i8", "'f0'")),
+        ({"inputs": with_array(name="labels")}, facts("no name twice")),
         (
             {"staging_bytes": 2**40},
             facts("1099511627776 bytes of staging", 64, 524160),
@@ -68,7 +80,7 @@ def test_a_block_is_whole_once_after_its_last_byte_however_it_is_cut() -> None:
 
 @pytest.mark.parametrize("changes", [{"num_dirty": (1, 1)}, {"arrays": ()}, {"checkpoint": True}, {"num_checksums": 1}])
 def test_a_later_piece_of_a_barrier_cannot_announce_another_one(changes: dict[str, Any]) -> None:
-    check = PlanCheck(GROUPS, (100, 50), 4, 0, STAGING_BYTES, is_tcp=False)
+    check = PlanCheck(GROUPS, (100, 50), sample_messages.announced(4), 0, STAGING_BYTES, is_tcp=False)
     first, second = sample_messages.flush_pieces(0, None)
     check.barrier(first, None)
     check.barrier(second, first)
@@ -88,6 +100,6 @@ def test_a_piece_with_more_rows_than_staging_holds_is_refused() -> None:
         arrays=None,
         rows=(rows,),
     )
-    PlanCheck(GROUPS, (100, 50), 4, 0, 4 * record_bytes, is_tcp=False).message(ready)
+    PlanCheck(GROUPS, (100, 50), sample_messages.announced(4), 0, 4 * record_bytes, is_tcp=False).message(ready)
     with pytest.raises(RemoteProtocolError, match=facts("step 0", f"{4 * record_bytes} bytes", 3 * record_bytes)):
-        PlanCheck(GROUPS, (100, 50), 4, 0, 3 * record_bytes, is_tcp=False).message(ready)
+        PlanCheck(GROUPS, (100, 50), sample_messages.announced(4), 0, 3 * record_bytes, is_tcp=False).message(ready)

@@ -17,6 +17,7 @@ from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.step.plan_check import PlanCheck
+from tests.support import sample_messages
 from tests.support.batches import NUM_DENSE, small_batches, small_job
 from tests.support.facts import facts
 
@@ -42,7 +43,7 @@ def plan_of_rank(rank: Rank = RANK) -> tuple[PlanHeader, Bytes]:
 
 
 def take(header: PlanHeader, content: Bytes, rank: Rank = RANK) -> None:
-    check = PlanCheck(GROUPS, SLOTS, NUM_DENSE, 0, 2**20, is_tcp=True, rank=rank)
+    check = PlanCheck(GROUPS, SLOTS, sample_messages.announced(NUM_DENSE), 0, 2**20, is_tcp=True, rank=rank)
     check.message(StepReady(step=0, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=()))
     check.arrays(0, content)
 

@@ -109,7 +109,7 @@ def test_an_evaluation_scores_each_samples_own_item() -> None:
     side, (_, dense, embeddings) = JobModel(job, NUM_DENSE), model_and_inputs()
     metrics = EvalMetrics()
     with torch.no_grad():
-        outputs = side.forward(dense, embeddings, training=False)
+        outputs = side.forward(dense, embeddings, {}, training=False)
         logits, loss = side.logits(outputs), side.loss(outputs, LABELS)
     torch.testing.assert_close(logits, (outputs.users @ outputs.items.T).diagonal() / 0.2)
     metrics.update(logits, LABELS, loss)

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from rowcast.protocol.batch import Kind
+from rowcast.protocol.inputs import Belonging
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.models import aligned
+from rowcast.trainer.models.step_inputs import named_inputs
 from rowcast.trainer.step.cache import ArrivedStep
 
 IDS_STAY = (
     "the ids of a batch stay with the prefetcher, and only its rows are here; give sparse_features to the "
-    "EmbeddingBagCollection, and put what else the model needs into dense_features"
+    "EmbeddingBagCollection, and what else the model needs to the batch as an array"
 )
 VALIDATION = (
     "batches of a validation set come from it too, if the factory returns a function of (split, epoch) that knows the "
@@ -65,10 +67,13 @@ class SparseToken:
 class LoadedBatch:
     """A batch in the script's own form: by attribute, by key, or unpacked as (dense, sparse, labels)."""
 
-    def __init__(self, step: ArrivedStep, part: Slice, session: object, keys: Sequence[str]) -> None:
+    def __init__(self, step: ArrivedStep, part: Slice, session: object, keys: Sequence[str], of: Belonging) -> None:
         self.dense_features = copied(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
         self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
         self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B] or [B, T], on the device
+        # on the device, each [B, ...], or [n, ...] with an entry per look-up of a feature
+        cut = of.cut(slice(part.start, part.stop), lambda feature: slice(None))
+        self.inputs = {name: copied(own) for name, own in cut.of(named_inputs(step.arrays)).items()}
         self.is_last = part.is_last  # the last micro-batch of a step: the optimizer steps after it
         self.share = part.size / step.header.batch_size  # fraction of the step's samples
         self.kind: Kind = step.header.kind
@@ -82,8 +87,10 @@ class LoadedBatch:
         return 3
 
     def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, str) and key in self.inputs:
+            return self.inputs[key]
         if isinstance(key, str) and key not in POSITIONS:
-            raise KeyError(f"{key}: a batch has dense, sparse and labels")
+            raise KeyError(f"{key}: a batch has dense, sparse, {', '.join([*self.inputs, 'labels'])}")
         return tuple(self)[POSITIONS[key] if isinstance(key, str) else key]
 
     def to(self, device: Any, non_blocking: bool = False) -> Self:
@@ -98,6 +105,8 @@ class LoadedBatch:
         if self.dense_features.device.type != "cpu":
             self.dense_features.record_stream(stream)
             self.labels.record_stream(stream)
+            for array in self.inputs.values():
+                array.record_stream(stream)
 
 
 def copied(array: Tensor) -> Tensor:

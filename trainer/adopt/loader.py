@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.job.training_identity import first_of, setting_differences
+from rowcast.protocol.inputs import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError
@@ -188,7 +189,7 @@ class Loader:
 
     def __init__(self, ebc: EmbeddingBagCollection, parts: SessionParts) -> None:
         self._ebc = ebc
-        self._job = parts.job
+        self._job, self._belonging = parts.job, belonging(parts.job)
         self._evaluate, self._accumulate = parts.evaluate, parts.accumulate
         self._session = ScriptSession(parts)
         self._is_open = False
@@ -327,7 +328,7 @@ class Loader:
     def _loaded(self, step: ArrivedStep, part: Slice) -> LoadedBatch:
         # the script may be in inference mode now and still train on the batch outside it
         with torch.inference_mode(False), on_device(self._ebc.device):
-            batch = LoadedBatch(step, part, self._session, self._job.features)
+            batch = LoadedBatch(step, part, self._session, self._job.features, self._belonging)
             self._session.current.stream_order.record()
         return batch
 

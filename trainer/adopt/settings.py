@@ -9,11 +9,11 @@ import msgspec
 import torch
 
 from rowcast.job.file import parse_job, read_content
+from rowcast.job.models import NO_MODEL
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 
-NO_MODEL = f"{__name__}:refuse_model"
 JOB_FILE = "job.json"  # in the run directory: the job of both processes of an adopted run
 NO_DATA = "synthetic"  # data.format until a loader is connected
 

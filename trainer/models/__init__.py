@@ -3,7 +3,7 @@
 Every model is called as `model(dense, embeddings) -> logits`: dense f32 [B, num_dense]; embeddings, a list of
 f32 [B, D_f], one per feature in the job's feature order, or `Sequences` for a feature that is not pooled; logits
 f32 [B], or the input of its `loss`. If a table has linear weights, it is called as `model(dense, embeddings, linear)`:
-a list of f32 [B, 1], one per feature of such a table.
+a list of f32 [B, 1], one per feature of such a table. If the data has arrays, they come as the keyword `inputs`.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,12 +1,13 @@
 """Runs a job's model, for the trainer and the plain loop: precision, compilation, clipping and learning rate.
 
-forward                         dense, rows f32 -> linear weights split off -> autocast, compiled or not -> outputs f32
+forward                         dense, rows f32, arrays -> linear weights split off -> autocast, compiled or not
+                                -> outputs f32
 loss                            outputs, labels -> the model's own loss, or binary cross entropy
 (its backward)
 step                            gradients -> clip -> learning rate of the step -> torch.optim
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rowcast.trainer.models.compiled import compile_model
 from rowcast.trainer.models.loss import as_fp32, mean_loss, own_loss
 from rowcast.trainer.models.ranking import own_ranks
 from rowcast.trainer.models.sequences import Embedded
+from rowcast.trainer.models.step_inputs import ModelInputs
 
 CPU = torch.device("cpu")
 
@@ -49,10 +51,10 @@ class JobModel:
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
         self.own_loss = own_loss(self.model)  # None: binary cross entropy
-        if needs_labels and job.data.columns.label_values == "none":
+        if needs_labels and self.own_loss is None and job.data.columns.label_values == "none":
             raise ConfigError(
-                'data.columns.label_values = "none": training and evaluation need labels; remove it, or score these '
-                "samples with `rowcast score`"
+                'data.columns.label_values = "none": training and evaluation need labels; remove it, give the model a '
+                "method loss(outputs, labels) that does without, or score these samples with `rowcast score`"
             )
         if needs_labels and self.own_loss is None and job.data.columns.label_values != "binary":
             raise ConfigError(
@@ -65,6 +67,7 @@ class JobModel:
         )
         self.optimizer = build_dense_optimizer(job, self.model.parameters())
         self._linear = tuple(table.linear for table in job.tables for _ in table.features)
+        self._inputs = ModelInputs(job, self.model)
         self._settings = job.optimizer.dense
         self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
         self._full_batch = job.data.batch_size // parts
@@ -72,18 +75,22 @@ class JobModel:
         self._device = device
         torch.manual_seed(job.job.seed)
 
-    def forward(self, dense: Tensor, rows: Sequence[Embedded], *, training: bool) -> Any:
+    def forward(self, dense: Tensor, rows: Sequence[Embedded], inputs: Mapping[str, Tensor], *, training: bool) -> Any:
         """Returns logits f32 [B] or [B, T], or the input of the model's own loss.
 
-        dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences. Computes gradients if
-        they are enabled.
+        dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences; the batch's other
+        arrays by name. Computes gradients if they are enabled. Raises ConfigError if the model takes no arrays.
         """
         self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
-        inputs = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
+        rows = self._inputs.rows(rows)
+        named = self._inputs.arguments(inputs, rows)
+        own = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
             # a graph cannot read the addresses of its inputs, so they are aligned here and not in the model's hook
-            outputs = self.model(*inputs) if compiled is None else compiled(*align_inputs(self.model, inputs))
+            outputs = (
+                self.model(*own, **named) if compiled is None else compiled(*align_inputs(self.model, own), **named)
+            )
         return as_fp32(outputs) if self._autocasts else outputs
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from rowcast.trainer.models.model_state import (
     restore_optimizer,
     restore_random,
 )
+from rowcast.trainer.models.step_inputs import named_inputs
 
 LOOKUP_FIELDS = tuple(LOOKUP_ARRAYS)
 
@@ -111,9 +112,8 @@ class StepRunner:
         self._clock.begin(step.step)
         embeddings = self._embeddings(step_lookups(step), step.header.train_step)
         self._clock.lap("lookup")
-        mean = self._side.loss(
-            self._side.forward(step.arrays["dense"], embeddings, training=True), step.arrays["labels"]
-        )
+        outputs = self._side.forward(step.arrays["dense"], embeddings, named_inputs(step.arrays), training=True)
+        mean = self._side.loss(outputs, step.arrays["labels"])
         self._clock.lap("forward")
         torch.autograd.backward(mean)
         self._embeddings.finish_step()
@@ -125,7 +125,8 @@ class StepRunner:
     def evaluate(self, step: StepInputs) -> None:
         with torch.no_grad():
             embeddings = self._embeddings(step_lookups(step), step.header.train_step)
-            self.count(step, self._side.forward(step.arrays["dense"], embeddings, training=False))
+            inputs = named_inputs(step.arrays)
+            self.count(step, self._side.forward(step.arrays["dense"], embeddings, inputs, training=False))
 
     def count(self, step: StepInputs, outputs: Any) -> None:
         """Adds the outputs of an evaluation step to the metrics."""

@@ -19,7 +19,8 @@ from torch import Tensor
 class Sequences:
     """The looked-up rows of a feature that is not pooled: n look-ups of B samples.
 
-    values: f32 [n, D], in the order of the look-ups; gradients flow to them.
+    values: f32 [n, D], in the order of the look-ups; gradients flow to them. Or an array with an entry per look-up,
+        [n, ...].
     offsets: i32 [B + 1], the start of each sample's look-ups, from 0 to n.
     """
 
@@ -31,20 +32,20 @@ class Sequences:
 
         length: columns of the result.
 
-        The values are f32 [B, length, D], the newest look-up at the right; the mask is bool [B, length], True at a
-        look-up. Does not wait for the device.
+        The values are f32 [B, length, D], or [B, length, ...] of an array, the newest look-up at the right; the mask is
+        bool [B, length], True at a look-up. Does not wait for the device.
         """
-        num_samples, (num_lookups, width) = self.offsets.shape[0] - 1, self.values.shape
+        num_samples, (num_lookups, *width) = self.offsets.shape[0] - 1, self.values.shape
         ends = self.offsets[1:].long()
         lookup = torch.arange(num_lookups, device=ends.device)
         sample = torch.searchsorted(ends, lookup, right=True)
         column = lookup - ends[sample] + length  # negative where the look-up is too old
         dropped = num_samples * length  # a position after all others, for look-ups that are too old
         position = torch.where(column < 0, dropped, sample * length + column)
-        padded = self.values.new_zeros(dropped + 1, width).index_copy(0, position, self.values)
+        padded = self.values.new_zeros(dropped + 1, *width).index_copy(0, position, self.values)
         columns = torch.arange(length, device=ends.device)
         mask = columns >= length - self.offsets.diff()[:, None]
-        return padded[:dropped].view(num_samples, length, width), mask
+        return padded[:dropped].view(num_samples, length, *width), mask
 
 
 # so that torch.export accepts a model with them as inputs

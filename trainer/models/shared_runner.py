@@ -6,14 +6,16 @@
 Plans decide the order of collectives, the same on all ranks, and their sizes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, unpooled_places
+from rowcast.protocol.inputs import Belonging, belonging
 from rowcast.protocol.messages import BATCHES_BITS
 from rowcast.protocol.parts import Rank, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError, Mismatch
@@ -34,6 +36,7 @@ from rowcast.trainer.models.runner import StepInputs, step_lookups
 from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.models.shared_evaluation import SharedEvaluation
 from rowcast.trainer.models.shared_rows import SharedRows, group_share
+from rowcast.trainer.models.step_inputs import named_inputs
 
 HALF = 1 << BATCHES_BITS // 2  # whole numbers below it are exact in f32
 
@@ -41,7 +44,15 @@ HALF = 1 << BATCHES_BITS // 2  # whole numbers below it are exact in f32
 class SharedStep:
     """This rank's view of a step with a divided batch."""
 
-    def __init__(self, step: StepInputs, layer: Sequence[SharedRows], rank: Rank) -> None:
+    def __init__(
+        self,
+        step: StepInputs,
+        layer: Sequence[SharedRows],
+        rank: Rank,
+        of: Belonging,
+        places: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """`places`: as `unpooled_places`."""
         assert step.header.share is not None, f"step {step.step} was planned as a whole batch"
         self.step = step
         self.batch_size = step.header.share.batch_size  # of all ranks
@@ -52,11 +63,26 @@ class SharedStep:
             for index, header in enumerate(step.header.share.groups)
         ]
         self.memory = [rows.memory(share) for rows, share in zip(layer, self.shares, strict=True)]
+        self._of, self._places = of, places
+        self._named = named_inputs(step.arrays)
 
     def samples(self, part: int, name: str) -> Tensor:
         """Returns dense features or labels of one of this rank's parts."""
-        first = sum(self.part_sizes[:part])
-        return aligned(self.step.arrays[name][first : first + self.part_sizes[part]])
+        return aligned(self.step.arrays[name][slice_of(self.part_sizes, part)])
+
+    def inputs(self, part: int) -> dict[str, Tensor]:
+        """Returns the batch's other arrays, of one of this rank's parts."""
+        cut = self._of.cut(slice_of(self.part_sizes, part), partial(self._lookups, part))
+        return {name: aligned(array) for name, array in cut.of(self._named).items()}
+
+    def _lookups(self, part: int, feature: str) -> slice:
+        group, number = self._places[feature]
+        return slice_of([own[number] for own in self.shares[group].header.sequence_lookups], part)
+
+
+def slice_of(sizes: Sequence[int], part: int) -> slice:
+    first = sum(sizes[:part])
+    return slice(first, first + sizes[part])
 
 
 class SharedRunner:
@@ -99,12 +125,13 @@ class SharedRunner:
         self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
         self._evaluation = SharedEvaluation(rank, self._exchanges, self.device, len(job.data.columns.labels))
         self._balanced = balanced
+        self._belonging = belonging(job), unpooled_places(groups)
         # for each step, f32 [3 or 4, ranks] on the host: nonzero if a rank has a stop request; both halves of its
         # batches' checksum; for a train step also the rows that it owns
         self._told: dict[int, Tensor] = {}
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
-        shared, train_step = SharedStep(step, self._layer, self._rank), step.header.train_step
+        shared, train_step = SharedStep(step, self._layer, self._rank, *self._belonging), step.header.train_step
         self._begin(streams, step.step)
         self._issue_rows(streams, shared)
         vector = self._exchanges.sum_memory("vector", self._vector.length, torch.float32)
@@ -118,7 +145,7 @@ class SharedRunner:
         streams.compute.run(lambda: self._finish(shared, vector.total, loss))
 
     def issue_evaluate(self, streams: Streams, step: StepInputs, shown: Shown) -> None:
-        shared = SharedStep(step, self._layer, self._rank)
+        shared = SharedStep(step, self._layer, self._rank, *self._belonging)
         told = self._exchanges.gather_memory("told", 3, torch.float32)
         self._begin(streams, step.step)
         streams.compute.run(lambda: self._tell(shared, told.own))
@@ -211,7 +238,7 @@ class SharedRunner:
         if self._rank.parts > 1:  # with one part, random numbers continue from step to step
             torch.manual_seed(part_seed(self._job.job.seed, shared.step.header.train_step, number))
         before = versions(self.model)
-        outputs = self._side.forward(shared.samples(part, "dense"), embeddings, training=True)
+        outputs = self._side.forward(shared.samples(part, "dense"), embeddings, shared.inputs(part), training=True)
         loss = self._side.loss(outputs, shared.samples(part, "labels"))
         self._clock.lap("forward")
         share = torch.tensor(size / shared.batch_size, device=self.device)
@@ -237,8 +264,8 @@ class SharedRunner:
         lookups, pooled = self._pool(shared)
         for part in range(self._rank.parts_per_rank):
             if shared.part_sizes[part]:
-                inputs = self._inputs(shared, part, pooled, lookups)
-                self.count(shared, part, self._side.forward(shared.samples(part, "dense"), inputs, training=False))
+                rows, dense = self._inputs(shared, part, pooled, lookups), shared.samples(part, "dense")
+                self.count(shared, part, self._side.forward(dense, rows, shared.inputs(part), training=False))
 
     def count(self, shared: SharedStep, part: int, outputs: Any) -> None:
         """Adds the outputs of a part of an evaluation step to the metrics."""

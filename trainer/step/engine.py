@@ -90,12 +90,11 @@ class TrainerEngine:
         check = PlanCheck(
             parts.groups,
             welcome.slots,
-            welcome.num_dense,
+            welcome.inputs,
             welcome.first_train_step,
             welcome.staging_bytes,
             is_tcp=rings.fetch.is_mirror,
             rank=parts.rank,
-            num_labels=len(parts.figures.labels),
         )
         fetch_ring = FetchRing(rings.fetch, rings.fetch_memory, send)
         training = TrainingState(

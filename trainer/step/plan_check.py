@@ -12,7 +12,7 @@ rows are the *right* ones; dense features, labels, weights and rows may have any
 A peer could change bytes in a shared ring after the check. It runs as the same user, who could do worse; over TCP each
 process has a separate ring, so no checked byte changes. Only over TCP are slots checked to be distinct, which costs
 more than all other checks. A slot that is written twice makes the numbers wrong, as a wrong row does, but does no other
-harm.
+harm. The bytes of bool arrays are checked too: torch's kernels may count with other values than 0 and 1.
 """
 
 import itertools
@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, aligned
+from rowcast.job.tables import GroupSpec, aligned, unpooled_places
 from rowcast.protocol.arrange import MOST_ORDERED, first_not_permuted, table_starts
+from rowcast.protocol.inputs import PREFIX, InputSpec, belonging
 from rowcast.protocol.messages import (
     ArraySpan,
     ArraySpec,
@@ -41,11 +42,9 @@ from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.parts import UNDIVIDED, Rank, part_sizes
 from rowcast.protocol.plan_layout import (
     ASKED_SLOTS,
-    BATCH_ARRAYS,
     EXCHANGE_ARRAYS,
     GROUP_ARRAYS,
     ITEM_BYTES,
-    SEVERAL_LABELS,
     ArrayLayout,
     Counts,
     Dtype,
@@ -57,7 +56,7 @@ from rowcast.runtime.errors import RemoteProtocolError
 
 ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
 POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
-DENSE_FEATURES_LIMIT = 2**20
+ENTRY_LIMIT = 2**20  # values in an entry of one of the batch's arrays
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -80,9 +79,26 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
         f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from "
         f"{least} to {most} is required",
     )
+    check_inputs(welcome.inputs, job)
+
+
+def check_inputs(inputs: Sequence[InputSpec], job: Job) -> None:
+    """Raises unless these may be the arrays of every batch: dense features, labels, and others as the job has them."""
+    names = [own.name for own in inputs]
     require(
-        welcome.num_dense <= DENSE_FEATURES_LIMIT,
-        f"the prefetcher announces {welcome.num_dense} dense features a sample",
+        names[:2] == ["dense", "labels"] and len(set(names)) == len(names),
+        f"the prefetcher announces the arrays {names}; dense and labels come first, and no name twice",
+    )
+    of = belonging(job).arrays
+    for own in inputs:
+        what = f"the prefetcher announces {own.name} as {own.dtype} with entries of {own.shape}"
+        require(all(n >= 0 for n in own.shape) and math.prod(own.shape) <= ENTRY_LIMIT, what)
+        require(own.of == of.get(own.name, ""), f"{what} of {own.of!r}; the job says {of.get(own.name, '')!r}")
+    dense, labels, *_ = inputs
+    fits = len(dense.shape) == 1 and labels.shape == job.data.columns.label_shape
+    require(
+        fits and {dense.dtype, labels.dtype} == {"f4"},
+        f"the prefetcher announces dense features {dense.dtype} {dense.shape} and labels {labels.dtype} {labels.shape}",
     )
 
 
@@ -96,6 +112,7 @@ class DueChecks:
     distinct: list[ArraySpec]
     rising: list[tuple[ArraySpec, tuple[int, ...]]]  # with the end of each row
     permuted: list[tuple[ArraySpec, I64]]  # with the start of each table's look-ups
+    flags: list[ArraySpec]  # of bool
 
     def too_large(self, block: Bytes) -> list[int]:
         """Returns which of `limited` hold a value outside its limits, in one pass. A negative value is large when
@@ -119,20 +136,19 @@ class PlanCheck:
         self,
         groups: Sequence[GroupSpec],
         slots: Sequence[int],
-        num_dense: int,
+        inputs: Sequence[InputSpec],
         first_train_step: int,
         staging_bytes: int,
         *,
         is_tcp: bool,
         rank: Rank = UNDIVIDED,
-        num_labels: int = 0,
     ) -> None:
-        """`slots` of each group; `num_dense` features per sample; `staging_bytes` for the rows of a piece;
-        `num_labels`: names in data.columns.labels, 0 for one label per sample.
+        """`slots` of each group; `inputs`: the batch's arrays, which `check_inputs` has passed; `staging_bytes` for the
+        rows of a piece.
         """
         self._groups = tuple(groups)
         self._num_slots = tuple(slots)
-        self._num_dense, self._num_labels = num_dense, num_labels
+        self._inputs, self._places = tuple(inputs), unpooled_places(groups)
         self._train_step = first_train_step  # the next plan's
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
@@ -257,11 +273,27 @@ class PlanCheck:
         return group_counts
 
     def _plan_arrays(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> Iterator[ExpectedArray]:
-        batch_counts = Counts(samples=plan.batch_size, dense_features=self._num_dense, labels=self._num_labels)
-        yield from expected_arrays("", SEVERAL_LABELS if self._num_labels else BATCH_ARRAYS, batch_counts)
+        for number, own in enumerate(self._inputs):
+            name = own.name if number < 2 else PREFIX + own.name
+            yield name, own.dtype, (self._entries(own, plan), *own.shape)
         for arrays in ((GROUP_ARRAYS | EXCHANGE_ARRAYS), ASKED_SLOTS):
             for index, counts in enumerate(group_counts):
                 yield from expected_arrays(f"{index}.", arrays, counts)
+
+    def _entries(self, own: InputSpec, plan: PlanHeader) -> int:
+        """Returns how many entries an array of the batch has: those of its samples, or of a feature's look-ups."""
+        if not own.of:
+            return plan.batch_size
+        group, number = self._places[own.of]
+        shares = (
+            (plan.groups[group].sequence_lookups,)
+            if plan.share is None
+            else (plan.share.groups[group].sequence_lookups)
+        )
+        of_parts = [lookups[number] for lookups in shares]
+        require(min(of_parts) >= 0, f"feature {own.of} has {of_parts} look-ups")
+        is_whole = any(own.of in table.batch_features for table in self._groups[group].tables)
+        return max(of_parts) if is_whole else sum(of_parts)
 
     def _checks_of(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> "DueChecks":
         arrived = [(spec, *self._positions[spec.name]) for spec in plan.arrays if spec.name in self._positions]
@@ -283,11 +315,15 @@ class PlanCheck:
                 if layout.rises_to is not None
             ],
             permuted=[(spec, table_starts(self._groups[group], plan.batch_size)) for group, spec in ordered(plan)],
+            flags=[spec for spec in plan.arrays if spec.dtype == "b1"],
         )
 
     def arrays(self, step: int, block: Bytes) -> None:
         """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
         due = self._due.pop(step)
+        for spec in due.flags:
+            most = block[spec.offset : spec.offset + math.prod(spec.shape)].max(initial=0)
+            require(most <= 1, f"step {step}: {spec.name} holds {most} instead of 0 or 1")
         for index in due.too_large(block):
             below(i32_of(block, due.limited[index]), int(due.limits[index]), f"step {step}: {due.limited[index].name}")
         for spec in due.distinct:

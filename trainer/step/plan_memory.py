@@ -20,7 +20,7 @@ from torch import Tensor
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.messages import ArraySpec, PlanHeader
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.plan_layout import ITEM_BYTES
+from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 from rowcast.trainer.device.streams import Streams
@@ -28,7 +28,20 @@ from rowcast.trainer.kernels.arrange import arrange
 from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_items
 from rowcast.trainer.step.plan_check import i32_of, ordered
 
-DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8, "u2": torch.uint16}
+DTYPES: dict[Dtype, torch.dtype] = {
+    "b1": torch.bool,
+    "i1": torch.int8,
+    "i2": torch.int16,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "u1": torch.uint8,
+    "u2": torch.uint16,
+    "u4": torch.uint32,
+    "u8": torch.uint64,
+    "f2": torch.float16,
+    "f4": torch.float32,
+    "f8": torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class TimedModel:
         for rows in self._rows:
             rows.grad = None
         self._side.optimizer.zero_grad(set_to_none=True)
-        self._loss = self._side.loss(self._side.forward(self._dense, self._rows, training=True), self._labels)
+        self._loss = self._side.loss(self._side.forward(self._dense, self._rows, {}, training=True), self._labels)
 
     def backward(self) -> None:
         assert self._loss is not None, "forward comes first"

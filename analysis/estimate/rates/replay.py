@@ -28,6 +28,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.inputs import batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
 from rowcast.protocol.packing import ArrayBlock, Piece, cut, plan_block, plan_header, plan_stamp
 from rowcast.protocol.parts import UNDIVIDED
@@ -143,7 +144,7 @@ class Recording:
         self.back_buffer = in_memory_buffer(aligned(BACK_PLANS * 2 * max(payloads), 4096))
         writer = RingWriter(self.fetch_buffer)
         self.messages = [self._message(own, writer, first_records) for own in packed]
-        self.num_dense = packed[0].recorded.batch.dense.shape[1]
+        self.first_batch = packed[0].recorded.batch
         self.staging_bytes = 2 * aligned(max(payloads), 64)
         self._stack = ExitStack()
 
@@ -212,7 +213,7 @@ class Replay:
             incarnation=1,
             pid=1,
             slots=recording.slots,
-            num_dense=recording.num_dense,
+            inputs=batch_specs(recording.first_batch, belonging(job).arrays),
             depth=job.lookahead.depth,
             fetch_ring=RingSpec(path="", nbytes=len(recording.fetch_buffer)),
             back_ring=RingSpec(path="", nbytes=len(recording.back_buffer)),
@@ -233,7 +234,7 @@ class Replay:
         clock = phase_clock(streams.compute, self.counters.lapped)
         if make_runner is None:
             make_runner = partial(StepRunner, job, clock=clock)
-        self.runner = make_runner(recording.groups, self.records, recording.num_dense)
+        self.runner = make_runner(recording.groups, self.records, recording.first_batch.dense.shape[1])
         self.engine = TrainerEngine(
             TrainerParts(
                 groups=recording.groups,

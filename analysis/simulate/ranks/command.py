@@ -34,10 +34,11 @@ from rowcast.analysis.simulate.ranks.shares import GroupShares, Sharing, part_gr
 from rowcast.analysis.simulate.replay import BatchesAndPlans
 from rowcast.analysis.simulate.simulate import OpenBatches, SimulateOptions, parse_horizon
 from rowcast.job.schema import Job, check_shared
-from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.job.tables import GroupSpec, batch_features, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.parts import parts_of
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import stdout_console
@@ -162,7 +163,7 @@ def simulated(
     jobs: Sequence[Job], batches: Iterable[ScheduledBatch], hosts: dict[int, int], progress: AnalysisProgress
 ) -> list[Setting]:
     groups, left = group_specs(jobs[0]), iter(batches)
-    groupers = groupers_of(groups)
+    groupers, whole = groupers_of(groups), batch_features(groups)
     measured = list(islice(left, MEASURED_BATCHES))
     keys = measured_keys(groupers, measured)
     settings = [Setting(job, groups, keys, measured) for job in jobs]
@@ -173,7 +174,7 @@ def simulated(
         wanted = {own.sharing for own in settings if own.refusal is None}
         if not wanted:
             break
-        groupings = {parts: part_groupings(groupers, scheduled.batch, parts) for _, parts in wanted}
+        groupings = {parts: part_groupings(groupers, parts_of(scheduled.batch, parts, whole)) for _, parts in wanted}
         for count, parts in sorted(wanted):
             by_group = zip(sharings[count, parts], groupings[parts], strict=True)
             shares = [sharing.of(own, scheduled.batch.size) for sharing, own in by_group]

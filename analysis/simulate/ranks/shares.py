@@ -9,7 +9,6 @@ only sizes count, so nothing is done N times.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,7 @@ import numpy.typing as npt
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.exchange import distinct
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
-from rowcast.protocol.batch import Batch, IdsBatch
-from rowcast.protocol.parts import ids_of_samples, part_bounds
+from rowcast.protocol.batch import IdsBatch
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I32, I64
 
@@ -55,10 +53,9 @@ class GroupShares:
         return np.array([len(own.keys) for own in self.owned])
 
 
-def part_groupings(groupers: Sequence[Grouper], batch: Batch | IdsBatch, parts: int) -> list[tuple[Grouping, ...]]:
-    """Returns each group's look-ups in each part of the batch."""
-    batches = [ids_of_samples(batch, first, end) for first, end in pairwise(part_bounds(batch.size, parts))]
-    return [tuple(grouper.group(grouper.lookups(own)) for own in batches) for grouper in groupers]
+def part_groupings(groupers: Sequence[Grouper], parts: Sequence[IdsBatch]) -> list[tuple[Grouping, ...]]:
+    """Returns each group's look-ups in each part of a batch."""
+    return [tuple(grouper.group(grouper.lookups(part)) for part in parts) for grouper in groupers]
 
 
 class Sharing:

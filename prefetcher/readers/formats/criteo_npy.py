@@ -78,7 +78,7 @@ class NpyRows:
         days = rows_by_file(self._bounds, rows)
         return decode_part(
             self._part,
-            dense=lambda: join_dense(days, [self._dense(day) for day in days]),
+            dense=lambda: join_dense(days, [self._dense(day) for day in days], [{} for _ in days]),
             ids=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
         )
 

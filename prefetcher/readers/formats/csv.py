@@ -28,7 +28,7 @@ from rowcast.prefetcher.readers.batch_parts import join_parts
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
-from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, is_number, refuse_line
+from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell, CellKind, holds, is_number, refuse_line
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
@@ -39,7 +39,13 @@ from rowcast.runtime.name_lists import nearest
 
 HEADER_BYTES = 2**20  # limit of header and first row together
 LINES_AT_ONCE = 8192  # decoded together, as in Criteo TSV
-ARROW_TYPES = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_(), "text": pa.binary()}
+ARROW_TYPES = {
+    "integer": pa.int64(),
+    "whole": pa.int64(),
+    "number": pa.float64(),
+    "boolean": pa.bool_(),
+    "text": pa.binary(),
+}
 
 
 def open_reader(job: Job) -> RowReader:
@@ -66,7 +72,7 @@ class CsvRows:
         self.layout = CsvLayout(
             header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
         )
-        self.num_dense, self.decoder = len(roles.dense), RowDecoder(roles, ids, job.data.columns)
+        self.num_dense, self.decoder = len(roles.dense), RowDecoder(job, roles, ids)
         self.paths = paths
         self.index = TextIndex(paths, lines_folder(job))
         self.bounds = cumulative(rows_of_files(self.index, paths))
@@ -171,6 +177,11 @@ def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cel
         cells[feature.name] = Cell(kind="text" if feature.hashed else "integer", separator=separator)
         if feature.weights_column is not None:
             cells[feature.weights_column] = Cell(kind="number", separator=separator)
+    for name in roles.inputs:
+        separator = job.data.columns.lists.get(roles.of.get(name, ""))
+        first, _, _ = first_row.get(name, "").partition(separator or "\n")
+        kind = "boolean" if first in (*TRUE, *FALSE) else "whole" if holds(first, "whole") else "number"
+        cells.setdefault(name, Cell(kind=kind, separator=separator))
     return cells
 
 

@@ -9,11 +9,12 @@ from typing import Literal
 from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import DataError
 
-CellKind = Literal["integer", "number", "boolean", "text"]
+CellKind = Literal["integer", "whole", "number", "boolean", "text"]
 TRUE = ("true", "True", "TRUE", "yes", "Yes", "YES", "t", "T", "y", "Y")
 FALSE = ("false", "False", "FALSE", "no", "No", "NO", "f", "F", "n", "N")
 KINDS: dict[CellKind, str] = {
     "integer": "an integer of 64 bits; set data.columns.hash = true to use strings as ids",
+    "whole": "a whole number of 64 bits, as the column's first cell",
     "number": "a number",
     "boolean": "True or False (or yes and no), as the column's first cell",
     "text": "text",
@@ -76,7 +77,7 @@ def bad_item(field: str, cell: Cell) -> str | None:
 
 
 def holds(item: str, kind: CellKind) -> bool:
-    if kind == "integer":
+    if kind in ("integer", "whole"):
         return re.fullmatch(r"\s*-?[0-9]+\s*", item) is not None and -(2**63) <= int(item) < 2**63
     if kind == "boolean":
         return item in (*TRUE, *FALSE, "1", "0")

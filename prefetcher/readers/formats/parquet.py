@@ -46,7 +46,7 @@ class ParquetRows:
         for path, schema in zip(paths, self.files.schemas, strict=True):
             require_columns(job, self.roles, path, schema.names)
             check_types(self.roles, path, schema)
-        self.decoder = RowDecoder(self.roles, ids, job.data.columns)
+        self.decoder = RowDecoder(job, self.roles, ids)
 
     @property
     def num_dense(self) -> int:
@@ -75,7 +75,11 @@ class ParquetCursor:
         taken = [(self._arrow.take(own), row_location(paths[own.file], own.rows)) for own in files]
         return decode_part(
             self._rows.part,
-            dense=lambda: join_dense(files, [decoder.dense(table, location) for table, location in taken]),
+            dense=lambda: join_dense(
+                files,
+                [decoder.dense(table, location) for table, location in taken],
+                [decoder.lengths(table) for table, _ in taken],
+            ),
             ids=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
         )
 
@@ -90,9 +94,15 @@ def check_types(roles: Roles, path: Path, schema: Any) -> None:
             raise DataError(
                 f"{path}, column {feature.name}: the type is {kind}; it must be integers or lists of integers{remedy}"
             )
-    for name in [*roles.labels, *roles.dense, *roles.weights]:
+    arrays = [name for name in roles.inputs if name not in {feature.name for feature in roles.features}]
+    for name in [*roles.labels, *roles.dense, *roles.weights, *arrays]:
         kind = schema.field(name).type
-        if not is_number(kind.value_type if is_list(kind) and name in roles.weights else kind):
+        if name in arrays and is_list(kind) and name not in roles.of:
+            raise DataError(
+                f"{path}, column {name}: the type is {kind}, and lists belong to the look-ups of a feature; set "
+                f'data.of.{name} = "FEATURE"'
+            )
+        if not is_number(kind.value_type if is_list(kind) and (name in roles.weights or name in roles.of) else kind):
             raise DataError(f"{path}, column {name}: the type is {kind}; it must be numbers")
 
 

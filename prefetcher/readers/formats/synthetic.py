@@ -35,6 +35,10 @@ DENSE_SIGMA = 0.2  # standard deviation of the logit's part from dense features
 def open_reader(job: Job) -> RowReader:
     """Raises ConfigError if synthetic data cannot be as the job requires."""
     refuse_weights(job)
+    if job.data.of:
+        raise ConfigError(
+            "data.of: synthetic data has no other arrays, and one look-up per sample and feature; remove it"
+        )
     if job.data.eval_path is not None:
         raise ConfigError("data.eval_path: synthetic data has no files; remove it and set data.eval_fraction")
     return RowReader(job, IdCheck(job), SyntheticRows(job))

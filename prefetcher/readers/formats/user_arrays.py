@@ -5,10 +5,10 @@ No framework is imported: `numpy.asarray` converts tensors.
     Batch                                          unchanged
     an object                                      with dense_features, sparse_features and labels, as in TorchRec
     a mapping                                      with dense, sparse and labels (or dense_features, sparse_features,
-                                                   label)
+                                                   label); every other key is an array for the model
     (dense, sparse, labels)                        a tuple or list
 
-where `labels` are [B], or [B, T] with data.columns.labels,
+where `labels` are [B], or [B, T] with data.columns.labels; a mapping may have none,
 
 `sparse` is one of
 
@@ -19,10 +19,11 @@ where `labels` are [B], or [B, T] with data.columns.labels,
     a list of F bags                               features in the job's order
 
 and the bags of a feature are ids [B], ids [B, L], a list of B lists of ids, or what nn.EmbeddingBag takes: a tuple
-(ids [N], offsets [B] or [B + 1]). A list of arrays is always bags, and a tuple of arrays is always ids and offsets.
+(ids [N], offsets [B] or [B + 1]). A list of arrays is always bags, and a tuple of arrays is always ids and offsets. The
+bags of a feature that is the batch's (data.of) are ids [n].
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -35,15 +36,16 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError
 
 NAMES = (("dense", "dense_features"), ("sparse", "sparse_features"), ("labels", "label"))
+KNOWN = {name for names in NAMES for name in names}
 SHAPES = (
     "yield rowcast.protocol.batch.Batch, or dense features, sparse features and labels as an object, a mapping or "
     "a tuple (docs/adopt.md)"
 )
 
 
-def as_batch(offered: Any, features: Sequence[str], where: str, *, one_label: bool = True) -> Batch:
-    """`features`: names in the job's order. With `one_label`, labels of any shape become [B]. Raises DataError that
-    starts with `where`; `BatchCheck` checks values.
+def as_batch(offered: Any, features: Sequence[str], where: str, label_shape: tuple[int, ...], whole: Set[str]) -> Batch:
+    """`features`: names in the job's order; `whole`: those whose look-ups are the batch's. With a `label_shape` of (),
+    labels of any shape become [B]. Raises DataError that starts with `where`; `BatchCheck` checks values.
     """
     if isinstance(offered, Batch):
         return offered
@@ -51,14 +53,50 @@ def as_batch(offered: Any, features: Sequence[str], where: str, *, one_label: bo
     if parts is None:
         raise DataError(f"{where} is {type(offered).__name__}; {SHAPES}")
     dense, sparse, labels = parts
+    if labels is None:
+        labels = np.full((num_samples(dense, sparse, features, whole, where), *label_shape), np.nan, np.float32)
     own_labels = as_array(labels, np.float32, f"{where}: labels")
-    own_labels = own_labels.reshape(-1) if one_label else np.atleast_1d(own_labels)
+    own_labels = np.atleast_1d(own_labels) if label_shape else own_labels.reshape(-1)
     own_dense = (
         np.zeros((len(own_labels), 0), np.float32) if dense is None else as_array(dense, np.float32, f"{where}: dense")
     )
-    columns, weighted = columns_of(sparse, features, len(own_labels), f"{where}: sparse")
+    in_first_bag = {name: first_bag(sparse[name], len(own_labels)) for name in whole & keys_of(sparse)}
+    columns, weighted = columns_of(
+        {**sparse, **in_first_bag} if in_first_bag else sparse, features, len(own_labels), f"{where}: sparse"
+    )
     ids = join_columns(columns, len(own_labels), weighted)
-    return Batch(dense=own_dense, labels=own_labels, ids=ids.ids, offsets=ids.offsets, weights=ids.weights)
+    inputs = {name: as_input(offered[name], f"{where}: {name}") for name in sorted(keys_of(offered) - KNOWN, key=str)}
+    return Batch(
+        dense=own_dense, labels=own_labels, ids=ids.ids, offsets=ids.offsets, weights=ids.weights, inputs=inputs
+    )
+
+
+def keys_of(value: Any) -> set[str]:
+    return set(value) if isinstance(value, Mapping) else set()
+
+
+def first_bag(ids: Any, size: int) -> Any:
+    """Puts ids [n] of a feature that is the batch's into its first bag. Anything else may be bags already."""
+    are_bags = isinstance(ids, tuple) or (
+        any(np.ndim(bag) for bag in ids[:1]) if isinstance(ids, list) else np.ndim(ids) > 1
+    )
+    return ids if are_bags else [ids, *[()] * (size - 1)]
+
+
+def num_samples(dense: Any, sparse: Any, features: Sequence[str], whole: Set[str], where: str) -> int:
+    """Returns the samples of a batch without labels."""
+    if dense is not None:
+        return len(dense)
+    if is_keyed(sparse):
+        return len(keyed_lengths(sparse, where)) // max(1, len(list(sparse.keys())))
+    if isinstance(sparse, Mapping):
+        columns = [sparse[name] for name in features if name in sparse and name not in whole]
+    else:
+        columns = list(sparse) if isinstance(sparse, list | tuple) else [sparse]
+    counted = [bags for bags in columns if not isinstance(bags, tuple)]  # offsets may be [B] or [B + 1]
+    if not counted:
+        raise DataError(f"{where} has no labels to count its samples by; give labels, or dense features [B, 0]")
+    return len(counted[0])
 
 
 def is_by_position(offered: Any) -> bool:
@@ -70,11 +108,8 @@ def is_by_position(offered: Any) -> bool:
 def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
     if isinstance(offered, Mapping):
         found = tuple(next((offered[name] for name in names if name in offered), NAMES) for names in NAMES)
-        return (
-            None
-            if any(part is NAMES for part in found[1:])
-            else (None if found[0] is NAMES else found[0], found[1], found[2])
-        )
+        dense, sparse, labels = (None if part is NAMES else part for part in found)
+        return None if sparse is None else (dense, sparse, labels)
     if all(hasattr(offered, name) for name in ("dense_features", "sparse_features", "labels")):
         return offered.dense_features, offered.sparse_features, offered.labels
     if isinstance(offered, tuple | list) and len(offered) == 3:
@@ -82,18 +117,24 @@ def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
     return None
 
 
-def as_array(value: Any, dtype: type[np.generic], what: str) -> npt.NDArray[Any]:
+def as_array(value: Any, dtype: type[np.generic] | None, what: str) -> npt.NDArray[Any]:
     """Raises DataError if numpy cannot read it, or if ids are not integers."""
     try:
         array = np.asarray(value)
         if dtype is np.int64 and array.size:
             require_integers(value, array)
-        return array.astype(dtype, copy=False)
+        return array if dtype is None else array.astype(dtype, copy=False)
     except (TypeError, ValueError, RuntimeError) as error:
         sentence = str(error).partition("\n")[0]
         raise DataError(
             f"{what} of type {type(value).__name__} cannot be read as an array ({sentence}); give CPU tensors or arrays"
         ) from None
+
+
+def as_input(value: Any, what: str) -> npt.NDArray[Any]:
+    """Returns an array of any dtype, in the byte order of this machine. Raises DataError."""
+    array = as_array(value, None, what)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def require_integers(value: Any, array: npt.NDArray[Any]) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from rowcast.job.models import NO_MODEL
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
 from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_by_position
+from rowcast.prefetcher.readers.formats.user_inputs import check_inputs
 from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, check_labels, dense_names, job_features
 from rowcast.protocol.batch import Batch
+from rowcast.protocol.inputs import belonging
 from rowcast.runtime.errors import DataError
 
 PAIRS_SHOWN = 3000  # characters, enough for about thirty features
@@ -25,6 +28,8 @@ class BatchCheck:
         self._weighted = bool(job.data.columns.weights)
         self._ids = IdCheck(job)
         self._columns = job.data.columns
+        self._label_may_miss = job.data.columns.label_values == "none" or job.model.kind == NO_MODEL
+        self._of = belonging(job)
         self.num_dense: int | None = None  # None: any number
         self.pairing = ""  # of the first batch whose ids came by position: each feature with its column
 
@@ -35,7 +40,7 @@ class BatchCheck:
     def check(self, offered: Any, where: str) -> Batch:
         """Returns a batch, given in any shape that `user_arrays.py` reads, with contiguous arrays, checked ids and no
         needless offsets. Raises DataError that starts with `where`."""
-        batch = as_batch(offered, self._names, where, one_label=not self._columns.labels)
+        batch = as_batch(offered, self._names, where, self._columns.label_shape, self._of.batch_features)
         self._check_shapes(batch, where)
         self._check_values(batch, where)
         by_position = len(self._features) > 1 and is_by_position(offered)
@@ -48,6 +53,7 @@ class BatchCheck:
             ids=ids,
             offsets=None if offsets is None else np.ascontiguousarray(offsets),
             weights=None if batch.weights is None else np.ascontiguousarray(batch.weights),
+            inputs={name: np.ascontiguousarray(array) for name, array in sorted(batch.inputs.items())},
         )
 
     def _check_shapes(self, batch: Batch, where: str) -> None:
@@ -62,18 +68,30 @@ class BatchCheck:
             require_array(batch.offsets, f"{where}: offsets", "int64", (num_bags + 1,))
             check_offsets(batch.offsets, len(batch.ids), where)
         if self._weighted != (batch.weights is not None):
-            expected = "names weights, so give f32[N]" if self._weighted else "names none, so give None"
+            expected = (
+                "names weights, so give f32[N]"
+                if self._weighted
+                else "names none: name them there to multiply rows by them, or give an array with an entry for each "
+                "look-up (data.of) if only the model needs them"
+            )
             raise DataError(
                 f"{where}: weights are {'missing' if self._weighted else 'given'}, but data.columns.weights {expected}"
             )
         if batch.weights is not None:
             require_array(batch.weights, f"{where}: weights", "float32", (len(batch.ids),))
+        check_inputs(batch, self._of, where)
 
     def _check_values(self, batch: Batch, where: str) -> None:
         check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_location(where))
+        are_missing = bool(np.isnan(batch.labels).all()) and not self._columns.labels
+        if are_missing and not self._label_may_miss:
+            raise DataError(
+                f'{where} has no labels; give them, or set data.columns.label_values = "none" for a model with its own '
+                "loss"
+            )
         if self._columns.labels:
             check_labels(batch.labels, self._columns, sample_location(where))
-        else:  # a label may be any number: the data set knows what the model's loss takes
+        elif not are_missing:  # a label may be any number: the data set knows what the model's loss takes
             check_dense(batch.labels[:, None], ["label"], sample_location(where))
         if batch.weights is not None:
             check_dense(batch.weights[:, None], ["weights"], lookup_location(where, 0))
