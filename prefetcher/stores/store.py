@@ -88,6 +88,10 @@ class RowStore(ABC):
     def write(self, keys: Keys, rows: Records) -> Ticket:
         """Stores records. The store uses the arrays until the ticket is done."""
 
+    def write_numbered(self, keys: Keys, numbers: I64, rows: Records) -> Ticket:
+        """Does what `write` does. `numbers`: of the rows, from `self.numbers`; a store without numbers ignores them."""
+        return self.write(keys, rows)
+
     def begin(self, memory_rows: int) -> None:  # noqa: B027 - most stores have no tier
         """Begins an attempt, whose plans keep at most `memory_rows` in memory, rows in flight included. Called after
         `read` and `write` have restored the rows, before the first plan is staged."""

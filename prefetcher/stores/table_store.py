@@ -4,6 +4,7 @@ import numpy as np
 
 from rowcast.prefetcher.stores.row_loops import Marks, Words, gather, scatter_for
 from rowcast.prefetcher.stores.store import ABSENT, FINISHED, Finished, Keys, Records, RowNumbers, RowStore
+from rowcast.runtime.arrays import I64
 
 
 class TableStore(RowStore):
@@ -20,7 +21,11 @@ class TableStore(RowStore):
         return FINISHED
 
     def write(self, keys: Keys, rows: Records) -> Finished:
-        self._scatter(rows.view(np.uint64), self._numbers_for(keys).added(keys), self._words, self._marks)
+        return self.write_numbered(keys, self._numbers_for(keys).added(keys), rows)
+
+    def write_numbered(self, keys: Keys, numbers: I64, rows: Records) -> Finished:
+        assert len(self._marks), f"the store of group {self._name} is closed, but {len(keys)} rows were written"
+        self._scatter(rows.view(np.uint64), numbers, self._words, self._marks)
         return FINISHED
 
     def close(self, checkpoint: str | None = None) -> None:

@@ -207,8 +207,10 @@ class TieredStore(RowStore):
     # the write-back's thread
 
     def write(self, keys: Keys, rows: Records) -> Finished:
+        return self.write_numbered(keys, self.numbers.added(keys), rows)
+
+    def write_numbered(self, keys: Keys, numbers: I64, rows: Records) -> Finished:
         self._check_open(len(keys))
-        numbers = self.numbers.added(keys)
         with self._lock:
             left = self._overwrite(keys, numbers, rows)
         for start in range(0, len(left), self._at_once):

@@ -4,7 +4,6 @@ Cells (`cell_loops.py`) map a row to its number and back to its key, in at most 
 """
 
 import mmap
-import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,6 +21,7 @@ from rowcast.prefetcher.stores.cell_loops import (
     select,
 )
 from rowcast.prefetcher.stores.row_numbers import RowsInOrder
+from rowcast.prefetcher.stores.shared_lock import SharedLock
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
@@ -59,7 +59,7 @@ def most_indexed(num_rows: int) -> int:
 
 
 class TouchedRows:
-    """Rows have numbers 0 to `count` - 1. Threads may look rows up while one thread adds rows."""
+    """Rows have numbers 0 to `count` - 1. Threads look rows up together; one that adds rows excludes the others."""
 
     def __init__(self, group: GroupSpec, most: int, limit: str = MEMORY_LIMIT) -> None:
         """`most`: how many rows may be added, or fewer if a cell's bits do not suffice. `limit`: what sets `most`, and
@@ -75,7 +75,7 @@ class TouchedRows:
         self._sizes = np.array([size, size, 0], np.int64)
         self._spare = np.empty(((MOVED_AT_ONCE + 2 * REACH) * BUCKET, 2), np.uint64)
         self._shifts = self._in_order.shifts()
-        self._lock = threading.Lock()
+        self._lock = SharedLock()
 
     @property
     def nbytes(self) -> int:
@@ -84,34 +84,41 @@ class TouchedRows:
 
     def of(self, keys: Keys) -> I64:
         """Returns the rows' numbers, ABSENT for rows that were never added."""
-        numbers = np.empty(len(keys), np.int64)
-        with self._lock:
-            find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
-        return numbers
+        return self._looked_up(keys)[0]
 
     def added(self, keys: Keys) -> I64:
         """Returns the rows' numbers; new rows get the next ones. Beyond `most`, adds none and raises RowcastError."""
-        numbers = np.empty(len(keys), np.int64)
-        with self._lock:
-            num_new = find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
+        numbers, num_new = self._looked_up(keys)
+        if not num_new:
+            return numbers
+        with self._lock.changing():
+            num_new = self._find(keys, numbers)  # another thread may have added some since
             if self.count + num_new > self.most:
                 raise RowcastError(
                     f"group {self._group.name} has {self.count + num_new} trained rows, "
                     f"{self._limit.format(most=self.most, rows=self._group.num_rows)}"
                 )
-            if num_new:
-                self.count = add(
-                    self._cells,
-                    self._sizes,
-                    self._layout,
-                    self._spare,
-                    self._shifts,
-                    keys,
-                    numbers,
-                    self.count,
-                    self._most_buckets,
-                )
+            self.count = add(
+                self._cells,
+                self._sizes,
+                self._layout,
+                self._spare,
+                self._shifts,
+                keys,
+                numbers,
+                self.count,
+                self._most_buckets,
+            )
         return numbers
+
+    def _looked_up(self, keys: Keys) -> tuple[I64, int]:
+        numbers = np.empty(len(keys), np.int64)
+        with self._lock.reading():
+            return numbers, self._find(keys, numbers)
+
+    def _find(self, keys: Keys, numbers: I64) -> int:
+        """Sets the numbers. Returns how many are ABSENT. The lock is held."""
+        return find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
 
     def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
         ranges = [self._in_order.range_of(table) for table in tables]
@@ -130,7 +137,7 @@ class TouchedRows:
         found = np.empty(2 * room + 2 * (BUCKETS_AT_ONCE + 2 * REACH) * BUCKET, np.int64)
         count, low = 0, 0
         while low < HASHES:
-            with self._lock:
+            with self._lock.reading():
                 high = min(HASHES, low + max(1, HASHES * BUCKETS_AT_ONCE // int(self._sizes[SIZE])))
                 count = select(self._cells, self._sizes, self._layout, (low, high), bits, (start, end), found, count)
             low = high

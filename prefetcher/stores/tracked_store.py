@@ -60,7 +60,7 @@ class TrackedStore:
         if frozen is not None:
             frozen.set_aside(keys, numbers)
         set_bits(self._changed, numbers)
-        return self.store.write(keys, rows)
+        return self.store.write_numbered(keys, numbers, rows)
 
     def begin(self, memory_rows: int) -> None:
         self.store.begin(memory_rows)

@@ -1,7 +1,9 @@
 """Numbers of touched rows: the directory behind tables that are larger than memory."""
 
 import threading
-from itertools import count
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from rowcast.prefetcher.stores.cell_loops import (
     position_of,
 )
 from rowcast.prefetcher.stores.row_loops import BITS, set_bits
+from rowcast.prefetcher.stores.shared_lock import SharedLock
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.prefetcher.stores.touched_rows import TouchedRows, most_indexed
 from rowcast.runtime.arrays import I64, U64
@@ -203,15 +206,23 @@ def test_keys_are_found_while_rows_are_added(monkeypatch: pytest.MonkeyPatch) ->
     random, rows = np.random.default_rng(6), TouchedRows(group_of(10**12), MOST)
     early = some_keys(random, 10**12, 6000)
     bits = bits_of(rows.added(early))
-    before, released = rows.count, count()
+    before = rows.count
 
     class AddsWhenReleased:
         """A lock. Whenever the search has let go of it, another thread adds rows."""
 
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None:
-            if next(released) % 2 == 0:  # not the lock that `added` itself lets go of
+        adding = False
+
+        @contextmanager
+        def reading(self) -> Iterator[None]:
+            yield
+            if not self.adding:  # not the lock that `added` itself lets go of
+                self.adding = True
                 rows.added(some_keys(random, 10**12, 20))
+                self.adding = False
+
+        def changing(self) -> AbstractContextManager[None]:
+            return nullcontext()
 
     monkeypatch.setattr(rows, "_lock", AddsWhenReleased())
     assert (np.concatenate([keys for keys, _ in rows.found(bits, TABLES, 10**6)]) == early).all()
@@ -236,6 +247,47 @@ def test_rows_are_found_while_another_thread_adds_some() -> None:
         assert (rows.of(early) == numbers).all()
     adding.join()
     assert rows.count == len(np.unique(np.concatenate([early, *later])))
+
+
+def test_readers_do_not_exclude_each_other_and_one_that_changes_excludes_all() -> None:
+    lock, done = SharedLock(), list[str]()
+
+    def change() -> None:
+        with lock.changing():
+            done.append("changed")
+
+    def read() -> None:
+        with lock.reading():
+            done.append("read")
+
+    with lock.reading():
+        together = threading.Thread(target=read)
+        together.start()
+        together.join()
+        changing = threading.Thread(target=change)
+        changing.start()
+        while not lock._num_changing:
+            time.sleep(0.001)
+        later = threading.Thread(target=read)
+        later.start()
+        later.join(0.02)
+        assert done == ["read"]
+    changing.join()
+    later.join()
+    assert done == ["read", "changed", "read"]
+
+
+def test_threads_that_add_the_same_rows_agree_on_their_numbers() -> None:
+    random, rows = np.random.default_rng(4), TouchedRows(group_of(10**12), MOST)
+    parts = [some_keys(random, 10**12, 500) for _ in range(30)]
+    found = list[list[I64]]()
+    adding = [threading.Thread(target=lambda: found.append([rows.added(keys) for keys in parts])) for _ in range(2)]
+    for thread in adding:
+        thread.start()
+    for thread in adding:
+        thread.join()
+    assert all(map(np.array_equal, *found))
+    assert rows.count == len(np.unique(np.concatenate(parts)))
 
 
 def test_more_rows_than_the_index_numbers_are_refused_by_that_cause(monkeypatch: pytest.MonkeyPatch) -> None:

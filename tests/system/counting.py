@@ -13,6 +13,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.messages import RingRef
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
+from rowcast.runtime.arrays import I64
 from rowcast.trainer.device import streams
 from rowcast.trainer.step import engine
 from tests.support import driver
@@ -77,9 +78,9 @@ class CountingStore(MemoryStore):
         assert out.ctypes.data in self.traffic.writers[0].addresses, "rows are read straight into the ring"
         return super().read(keys, out)
 
-    def write(self, keys: Keys, rows: Records) -> Finished:
+    def write_numbered(self, keys: Keys, numbers: I64, rows: Records) -> Finished:
         self.traffic.stored += keys.tolist()
-        return super().write(keys, rows)
+        return super().write_numbered(keys, numbers, rows)
 
 
 def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:

@@ -15,7 +15,7 @@ WRONG_SLOTS = (
 )
 LOST_WRITES = (
     "import sys; sys.argv += ['--verify-share=1']; from rowcast.prefetcher.stores import memory_store, store; "
-    "memory_store.MemoryStore.write = lambda self, keys, rows: store.FINISHED"
+    "memory_store.MemoryStore.write_numbered = lambda self, keys, numbers, rows: store.FINISHED"
 )
 ROW = r"^row [0-9]+ of table t is stale"
 
