@@ -198,14 +198,15 @@ class Settings:
 class Rings:
     """Both rings as both ends see them: in one memory, or each end in its own."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, device: torch.device) -> None:
         mirrored = settings.mirrored
         near = [in_memory_buffer(settings.ring_bytes) for _ in range(2)]  # the prefetcher's: fetch, back
         far = [in_memory_buffer(settings.ring_bytes) for _ in range(2)] if mirrored else near
         self.fetch_writer = RingWriter(near[0], always_checksum=mirrored)
         self.back_reader = RingReader(near[1], mirror=mirrored)
-        self.of_trainer = ring_ends(far[0], far[1], torch.device("cpu"), page_locked=False, mirrored=mirrored)
-        if settings.bounced:
+        self.of_trainer = ring_ends(far[0], far[1], device, page_locked=not settings.bounced, mirrored=mirrored)
+        self.buffers = far  # the trainer's
+        if settings.bounced and device.type == "cpu":
             memories = [Bounced(buffer, torch.zeros(len(buffer), dtype=torch.uint8)) for buffer in far]
             self.of_trainer = replace(self.of_trainer, fetch_memory=memories[0], back_memory=memories[1])
 
@@ -248,7 +249,7 @@ class InProcessRun:
         restore = (
             b"" if past is None or past.newest is None else b"".join(dense_content(past.checkpoints.root, past.newest))
         )
-        self.job = job
+        self.job, self.settings = job, settings
         self.groups = group_specs(job)
         self.plans: list[StepPlan] = []
         self.max_in_flight = 0
@@ -260,9 +261,7 @@ class InProcessRun:
         elif past is not None and past.newest is not None:
             restore_rows(past.checkpoints.root, past.newest, self.groups, stores, shard)
         self.plain_stores = tuple(map(plain_store, stores))
-        self.streams: Streams = (
-            SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
-        )
+        self.streams = self.make_streams(settings)
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id="test",
@@ -285,7 +284,7 @@ class InProcessRun:
             self.writer = CheckpointWriter(
                 job, self.groups, "test", None, past.checkpoints, past.newest, keep=job.checkpoint.keep, shard=shard
             )
-        self.rings = rings = Rings(settings)
+        self.rings = rings = Rings(settings, self.streams.device)
         links = settings.links()
         conversation = Conversation(Session("prefetcher", settings.incarnation), links[0])
         if settings.mirrored:
@@ -379,6 +378,9 @@ class InProcessRun:
             stages.append(self.writer)
         self.advances = [stage.advance for stage in stages]
         self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
+
+    def make_streams(self, settings: Settings) -> Streams:
+        return SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
 
     def _greet(self, conversation: Conversation, rank: Rank) -> None:
         """The handshake, which the real trainer completes before it has an engine."""

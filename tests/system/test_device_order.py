@@ -1,6 +1,10 @@
-"""Each wait between streams is needed, and all are enough: a scheduler that uses all freedom they leave shows it."""
+"""Each wait between streams is needed, and all are enough: a scheduler that uses all freedom they leave shows it.
+
+Once with its own streams, once with CUDA's on a device that is not there.
+"""
 
 import functools
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -15,6 +19,8 @@ from rowcast.trainer.device.streams import RankWait, Wait
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, StuckError, start_state
+from tests.support.fake_cuda import CudaRun, FakeCuda
+from tests.support.repeats import count
 
 VARIANTS = (  # capacity, bytes of each ring, of staging each way
     ("one batch", 24 * 1024, None),  # a plan takes several pieces, each of which uses the staging of the one before
@@ -31,13 +37,11 @@ def workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor
     return job, batches, losses, end
 
 
-def run(seed: int, without: Wait | None = None) -> None:
-    """Raises where the result has other bits than the plain loop's, or the run breaks."""
-    job, batches, losses, end = workload()
+def settings_of(seed: int, without: Wait | None) -> Settings:
+    job, batches, _, _ = workload()
     capacity, ring_bytes, staging_bytes = VARIANTS[seed % 3]
-    slots = slots_for(group_specs(job), batches, capacity)
-    settings = Settings(
-        slots=slots,
+    return Settings(
+        slots=slots_for(group_specs(job), batches, capacity),
         ring_bytes=ring_bytes,
         staging_bytes=staging_bytes,
         seed=seed,
@@ -45,7 +49,23 @@ def run(seed: int, without: Wait | None = None) -> None:
         bounced=seed % 5 == 0,
         without=without,
     )
-    assert_equal_bits(InProcessRun(job, batches, settings).run(), losses, end)
+
+
+def run(seed: int, without: Wait | None = None) -> None:
+    """Raises where the result has other bits than the plain loop's, or the run breaks."""
+    job, batches, losses, end = workload()
+    assert_equal_bits(InProcessRun(job, batches, settings_of(seed, without)).run(), losses, end)
+
+
+def run_on_cuda(seed: int, without: Wait | None = None) -> FakeCuda:
+    job, batches, losses, end = workload()
+    cuda: FakeCuda
+    with pytest.MonkeyPatch.context() as patched, FakeCuda(patched, seed, without) as cuda:
+        made = CudaRun(job, batches, settings_of(seed, without))
+        cuda.synchronize()
+        cuda.pageable = 0  # the start may wait
+        assert_equal_bits(made.run(), losses, end)
+    return cuda
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))
@@ -54,12 +74,20 @@ def test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop(first
         run(seed)
 
 
+def test_cuda_streams_give_the_bits_of_the_plain_loop_and_copy_from_page_locked_memory_only() -> None:
+    for seed in range(count(4, soak=200)):
+        cuda = run_on_cuda(seed)
+        assert not cuda.pageable, "the host waits for such a copy"
+        assert not cuda.registered, "a ring stayed page-locked"
+
+
 # those: tests/adopt/test_streams.py, tests/system/test_ranks.py
+@pytest.mark.parametrize("run", [run, run_on_cuda])
 @pytest.mark.parametrize("wait", [wait for wait in get_args(Wait) if wait not in ("used", *get_args(RankWait))])
-def test_without_any_one_wait_some_order_gives_wrong_bits(wait: Wait) -> None:
+def test_without_any_one_wait_some_order_gives_wrong_bits(wait: Wait, run: Callable[[int, Wait], object]) -> None:
     for seed in range(50):
         try:
-            run(seed, without=wait)
+            run(seed, wait)
         except StuckError:
             raise  # leaving out a wait must not block a run
         except (AssertionError, RowcastError, IndexError, RuntimeError):

@@ -12,7 +12,7 @@ from rowcast.trainer.step.staging import Staging, StagingSpan
 
 class FullDevice(PlainStreams):
     def allocate(self, nbytes: int) -> torch.Tensor:
-        raise RuntimeError("CUDA out of memory. Tried to allocate\nmore lines")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore lines")
 
 
 def taken(staging: Staging, nbytes: int) -> StagingSpan:

@@ -40,6 +40,8 @@ def page_locked(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool
 
 
 def clear_sticky_error(device: torch.device) -> None:
-    """Clears the error of a refused registration by a harmless kernel launch; else the next launch would raise it."""
+    """Clears the error of a refused registration by a kernel that does no harm; else the next launch would raise it."""
     with suppress(RuntimeError):
-        torch.zeros(1, device=device)
+        torch.ones(1, device=device).add_(
+            1
+        )  # an addition is always a kernel; zeros may be a memset, which clears nothing

@@ -284,8 +284,9 @@ class CudaMark:
 class CudaStream(Stream):
     is_device = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        """`priority`: lower is earlier, when kernels of several streams are ready."""
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def run(self, closure: Closure) -> None:
         with torch.cuda.stream(self._stream):
@@ -327,7 +328,8 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, compute: Stream | None = None) -> None:
         """`compute`: used instead of a new stream."""
         self.device = device
-        self.copy_in, self.fill, self.evict = (CudaStream(device) for _ in range(3))
+        # rows are moved by short kernels, which would queue behind those of a step that fill the device
+        self.copy_in, self.fill, self.evict = (CudaStream(device, priority=-1) for _ in range(3))
         self.compute = self.exchange = compute or CudaStream(device)
 
     def allocate(self, nbytes: int) -> Tensor:

@@ -34,13 +34,13 @@ from rowcast.protocol.session import Session, check_welcome
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import recorded_stages
+from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.page_locking import page_locked
 from rowcast.trainer.device.phases import PhaseClock, phase_clock
 from rowcast.trainer.device.streams import OnDevice, Streams, release_memory
@@ -156,13 +156,8 @@ class Connection:
         records = make_records(welcome.slots, parts.groups, parts.device)
         streams = make_streams(parts.device)
         clock = phase_clock(streams.compute, parts.counters.lapped)
-        try:
+        with memory_for(f"no room for the model on {parts.device} beside the cache", "make cache.capacity smaller"):
             model, steps = make_model(records, clock)
-        except torch.OutOfMemoryError as error:
-            first_line = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"no room for the model on {parts.device} beside the cache ({first_line}); make cache.capacity smaller"
-            ) from None
         engine = self.engine = TrainerEngine(
             TrainerParts(
                 groups=parts.groups,

@@ -22,8 +22,9 @@ from rowcast.protocol.messages import EndOfData, Flush, Replica, Restore, Saved
 from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingWriter
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.state_table import StateTable
+from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.host_memory import FetchRing
 from rowcast.trainer.device.streams import Event, Streams
 from rowcast.trainer.models.model_state import ModelStatePieces
@@ -245,7 +246,8 @@ class TrainerBarrier:
         if not message.piece:
             widths = [group.record_bytes for group in self._slots.groups]
             pieces = deque(cut(0, message.num_dirty, widths, self._evict_staging.nbytes))
-            block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu")
+            pinned = self._slots.streams.device.type == "cuda"  # else the copy below would make the host wait
+            block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._flush = ArrivingFlush(header=message, block=block, pieces=pieces)
         if payload is not None and message.payload is not None and message.span is not None:
             self._open.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
@@ -258,14 +260,9 @@ class TrainerBarrier:
         """Copies the slots, once all have arrived, to the device, and requests the checksums of their rows."""
         self._check.barrier_arrays(message, content.numpy())
         streams = self._slots.streams
-        try:
+        what = f"barrier {message.barrier} brings {message.arrays_bytes} bytes of slots, for which {streams.device} "
+        with memory_for(f"{what}has no room", "make cache.capacity or data.batch_size smaller"):
             block = streams.allocate(message.arrays_bytes)
-        except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"barrier {message.barrier} brings {message.arrays_bytes} bytes of slots, for which {streams.device} "
-                f"has no room ({first_line}); make cache.capacity or data.batch_size smaller"
-            ) from None
         streams.fill.copy(content, block)
         self._dirty = unpack(block, message.arrays)
         self._checks.barrier_opened(message, self._dirty)

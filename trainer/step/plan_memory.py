@@ -22,7 +22,8 @@ from rowcast.protocol.messages import ArraySpec, PlanHeader
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
-from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.kernels.arrange import arrange
 from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_items
@@ -107,14 +108,9 @@ class PlanMemory:
             self._streams.copy_in.run(partial(arrange, self._groups[group], order, *inputs, *made))
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
-        try:
+        what = f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room"
+        with memory_for(what, "make data.batch_size or cache.capacity smaller"):
             return self._streams.allocate(nbytes * 5 // 4)
-        except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room "
-                f"({first_line}); make data.batch_size or cache.capacity smaller"
-            ) from None
 
     def _host_memory(self, nbytes: int) -> Tensor:
         is_cuda = self._streams.device.type == "cuda"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import RowSpan
-from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.step.sender import EvictTask, Sender
 from rowcast.trainer.step.staging import Staging, StagingSpan
@@ -103,14 +103,9 @@ class EvictStaging:
 
 def make_records(slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[Tensor]:
     """Allocates the slots of each group, f32 [slots, record_floats]. Raises ConfigError if device memory is short."""
-    try:
+    nbytes = sum(rows * group.record_bytes for rows, group in zip(slots, groups, strict=True))
+    with memory_for(f"cache.capacity: no room for {nbytes} bytes of slots on {device}", "make it smaller"):
         return [
             torch.zeros(rows, group.record_floats, dtype=torch.float32, device=device)
             for rows, group in zip(slots, groups, strict=True)
         ]
-    except RuntimeError as error:
-        nbytes = sum(rows * group.record_bytes for rows, group in zip(slots, groups, strict=True))
-        first_line = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"cache.capacity: no room for {nbytes} bytes of slots on {device} ({first_line}); make it smaller"
-        ) from None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.streams import Event, Streams
 
 
@@ -39,14 +39,9 @@ class Staging:
 
     def __init__(self, streams: Streams, nbytes: int) -> None:
         """Raises ConfigError if device memory does not suffice."""
-        try:
+        what = f"no room for {nbytes} bytes of staging on {streams.device}"
+        with memory_for(what, "make cache.capacity or data.batch_size smaller"):
             self._content = streams.allocate(nbytes)
-        except RuntimeError as error:
-            first_line = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"no room for {nbytes} bytes of staging on {streams.device} ({first_line}); make cache.capacity or "
-                "data.batch_size smaller"
-            ) from None
         self.nbytes = nbytes
         self._end = 0  # where the newest span ends
         self._spans: deque[StagingSpan] = deque()  # spans whose bytes were not reused

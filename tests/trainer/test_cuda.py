@@ -1,0 +1,121 @@
+"""What only a CUDA device reaches, on one that is not there."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from rowcast.protocol.transport.ring_file import in_memory_buffer
+from rowcast.trainer.adopt.stream_order import StreamOrder
+from rowcast.trainer.device.device_memory import memory_for
+from rowcast.trainer.device.host_memory import Bounced, Direct, host_memory
+from rowcast.trainer.device.page_locking import page_locked
+from rowcast.trainer.device.phases import Lap, phase_clock
+from rowcast.trainer.device.streams import (
+    Wait,
+    adopted_streams,
+    make_streams,
+    on_device,
+    peak_device_bytes,
+    release_memory,
+)
+from rowcast.trainer.models.evaluate import to_host
+from rowcast.trainer.models.model_state import random_state, restore_random
+from tests.support.fake_cuda import CUDA, FakeCuda
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    with FakeCuda(monkeypatch) as made:
+        yield made
+
+
+def test_rings_are_page_locked_while_they_are_used(cuda: FakeCuda) -> None:
+    rings = [in_memory_buffer(8192), in_memory_buffer(4096)]
+    with page_locked(rings, CUDA) as is_locked:
+        assert is_locked
+        assert cuda.registered == {ring.ctypes.data: ring.nbytes for ring in rings}
+        assert isinstance(host_memory(rings[0], CUDA, page_locked=is_locked), Direct)
+    assert not cuda.registered
+
+
+def test_a_ring_that_is_refused_leaves_no_error_behind_and_is_copied_through_a_page_locked_buffer(
+    cuda: FakeCuda,
+) -> None:
+    rings = [in_memory_buffer(4096), in_memory_buffer(4096)]
+    cuda.refused.add(rings[1].ctypes.data)
+    with page_locked(rings, CUDA) as is_locked:
+        assert not is_locked
+        assert not cuda.stale_error, "the next launch would raise it"
+        memory = host_memory(rings[1], CUDA, page_locked=is_locked)
+        assert isinstance(memory, Bounced)
+        assert cuda.holds("pinned", memory.arriving(rings[1]))
+    assert not cuda.registered, "the ring that was locked is not"
+
+
+def test_only_memory_that_is_short_is_said_to_be_short() -> None:
+    with pytest.raises(RuntimeError, match="illegal address"), memory_for("no room for rows", "take fewer"):
+        raise RuntimeError("CUDA error: illegal address")
+
+
+def test_phases_are_measured_by_the_marks_between_them(cuda: FakeCuda) -> None:
+    compute, laps = make_streams(CUDA).compute, dict[Lap, float]()
+    clock = phase_clock(compute, lambda lap, seconds, step, ended_s: laps.update({lap: seconds}))
+
+    def step() -> None:
+        clock.begin(0)
+        compute.run(lambda: cuda.spend(2))
+        clock.lap("lookup")
+        compute.run(lambda: cuda.spend(5))
+        clock.lap("forward")
+
+    compute.run(step)
+    cuda.synchronize()
+    clock.complete(0)
+    assert laps == {"lookup": pytest.approx(2e-3), "forward": pytest.approx(5e-3)}
+
+
+def test_streams_that_move_rows_come_before_the_one_that_computes(cuda: FakeCuda) -> None:
+    streams = make_streams(CUDA)
+    found = {name: getattr(streams, name)._stream.priority for name in ("copy_in", "fill", "evict", "compute")}
+    assert found == {"copy_in": -1, "fill": -1, "evict": -1, "compute": 0}
+
+
+@pytest.mark.parametrize("without", [None, "used"])
+def test_a_step_of_a_script_is_complete_once_its_work_on_every_stream_is(
+    without: Wait | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every order; and in some not, where the waits are left out."""
+    orders = set()
+    for seed in range(20):
+        done: list[str] = []
+        with monkeypatch.context() as patched, FakeCuda(patched, seed, without) as cuda, on_device(CUDA):
+            streams = adopted_streams(CUDA)
+            order, loader = StreamOrder(streams.compute), cuda.new_stream()
+            with torch.cuda.stream(loader):
+                streams.compute.run(partial(done.append, "batch"))
+                order.record()
+            streams.compute.run(partial(done.append, "update"))
+            order.lap("update")
+            order.gather()
+            step = streams.compute.record()
+            while not streams.done(step, "results"):
+                streams.advance()
+        orders.add(frozenset(done))
+    whole = {frozenset({"batch", "update"})}
+    assert orders == whole if without is None else orders > whole
+
+
+def test_the_state_of_the_device_s_random_numbers_is_saved_and_restored(cuda: FakeCuda) -> None:
+    saved = random_state(CUDA)
+    torch.cuda.set_rng_state(torch.zeros(16, dtype=torch.uint8), CUDA)
+    restore_random(CUDA, saved)
+    assert torch.equal(torch.cuda.get_rng_state(CUDA), saved["random.cuda"])
+
+
+def test_counts_leave_the_device_through_page_locked_memory(cuda: FakeCuda) -> None:
+    counts = torch.ones(4, device=CUDA)
+    assert cuda.holds("pinned", to_host(counts))
+    assert peak_device_bytes(CUDA, 0) == counts.nbytes
+    release_memory(CUDA)
