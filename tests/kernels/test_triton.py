@@ -157,9 +157,9 @@ def test_no_entry_of_the_block_table_changes_a_bit(monkeypatch: pytest.MonkeyPat
     group, layout = random_group(3, 20, 37, 4), Layout(dim=12, kind="rowwise_adagrad", dtype=torch.float16)
     records, grads = layout.records(23), random_gradients(37, 12)
     found = []
-    for rows, update, unroll in ((64, 16, 4), (2, 2, 1), (128, 32, 3)):
-        monkeypatch.setitem(blocks.TABLE, 16, ((rows, 4), (rows, 1), (update, 1)))
-        for name in ("UNROLL_LOOKUP", "UNROLL_UPDATE", "UNROLL_JOIN"):
+    for rows, chunk, unroll in ((64, 16, 4), (2, 2, 1), (128, 32, 3)):
+        monkeypatch.setitem(blocks.TABLE, 16, ((rows, 4), (rows, 1), (chunk, 2 * rows, 1), (chunk, 1)))
+        for name in ("UNROLL_LOOKUP", "UNROLL_CHUNK", "UNROLL_UPDATE", "UNROLL_JOIN"):
             monkeypatch.setattr(blocks, name, unroll)
         for cached in (
             blocks.blocks_for,

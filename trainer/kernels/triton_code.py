@@ -4,6 +4,7 @@ A program holds ROWS bags or rows, BLOCK columns wide: the dimension D, rounded 
 or rows are i32 [ROWS], their values f32 [ROWS, BLOCK].
 
     rows_at      one look-up of each
+    scaled       divided and multiplied
     sum_of       0.0 + source[index[first]] + source[index[first + 1]] + ... of each
     row_sums     the sum of each over its columns, in an order that depends only on D
     train_rows   the row optimizer on their gradients
@@ -43,28 +44,44 @@ def rows_at(
     index: tl.tensor,
     place: tl.tensor,
     live: tl.tensor,
-    divisors: tl.tensor,
-    weights: tl.tensor,
-    weight_order: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Returns f32 [ROWS, BLOCK]: the rows index[place] of `source`, or rows `place` without an index.
 
-    WIDTH: the columns to read; other columns, and rows that are not `live`, are 0.0. A row is divided by its divisor,
-    then multiplied by weights[weight_order[place]], or by weights[place] without an order.
+    WIDTH: the columns to read; other columns, and rows that are not `live`, are 0.0.
     """
     columns = tl.arange(0, BLOCK)[None, :]
-    row = place if index is None else tl.load(index + place, mask=live, other=0)
-    row = row.to(tl.int64)  # 16.8 M rows of 128 columns exceed 2**31 elements
+    row = number_at(index, place, live).to(tl.int64)  # 16.8 M rows of 128 columns exceed 2**31 elements
     at = source + row[:, None] * stride + columns
-    values = tl.load(at, mask=live[:, None] & (columns < WIDTH), other=0.0).to(tl.float32)
+    return tl.load(at, mask=live[:, None] & (columns < WIDTH), other=0.0).to(tl.float32)
+
+
+@device
+def scaled(
+    values: tl.tensor,
+    index: tl.tensor,
+    place: tl.tensor,
+    live: tl.tensor,
+    divisors: tl.tensor,
+    weights: tl.tensor,
+    weight_order: tl.tensor,
+) -> tl.tensor:
+    """Divides each row by its divisor, then multiplies it by weights[weight_order[place]], or by weights[place] without
+    an order."""
     if divisors is not None:
+        row = number_at(index, place, live)
         values = tl.div_rn(values, tl.load(divisors + row, mask=live, other=1.0)[:, None])
     if weights is not None:
-        lookup = place if weight_order is None else tl.load(weight_order + place, mask=live, other=0)
+        lookup = number_at(weight_order, place, live)
         values = values * tl.load(weights + lookup, mask=live, other=0.0)[:, None]
     return values
+
+
+@device
+def number_at(index: tl.tensor, place: tl.tensor, live: tl.tensor) -> tl.tensor:
+    """Returns index[place], or `place` without an index."""
+    return place if index is None else tl.load(index + place, mask=live, other=0)
 
 
 @device
@@ -82,17 +99,20 @@ def sum_of(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> tl.tensor:
-    """Returns f32 [ROWS, BLOCK]: starts from 0.0 and adds `rows_at` each position from first to first + count - 1.
+    """Returns f32 [ROWS, BLOCK]: starts from 0.0 and adds the `scaled` row of each position, from first to
+    first + count - 1.
 
     A row without further look-ups adds 0.0: a sum that starts from 0.0 is never -0.0, so this changes no bits.
     """
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, tl.max(count, 0), UNROLL):
+        loaded = ()
+        for k in tl.static_range(UNROLL):  # all loads before the first division, which is a branch
+            live = start + k < count
+            loaded += (rows_at(source, stride, index, first + (start + k), live, WIDTH, BLOCK),)  # type: ignore[assignment]
         for k in tl.static_range(UNROLL):
             live = start + k < count
-            total += rows_at(
-                source, stride, index, first + (start + k), live, divisors, weights, weight_order, WIDTH, BLOCK
-            )
+            total += scaled(loaded[k], index, first + (start + k), live, divisors, weights, weight_order)
     return total
 
 

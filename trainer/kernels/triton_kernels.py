@@ -12,7 +12,7 @@ is None.
 
 import triton.language as tl
 
-from rowcast.trainer.kernels.triton_code import device, kernel, rows_at, sum_of, train_rows
+from rowcast.trainer.kernels.triton_code import device, kernel, rows_at, scaled, sum_of, train_rows
 
 
 @kernel("num_bags")
@@ -34,7 +34,8 @@ def lookup_kernel(
     bag = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = bag < num_bags
     if offsets is None:
-        total = 0.0 + rows_at(weight, WEIGHT_STRIDE, slots, bag, live, None, weights, None, WEIGHT_WIDTH, BLOCK)
+        rows = rows_at(weight, WEIGHT_STRIDE, slots, bag, live, WEIGHT_WIDTH, BLOCK)
+        total = 0.0 + scaled(rows, slots, bag, live, None, weights, None)
     else:
         first = tl.load(offsets + bag, mask=live, other=0)
         count = tl.load(offsets + bag + 1, mask=live, other=0) - first
@@ -43,7 +44,7 @@ def lookup_kernel(
         )
     if divisors is not None:
         total = tl.div_rn(total, tl.load(divisors + bag, mask=live, other=1.0)[:, None])
-    put(pooled, bag, total, live, D, BLOCK)
+    put(pooled, bag, total, live, D, D, BLOCK)
 
 
 @kernel("num_rows", "num_chunks")
@@ -67,6 +68,9 @@ def segments_kernel(
     num_rows: tl.tensor,
     num_chunks: tl.tensor,
     CHUNK: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    CHUNK_UNROLL: tl.constexpr,
+    SUM_STRIDE: tl.constexpr,
     RULE: tl.constexpr,
     CONSTANTS: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -80,34 +84,61 @@ def segments_kernel(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    chunk_programs = tl.cdiv(num_chunks, ROWS)
-    is_chunk = tl.program_id(0) < chunk_programs
-    own = (tl.program_id(0) - (0 if is_chunk else chunk_programs)) * ROWS + tl.arange(0, ROWS)
-    if is_chunk:
-        live = own < num_chunks
-        which = tl.load(chunk_rows + own, mask=live, other=0)
-        row = tl.load(long_rows + which, mask=live, other=0)
-        chunk = own - tl.load(chunk_offsets + which, mask=live, other=0)
-        first = tl.load(segment_offsets + row, mask=live, other=0) + chunk * CHUNK
-        end = tl.load(segment_offsets + row + 1, mask=live, other=0)
-        count = tl.where(live, tl.minimum(end - first, CHUNK), 0)
+    chunk_programs = tl.cdiv(num_chunks, CHUNK_ROWS)
+    if tl.program_id(0) < chunk_programs:
+        sum_chunks(
+            pooled_grad, divisors, weights, bag_order, lookup_order, segment_offsets,
+            long_rows, chunk_offsets, chunk_rows, chunk_sums, num_chunks,
+            CHUNK, SUM_STRIDE, D, BLOCK, CHUNK_ROWS, CHUNK_UNROLL,
+        )  # fmt: skip
     else:
+        own = (tl.program_id(0) - chunk_programs) * ROWS + tl.arange(0, ROWS)
         live = own < num_rows
         first = tl.load(segment_offsets + own, mask=live, other=0)
         count = tl.load(segment_offsets + own + 1, mask=live, other=0) - first
         live = live & (count <= CHUNK)
         count = tl.where(live, count, 0)
+        slots = None if unique_slots is None else tl.load(unique_slots + own, mask=live, other=0)
+        total = sum_of(pooled_grad, D, bag_order, first, count, divisors, weights, lookup_order, D, BLOCK, ROWS, UNROLL)
+        if row_grads is not None:
+            put(row_grads, own, total, live, D, D, BLOCK)
+        else:
+            train_rows(
+                total, slots, live, weight, master, states, rate,
+                RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, WEIGHT_WIDTH, WIDTH, D, BLOCK,
+            )  # fmt: skip
+
+
+@device
+def sum_chunks(
+    pooled_grad: tl.tensor,
+    divisors: tl.tensor,
+    weights: tl.tensor,
+    bag_order: tl.tensor,
+    lookup_order: tl.tensor,
+    segment_offsets: tl.tensor,
+    long_rows: tl.tensor,
+    chunk_offsets: tl.tensor,
+    chunk_rows: tl.tensor,
+    chunk_sums: tl.tensor,
+    num_chunks: tl.tensor,
+    CHUNK: tl.constexpr,
+    SUM_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = own < num_chunks
+    which = tl.load(chunk_rows + own, mask=live, other=0)
+    row = tl.load(long_rows + which, mask=live, other=0)
+    chunk = own - tl.load(chunk_offsets + which, mask=live, other=0)
+    first = tl.load(segment_offsets + row, mask=live, other=0) + chunk * CHUNK
+    end = tl.load(segment_offsets + row + 1, mask=live, other=0)
+    count = tl.where(live, tl.minimum(end - first, CHUNK), 0)
     total = sum_of(pooled_grad, D, bag_order, first, count, divisors, weights, lookup_order, D, BLOCK, ROWS, UNROLL)
-    if is_chunk:
-        put(chunk_sums, own, total, live, D, BLOCK)
-    elif row_grads is not None:
-        put(row_grads, own, total, live, D, BLOCK)
-    else:
-        slots = tl.load(unique_slots + own, mask=live, other=0)
-        train_rows(
-            total, slots, live, weight, master, states, rate,
-            RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, WEIGHT_WIDTH, WIDTH, D, BLOCK,
-        )  # fmt: skip
+    put(chunk_sums, own, total, live, SUM_STRIDE, SUM_STRIDE, BLOCK)
 
 
 @kernel("num_long")
@@ -122,6 +153,7 @@ def join_kernel(
     states: tl.tuple,
     rate: tl.tensor,
     num_long: tl.tensor,
+    SUM_STRIDE: tl.constexpr,
     RULE: tl.constexpr,
     CONSTANTS: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -140,11 +172,11 @@ def join_kernel(
     row = tl.load(long_rows + own, mask=live, other=0)
     first = tl.load(chunk_offsets + own, mask=live, other=0)
     count = tl.load(chunk_offsets + own + 1, mask=live, other=0) - first
-    total = sum_of(chunk_sums, D, None, first, count, None, None, None, D, BLOCK, ROWS, UNROLL)
+    slots = None if unique_slots is None else tl.load(unique_slots + row, mask=live, other=0)
+    total = sum_of(chunk_sums, SUM_STRIDE, None, first, count, None, None, None, SUM_STRIDE, BLOCK, ROWS, UNROLL)
     if row_grads is not None:
-        put(row_grads, row, total, live, D, BLOCK)
+        put(row_grads, row, total, live, D, D, BLOCK)
     else:
-        slots = tl.load(unique_slots + row, mask=live, other=0)
         train_rows(
             total, slots, live, weight, master, states, rate,
             RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, WEIGHT_WIDTH, WIDTH, D, BLOCK,
@@ -186,8 +218,14 @@ def apply_kernel(
 
 @device
 def put(
-    out: tl.tensor, row: tl.tensor, values: tl.tensor, live: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr
+    out: tl.tensor,
+    row: tl.tensor,
+    values: tl.tensor,
+    live: tl.tensor,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Stores `values` in rows of f32 [.., D]."""
+    """Stores `values` in rows of f32 [.., STRIDE], up to column WIDTH."""
     columns = tl.arange(0, BLOCK)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * D + columns, values, mask=live[:, None] & (columns < D))
+    tl.store(out + row.to(tl.int64)[:, None] * STRIDE + columns, values, mask=live[:, None] & (columns < WIDTH))

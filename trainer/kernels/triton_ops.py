@@ -84,16 +84,20 @@ def run_update(
 ) -> None:
     """`result`: the kernels' arguments from row_grads to rate."""
     long_rows, chunk_offsets, chunk_rows = group.chunks
-    num_rows, num_chunks, num_long = len(group.unique_slots), len(chunk_rows), len(long_rows)
-    sums = torch.empty(num_chunks, pooled_grad.shape[1], dtype=torch.float32, device=pooled_grad.device)
-    rows, chunk = options["ROWS"], rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS
-    segments_kernel[(cdiv(num_chunks, rows) + cdiv(num_rows, rows),)](
+    num_rows, num_chunks, num_long, dim = len(group.unique_slots), len(chunk_rows), len(long_rows), options["D"]
+    blocks, sum_stride = blocks_for(dim, 4), aligned(4 * dim) // 4
+    sums = torch.empty(num_chunks, sum_stride, dtype=torch.float32, device=pooled_grad.device)
+    programs = cdiv(num_chunks, blocks.chunk.rows) + cdiv(num_rows, blocks.update.rows)
+    segments_kernel[(programs,)](
         pooled_grad.contiguous(), divisors, group.weights, group.bag_order, group.lookup_order, group.segment_offsets,
-        long_rows, chunk_offsets, chunk_rows, sums, *result, num_rows, num_chunks, CHUNK=chunk, **options,
+        long_rows, chunk_offsets, chunk_rows, sums, *result, num_rows, num_chunks,
+        CHUNK=rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS, CHUNK_ROWS=blocks.chunk.rows,
+        CHUNK_UNROLL=blocks.chunk.unroll, SUM_STRIDE=sum_stride, **options,
     )  # fmt: skip
     if num_long:
-        options = options | {"UNROLL": blocks_for(options["D"], 4).join.unroll}
-        join_kernel[(cdiv(num_long, rows),)](sums, long_rows, chunk_offsets, *result, num_long, **options)
+        options = options | shape_options(blocks.join)
+        programs = cdiv(num_long, blocks.join.rows)
+        join_kernel[(programs,)](sums, long_rows, chunk_offsets, *result, num_long, SUM_STRIDE=sum_stride, **options)
 
 
 def training(rows: RecordViews, unique_slots: Tensor, rule: Rule) -> tuple[tuple[Any, ...], Options]:
@@ -157,7 +161,11 @@ def train_options(
 
 
 def block_options(block: BlockShape, dim: int, columns: int) -> Options:
-    return {"D": dim, "BLOCK": columns, "ROWS": block.rows, "UNROLL": block.unroll, "num_warps": block.warps, **ROUNDED}
+    return {"D": dim, "BLOCK": columns, **shape_options(block), **ROUNDED}
+
+
+def shape_options(block: BlockShape) -> Options:
+    return {"ROWS": block.rows, "UNROLL": block.unroll, "num_warps": block.warps}
 
 
 def padded(dim: int, item_bytes: int, record_bytes: int) -> int:
