@@ -55,6 +55,20 @@ class BottomAndTop(Model, frozen=True, kw_only=True):
     top_mlp: Widths = []
 
 
+class DLRMSettings(BottomAndTop, frozen=True, kw_only=True):
+    # how the products of all pairs are computed: `bmm` by torch, or `fused` in one pass over the embeddings, with
+    # other bits: kernels on CUDA, and much slower plain torch operations on a CPU; `fused` refuses `compile`
+    interaction: Literal["bmm", "fused"] = "bmm"
+
+    def check(self) -> None:
+        super().check()
+        if self.interaction == "fused" and self.compile:
+            raise ValueError(
+                'model.interaction = "fused" has kernels of its own, which model.compile = true cannot compile; remove '
+                "one of the two"
+            )
+
+
 class DCNv2Settings(BottomAndTop, frozen=True, kw_only=True):
     cross_layers: Width = 3  # the number of layers of the cross network
     cross_rank: Width = 512  # the rank of a cross layer: the width between its two matrices
@@ -163,7 +177,7 @@ class BuiltInModel:
 
 
 BUILT_IN_MODELS = {
-    "dlrm": BuiltInModel(f"{MODELS}.dlrm:DLRM", BottomAndTop, {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ONE}),
+    "dlrm": BuiltInModel(f"{MODELS}.dlrm:DLRM", DLRMSettings, {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ONE}),
     "dcnv2": BuiltInModel(f"{MODELS}.dcnv2:DCNv2", DCNv2Settings, {"bottom_mlp": ANY, "top_mlp": ONE}),
     "tbsm": BuiltInModel(
         f"{MODELS}.tbsm:TBSM",

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
+from rowcast.trainer.models.neighbours import cut, joined
+from tests.support.facts import facts
 from tests.support.full_capacity import Concatenated, make_job
 
 NUM_DENSE = 5
@@ -44,6 +46,38 @@ def test_dlrm_is_bottom_mlp_then_pairwise_products_then_top_mlp() -> None:
     top = (top @ weights["top_mlp.0.weight"].T + weights["top_mlp.0.bias"]).relu()
     logits = top @ weights["top_mlp.1.weight"].T + weights["top_mlp.1.bias"]
     torch.testing.assert_close(model(dense, embeddings), logits[:, 0])
+
+
+def test_a_fused_interaction_is_that_of_bmm_but_for_roundings_and_trains_with_bits_of_its_own_order() -> None:
+    plain, fused = (
+        build_model(job_with(dim=16, bottom_mlp=[6, 16], top_mlp=[8, 1], **own), NUM_DENSE)
+        for own in ({}, {"interaction": "fused"})
+    )
+    dense, embeddings = inputs(7, dim=16)
+    together = torch.cat(embeddings).requires_grad_()
+    found = []
+    for model in (plain, fused):
+        logits = model(dense, cut(together, [7, 7, 7]))
+        torch.autograd.backward(logits.sum())
+        found.append((logits, together.grad))
+        together.grad = None
+    torch.testing.assert_close(found[1], found[0])
+    with pytest.raises(ConfigError, match=facts("model.interaction", "fused", "model.compile")):
+        job_with(dim=16, bottom_mlp=[16], top_mlp=[1], interaction="fused", compile=True)
+
+
+def test_features_of_one_group_are_neither_stacked_nor_joined_by_a_copy() -> None:
+    whole = torch.arange(24.0).view(6, 4).requires_grad_()
+    parts = cut(whole, [1, 2, 3])
+    assert joined(parts).data_ptr() == whole.data_ptr()
+    grads = torch.randn(6, 4)
+    kept: list[Tensor] = []
+    whole.register_hook(kept.append)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(parts, list(grads.split_with_sizes([1, 2, 3])))
+    assert kept[0].data_ptr() == grads.data_ptr()
+    apart = [parts[1], parts[0], parts[2]]
+    assert torch.equal(joined(apart), torch.cat(apart))
+    assert torch.equal(joined([parts[0], parts[2]]), torch.cat([parts[0], parts[2]]))
 
 
 def test_dlrm_names_its_parameters_by_linear_layer_and_keeps_nothing_else() -> None:

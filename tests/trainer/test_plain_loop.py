@@ -41,6 +41,12 @@ pytestmark = pytest.mark.usefixtures("threads")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 
+def test_a_fused_interaction_equals_the_plain_loop() -> None:
+    tables = [table("a", 7, 8, ["a"]), table("b", 400, 8, ["b", "c"], "mean")]
+    model = {"bottom_mlp": [6, 8], "top_mlp": [8, 1], "interaction": "fused"}
+    assert_equal_to_plain_loop(make_job(tables, "adagrad", model), lengths=(0, 4))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("dim", "threads"), [(5, 1), (16, 2)], indirect=["threads"])
 class TestEveryOptimizerEqualsThePlainLoop:

@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from functools import cache
 
 import torch
 
@@ -11,7 +12,8 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.kernels import Kernels, torch_ops
-from rowcast.trainer.kernels.self_check import difference
+from rowcast.trainer.kernels.interaction import Interaction, torch_interaction
+from rowcast.trainer.kernels.self_check import difference, equal_bits
 
 WORTH_SAYING_S = 2.0
 
@@ -92,6 +94,50 @@ def refuse_if_lost(device: torch.device, cause: str) -> None:
             f"a Triton kernel failed its check and left {device} unusable for this process ({first_line}); "
             'set trainer.kernels = "torch"'
         ) from None
+
+
+@cache
+def choose_interaction(device: torch.device, kernels: str, num_features: int, dim: int) -> Interaction:
+    """Returns Triton's interaction on CUDA if it runs and has the bits of plain torch operations, otherwise those.
+
+    `kernels`: the job's `trainer.kernels`. Raises ConfigError if the check makes the device unusable.
+    """
+    if device.type != "cuda" or kernels == "torch":
+        return torch_interaction
+    try:
+        from rowcast.trainer.kernels.interaction import triton_interaction
+
+        with on_device(device):
+            found = interaction_difference(triton_interaction, device, num_features, dim)
+    except Exception as error:  # noqa: BLE001 - Triton, its compilers and the driver raise errors of many types
+        cause = f"{type(error).__name__}: {error}"
+        refuse_if_lost(device, cause)
+        found = cause
+    if found is None:
+        return triton_interaction
+    get_logger().warning("interaction in plain torch operations, which is slower", device=str(device), cause=found)
+    return torch_interaction
+
+
+def interaction_difference(
+    kernels: Interaction, device: torch.device, num_features: int, dim: int, batch_size: int = 5
+) -> str | None:
+    """Names the first result that has other bits than plain torch operations on the same device; None if none has."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (
+        (batch_size, dim),
+        (num_features, batch_size, dim),
+        (batch_size, dim + num_features * (num_features + 1) // 2),
+    )
+    bottom, features, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    pairs = {
+        "products": ((kernels.forward(bottom, features),), (torch_interaction.forward(bottom, features),)),
+        "gradients": (kernels.backward(bottom, features, grad), torch_interaction.backward(bottom, features, grad)),
+    }
+    for name, (own, expected) in pairs.items():
+        if not all(map(equal_bits, own, expected)):
+            return f"{name} differ from those of torch"
+    return None
 
 
 def use(device: torch.device) -> None:

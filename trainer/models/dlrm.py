@@ -6,8 +6,9 @@ arXiv 1906.00091
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.models import BottomAndTop
+from rowcast.job.models import BottomAndTop, DLRMSettings
 from rowcast.job.schema import Job
+from rowcast.trainer.models.interaction import fused_interaction
 from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
 
 
@@ -28,6 +29,8 @@ class DLRM(nn.Module):
         num_vectors = len(job.features) + 1
         i, j = torch.tril_indices(num_vectors, num_vectors, offset=-1)
         self.register_buffer("lower", (i * num_vectors + j)[None], persistent=False)
+        self._fused = isinstance(job.model, DLRMSettings) and job.model.interaction == "fused"
+        self._kernels = job.trainer.kernels
         bottom_width = job.model.bottom_mlp[-1]
         self.bottom_mlp = linear_layers([num_dense, *job.model.bottom_mlp], generator)
         self.top_mlp = linear_layers([bottom_width + len(i), *job.model.top_mlp], generator)
@@ -37,6 +40,8 @@ class DLRM(nn.Module):
 
     def interact(self, bottom: Tensor, embeddings: list[Tensor]) -> Tensor:
         """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2]."""
+        if self._fused:
+            return fused_interaction(bottom, embeddings, self._kernels)
         vectors = torch.stack([bottom, *embeddings], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         return torch.cat([bottom, products.gather(1, self.lower.expand(products.shape[0], -1))], dim=1)

@@ -12,6 +12,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.phases import Phase
 from rowcast.trainer.kernels import GroupLookup, Kernels, Rule, torch_ops
 from rowcast.trainer.kernels.record_views import rows_of, rule_at
+from rowcast.trainer.models.neighbours import cut
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
@@ -136,7 +137,7 @@ class GroupRows:
 
     def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
         """f32 [G, D] -> the model's input for each of the group's features."""
-        features: list[Embedded] = list(pooled.split_with_sizes(self._num_bags(lookup)))
+        features: list[Embedded] = list(cut(pooled, self._num_bags(lookup)))
         for feature, offsets in zip(
             self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True
         ):
