@@ -62,7 +62,9 @@ def test_the_training_digests_of_6aa9055_are_those_of_today(name: str) -> None:
     job = load_job(FOLDER / f"{golden['job']}.toml", tuple(golden["set"]))
     files = tuple(DataFile(path="", nbytes=nbytes, checksum="") for nbytes in (9, 8))
     data = TrainingData(files=files, hot_rows="" if job.data.order is None else "77")
-    assert digest_of_version_3(job.content(), data) == golden["digest"]
+    content = job.content()
+    content["model"].pop("interaction", None)  # a later key: the jobs in manifests of version 3 lack it
+    assert digest_of_version_3(content, data) == golden["digest"]
 
 
 def test_a_manifest_of_today_has_the_job_that_one_of_its_version_has() -> None:
