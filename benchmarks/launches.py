@@ -7,8 +7,9 @@ device, each of these is at least one launch or one copy.
 
     python -m benchmarks.launches
 
-    DLRM    26 tables of one dimension: one group
-    DCNv2   26 tables of six dimensions: six groups
+    DLRM          26 tables of one dimension: one group
+    fused DLRM    the same with `model.interaction = "fused"`
+    DCNv2         26 tables of six dimensions: six groups
 """
 
 import os
@@ -33,7 +34,8 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import measure
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, torch_ops
-from rowcast.trainer.models import runner
+from rowcast.trainer.kernels.interaction import torch_interaction
+from rowcast.trainer.models import interaction, runner
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
@@ -41,8 +43,8 @@ from rowcast.trainer.models.job_model import JobModel
 SCALE, BATCH_SIZE = 0.002, 512  # of Criteo Kaggle's tables: the small ones have rows with very many look-ups
 STEPS, FEWER_STEPS = 24, 16  # what the longer of two runs counts more is that of its additional steps
 FIRST_EVALUATION = 5  # in a run that evaluates
-DIMS = {"DLRM": (16,), "DCNv2": (4, 8, 12, 16, 24, 32)}
-CROSS = {"DCNv2": {"cross_rank": 8}}
+DIMS = {"DLRM": (16,), "fused DLRM": (16,), "DCNv2": (4, 8, 12, 16, 24, 32)}
+OWN_KEYS: dict[str, dict[str, Any]] = {"fused DLRM": {"interaction": "fused"}, "DCNv2": {"cross_rank": 8}}
 CACHED = 0.6  # share of the rows that all batches touch, so that rows come and leave in every step
 # operators that launch nothing, besides those that make views: allocations, a number read on the host, profiling
 LAUNCH_NOTHING = {
@@ -120,6 +122,25 @@ class NotedKernels:
         self._launched.update(rows, pooled_grad, group, divisors, rule)
         with self._computing():
             torch_ops.update(rows, pooled_grad, group, divisors, rule)
+
+
+class NotedInteraction:
+    """Implements `Interaction` likewise."""
+
+    def __init__(self, computing: Callable[[], AbstractContextManager[None]]) -> None:
+        from rowcast.trainer.kernels.interaction import triton_interaction
+
+        self._launched, self._computing = triton_interaction, computing
+
+    def forward(self, bottom: Tensor, features: Tensor) -> Tensor:
+        self._launched.forward(bottom, features)
+        with self._computing():
+            return torch_interaction.forward(bottom, features)
+
+    def backward(self, bottom: Tensor, features: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        self._launched.backward(bottom, features, grad)
+        with self._computing():
+            return torch_interaction.backward(bottom, features, grad)
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -205,10 +226,10 @@ def job_of(model: str, optimizer: str, pooling: str) -> Job:
                 for number, rows in enumerate(CRITEO_KAGGLE_CARDINALITIES)
             ],
             "model": {
-                "kind": model.lower(),
+                "kind": model.rpartition(" ")[2].lower(),
                 "bottom_mlp": [64, DIMS[model][0]],
                 "top_mlp": [64, 1],
-                **CROSS.get(model, {}),
+                **OWN_KEYS.get(model, {}),
             },
             "optimizer": {"sparse": {"kind": optimizer, "lr": 0.02}, "dense": {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1GiB"},
@@ -247,10 +268,11 @@ def count(job: Job, *, evaluates: bool) -> Counted:
 
 def count_run(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Counter[tuple[str, str]]:
     counts = Counts()
-    kernels = NotedKernels(lambda: counts.section(None))
+    kernels, fused = NotedKernels(lambda: counts.section(None)), NotedInteraction(lambda: counts.section(None))
     with (
         noted_launches(counts.launched),
         patch.object(runner, "choose_kernels", lambda device, job: kernels),
+        patch.object(interaction, "choose_interaction", lambda *args: fused),
         record(job, batches, slots, torch.device("cpu")) as recording,
     ):
         replay = Replay(recording, job)
