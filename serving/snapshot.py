@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ from rowcast.serving.version_file import (
 HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 NO_WEIGHTS = np.empty(0, np.float32)
 NOTHING = Index(np.zeros(1, np.uint32), np.zeros(1, np.uint16))  # a joined index without versions
+BLOCK_ROWS = 65536
 CHECKS = ("changed", "all")
 
 
@@ -219,6 +221,16 @@ class Snapshot:
     def dense(self) -> dict[str, Any]:
         """Returns the dense weights of the same step under the model's names, as numpy arrays. Do not change them."""
         return self.versions[0].dense
+
+    def rows_of(self, version: OpenVersion, table: str) -> Iterator[tuple[I64, F32]]:
+        """Yields the rows that the files of one of `versions` hold, in blocks: row numbers i64 [n], and f32 [n, width]
+        as they are in this version. For copies to other stores."""
+        view = self.tables[table]
+        files = version.file.tables[view.table.index]
+        numbers = version.rows[view.table.index].view(np.int64).reshape(-1, files.stride // 8)[:, 0]
+        for first in range(0, len(numbers), BLOCK_ROWS):
+            rows = numbers[first : first + BLOCK_ROWS].copy()
+            yield rows, view.rows(rows, Counts())
 
     def _of(self, feature: str) -> tuple[IdRule, TableView]:
         try:
