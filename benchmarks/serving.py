@@ -74,7 +74,7 @@ def quality(now: Snapshot) -> tuple[float, float]:
         rows = [
             torch.tensor(now.tables[name].rows(own, Counts())) + 0.0 for name, own in rows_in(now.job, batch).items()
         ]
-        metrics.update(side.forward(torch.tensor(batch.dense), rows, training=False), torch.tensor(batch.labels))
+        metrics.update(side.forward(torch.tensor(batch.dense), rows, {}, training=False), torch.tensor(batch.labels))
     found = metrics.counts.result()
     assert found.auc is not None
     assert found.logloss is not None
@@ -103,7 +103,7 @@ def lookups(now: Snapshot) -> None:
 
 @torch.no_grad()
 def forward(side: JobModel, dense: torch.Tensor, rows: list[torch.Tensor]) -> Any:
-    return side.forward(dense, rows, training=False)
+    return side.forward(dense, rows, {}, training=False)
 
 
 def sizes(run: Path, now: Snapshot) -> None:

@@ -34,7 +34,7 @@ class Scorer:
         now, side = self._held  # one reference, so one step
         embedded = [self._embedded(now, table, ids[name]) for table in now.job.tables for name in table.features]
         inputs = torch.tensor(np.asarray(dense, np.float32)), embedded
-        return side.logits(side.forward(*inputs, training=False)).numpy()
+        return side.logits(side.forward(*inputs, {}, training=False)).numpy()
 
     def _embedded(self, now: Any, table: Any, bags: list[Any]) -> Embedded:
         [name] = table.features
