@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as check
-from benchmarks.gpu_check import environment, part
+from benchmarks.gpu_check import packages, part
 from benchmarks.gpu_check.findings import Findings, LeftOut
 from benchmarks.gpu_check.host_tables import HostTables
 from benchmarks.gpu_check.jobs import Size, batches_of, make_job, with_touched_rows
@@ -153,10 +153,10 @@ def test_items_for_which_no_time_is_left_are_left_out(tmp_path: Path, monkeypatc
 
 
 def test_a_package_that_a_run_needs_and_nothing_here_has_fails_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment.packages()["passed"], environment.packages()
+    assert packages.packages()["passed"], packages.packages()
     needs = {"pyzmq": ["absent>=1", "extra; extra == 'x'"]}
-    monkeypatch.setattr("benchmarks.gpu_check.environment.requires", lambda name: needs.get(name))
-    found = environment.packages()
+    monkeypatch.setattr("benchmarks.gpu_check.packages.requires", lambda name: needs.get(name))
+    found = packages.packages()
     assert (found["missing"], found["passed"]) == (["absent"], False)
 
 
@@ -193,6 +193,28 @@ def test_a_crash_fails_the_check_and_what_is_left_out_does_not(
     assert found["passed"] is False
     assert found["status"] == {"environment": "passed", "kernels": "crashed"}
     assert "kernels: crashed, SIGSEGV; it was at: adam" in capsys.readouterr().err
+
+
+def test_few_parts_share_the_whole_budget_among_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def run_one(command: list[str], findings: Path, limit_s: float) -> dict[str, Any]:
+        limits.append(limit_s)
+        return {"status": "passed", "items": {}, "left_out": {}}
+
+    monkeypatch.setattr(check, "run_part", run_one)
+    check.run_parts(["environment"], "cpu", 60.0, tmp_path / "check.json")
+    assert limits[0] == pytest.approx(50.0, abs=1.0), "the budget, less what ending a part that hangs takes"
+
+
+def test_a_missing_package_is_named_before_anything_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "packages", lambda: {"missing": ["msgspec", "structlog"]})
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    with pytest.raises(SystemExit):
+        check.main()
+    assert "msgspec, structlog" in capsys.readouterr().err
 
 
 def test_parts_for_which_no_time_is_left_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

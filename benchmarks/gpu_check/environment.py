@@ -2,24 +2,18 @@
 
 import os
 import platform
-import re
 import shutil
-from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_check.findings import NO_DEVICE, Findings
+from benchmarks.gpu_check.packages import packages
 from benchmarks.machine import machine
 from rowcast.protocol.transport.ring_file import SHARED_MEMORY, in_memory_buffer, shared_memory
 from rowcast.trainer.device.page_locking import page_locked
 
 PAGE = 4096
-NEEDED = (
-    "torch", "numpy", "numba", "llvmlite", "pyarrow", "pyzmq", "msgspec", "structlog", "typer", "xxhash",
-    "prometheus-client", "safetensors", "rich", "jinja2",
-)  # fmt: skip
-OPTIONAL = ("triton", "fbgemm-gpu", "torchrec")
 
 
 def check_environment(findings: Findings, device: torch.device) -> None:
@@ -42,27 +36,6 @@ def host_facts() -> dict[str, Any]:
         str(SHARED_MEMORY): {"bytes": shared, "free": free},
         "c_compiler": next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None),
     }
-
-
-def packages() -> dict[str, Any]:
-    """Versions; what a run needs and this machine lacks would otherwise be missed in the middle of another part."""
-    missing = sorted({need for name in NEEDED for need in (name, *needs_of(name)) if installed(need) is None})
-    return {**{name: installed(name) for name in (*NEEDED, *OPTIONAL)}, "missing": missing, "passed": not missing}
-
-
-def needs_of(name: str) -> list[str]:
-    """What an installed package needs on every machine, and what that needs."""
-    if installed(name) is None:
-        return []
-    own = [re.split(r"[^\w.-]", need)[0] for need in requires(name) or [] if ";" not in need]
-    return [need for first in own for need in (first, *needs_of(first))]
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def can_be_pinned(device: torch.device) -> bool:

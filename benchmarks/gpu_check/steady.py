@@ -27,7 +27,7 @@ WARNS = "called a synchronizing CUDA operation"  # what torch says of each
 
 def check_steady(findings: Findings, device: torch.device, folder: Path) -> None:
     size = sizes(device)[0]
-    job, batches = make_job(size, device), batches_of(size, device)
+    job, batches = make_job(size, device, "bf16"), batches_of(size, device)
     slots = slots_for(job, batches, capacity_of(touched(job, batches), SHARE))
     with record(job, batches, slots, device) as recording:
         replay = Replay(recording, job)
