@@ -13,6 +13,8 @@ script needs two lines instead:
 
     EmbeddingBagCollection   a module with the interface of TorchRec's; its tables live in the prefetcher's memory
     EmbeddingBagConfig       one table of it
+    EmbeddingCollection      the same without pooling: `forward` returns a JaggedTensor for each feature
+    EmbeddingConfig          one table of it
     connect                  returns a Loader: iterate over it instead of your data loader
     Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
     Batch                    what a data factory yields (`data.format = "package.module:factory"`)
@@ -31,9 +33,10 @@ if TYPE_CHECKING:
     from rowcast.job.schema import Job
     from rowcast.prefetcher.readers.draws import draws
     from rowcast.protocol.batch import Batch
+    from rowcast.trainer.adopt.keyed_embeddings import JaggedTensor
     from rowcast.trainer.adopt.loader import Loader, connect
-    from rowcast.trainer.adopt.module import EmbeddingBagCollection
-    from rowcast.trainer.adopt.settings import EmbeddingBagConfig
+    from rowcast.trainer.adopt.module import EmbeddingBagCollection, EmbeddingCollection
+    from rowcast.trainer.adopt.settings import EmbeddingBagConfig, EmbeddingConfig
     from rowcast.trainer.models.ranking import ranks_among
     from rowcast.trainer.models.sequences import Sequences
 
@@ -41,6 +44,9 @@ __all__ = [
     "Batch",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "JaggedTensor",
     "Job",
     "Loader",
     "Sequences",
@@ -53,6 +59,9 @@ MODULES = {
     "Batch": "rowcast.protocol.batch",
     "EmbeddingBagCollection": "rowcast.trainer.adopt.module",
     "EmbeddingBagConfig": "rowcast.trainer.adopt.settings",
+    "EmbeddingCollection": "rowcast.trainer.adopt.module",
+    "EmbeddingConfig": "rowcast.trainer.adopt.settings",
+    "JaggedTensor": "rowcast.trainer.adopt.keyed_embeddings",
     "Job": "rowcast.job.schema",
     "Loader": "rowcast.trainer.adopt.loader",
     "Sequences": "rowcast.trainer.models.sequences",

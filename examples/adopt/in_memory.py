@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 import rowcast
@@ -40,6 +41,22 @@ class Embeddings(nn.Module):
             feature: pooled(table, ids[feature])
             for feature, table in zip(self.features, self.embedding_bags.values(), strict=True)
         }
+
+
+class JaggedEmbedding(nn.Module):
+    """One nn.Embedding for several features; feature -> ids i64 [B, L] -> rows f32 [B * L, D] of each."""
+
+    def __init__(self, config: rowcast.EmbeddingConfig) -> None:
+        super().__init__()
+        self.features, self.table = config.feature_names, config.name
+        self.embeddings = nn.ModuleDict({config.name: nn.Embedding(config.num_embeddings, config.embedding_dim)})
+
+    def forward(self, ids: Mapping[str, Tensor]) -> dict[str, rowcast.JaggedTensor]:
+        every = torch.stack([ids[feature] for feature in self.features])
+        _, size, length = every.shape
+        rows = self.embeddings[self.table](every.flatten()).view(len(self.features), size * length, -1)
+        offsets = torch.arange(0, size * length + 1, length, dtype=torch.int32)
+        return {feature: rowcast.JaggedTensor(own, offsets) for feature, own in zip(self.features, rows, strict=True)}
 
 
 def pooled(table: nn.Module, ids: Tensor) -> Tensor:

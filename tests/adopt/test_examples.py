@@ -54,6 +54,18 @@ def test_a_script_with_nn_embedding_gives_the_same_bits_when_it_is_adopted(tmp_p
     assert torch.equal(adopted["embeddings.embedding_bags.tags.weight"], exported["embedding_bags.tags.weight"])
 
 
+def test_a_language_model_beside_a_table_of_n_grams_has_the_bits_of_its_twin_over_nn_embedding(tmp_path: Path) -> None:
+    options = ("--text", str(ROOT / "job"), "--rows", "20000", "--steps")
+    save_file(run("ngram_lm", tmp_path, *options, "0", stand_ins=False), tmp_path / "start")
+    found = [
+        run("ngram_lm", tmp_path, *options, "6", "--start", str(tmp_path / "start"), *plain, stand_ins=False)
+        for plain in ((), ("--plain",))
+    ]
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
 @pytest.mark.parametrize(
     ("name", "stand_ins"),
     [

@@ -178,7 +178,7 @@ def test_a_config_may_come_from_elsewhere() -> None:
     [
         ([config()], {"capacity": None}, 'capacity is missing; give capacity="64MiB"'),
         ([config()], {"optimizer": None}, "optimizer is missing"),
-        ([config(pooling="none")], {}, facts("table t", "pooling = 'none'")),
+        ([config(pooling="none")], {}, facts("table t", 'pooling = "none"', "EmbeddingCollection")),
         ([config(name="a b")], {}, "table name 'a b' must be letters"),
         ([object()], {}, "give EmbeddingBagConfigs"),
         ([config()], {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}, "momentum on rows is refused"),

@@ -177,12 +177,11 @@ def features_lengths(features: Any) -> Tensor:
     return lengths() if callable(lengths) else features.offsets().diff()
 
 
-def check_ids(
-    features: Any, keys: Sequence[str], positions: Sequence[int], slots: Tensor, offsets: Tensor | None
-) -> None:
+def check_ids(features: Any, keys: Sequence[str], positions: Sequence[int], slots: Tensor, expected: Tensor) -> None:
     """Compares the ids of a KeyedJaggedTensor with the slots of one group, whose features are `positions` of `keys`.
 
-    Every bag must have as many ids as slots, and no slot may have two ids. Waits for the device. Raises RuntimeError.
+    `expected`: the slots of each bag. Every bag must have as many ids, and no slot may have two ids. Waits for the
+    device. Raises RuntimeError.
     """
     size = num_samples(features)
     order = list(features.keys())
@@ -191,8 +190,7 @@ def check_ids(
     of_group = [order.index(keys[position]) for position in positions]
     ids = torch.cat([features.values()[ends[f] : ends[f + 1]] for f in of_group]).to(slots.device)
     found = torch.cat([lengths[f] for f in of_group]).to(slots.device)
-    expected = torch.ones_like(found) if offsets is None else offsets.diff().to(found.dtype)
-    if len(ids) != len(slots) or not torch.equal(found, expected):
+    if len(ids) != len(slots) or not torch.equal(found, expected.to(found.dtype)):
         raise another_batch(f"have {len(ids)} ids and the batch {len(slots)}, or bags of other lengths")
     if len(ids):
         first = torch.empty(int(slots.max()) + 1, dtype=ids.dtype, device=ids.device)

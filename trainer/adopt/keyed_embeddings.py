@@ -1,9 +1,51 @@
-"""Holds the module's result, pooled embeddings by feature, with the interface of TorchRec's KeyedTensor."""
+"""Holds the modules' results, with the interfaces of TorchRec's KeyedTensor and JaggedTensor."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+
+class JaggedTensor:
+    """The rows of a feature that is not pooled: n look-ups of B samples, in their order."""
+
+    def __init__(self, values: Tensor, offsets: Tensor) -> None:
+        """values: f32 [n, D]. offsets: i32 [B + 1], from 0 to n."""
+        self._values, self._offsets = values, offsets
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        return self._offsets.diff()
+
+    def weights_or_none(self) -> None:
+        return None
+
+    def device(self) -> torch.device:
+        return self._values.device
+
+    def to_dense(self) -> list[Tensor]:
+        """Returns the rows of each sample. Waits for the device."""
+        return list(self._values.split_with_sizes(self.lengths().tolist()))
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """Returns f32 [B, length, D]: the first rows of each sample, padded at the right.
+
+        desired_length: columns of the result; without it, those of the longest sample, and this waits for the device.
+        """
+        longest = int(self.lengths().max()) if desired_length is None else desired_length
+        starts, ends = self._offsets[:-1].long(), self._offsets[1:].long()
+        lookup = torch.arange(len(self._values), device=ends.device)
+        sample = torch.searchsorted(ends, lookup, right=True)
+        column, dropped = lookup - starts[sample], len(ends) * longest
+        position = torch.where(column < longest, sample * longest + column, dropped)
+        # not by torch.ops.aten._jagged_to_padded_dense_forward, which has no derivative
+        padded = self._values.new_full((dropped + 1, self._values.shape[1]), padding_value)
+        return padded.index_copy(0, position, self._values)[:dropped].view(len(ends), longest, -1)
 
 
 class KeyedEmbeddings:

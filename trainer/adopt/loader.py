@@ -30,7 +30,7 @@ from rowcast.trainer.adopt.batch import LoadedBatch
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.script_run import SessionParts
 from rowcast.trainer.adopt.session import ScriptSession
-from rowcast.trainer.adopt.settings import NO_DATA
+from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.adopt.stderr import print_line
@@ -84,6 +84,11 @@ def connect(
         )
     if accumulate < 1:
         raise ConfigError(f"connect: accumulate = {accumulate} must be a number of micro-batches, at least 1")
+    if accumulate > 1 and ebc.kind is SEQUENCES:
+        raise ConfigError(
+            f"connect: accumulate = {accumulate} cuts pooled rows, and an EmbeddingCollection does not pool; give it "
+            "smaller batches"
+        )
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}
     is_launched = dataset is not None or not ebc.has_job_file

@@ -19,10 +19,11 @@ from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt import run_folder, settings, table_files
 from rowcast.trainer.adopt.batch import VALIDATION, check_features, check_ids
-from rowcast.trainer.adopt.keyed_embeddings import KeyedEmbeddings
+from rowcast.trainer.adopt.keyed_embeddings import JaggedTensor, KeyedEmbeddings
 from rowcast.trainer.adopt.session import ScriptSession
 from rowcast.trainer.device.streams import choose_device, on_device
 from rowcast.trainer.models.runner import step_lookups
+from rowcast.trainer.models.sequences import Embedded, Sequences
 from rowcast.trainer.step.cache import ArrivedStep
 
 NO_BATCH = (
@@ -42,6 +43,8 @@ class EmbeddingBagCollection(nn.Module):
     Rows arrive on the device just before their batch and are updated in the backward pass, by the optimizer given here;
     so the module has no parameters. `rowcast.connect` provides the batches to look up.
     """
+
+    kind = settings.BAGS
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class EmbeddingBagCollection(nn.Module):
             self._job_file = None
             self._content = settings.job_content(
                 tables,
+                kind=self.kind,
                 optimizer=optimizer,
                 capacity=capacity,
                 device="auto" if device is None else str(device),
@@ -90,12 +94,9 @@ class EmbeddingBagCollection(nn.Module):
             )
         self._job = self._parsed(self._content)
         self._has_default_dir = self._job_file is None and self._job.run_dir == default_dir
-        self._configs = list(tables) or settings.configs_of(self._job)
         for table in self._job.tables:
-            if table.pooling == "none":
-                raise ConfigError(
-                    f'table {table.name}: an EmbeddingBagCollection cannot have pooling = "none"; use sum or mean'
-                )
+            self.kind.check(table.name, table.pooling)
+        self._configs = list(tables) or settings.configs_of(self._job, self.kind)
         try:
             self.device = choose_device(self._job.trainer.device)
         except ValueError as error:
@@ -125,8 +126,8 @@ class EmbeddingBagCollection(nn.Module):
     def is_weighted(self) -> bool:
         return bool(self._job.data.columns.weights)
 
-    def forward(self, features: Any) -> KeyedEmbeddings:
-        """Looks up the loader's last batch. Returns f32 [B, D] for each feature.
+    def forward(self, features: Any) -> Any:
+        """Looks up the loader's last batch. Returns f32 [B, D] for each feature, as KeyedEmbeddings.
 
         In training mode, with gradients enabled and on a train batch, the backward pass updates the rows; otherwise
         this only looks up.
@@ -152,13 +153,16 @@ class EmbeddingBagCollection(nn.Module):
             with torch.set_grad_enabled(trains):
                 features_found = current.look_up()
             current.stream_order.record()
-        return KeyedEmbeddings(self._job.features, [found for found in features_found if isinstance(found, Tensor)])
+        return self._keyed(features_found)
+
+    def _keyed(self, found: Sequence[Embedded]) -> Any:
+        return KeyedEmbeddings(self._job.features, [own for own in found if isinstance(own, Tensor)])
 
     def _check_ids(self, features: Any, step: ArrivedStep) -> None:
         if self._job.data.on_invalid_id != "error":
             return  # the reader has replaced invalid ids
         for group, lookup in zip(self._groups, step_lookups(step), strict=True):
-            check_ids(features, self._job.features, group.feature_positions, lookup.slots, lookup.offsets)
+            check_ids(features, self._job.features, group.feature_positions, lookup.slots, lookup.lengths())
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raises RuntimeError for False, which cannot freeze the rows."""
@@ -248,8 +252,9 @@ class EmbeddingBagCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._has_tables:
-            for name, weight in self._weights().items():
-                destination[prefix + name] = weight
+            weights = self._weights()
+            for table in self._job.tables:
+                destination[prefix + self.kind.weight_name(table)] = weights[table_files.weight_name(table)]
 
     def _weights(self) -> dict[str, Tensor]:
         """[num_embeddings, embedding_dim] of each table, mapped from a file. Before a run, loaded tables as given."""
@@ -284,7 +289,7 @@ class EmbeddingBagCollection(nn.Module):
     ) -> None:
         if not self._has_tables:
             return
-        tables = {prefix + table_files.weight_name(table): table for table in self._job.tables}
+        tables = {prefix + self.kind.weight_name(table): table for table in self._job.tables}
         missing = [name for name in tables if name not in state_dict]
         missing_keys += missing
         unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in tables]
@@ -312,6 +317,29 @@ class EmbeddingBagCollection(nn.Module):
         self.write_job_file()
         self._loaded = self._job.run_dir / table_files.LOADED
         table_files.write_tables(self._loaded, self._job.tables, weights)
+
+
+class EmbeddingCollection(EmbeddingBagCollection):
+    """Looks up without pooling: as an EmbeddingBagCollection, but `forward` returns a JaggedTensor for each feature."""
+
+    kind = settings.SEQUENCES
+
+    def embedding_configs(self) -> list[Any]:
+        return list(self._configs)
+
+    def embedding_dim(self) -> int:
+        return self._job.tables[0].embedding_dim
+
+    def need_indices(self) -> bool:
+        return False
+
+    def _keyed(self, found: Sequence[Embedded]) -> dict[str, JaggedTensor]:
+        """Each feature's rows f32 [n, D], with the offsets of the samples; the batch's, if its look-ups are the batch's
+        (data.of), are those of the first sample."""
+        sequences = (own for own in found if isinstance(own, Sequences))
+        return {
+            name: JaggedTensor(own.values, own.offsets) for name, own in zip(self._job.features, sequences, strict=True)
+        }
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
+from rowcast.job.embedding_tables import Table
 from rowcast.job.file import parse_job, read_content
 from rowcast.job.models import NO_MODEL
 from rowcast.job.row_optimizers import SparseOptimizer
@@ -39,9 +40,63 @@ class EmbeddingBagConfig:
     init: str = "uniform"
 
 
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """One table whose look-ups stay separate; TorchRec's EmbeddingConfig has the same fields and also works.
+
+    Fields as in EmbeddingBagConfig.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: list[str] = field(default_factory=list)
+    data_type: str = "fp32"
+    init: str = "uniform"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What distinguishes the two collections."""
+
+    name: str
+    poolings: tuple[str, ...]  # the first is that of a config without one
+    config: type[EmbeddingBagConfig] | type[EmbeddingConfig]
+    other: str  # the one for other poolings
+    attribute: str  # of the module in TorchRec that holds the tables, which begins their names in a state dict
+
+    def weight_name(self, table: Table) -> str:
+        return f"{self.attribute}.{table.name}.weight"
+
+    def check(self, table: str, pooling: str) -> None:
+        """Raises ConfigError."""
+        if pooling not in self.poolings:
+            raise ConfigError(
+                f'table {table}: {self.name} cannot have pooling = "{pooling}"; use {" or ".join(self.poolings)}, or a '
+                f"rowcast.{self.other}"
+            )
+
+
+BAGS = Kind(
+    name="an EmbeddingBagCollection",
+    poolings=("sum", "mean"),
+    config=EmbeddingBagConfig,
+    other="EmbeddingCollection, which does not pool",
+    attribute="embedding_bags",
+)
+SEQUENCES = Kind(
+    name="an EmbeddingCollection",
+    poolings=("none",),
+    config=EmbeddingConfig,
+    other="EmbeddingBagCollection, which pools",
+    attribute="embeddings",
+)
+
+
 def job_content(
     configs: Sequence[Any],
     *,
+    kind: Kind,
     optimizer: SparseOptimizer | Mapping[str, Any] | None,
     capacity: str | int | None,
     device: str,
@@ -53,18 +108,16 @@ def job_content(
     if optimizer is None or capacity is None:
         missing = "optimizer" if optimizer is None else "capacity"
         example = {"optimizer": '{"kind": "adagrad", "lr": 0.05}', "capacity": '"64MiB"'}[missing]
-        raise ConfigError(
-            f"EmbeddingBagCollection: {missing} is missing; give {missing}={example}, or a job file with tables"
-        )
+        raise ConfigError(f"{kind.name}: {missing} is missing; give {missing}={example}, or a job file with tables")
     if not isinstance(optimizer, SparseOptimizer | Mapping):
         raise ConfigError(
-            f"EmbeddingBagCollection: optimizer = {optimizer!r} does not say how rows are trained; give "
+            f"{kind.name}: optimizer = {optimizer!r} does not say how rows are trained; give "
             '{"kind": "adagrad", "lr": 0.05}'
         )
     content: dict[str, Any] = {
         "job": {"seed": seed, "run_dir": run_dir},
         "data": {"format": NO_DATA},
-        "tables": [table_content(config) for config in configs],
+        "tables": [table_content(config, kind) for config in configs],
         "model": {"kind": NO_MODEL},
         # the script has the dense optimizer
         "optimizer": {"sparse": msgspec.to_builtins(optimizer), "dense": {"kind": "sgd", "lr": 0.0}},
@@ -94,20 +147,17 @@ def set_key(content: dict[str, Any], name: str, value: Any) -> None:
         target[last] = key_value
 
 
-def table_content(config: Any) -> dict[str, Any]:
+def table_content(config: Any, kind: Kind) -> dict[str, Any]:
     """A `[[tables]]` entry from a config, TorchRec's or rowcast's. Raises ConfigError."""
     try:
         content = {name: getattr(config, name) for name in ("name", "num_embeddings", "embedding_dim")}
         content["features"] = list(config.feature_names)
     except AttributeError as error:
         raise ConfigError(
-            f"EmbeddingBagCollection: {error}; give EmbeddingBagConfigs, TorchRec's or rowcast.EmbeddingBagConfig"
+            f"{kind.name}: {error}; give {kind.config.__name__}s, TorchRec's or rowcast.{kind.config.__name__}"
         ) from None
-    pooling, dtype = word(getattr(config, "pooling", "sum")), word(getattr(config, "data_type", "fp32"))
-    if pooling not in ("sum", "mean"):
-        raise ConfigError(
-            f"table {config.name}: an EmbeddingBagCollection cannot have pooling = {pooling!r}; use sum or mean"
-        )
+    pooling, dtype = word(getattr(config, "pooling", kind.poolings[0])), word(getattr(config, "data_type", "fp32"))
+    kind.check(config.name, pooling)
     content |= {"pooling": pooling, "init": init_of(config)}
     return content if dtype == "fp32" else content | {"dtype": dtype}
 
@@ -158,15 +208,15 @@ def described(name: str, rows: int, dim: int, features: Sequence[str]) -> str:
     return f"{name} [{rows}, {dim}] of {', '.join(features)}"
 
 
-def configs_of(job: Job) -> list[EmbeddingBagConfig]:
+def configs_of(job: Job, kind: Kind) -> list[Any]:
     return [
-        EmbeddingBagConfig(
+        kind.config(
             name=table.name,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             feature_names=list(table.features),
-            pooling=table.pooling,
             init=table.init,
+            **({"pooling": table.pooling} if kind is BAGS else {}),
         )
         for table in job.tables
     ]
