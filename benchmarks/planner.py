@@ -9,7 +9,11 @@ same batch,
     plan        all that the planner does for a step: RowPlanner.add of a batch and RowPlanner.plan of another
 
 once the cache is full and evicts. Figures are medians of the rounds. A second stream spreads its ids over 10**12 rows;
-a third is planned with two threads. The fit is least squares of relative errors over batch sizes.
+a third is planned with two threads, beside a pair of spin loops that shows what two threads can gain at that moment.
+The fit is least squares of relative errors over batch sizes.
+
+Two group planners plan the largest batches by turns, in one thread: one with a single part, one with eight that come
+one after the other. So processor time tells what several threads would add and what they would divide.
 
     make bench-planner
 """
@@ -19,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,15 +36,19 @@ from benchmarks.machine import machine
 from rowcast.job.file import parse_job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs
-from rowcast.prefetcher.planner.grouping import Grouper
+from rowcast.prefetcher.planner.eviction import new_policy
+from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupPlanner
+from rowcast.prefetcher.planner.grouping import Grouper, Part, Pool, Result
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.runtime.compiled import compiled_loop
 
 BATCH_SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 HORIZON, DEPTH = 16, 4
 SPREAD_ROWS = 10**12
+NUM_PARTS = 8
 RESULT = Path(__file__).parent / "results" / "planner.json"
 
 
@@ -130,6 +139,76 @@ def measure(batch_size: int, rounds: int, *, spread: bool = False, num_threads: 
     )
 
 
+class OneAfterAnother(Pool):
+    """Runs all parts in this thread. `longest_s`: the sum of the longest part of each region; `sum_s`: of all parts."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.num_threads = num_parts
+        self.longest_s = self.sum_s = 0.0
+
+    def over(self, parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
+        found, spent = list[Result](), list[float]()
+        for part in parts:
+            began = time.thread_time()
+            found.append(work(part))
+            spent.append(time.thread_time() - began)
+        self.longest_s += max(spent)
+        self.sum_s += sum(spent)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InParts:
+    """Medians of processor time to enter and move a batch, over those of a planner with one part."""
+
+    batch_size: int
+    num_parts: int
+    whole: float
+    longest: float  # the longest parts and the serial rest
+
+
+def measure_parts(batch_size: int, rounds: int, num_parts: int) -> InParts:
+    groups, batches = stream(batch_size, HORIZON + 12 + rounds, spread=False)
+    grouper = Grouper(groups[0], len(CRITEO_KAGGLE_CARDINALITIES))
+    keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches]
+    slots = 2 * max(map(len, keys))
+    pools = [OneAfterAnother(1), OneAfterAnother(num_parts)]
+    planners = [
+        GroupPlanner(groups[0], slots, new_policy("lookahead", ()), NO_ROWS, "cache.capacity", pool) for pool in pools
+    ]
+    ratios: list[tuple[float, float]] = []
+    for step in range(len(keys)):
+        spent = [0.0, 0.0]
+        for which in (0, 1) if step % 2 else (1, 0):
+            pools[which].longest_s = pools[which].sum_s = 0.0
+            began = time.thread_time()
+            planners[which].enter(keys[step], step)
+            if step >= HORIZON:
+                planners[which].move(len(keys[step - HORIZON]), step - HORIZON, step, train=True)
+            spent[which] = time.thread_time() - began
+        one, whole = spent
+        ratios.append((whole / one, (whole - pools[1].sum_s + pools[1].longest_s) / one))
+    whole, longest = (statistics.median(own) for own in zip(*ratios[-rounds:], strict=True))
+    return InParts(batch_size=batch_size, num_parts=num_parts, whole=whole, longest=longest)
+
+
+@compiled_loop
+def spin(num_rounds: int) -> int:
+    found = 0
+    for i in range(num_rounds):
+        found = (found * 31 + i) & 0xFFFF
+    return found
+
+
+def spin_gain(num_threads: int = 2, num_rounds: int = 30_000_000) -> float:
+    """Returns how much faster threads spin than one does their work: less than their number if cores are taken."""
+    spin(1)  # compiles
+    with ThreadPoolExecutor(num_threads) as pool:
+        alone = seconds(lambda: [spin(num_rounds) for _ in range(num_threads)])
+        return alone / seconds(lambda: list(pool.map(spin, [num_rounds] * num_threads)))
+
+
 def group(grouper: Grouper, batch: Batch) -> None:
     grouper.group(grouper.lookups(batch))
 
@@ -154,7 +233,9 @@ def fit(times: list[Times]) -> tuple[float, float, float]:
     return float(a), float(b), float(np.abs(features @ [a, b] / plan_ns - 1).max())
 
 
-def report(times: list[Times], spread: Times, threaded: Times, alone: Times) -> Iterator[str]:
+def report(
+    times: list[Times], spread: Times, threaded: Times, alone: Times, spun: float, parts: InParts
+) -> Iterator[str]:
     yield "| batch | look-ups | distinct rows | fetched | torch.unique ms | grouping ms | plan ms | M look-ups/s |"
     yield "|---|---|---|---|---|---|---|---|"
     for own in [*times, spread]:
@@ -173,7 +254,11 @@ def report(times: list[Times], spread: Times, threaded: Times, alone: Times) -> 
     yield f"whole plan: {main.plan_ms / main.unique_ms:.2f} of its time"
     yield f"over 10^12 rows: {spread.plan_ms / main.plan_ms:.2f} times the time"
     gain = alone.plan_ms / threaded.plan_ms
-    yield f"two threads: {gain:.2f} times as fast as one ({gain / 2:.2f} of linear)"
+    yield f"two threads: {gain:.2f} times as fast as one; two spin loops: {spun:.2f}"
+    yield (
+        f"{parts.num_parts} parts at batch {parts.batch_size}, enter and move, over one part: {parts.whole:.2f}; "
+        f"the longest parts and the serial rest {parts.longest:.2f}"
+    )
 
 
 def main() -> None:
@@ -188,12 +273,16 @@ def main() -> None:
     times = [measure(batch_size, arguments.rounds) for batch_size in BATCH_SIZES]
     spread = measure(arguments.batch_size, arguments.rounds, spread=True)
     alone, threaded = (measure(arguments.batch_size, arguments.rounds, num_threads=n) for n in (1, 2))
-    print("\n".join(report(times, spread, threaded, alone)))
+    spun = spin_gain()
+    parts = measure_parts(BATCH_SIZES[-1], arguments.rounds, NUM_PARTS)
+    print("\n".join(report(times, spread, threaded, alone, spun, parts)))
     RESULT.parent.mkdir(exist_ok=True)
     content = {
         "machine": machine(),
         "times": [asdict(own) for own in [*times, spread, alone, threaded]],
         "fit": fit(times),
+        "spin_gain": spun,
+        "parts": asdict(parts),
     }
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -28,10 +28,11 @@ from rowcast.analysis.advise.read import Observed
 from rowcast.analysis.check.memory import DECODED_AHEAD
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
-from rowcast.prefetcher.planner.group_planner import planner_bytes
+from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import divide
 from rowcast.prefetcher.readers.reader import Reader
+from rowcast.prefetcher.run.sizing import planner_threads
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -278,7 +279,10 @@ def host_memory(
         rings_bytes=2 * ring_bytes * pairs,
         ids_bytes=known_bytes * pairs,
         planner_bytes=pairs
-        * sum(planner_bytes(n, int((horizon + 1) * rows)) for n, rows in zip(slots, rows_a_batch, strict=True)),
+        * sum(
+            planner_bytes(n, int((horizon + 1) * rows), num_parts(int(rows), planner_threads(job)))
+            for n, rows in zip(slots, rows_a_batch, strict=True)
+        ),
         decoded_bytes=pairs * int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
     )
 

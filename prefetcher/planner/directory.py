@@ -10,7 +10,8 @@ The lowest bits of the hash decide where the search for a key begins. The key it
 needed next anyway, so a direct hit costs one memory access for the cell and one for the occurrence.
 """
 
-from typing import NamedTuple
+import math
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from rowcast.runtime.compiled import compiled_loop, prefetch
 from rowcast.runtime.splitmix import GOLDEN
 
 Records = npt.NDArray[np.void]
+Value = TypeVar("Value", np.int32, np.int64)
 
 NOWHERE = -1  # instead of a position: the row was not tracked
 EMPTY = np.uint64(2**64 - 1)
@@ -27,13 +29,14 @@ LOW, POSITION_BITS = np.uint64(2**32 - 1), np.uint64(32)
 INITIAL_CELLS = 2048
 CELLS_A_ROW = 2.5  # at least
 CELL_BYTES = 8
+LINE_BYTES = 64
 MOST_CELLS = 2**31  # as many as 31 bits of a hash distinguish
 MOST_ROWS = int(MOST_CELLS / CELLS_A_ROW)  # that can be tracked
 AHEAD = 24  # how many cells ahead the processor prefetches
 
 
 class Directory(NamedTuple):
-    """Compiled loops change the arrays but cannot grow them, so the caller makes room first.
+    """The rows of one part. Compiled loops change the arrays but cannot grow them, so the caller makes room first.
 
     Loops take the arrays, not the tuple: passing the tuple makes a call for a single row several times as expensive.
     """
@@ -44,7 +47,13 @@ class Directory(NamedTuple):
 
 def new_directory(num_cells: int = INITIAL_CELLS) -> Directory:
     """`num_cells` must be a power of two."""
-    return Directory(np.full(num_cells, EMPTY), np.zeros(1, np.int64))
+    return Directory(np.full(num_cells, EMPTY), zeros_apart(1, np.int64))
+
+
+def zeros_apart(size: int, dtype: type[Value]) -> npt.NDArray[Value]:
+    """Returns zeros that share no cache line with another array: threads write to small arrays next to each other."""
+    spare = LINE_BYTES // np.dtype(dtype).itemsize
+    return np.zeros(size + 2 * spare, dtype)[spare:-spare]
 
 
 def with_room(directory: Directory, num_new: int) -> Directory:
@@ -63,6 +72,11 @@ def cells_for(num_rows: int, num_cells: int = INITIAL_CELLS) -> int:
     while num_cells < CELLS_A_ROW * num_rows:
         num_cells *= 2
     return num_cells
+
+
+def most_cells(num_rows: int, num_parts: int) -> int:
+    """Returns the most cells of all parts' directories. Of several parts, each may have doubled just now."""
+    return cells_for(num_rows) if num_parts == 1 else num_parts * INITIAL_CELLS + math.ceil(2 * CELLS_A_ROW * num_rows)
 
 
 @compiled_loop

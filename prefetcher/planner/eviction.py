@@ -7,10 +7,13 @@ the queue of that step, in the same order (horizon.py):
     queue of step p+1    2 6
     queue of step p+2    8 1
 
+The line is the group's; each part of it, a range of keys, has queues of its own. So a policy that takes rows from the
+heads of queues says only how many, and each part takes its own.
+
 A policy that does not look ahead knows only the batch being planned: all rows are idle.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
@@ -19,9 +22,9 @@ import numpy as np
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import Records
 from rowcast.prefetcher.planner.grouping import sort_pairs
-from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, UNUSED, Occurrences
+from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, OCCURRENCES_AHEAD, PINNED, UNUSED, Occurrences
 from rowcast.runtime.arrays import I32, I64
-from rowcast.runtime.compiled import compiled, compiled_loop
+from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
 
 NEVER = 2**31 - 1  # instead of a step: no known batch uses the row
 
@@ -29,7 +32,7 @@ NEVER = 2**31 - 1  # instead of a step: no known batch uses the row
 class Residents(NamedTuple):
     """A group's resident rows while a step is planned, by position. The step's rows may not leave."""
 
-    occurrences: Occurrences
+    occurrences: Occurrences  # with the queues of one part
     oldest: int  # the line of idle rows starts here
     head: int  # and ends here, where the step's own rows start
     following: int  # the rows that later known batches use start here
@@ -39,8 +42,24 @@ class Residents(NamedTuple):
 
 
 class Victims(NamedTuple):
+    """Rows that leave, by part: part k's are the first counts[k] of row k."""
+
+    bounds: I64  # [K + 1] part k's keys are from bounds[k] to below bounds[k + 1]
+    counts: I64  # [K]
+    positions: I64  # [K, V]
+
+
+class Choice(NamedTuple):
+    """What a policy takes besides the victims that it picked."""
+
+    queued: I64  # [K, S] how many of part k leave the head of the queue of step last_step - s
+    oldest: int  # no idle row before this position remains
+
+
+class Left(NamedTuple):
+    """The rows that left a part."""
+
     keys: I64
-    positions: I64
     slots: I32
     last_uses: I32
     dirty: I32  # 1 or 0
@@ -57,10 +76,11 @@ class EvictionPolicy(Protocol):
     def first_scores(self, keys: I64) -> I32 | None:
         """The scores of fetched rows before their first use; None: all are 0. `keys` are ascending."""
 
-    def choose(self, rows: Residents, victims: Victims) -> int:
-        """Fills `victims` and returns how many rows it found: fewer than fit only if no more may leave.
+    def choose(self, parts: Sequence[Residents], victims: Victims, num_victims: int) -> Choice:
+        """Chooses `num_victims` rows, or fewer only if no more may leave: adds some to `victims`, and takes the others
+        from the heads of queues.
 
-        Must not change `rows`.
+        `parts`: the residents, with each part's queues. Must not change them.
         """
 
 
@@ -79,13 +99,15 @@ class LeastScore:
         """Ranks rows that may leave, from 0: the least leaves first. `next_uses` are steps or NEVER."""
         return scores
 
-    def choose(self, rows: Residents, victims: Victims) -> int:
+    def choose(self, parts: Sequence[Residents], victims: Victims, num_victims: int) -> Choice:
+        rows = parts[0]
         most = rows.head - rows.oldest + rows.tail - rows.following
         positions, scores, next_uses = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int32)
         count = candidates(rows, positions, scores, next_uses)
         ranks, order = self.ranks(scores[:count], next_uses[:count]), np.arange(count, dtype=np.int32)
         sort_pairs(ranks, order)
-        return pick_all(rows.occurrences.rows, positions[order[: len(victims.keys)]], victims)
+        pick_all(rows.occurrences.rows, positions[order[:num_victims]], victims)
+        return Choice(np.zeros((len(parts), 0), np.int64), rows.oldest)
 
 
 def new_policy(name: str, first_batches: Iterable[I64]) -> EvictionPolicy:
@@ -94,15 +116,20 @@ def new_policy(name: str, first_batches: Iterable[I64]) -> EvictionPolicy:
     return policy
 
 
-def new_victims(count: int) -> Victims:
-    keys, positions = np.empty(count, np.int64), np.empty(count, np.int64)
-    slots, last_uses, dirty = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32)
-    return Victims(keys, positions, slots, last_uses, dirty)
+def new_victims(bounds: I64, most: int) -> Victims:
+    num_parts = len(bounds) - 1  # memory that no victim is written to is never touched
+    return Victims(bounds, np.zeros(num_parts, np.int64), np.empty((num_parts, most), np.int64))
+
+
+def new_left(count: int) -> Left:
+    keys, slots = np.empty(count, np.int64), np.empty(count, np.int32)
+    return Left(keys, slots, np.empty(count, np.int32), np.empty(count, np.int32))
 
 
 @compiled_loop
 def candidates(rows: Residents, positions: I64, scores_found: I64, next_uses: I32) -> int:
-    """Fills the arrays with the rows that may leave, idle ones first; returns how many."""
+    """Fills the arrays with the rows that may leave, idle ones first; returns how many. `rows`: of the first part,
+    where each batch begins."""
     occurrences, last, scores = rows.occurrences, len(rows.occurrences.rows) - 1, rows.occurrences.scores
     last_step, count = len(occurrences.first) - 1, 0
     begin, end = rows.oldest, rows.head
@@ -119,33 +146,63 @@ def candidates(rows: Residents, positions: I64, scores_found: I64, next_uses: I3
 
 
 @compiled_loop
-def pick_all(rows: Records, positions: I64, victims: Victims) -> int:
-    for i in range(len(positions)):
-        pick(rows[positions[i] & (len(rows) - 1)], positions[i], victims, i)
-    return len(positions)
-
-
-@compiled_loop
-def pick(row: np.void, position: int, victims: Victims, i: int) -> None:
-    victims.keys[i], victims.positions[i], victims.slots[i] = row["key"], position, row["slot"]
-    victims.last_uses[i], victims.dirty[i] = row["use"] >> FLAG_BITS, row["use"] & DIRTY
-
-
-@compiled_loop
-def leave(rows: Residents, positions: I64) -> tuple[int, int]:
-    """Removes the rows at these positions. Returns how many were idle, and the new start of the line of idle rows."""
-    records, last, num_idle = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
+def pick_all(rows: Records, positions: I64, victims: Victims) -> None:
+    k = 0
     for position in positions:
-        row = records[position & last]
+        k = pick(rows[position & (len(rows) - 1)], position, victims, k)
+
+
+@compiled_loop
+def pick(row: np.void, position: int, victims: Victims, k: int) -> int:
+    """Adds a row to its part. Returns the part; the search begins at `k`, mostly the part of the row before."""
+    while row["key"] < victims.bounds[k]:
+        k -= 1
+    while row["key"] >= victims.bounds[k + 1]:
+        k += 1
+    victims.positions[k, victims.counts[k]] = position
+    victims.counts[k] += 1
+    return k
+
+
+@compiled_loop
+def take_queued(rows: Residents, counts: I64, positions: I64, taken: int) -> int:
+    """Adds the heads of a part's queues to its victims, `taken` until now: counts[s] of step last_step - s. Returns how
+    many victims it has."""
+    queued, last_known = rows.occurrences.queued, len(rows.occurrences.queued) - 1
+    for s in range(len(counts)):
+        at = (rows.last_step - s) & (len(rows.occurrences.first) - 1)
+        first, head = rows.occurrences.first[at], rows.occurrences.heads[at]
+        for i in range(first + head, first + head + counts[s]):
+            positions[taken] = first + queued[i & last_known]
+            taken += 1
+    return taken
+
+
+@compiled_loop
+def leave(rows: Residents, positions: I64, left: Left) -> int:
+    """Removes the rows of a part at these positions and fills `left` with them. Returns how many were idle."""
+    records, last, num_idle = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
+    for i in range(len(positions)):
+        if i + OCCURRENCES_AHEAD < len(positions):
+            prefetch(records, positions[i + OCCURRENCES_AHEAD] & last)
+        row = records[positions[i] & last]
+        left.keys[i], left.slots[i] = row["key"], row["slot"]
+        left.last_uses[i], left.dirty[i] = row["use"] >> FLAG_BITS, row["use"] & DIRTY
         row["slot"] = NONE
-        num_idle += position < rows.head
-        if position >= rows.head:
+        num_idle += positions[i] < rows.head
+        if positions[i] >= rows.head:
             row["use"] = rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED
     leave_queues(rows, len(positions) - num_idle)
-    oldest = rows.oldest
+    return num_idle
+
+
+@compiled_loop
+def oldest_idle(rows: Residents, oldest: int) -> int:
+    """Returns where the line of idle rows starts, at `oldest` or after it."""
+    records, last = rows.occurrences.rows, len(rows.occurrences.rows) - 1
     while oldest < rows.head and records[oldest & last]["slot"] < 0:
         oldest += 1
-    return num_idle, oldest
+    return oldest
 
 
 @compiled_loop
@@ -176,11 +233,11 @@ def leave_queues(rows: Residents, num_left: int) -> None:
 
 
 @compiled
-def in_order(victims: Victims, keys: I64, slots: I32) -> int:
+def in_order(left: Left, keys: I64, slots: I32) -> int:
     """Fills `keys` and `slots`: dirty victims, then clean ones, each by ascending key. Returns how many are dirty."""
-    by_key, which = victims.keys.copy(), np.arange(len(keys)).astype(np.int32)
+    by_key, which = left.keys.copy(), np.arange(len(keys)).astype(np.int32)
     sort_pairs(by_key, which)
-    return dirty_first(by_key, which, victims.slots, victims.dirty, keys, slots)
+    return dirty_first(by_key, which, left.slots, left.dirty, keys, slots)
 
 
 @compiled_loop

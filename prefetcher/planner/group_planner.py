@@ -1,6 +1,22 @@
-"""Plans one group: its slots, its directory, its resident rows and their next uses."""
+"""Plans one group: its slots, its directory, its resident rows and their next uses.
 
+A large group has several *parts*, each a range of keys with its own directory and its own queues, so that several
+threads plan it. A row's occurrences all belong to one part, so no thread writes what another one reads:
+
+    keys        0 ... a             | a ... b             | b ... 2^63
+    directory   cells               | cells               | cells
+    batch p     3 4 8               | 20 21               | 40 44        positions of one ring (horizon.py)
+    queue       in the part's own positions of the batch
+
+Each plan takes turns: all parts find their missing rows; one thread chooses the victims by the line of idle rows and
+the lengths of the queues; all parts remove theirs; one thread joins them; all parts fill and use their rows. The plans
+are the same for any number of parts.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,19 +24,30 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.directory import (
     CELL_BYTES,
     MOST_ROWS,
-    cells_for,
+    Directory,
     forget_before,
+    most_cells,
     new_directory,
     with_room,
 )
-from rowcast.prefetcher.planner.eviction import EvictionPolicy, Residents, in_order, leave, new_victims
-from rowcast.prefetcher.planner.grouping import sort_distinct
+from rowcast.prefetcher.planner.eviction import (
+    EvictionPolicy,
+    Residents,
+    in_order,
+    leave,
+    new_left,
+    new_victims,
+    oldest_idle,
+    take_queued,
+)
+from rowcast.prefetcher.planner.grouping import Pool, sort_distinct
 from rowcast.prefetcher.planner.horizon import (
     FLAG_BITS,
     NONE,
     Occurrences,
     Revived,
     close_gaps,
+    correct_cells,
     enter,
     make_room,
     new_occurrences,
@@ -29,6 +56,7 @@ from rowcast.prefetcher.planner.horizon import (
     should_close,
     take_dirty,
     use_rows,
+    with_own_queues,
     with_steps,
 )
 from rowcast.protocol.plan import RowMove
@@ -37,7 +65,10 @@ from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
+ROWS_A_PART = 16_384  # distinct rows of a batch, at least: with fewer, waking threads takes longer than they save
+ALL_KEYS = np.array([0, np.iinfo(np.int64).max])
 NO_ROWS = np.zeros(0, np.int64)
+NO_MOVE = RowMove(keys=NO_ROWS, slots=np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +96,31 @@ class GroupMoves:
     last_evicted: int | None  # the last known step that evicted one of the fetched rows while dirty
 
 
+@dataclass(slots=True)
+class Part:
+    """A range of keys."""
+
+    number: int
+    directory: Directory
+    occurrences: Occurrences  # the group's, with the part's queues
+
+
+class LeftInOrder(NamedTuple):
+    """The rows that left a part, dirty ones first, each by ascending key."""
+
+    keys: I64
+    slots: I32
+    num_dirty: int
+    num_idle: int
+    last_use: int  # NONE if nothing left
+
+
 class GroupPlanner:
     """Batches `enter` and are planned later, both in step order. An evicted row's slot is filled at once, so slots 0 to
     n - 1 are in use.
 
     pinned: ascending keys of rows that never leave once resident. capacity_key: the job's key that sets its slots.
+    pool: its threads share a large group's parts; they change no plan.
     """
 
     def __init__(
@@ -79,14 +130,16 @@ class GroupPlanner:
         policy: EvictionPolicy,
         pinned: I64,
         capacity_key: str,
+        pool: Pool,
     ) -> None:
         self.group = group
         self.capacity_key = capacity_key
         self.num_slots = num_slots
-        self.directory = new_directory()
+        self._pool = pool
         self._policy = policy
         self._pinned = pinned
-        self.occurrences = new_occurrences(scored=policy.scored)
+        self.bounds = ALL_KEYS  # part k's keys are from bounds[k] to below bounds[k + 1]
+        self.parts = [Part(0, new_directory(), new_occurrences(scored=policy.scored))]
         self._first_step = 0  # the next step to be planned
         self._oldest = 0  # position where the line of idle rows starts
         self._head = 0  # position of the next batch to be planned
@@ -116,14 +169,24 @@ class GroupPlanner:
     @property
     def nbytes(self) -> int:
         """Bytes of everything that grows with slots and horizon."""
-        return self.occurrences.nbytes + self.directory.cells.nbytes
+        of_parts = sum(part.directory.cells.nbytes + part.occurrences.queue_bytes for part in self.parts)
+        return of_parts + self.occurrences.nbytes - self.occurrences.queue_bytes
+
+    @property
+    def occurrences(self) -> Occurrences:
+        """The ring, with the first part's queues."""
+        return self.parts[0].occurrences
+
+    @property
+    def num_tracked(self) -> int:
+        return sum(int(part.directory.num_tracked[0]) for part in self.parts)
 
     def enter(self, keys: I64, step: int) -> int:
         """Adds a batch with these distinct ascending keys. Returns the slots it needs: its rows and the pinned ones.
 
         Raises ConfigError, with nothing changed, if that may be more rows than can be tracked.
         """
-        num_tracked = int(self.directory.num_tracked[0])
+        num_tracked = self.num_tracked
         if num_tracked + len(keys) > MOST_ROWS:
             raise ConfigError(
                 f"step {step} touches {len(keys)} distinct rows of group {self.group.name} while {num_tracked} are "
@@ -131,38 +194,90 @@ class GroupPlanner:
             )
         if self._head == self._tail:
             self._first_step = step
+        if self._tail == 0:
+            self._divide(keys)
         oldest, head, tail = self.positions
-        rows, scores, *_ = self.occurrences
         if head - oldest > (1 + MOST_GAPS) * self._num_idle + len(keys) or should_close(
-            len(rows), oldest, head, self._num_idle, tail, len(keys)
+            len(self.occurrences.rows), oldest, head, self._num_idle, tail, len(keys)
         ):
-            self._oldest = close_gaps(rows, scores, self.directory.cells, oldest, head)
-        self.directory = with_room(self.directory, len(keys))
-        self.occurrences = with_steps(self.occurrences, self._first_step, step)
+            self._close_gaps()
+        for part in self.parts:
+            part.occurrences = with_steps(part.occurrences, self._first_step, step)
         make_room(self.occurrences, self._oldest, head, tail, len(keys))
-        revived = Revived(np.empty(len(keys), np.int64), np.empty(len(keys), np.int32))
-        num_pinned, num_revived = enter(
-            step, keys, head, tail, self._pinned, *self.directory, self.occurrences, revived
-        )
-        queue_revived(step, self.occurrences, revived)
+        cuts = [0, *np.searchsorted(keys, self.bounds[1:-1]).tolist(), len(keys)]
+
+        def enter_part(part: Part) -> tuple[int, int]:
+            first = cuts[part.number]
+            own = keys[first : cuts[part.number + 1]]
+            part.directory = with_room(part.directory, len(own))
+            revived = Revived(np.empty(len(own), np.int64), np.empty(len(own), np.int32))
+            counts = enter(step, own, head, tail + first, self._pinned, *part.directory, part.occurrences, revived)
+            queue_revived(step, part.occurrences, revived)
+            return counts
+
+        num_pinned, num_revived = map(sum, zip(*self._pool.over(self.parts, enter_part), strict=True))
         self._num_idle -= num_revived
         self._tail += len(keys)
         return len(keys) + self.num_pinned - num_pinned
 
+    def _divide(self, keys: I64) -> None:
+        """Makes the parts, before any row is tracked: each has as many of the first batch's rows."""
+        count = num_parts(len(keys), self._pool.num_threads)
+        cuts = [keys[len(keys) * k // count] for k in range(1, count)]
+        self.bounds = np.array([ALL_KEYS[0], *cuts, ALL_KEYS[1]])
+        whole = self.parts[0]
+        others = [Part(k, new_directory(), with_own_queues(whole.occurrences)) for k in range(1, count)]
+        self.parts = [whole, *others]
+
+    def _close_gaps(self) -> None:
+        rows, scores, *_ = self.occurrences
+
+        def correct(part: Part) -> None:
+            bounds = self.bounds[part.number : part.number + 2]
+            correct_cells(rows, part.directory.cells, self._oldest, self._head, *bounds)
+
+        self._pool.over(self.parts, correct)
+        self._oldest = close_gaps(rows, scores, self._oldest, self._head)
+
     def move(self, num_unique: int, step: int, last_step: int, train: bool) -> GroupMoves:
         """Plans the oldest entered batch. `last_step` is the last one entered. The batch must fit the slots."""
-        missing = np.empty(num_unique, np.int32)
-        missing = missing[: find_missing(self.occurrences, self._head, num_unique, missing)]
-        rows = Residents(
-            self.occurrences, self._oldest, self._head, self._head + num_unique, self._tail, step, last_step
-        )
-        evict, num_dirty, fill_after = self._evict(max(0, len(missing) - self.occupancy.num_free), rows)
-        self.guessed = len(evict) > 0 and self._num_idle > 0
-        fetch, last_evicted = self._fetch(missing, evict)
+        cuts = [*(part.occurrences.first[step % len(part.occurrences.first)] - self._head for part in self.parts)]
+        cuts.append(num_unique)
+
+        def find_part(part: Part) -> I32:
+            first, end = cuts[part.number : part.number + 2]
+            missing = np.empty(end - first, np.int32)
+            return missing[: find_missing(part.occurrences, self._head + first, end - first, missing)]
+
+        missing = self._pool.over(self.parts, find_part)
+        starts = [0, *accumulate(map(len, missing))]
+        num_victims = max(0, starts[-1] - self.occupancy.num_free)
+        residents = [
+            Residents(part.occurrences, self._oldest, self._head, self._head + num_unique, self._tail, step, last_step)
+            for part in self.parts
+        ]
+        evict, num_dirty, fill_after = self._evict(num_victims, residents)
+        self.guessed = num_victims > 0 and self._num_idle > 0
+        num_resident = self._num_resident + starts[-1] - num_victims
+        # the victims' slots in the victims' order, then free slots, lowest first
+        slots = np.concatenate([evict.slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
+        self._num_resident = num_resident
+        fetch = RowMove(keys=np.empty(starts[-1], np.int64), slots=slots)
         unique_slots = np.empty(num_unique, np.int32)
-        num_dirtied, num_idle = use_rows(step, train, self._policy.per_use, self._head, self.occurrences, unique_slots)
-        self._num_dirty += num_dirtied
-        self._num_idle += num_idle
+
+        def use_part(part: Part) -> tuple[int, int, int]:
+            first, end = cuts[part.number : part.number + 2]
+            own = slice(*starts[part.number : part.number + 2])
+            position, rows = self._head + first, part.occurrences
+            last_evicted = fill(rows, position, missing[part.number], slots[own], fetch.keys[own])
+            first_scores = self._policy.first_scores(fetch.keys[own])
+            if first_scores is not None:
+                rows.scores[(position + missing[part.number]) % len(rows.scores)] = first_scores
+            return last_evicted, *use_rows(step, train, self._policy.per_use, position, rows, unique_slots[first:end])
+
+        last_evicted, num_dirtied, num_idle = zip(*self._pool.over(self.parts, use_part), strict=True)
+        self._num_dirty += sum(num_dirtied)
+        self._num_idle += sum(num_idle)
         self._head += num_unique
         self._first_step = step + 1
         return GroupMoves(
@@ -171,7 +286,7 @@ class GroupPlanner:
             evict=evict,
             num_dirty=num_dirty,
             fill_after=fill_after,
-            last_evicted=None if last_evicted == NONE else last_evicted,
+            last_evicted=None if max(last_evicted) == NONE else max(last_evicted),
         )
 
     def clean(self) -> RowMove:
@@ -183,39 +298,51 @@ class GroupPlanner:
         sort_distinct(keys, slots)
         return RowMove(keys=keys, slots=slots)
 
-    def _evict(self, num_victims: int, rows: Residents) -> tuple[RowMove, int, int | None]:
+    def _evict(self, num_victims: int, residents: Sequence[Residents]) -> tuple[RowMove, int, int | None]:
         """Returns the victims, how many are dirty, and the last step that used one. Their slots must be filled."""
-        evict = RowMove(keys=np.empty(num_victims, np.int64), slots=np.empty(num_victims, np.int32))
         if not num_victims:
-            return evict, 0, None
-        victims = new_victims(num_victims)
-        chosen = self._policy.choose(rows, victims)
+            return NO_MOVE, 0, None
+        victims = new_victims(self.bounds, num_victims)
+        choice = self._policy.choose(residents, victims, num_victims)
+        chosen = int(victims.counts.sum() + choice.queued.sum())
         assert chosen == num_victims, f"{chosen} rows can leave, but {num_victims} must"
-        num_idle, self._oldest = leave(rows, victims.positions)
-        forget_before(self._head, *self.directory, victims.keys, victims.positions)
-        self._num_idle -= num_idle
-        num_dirty = in_order(victims, evict.keys, evict.slots)
+
+        def leave_part(part: Part) -> LeftInOrder:
+            k, rows = part.number, residents[part.number]
+            count = take_queued(rows, choice.queued[k], victims.positions[k], victims.counts[k])
+            positions, left = victims.positions[k, :count], new_left(count)
+            num_idle = leave(rows, positions, left)
+            forget_before(self._head, *part.directory, left.keys, positions)
+            keys, slots = np.empty(count, np.int64), np.empty(count, np.int32)
+            num_dirty = in_order(left, keys, slots)
+            return LeftInOrder(keys, slots, num_dirty, num_idle, int(left.last_uses.max(initial=NONE)))
+
+        left = self._pool.over(self.parts, leave_part)
+        self._oldest = oldest_idle(residents[0], choice.oldest)
+        self._num_idle -= sum(own.num_idle for own in left)
+        num_dirty = sum(own.num_dirty for own in left)
         self._num_dirty -= num_dirty
-        return evict, num_dirty, int(victims.last_uses.max())
-
-    def _fetch(self, missing: I32, evict: RowMove) -> tuple[RowMove, int]:
-        """Gives missing rows the victims' slots in the victims' order, then free slots, lowest first."""
-        num_resident = self._num_resident + len(missing) - len(evict)
-        slots = np.concatenate([evict.slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
-        self._num_resident = num_resident
-        keys = np.empty(len(missing), np.int64)
-        last_evicted = fill(self.occurrences, self._head, missing, slots, keys)
-        first_scores, scores = self._policy.first_scores(keys), self.occurrences.scores
-        if first_scores is not None:
-            scores[(self._head + missing) % len(scores)] = first_scores
-        return RowMove(keys=keys, slots=slots), last_evicted
+        evict = RowMove(
+            keys=np.concatenate(
+                [own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]
+            ),
+            slots=np.concatenate(
+                [own.slots[: own.num_dirty] for own in left] + [own.slots[own.num_dirty :] for own in left]
+            ),
+        )
+        return evict, num_dirty, max(own.last_use for own in left)
 
 
-def planner_bytes(num_slots: int, num_known: int, *, scored: bool = False) -> int:
-    """Returns the host memory for planning a group with full slots. `num_known`: distinct rows of the known batches,
-    each counted in every batch that touches it. `scored`: the policy has scores."""
+def num_parts(num_rows: int, num_threads: int) -> int:
+    """Returns the parts of a group with this many distinct rows in a batch."""
+    return max(1, min(num_threads, num_rows // ROWS_A_PART))
+
+
+def planner_bytes(num_slots: int, num_known: int, num_parts: int, *, scored: bool = False) -> int:
+    """Returns the most host memory for planning a group with full slots. `num_known`: distinct rows of the known
+    batches, each counted in every batch that touches it. `scored`: the policy has scores."""
     num_tracked = min(num_slots + num_known, MOST_ROWS)
-    return occurrences_bytes(num_slots, num_known, scored=scored) + CELL_BYTES * cells_for(num_tracked)
+    return occurrences_bytes(num_slots, num_known, scored=scored) + CELL_BYTES * most_cells(num_tracked, num_parts)
 
 
 @compiled_loop

@@ -18,7 +18,7 @@ sorted by digits. Tables are independent, so several threads may divide them: th
 number.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +36,8 @@ from rowcast.runtime.splitmix import GOLDEN
 
 Order = U16 | I32
 Value = TypeVar("Value", np.int64, np.float32)
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan
 NARROW_BITS = 16  # of a look-up's position in its table's range, where two bytes hold it
@@ -91,24 +93,25 @@ class Grouping:
 
 
 class Pool:
-    """Runs one compiled function over ranges of tables, on this thread and on others."""
+    """Runs one function over parts of a batch, on this thread and on others."""
 
     def __init__(self, num_threads: int = 1) -> None:
         self._others = ThreadPoolExecutor(num_threads - 1, "planner") if num_threads > 1 else None
-        self._num_threads = num_threads
+        self.num_threads = num_threads
+
+    def over(self, parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
+        """Returns work(part) for each part. The first is this thread's."""
+        if self._others is None or len(parts) <= 1:
+            return list(map(work, parts))
+        running = [self._others.submit(work, part) for part in parts[1:]]
+        return [work(parts[0]), *(task.result() for task in running)]
 
     def over_tables(self, starts: I64, work: Callable[[int, int], None]) -> None:
         """Calls work(first, end) for ranges that cover all tables, with about the same number of look-ups each."""
-        if self._others is None or len(starts) <= 2:
-            return work(0, len(starts) - 1)
-        shares = np.linspace(0, starts[-1], self._num_threads + 1)[1:-1]
-        cuts = [0, *np.searchsorted(starts, shares).tolist(), len(starts) - 1]
+        shares = [starts[-1] * i // self.num_threads for i in range(1, self.num_threads)]
+        cuts = [0, *(int(np.searchsorted(starts, share)) for share in shares), len(starts) - 1]
         ranges = [(first, end) for first, end in pairwise(cuts) if first < end]
-        running = [self._others.submit(work, first, end) for first, end in ranges[1:]]
-        work(*ranges[0])
-        for task in running:
-            task.result()
-        return None
+        self.over(ranges, lambda own: work(*own))
 
 
 class Grouper:

@@ -34,6 +34,7 @@ from rowcast.prefetcher.planner.directory import (
     expect,
     hash_of,
     locate_position,
+    zeros_apart,
 )
 from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.protocol.batch import Batch, IdsBatch, Kind
@@ -172,23 +173,29 @@ class Horizon:
 
 
 class Occurrences(NamedTuple):
-    """The occurrences, and each known step's queue: which of its batch's rows are resident. Sizes are powers of two.
+    """A group's occurrences, and each known step's queue of one part: which of its batch's rows in the part's range of
+    keys are resident. Sizes are powers of two.
 
-    The queue of a step holds positions counted from its batch's first, by (last use, key) ascending: the order in which
+    The queue of a step holds positions counted from the part's first, by (last use, key) ascending: the order in which
     the rows leave. A row joins at the tail and leaves at the head, so a queue is never searched and never goes stale.
     """
 
     rows: Records  # OCCURRENCE
     scores: I32  # see eviction.py; as many as occurrences, or a single one if the policy has no scores
     next_in: I32  # of the known batches only, like the next
-    queued: I32  # the queues; a step's queue starts at its batch's first position
-    first: I64  # the batch's first position, by step
-    heads: I32  # the queue's head, counted from the batch's first position
+    queued: I32  # the queues; a part's queue of a step starts at its first position there
+    first: I64  # the part's first position in the batch, by step; the following are of the part alone, too
+    heads: I32  # the queue's head, counted from that position
     tails: I32
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self)
+
+    @property
+    def queue_bytes(self) -> int:
+        """Those of the part alone."""
+        return self.first.nbytes + self.heads.nbytes + self.tails.nbytes
 
 
 class Revived(NamedTuple):
@@ -203,13 +210,13 @@ def new_occurrences(
 ) -> Occurrences:
     """Both must be powers of two."""
     next_in, queued = np.zeros(num_occurrences, np.int32), np.zeros(num_occurrences, np.int32)
-    heads, tails = np.zeros(num_steps, np.int32), np.zeros(num_steps, np.int32)
+    heads, tails = zeros_apart(num_steps, np.int32), zeros_apart(num_steps, np.int32)
     return Occurrences(
         rows=np.zeros(num_occurrences, OCCURRENCE),
         scores=np.zeros(num_occurrences if scored else 1, np.int32),
         next_in=next_in,
         queued=queued,
-        first=np.zeros(num_steps, np.int64),
+        first=zeros_apart(num_steps, np.int64),
         heads=heads,
         tails=tails,
     )
@@ -253,11 +260,19 @@ def with_steps(occurrences: Occurrences, first: int, last: int) -> Occurrences:
     if size == len(occurrences.first):
         return occurrences
     steps = np.arange(first, last)
-    firsts, heads, tails = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int32)
+    firsts, heads, tails = zeros_apart(size, np.int64), zeros_apart(size, np.int32), zeros_apart(size, np.int32)
     firsts[steps % size] = occurrences.first[steps % len(occurrences.first)]
     heads[steps % size] = occurrences.heads[steps % len(occurrences.first)]
     tails[steps % size] = occurrences.tails[steps % len(occurrences.first)]
     return occurrences._replace(first=firsts, heads=heads, tails=tails)
+
+
+def with_own_queues(occurrences: Occurrences) -> Occurrences:
+    """Returns the same ring for another part, with empty queues."""
+    size = len(occurrences.first)
+    return occurrences._replace(
+        first=zeros_apart(size, np.int64), heads=zeros_apart(size, np.int32), tails=zeros_apart(size, np.int32)
+    )
 
 
 @compiled_loop
@@ -281,7 +296,8 @@ def enter(
     occurrences: Occurrences,
     revived: Revived,
 ) -> tuple[int, int]:
-    """Tracks the batch of `step` from `position` on; `keys` are its distinct rows, ascending. The caller has made room.
+    """Tracks a part of the batch of `step` from `position` on; `keys` are its distinct rows, ascending. The caller has
+    made room.
 
     Idle rows of the batch stop being idle: `revived` is filled with those that `queue_revived` must queue. Returns how
     many rows of the batch are pinned, and how many were idle.
@@ -351,16 +367,24 @@ def move_state(rows: Records, scores: I32, before: int, after: int) -> None:
     """Moves a row's state between its occurrences at two positions."""
     source, target = rows[before & (len(rows) - 1)], rows[after & (len(rows) - 1)]
     target["slot"], target["use"] = source["slot"], source["use"]
-    scores[after & (len(scores) - 1)] = scores[before & (len(scores) - 1)]
+    if is_scored(scores):
+        scores[after & (len(scores) - 1)] = scores[before & (len(scores) - 1)]
     source["slot"] = NONE
+
+
+@compiled_loop
+def is_scored(scores: I32) -> bool:
+    """Without scores there is one element. Parts must not write to it: their threads would share its cache line."""
+    return len(scores) > 1
 
 
 @compiled_loop
 def use_rows(
     step: int, train: bool, per_use: int, position: int, occurrences: Occurrences, unique_slots: I32
 ) -> tuple[int, int]:
-    """Uses the batch at `position`, whose rows are all resident. Each row's state moves to its next occurrence and
-    joins that step's queue, or stays as an idle row's. Returns how many rows became dirty, and how many idle."""
+    """Uses a part of the batch at `position`, whose rows are all resident. Each row's state moves to its next
+    occurrence and joins that step's queue, or stays as an idle row's. Returns how many rows became dirty, and how many
+    idle."""
     rows, scores, next_in = occurrences.rows, occurrences.scores, occurrences.next_in
     last, last_known, last_step = len(rows) - 1, len(next_in) - 1, len(occurrences.first) - 1
     num_dirtied = num_idle = 0
@@ -371,7 +395,8 @@ def use_rows(
         unique_slots[u] = row["slot"]
         num_dirtied += train and not row["use"] & DIRTY
         row["use"] = (step << FLAG_BITS) | (row["use"] & FLAGS) | (DIRTY if train else 0)
-        scores[(position + u) & (len(scores) - 1)] += per_use
+        if is_scored(scores):
+            scores[(position + u) & (len(scores) - 1)] += per_use
         distance = next_in[(position + u) & last_known]
         if distance == 0:
             num_idle += 1
@@ -388,20 +413,31 @@ def use_rows(
 
 
 @compiled_loop
-def close_gaps(rows: Records, scores: I32, cells: U64, oldest: int, head: int) -> int:
-    """Moves idle rows up to the head, keeping their order. Returns the new oldest position."""
+def correct_cells(rows: Records, cells: U64, oldest: int, head: int, least: int, above: int) -> None:
+    """Sets the positions that `close_gaps` will give to the idle rows with keys from `least` to below `above`."""
     last, free = len(rows) - 1, head
     for position in range(head - 1, oldest - 1, -1):
         ahead = rows[(position - AHEAD) & last]
-        if ahead["slot"] >= 0:
+        if ahead["slot"] >= 0 and least <= ahead["key"] < above:
             prefetch(cells, np.int64(hash_of(ahead["key"]) & np.uint64(len(cells) - 1)))
         row = rows[position & last]
         if row["slot"] >= 0:
             free -= 1
-            if free != position:
+            if free != position and least <= row["key"] < above:
                 cells[locate_position(cells, row["key"], position)] = (hash_of(row["key"]) << POSITION_BITS) | (
                     np.uint64(free) & LOW
                 )
+
+
+@compiled_loop
+def close_gaps(rows: Records, scores: I32, oldest: int, head: int) -> int:
+    """Moves idle rows up to the head, keeping their order. Returns the new oldest position."""
+    last, free = len(rows) - 1, head
+    for position in range(head - 1, oldest - 1, -1):
+        row = rows[position & last]
+        if row["slot"] >= 0:
+            free -= 1
+            if free != position:
                 rows[free & last]["key"] = row["key"]
                 move_state(rows, scores, position, free)
     return free

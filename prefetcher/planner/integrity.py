@@ -2,18 +2,19 @@
 
 import numpy as np
 
-from rowcast.prefetcher.planner.directory import LOW, Records, check_directory, locate
-from rowcast.prefetcher.planner.group_planner import GroupPlanner
+from rowcast.prefetcher.planner.directory import EMPTY, LOW, Directory, Records, check_directory, locate
+from rowcast.prefetcher.planner.group_planner import GroupPlanner, Part
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, Occurrences
 from rowcast.runtime.arrays import I32, I64
 
 
 def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
     """`known`: step and distinct keys of every batch in the horizon. Raises AssertionError with both numbers."""
-    directory, occurrences = planner.directory, planner.occurrences
     oldest, head, tail = planner.positions
-    check_directory(directory, occurrences.rows)
-    in_horizon, steps = check_occurrences(occurrences, head, tail, known)
+    for part in planner.parts:
+        check_directory(part.directory, part.occurrences.rows)
+        check_keys(part, *planner.bounds[part.number : part.number + 2].tolist())
+    in_horizon, steps = check_occurrences(planner.occurrences, head, tail, known)
     first, at = np.unique(in_horizon["key"], return_index=True)
     at = at[in_horizon["slot"][at] >= 0]
     resident = in_horizon[at]
@@ -28,10 +29,18 @@ def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
         f"{num_dirty} dirty rows, but {planner.occupancy.num_dirty} were counted"
     )
     num_tracked = len(first) + len(idle)
-    assert num_tracked == directory.num_tracked[0], (
-        f"{directory.num_tracked[0]} rows are tracked, but {num_tracked} are known"
-    )
-    check_queues(occurrences, [step for step, _ in known], resident, steps[at])
+    assert num_tracked == planner.num_tracked, f"{planner.num_tracked} rows are tracked, but {num_tracked} are known"
+    of_parts = np.searchsorted(planner.bounds, resident["key"], side="right") - 1
+    for part in planner.parts:
+        own = of_parts == part.number
+        check_queues(part.occurrences, [step for step, _ in known], resident[own], steps[at][own])
+
+
+def check_keys(part: Part, least: int, above: int) -> None:
+    cells, rows = part.directory.cells, part.occurrences.rows
+    keys = rows["key"][(cells[cells != EMPTY] & LOW).astype(np.int64) % len(rows)]
+    num_others = np.count_nonzero((keys < least) | (keys >= above))
+    assert num_others == 0, f"{num_others} of {len(keys)} rows of part {part.number} belong to other parts"
 
 
 def check_idle(planner: GroupPlanner, oldest: int, head: int) -> Records:
@@ -42,9 +51,14 @@ def check_idle(planner: GroupPlanner, oldest: int, head: int) -> Records:
     order = np.lexsort((rows["key"], rows["use"] >> FLAG_BITS))
     assert np.array_equal(order, np.arange(len(rows))), f"the line of {len(rows)} idle rows is out of order at {order}"
     for position, key in zip(positions.tolist(), rows["key"].tolist(), strict=True):
-        held = planner.directory.cells[locate(planner.directory.cells, planner.occurrences.rows, key)] & LOW
+        cells = directory_of(planner, key).cells
+        held = cells[locate(cells, planner.occurrences.rows, key)] & LOW
         assert held == position & int(LOW), f"row {key} is idle at {position}, but the directory has it at {held}"
     return rows
+
+
+def directory_of(planner: GroupPlanner, key: int) -> Directory:
+    return planner.parts[int(np.searchsorted(planner.bounds, key, side="right")) - 1].directory
 
 
 def check_slots(planner: GroupPlanner, slots: I32) -> None:
@@ -84,7 +98,8 @@ def check_occurrences(
 
 
 def check_queues(occurrences: Occurrences, known_steps: list[int], resident: Records, next_uses: I64) -> None:
-    """The queue of a step holds the resident rows next used there except pinned ones, ordered by last use and key."""
+    """A part's queue of a step holds its resident rows next used there except pinned ones, ordered by last use and
+    key."""
     for step in known_steps:
         at = step % len(occurrences.first)
         places = occurrences.first[at] + np.arange(occurrences.heads[at], occurrences.tails[at])

@@ -149,7 +149,8 @@ class RowPlanner:
         self.slots = tuple(slots)
         self._levels = tuple(
             Level(
-                [GroupPlanner(*own, key) for own in zip(groups, of_groups, policies, pins, strict=True)], trains=i == 0
+                [GroupPlanner(*own, key, self._pool) for own in zip(groups, of_groups, policies, pins, strict=True)],
+                trains=i == 0,
             )
             for i, (of_groups, key) in enumerate(zip(slots, CAPACITY_KEYS[: len(slots)], strict=True))
         )

@@ -43,8 +43,8 @@ from rowcast.prefetcher.run.connection import Connection, Rings
 from rowcast.prefetcher.run.gauges import engine_gauges
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.sizing import (
-    automatic_threads,
     job_levels,
+    planner_threads,
     sizes,
     tier_rows,
 )
@@ -283,14 +283,14 @@ class PrefetcherAttempt:
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
 
     def _planner(self, slots: Sequence[Slots], measured: Sequence[ScheduledBatch]) -> RowPlanner:
-        pin, threads = self._job.cache.pin, self._job.prefetcher.threads
+        pin = self._job.cache.pin
         return job_planner(
             self._job,
             self._run.groups,
             slots,
             measured,
             pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
-            num_threads=automatic_threads() if threads == "auto" else threads,
+            num_threads=planner_threads(self._job),
             keep_ids=self._run.options.save_trace is not None,
             checkpoint_every=self._interval.known,
             rank=self._run.rank,

@@ -40,6 +40,7 @@ LEAST_RING_BYTES = 2 * 2**20
 LEAST_STAGING_BYTES = 2**19
 ARRAYS_SPARE = 1.25  # for dense features and labels, still unknown, and for larger batches
 MOST_THREADS = 8
+ONE_PART = 1  # of the planner, for a tier's slots: they decide plans, so a machine's cores may not decide them
 PROCESS_BYTES = 320 * 2**20  # of the prefetcher with its libraries and compiled loops, before it has any rows
 TIER_BUFFER_BYTES = 16 * 2**20  # of each group: rows that are read, written and moved, and the end of its file
 
@@ -58,9 +59,10 @@ class Sizes:
     staging_bytes: int  # on the device, each way
 
 
-def automatic_threads() -> int:
-    """Returns the planner threads: a quarter of the usable cores, which leaves the rest to readers and trainer."""
-    return max(1, min(MOST_THREADS, usable_cores() // 4))
+def planner_threads(job: Job) -> int:
+    """`auto` is a quarter of the usable cores, which leaves the rest to readers and trainer."""
+    threads = job.prefetcher.threads
+    return max(1, min(MOST_THREADS, usable_cores() // 4)) if threads == "auto" else threads
 
 
 def sizes(
@@ -204,7 +206,7 @@ def job_levels(
         return rows
 
     def taken(rows: Sequence[int]) -> int:
-        return sum(n * cost + planner_bytes(n, 0) for n, cost in zip(rows, costs, strict=True))
+        return sum(n * cost + planner_bytes(n, 0, ONE_PART) for n, cost in zip(rows, costs, strict=True))
 
     low, high = sum(map(operator.mul, least, costs)), rest_bytes
     if taken(least) > rest_bytes:
@@ -267,7 +269,7 @@ def tier_parts(
         "the process": PROCESS_BYTES,
         "rings": 2 * sizes(job, groups, measured, job.lookahead.depth, rank).ring_bytes,
         "ids known ahead": parse_bytes(job.lookahead.id_bytes),
-        "the plans of the device": sum(planner_bytes(n, 0) for n in slots),
+        "the plans of the device": sum(planner_bytes(n, 0, ONE_PART) for n in slots),
         "rows written over during a checkpoint": parse_bytes(job.checkpoint.memory),
         f"an index of {index_rows} rows": index_rows * INDEX_BYTES,
         "buffers": len(groups) * TIER_BUFFER_BYTES,

@@ -669,7 +669,7 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
     assert check_memory.dense_bytes(job, seen) == 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)
     assert check_memory.likely_horizon(job, seen, (300,)) == 8
     planner = check_memory.planning_bytes(job, seen, (300,))
-    assert planner == planner_bytes(300, 9 * seen.largest_rows[0])
+    assert planner == planner_bytes(300, 9 * seen.largest_rows[0], 1)
     written_over = 2000 * 32  # all rows, during a checkpoint
     fixed = (8 + 8) * 2 * batch + planner + 2 * 2**20 + 5000 + 2 * 4 * 64 + written_over
     tables = 2000 * 32 + 2000

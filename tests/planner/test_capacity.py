@@ -131,10 +131,10 @@ def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> 
     first, second = single_hot_trace([[0, 1], [2, 3, 4]])
     planner.add(first)
     planner.plan()
-    group.directory.num_tracked[0] = MOST_ROWS - 2
+    group.parts[0].directory.num_tracked[0] = MOST_ROWS - 2
     with pytest.raises(ConfigError, match=facts("step 1", "3 distinct rows", MOST_ROWS - 2)):
         planner.add(second)
-    group.directory.num_tracked[0] = 2
+    group.parts[0].directory.num_tracked[0] = 2
     planner.check_integrity()
     planner.add(second)
     assert len(planner.plan()[1].groups[0].fetch) == 3

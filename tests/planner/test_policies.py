@@ -1,6 +1,6 @@
 """What the planner makes of any eviction policy's choice, and what it does where a policy finds too few rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES, PolicyKind
-from rowcast.prefetcher.planner.eviction import EvictionPolicy, LeastScore, Residents, Victims, new_policy
+from rowcast.prefetcher.planner.eviction import Choice, EvictionPolicy, LeastScore, Residents, Victims, new_policy
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.runtime.arrays import I32, I64
 from tests.support.planner_oracle import oracle_entries
@@ -33,8 +33,8 @@ class OneTooFew:
     def first_scores(self, keys: I64) -> None:
         """None."""
 
-    def choose(self, rows: Residents, victims: Victims) -> int:
-        return self._own.choose(rows, Victims._make(part[:-1] for part in victims))
+    def choose(self, parts: Sequence[Residents], victims: Victims, num_victims: int) -> Choice:
+        return self._own.choose(parts, victims, num_victims - 1)
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_both_levels_hold_what_is_said_of_them() -> None:
         if planner.ready():
             planner.plan()
     assert tier.occupancy.num_free == 0
-    said = planner_bytes(slots, most_known) + planner_bytes(tier_slots, most_known)
+    said = planner_bytes(slots, most_known, 1) + planner_bytes(tier_slots, most_known, 1)
     assert 0.8 * said <= device.nbytes + tier.nbytes <= 1.01 * said
 
 
@@ -219,10 +219,10 @@ def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_n
     first, second = single_hot_trace([[0, 1], [2, 3, 4]])
     planner.add(first)
     planner.plan()
-    tier.directory.num_tracked[0] = MOST_ROWS - 2
+    tier.parts[0].directory.num_tracked[0] = MOST_ROWS - 2
     with pytest.raises(ConfigError, match=facts("store.memory", "lookahead.horizon", MOST_ROWS)):
         planner.add(second)
-    tier.directory.num_tracked[0] = 2
+    tier.parts[0].directory.num_tracked[0] = 2
     planner.check_integrity()
     planner.add(second)
     assert planner.plan()[1].groups[0].load_keys.tolist() == [2, 3, 4]

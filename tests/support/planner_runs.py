@@ -12,6 +12,7 @@ from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.trainer.kernels.lookups import arranged
 
@@ -122,6 +123,7 @@ class Run:
     pinned: tuple[tuple[int, ...], ...] = ()  # keys of each group
     num_threads: int = 1
     tiers: tuple[tuple[int, ...], ...] = ()  # slots of each level below the device
+    rank: Rank = UNDIVIDED
 
     def planner(self, horizon: AutoHorizon | None = None) -> RowPlanner:
         return RowPlanner(
@@ -133,6 +135,7 @@ class Run:
             first_batches=self.trace[: self.num_first],
             pinned=tuple(i64(list(keys)) for keys in self.pinned) or None,
             num_threads=self.num_threads,
+            rank=self.rank,
         )
 
 

@@ -18,7 +18,8 @@ class StaticCounts(LeastScore):
         self._counts = counts.astype(np.int32)
 
     def first_scores(self, keys: I64) -> I32:
-        scores = np.zeros(len(keys), np.int32)
-        _, ours, theirs = np.intersect1d(self._keys, keys, assume_unique=True, return_indices=True)
-        scores[theirs] = self._counts[ours]
+        at, scores = np.searchsorted(self._keys, keys), np.zeros(len(keys), np.int32)
+        counted = at < len(self._keys)
+        counted[counted] = self._keys[at[counted]] == keys[counted]
+        scores[counted] = self._counts[at[counted]]
         return scores
