@@ -1,4 +1,4 @@
-"""Checks data.of and data.columns.inputs. All functions raise ValueError."""
+"""Checks data.of, data.columns.inputs and data.negatives. All functions raise ValueError."""
 
 from collections.abc import Mapping
 
@@ -24,6 +24,37 @@ def check_batch_arrays(data: Data, tables: Mapping[str, Table]) -> None:
     for name in data.columns.inputs:
         if name in tables:
             require_unpooled(tables[name], f"data.columns.inputs: {name}")
+    check_negatives(data, tables)
+
+
+def check_negatives(data: Data, tables: Mapping[str, Table]) -> None:
+    drawn = [own.feature for own in data.negatives]
+    for own in data.negatives:
+        key = f"data.negatives: {own.feature}"
+        if not format_of(data.format).draws:
+            raise ValueError(f"{key}: {data.format} makes its batches itself; draw there, with rowcast.draws")
+        for name in {own.feature, own.per} - {BATCH}:
+            if name not in tables:
+                raise ValueError(f"{key}: {name} has no table{nearest(name, tables)}; add it to a table's features")
+            require_unpooled(tables[name], f"{key} with per = {own.per!r}: {name}")
+        if drawn.count(own.feature) > 1 or own.feature in {*data.of, *data.of.values(), *data.columns.inputs}:
+            raise ValueError(
+                f"{key} is drawn, and named again in data.negatives, data.of or columns.inputs; remove one"
+            )
+        if own.per in drawn or (own.per != BATCH and not format_of(data.format).named_columns):
+            raise ValueError(
+                f"{key}.per = {own.per!r} is no feature of files with named columns; name one, or {BATCH!r}"
+            )
+        rows = tables[own.feature].num_embeddings
+        if own.avoid is not None and (tables[own.avoid].name != tables[own.feature].name or rows < 2):
+            raise ValueError(
+                f"{key}.avoid = {own.avoid!r} needs one table of at least 2 rows for both; {own.avoid} has "
+                f"{tables[own.avoid].name}, and {own.feature} {tables[own.feature].name} of {rows}"
+            )
+        if own.by == "log-uniform" and rows >= 2**31:
+            raise ValueError(
+                f'{key}.by = "log-uniform" takes tables of less than 2**31 rows, not {rows}; use "uniform"'
+            )
 
 
 def check_feature(name: str, of: str, data: Data) -> None:

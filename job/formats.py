@@ -82,6 +82,30 @@ class Synthetic(Section, frozen=True, kw_only=True):
     zipf: Annotated[float, Meta(ge=0, le=10)] = 1.05
 
 
+class Negatives(Section, frozen=True, kw_only=True):
+    """A feature that is in no file: its ids are drawn, as a function of job.seed, split, epoch and batch.
+
+    The model gets the arrays `<feature>.id` and `<feature>.log_q`.
+    """
+
+    feature: str  # a feature of a table with `pooling = "none"`
+    number: Count  # ids drawn for a batch, or for each look-up of `per`
+    # `batch`: they are the batch's, and whole in each part of it; or a feature of the files, each of whose look-ups has
+    # its own
+    per: str = BATCH
+    # `uniform`; `log-uniform`, for rows in order of their frequency; or an `.npy` file with a count for each row, i64
+    by: str = "uniform"
+    avoid: str | None = None  # the feature of `per`: none of its look-ups gets its own row; needs `uniform`
+
+    def check(self) -> None:
+        if self.by not in ("uniform", "log-uniform") and not self.by.endswith(".npy"):
+            raise ValueError(f"by = {self.by!r} is not uniform, log-uniform or an .npy file")
+        if self.avoid is not None and (self.avoid != self.per or self.by != "uniform"):
+            raise ValueError(
+                f'avoid = {self.avoid!r} needs per = {self.avoid!r} and by = "uniform"; set these, or remove avoid'
+            )
+
+
 class Data(Section, frozen=True, kw_only=True):
     format: str  # {kinds}, or `package.module:factory`
     path: str | None = None  # a file, a folder or a glob; files are read in order of their names
@@ -107,6 +131,7 @@ class Data(Section, frozen=True, kw_only=True):
     # what an array or a feature belongs to, if not to samples: `time = "history"` has an entry per look-up of the
     # feature `history`, and all look-ups of `negative = "batch"` are in every part of a batch
     of: dict[str, str] = {}
+    negatives: list[Negatives] = []
     columns: Columns = Columns()
     synthetic: Synthetic = Synthetic()
     options: dict[str, Any] = {}  # passed to the `package.module:factory`
@@ -163,6 +188,18 @@ class Data(Section, frozen=True, kw_only=True):
             )
 
     @property
+    def batch_features(self) -> frozenset[str]:
+        """The features whose look-ups are the batch's."""
+        named = {name for name, of in self.of.items() if of == BATCH}
+        return frozenset(named | {own.feature for own in self.negatives if own.per == BATCH})
+
+    @property
+    def lookup_arrays(self) -> dict[str, str]:
+        """Maps each array of look-ups to its feature; of data.columns.inputs only those that data.of names."""
+        drawn = {f"{own.feature}.{name}": own.feature for own in self.negatives for name in ("id", "log_q")}
+        return {name: of for name, of in self.of.items() if of != BATCH} | drawn
+
+    @property
     def num_hot_blocks(self) -> int | None:
         """Blocks of hot samples in an epoch, and as many of others; None without them."""
         return None if self.order is None else int(self.order.removeprefix("hot-blocks:"))
@@ -190,6 +227,7 @@ class Format:
     file_names: str = ".*"  # regular expression: which files of a folder are read
     random_access: bool = False  # any row can be read at any time, which shuffle = "full" needs
     in_columns: bool = False  # ids can be read without dense features and labels
+    draws: bool = True  # data.negatives adds features to it
     named_columns: bool = False  # data.columns names the columns, including weights and hashed ids
     text_cells: bool = False  # data.columns.delimiter and .lists separate its cells and the ids in them
     one_label: bool = False  # the format itself has one label of 0 or 1 per sample
@@ -209,7 +247,7 @@ FORMATS = {
     "synthetic": Format(f"{READERS}.synthetic", has_files=False, random_access=True),
 }
 # data.format = "package.module:factory"; the factory decides the order of the batches
-CUSTOM = Format(f"{READERS}.custom", has_files=False, random_access=True)
+CUSTOM = Format(f"{READERS}.custom", has_files=False, random_access=True, draws=False)
 Data.kinds = Kinds(FORMATS, key="format", custom=Data)
 
 

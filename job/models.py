@@ -156,6 +156,41 @@ class TwoTowerSettings(Model, frozen=True, kw_only=True):
             )
 
 
+class NextItemSettings(Model, frozen=True, kw_only=True):
+    history: Width = 50  # the items used of a history; older ones are ignored
+    blocks: Width = 2  # the layers of attention
+    heads: Width = 1  # of each layer; they divide the width of the item table
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    history_feature: str = "history"  # the feature of the history, with `pooling = "none"`
+    positive_feature: str = "positive"  # what came next, aligned with the end of the history
+    # what each positive is ranked among, a feature of the batch (`data.of`): drawn items (`data.negatives`) or all
+    candidate_feature: str = "negative"
+    time: str = "time"  # hstu: the array with the time of each item of the history
+
+    def check_inputs(self, tables: Mapping[str, Table], num_parts: int) -> None:
+        """History, positives and candidates are features of one table, without pooling."""
+        names = {
+            "history_feature": self.history_feature,
+            "positive_feature": self.positive_feature,
+            "candidate_feature": self.candidate_feature,
+        }
+        for key, name in names.items():
+            require_features([name], f"model.{key}", tables)
+        items = tables[self.history_feature]
+        for key, name in names.items():
+            if tables[name].name != items.name or tables[name].pooling != "none":
+                raise ValueError(
+                    f"model.{key}: feature {name} has table {tables[name].name} with pooling = "
+                    f'"{tables[name].pooling}"; {self.kind} needs history, positives and candidates in one table with '
+                    'pooling = "none"'
+                )
+        if items.embedding_dim % self.heads:
+            raise ValueError(
+                f"model.heads = {self.heads} does not divide embedding_dim = {items.embedding_dim} of table "
+                f"{items.name}; change one of them"
+            )
+
+
 def require_features(features: Sequence[str], key: str, tables: Mapping[str, Table]) -> None:
     for feature in features:
         if feature not in tables:
@@ -176,6 +211,7 @@ class BuiltInModel:
     note: str = ""  # for docs/job-file.md
 
 
+NEXT_ITEM = "history, positives and candidates are features of one table"
 BUILT_IN_MODELS = {
     "dlrm": BuiltInModel(f"{MODELS}.dlrm:DLRM", DLRMSettings, {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ONE}),
     "dcnv2": BuiltInModel(f"{MODELS}.dcnv2:DCNv2", DCNv2Settings, {"bottom_mlp": ANY, "top_mlp": ONE}),
@@ -190,6 +226,8 @@ BUILT_IN_MODELS = {
     ),
     "wide-deep": BuiltInModel(f"{MODELS}.wide_deep:WideDeep", Top, {"top_mlp": ONE}, linear=True),
     "deepfm": BuiltInModel(f"{MODELS}.wide_deep:DeepFM", Top, {"top_mlp": ONE}, linear=True, one_width=True),
+    "sasrec": BuiltInModel(f"{MODELS}.sasrec:SASRec", NextItemSettings, sequences=NEXT_ITEM),
+    "hstu": BuiltInModel(f"{MODELS}.hstu:HSTU", NextItemSettings, sequences=NEXT_ITEM),
     "two-tower": BuiltInModel(f"{MODELS}.two_tower:TwoTower", TwoTowerSettings, {"user_mlp": ANY, "item_mlp": ANY}),
 }
 Model.kinds = Kinds(BUILT_IN_MODELS, custom=BottomAndTop)

@@ -359,7 +359,8 @@ class Job(Section, frozen=True, kw_only=True):
         for name, section in (("model", self.model), ("store", self.store)):
             content[name] |= defaults_of_other_kinds(section)
         # left out of manifests and digests by the versions that had no such keys
-        for section_content, key in ((content["data"], "of"), (content["data"]["columns"], "inputs")):
+        data = content["data"]
+        for section_content, key in ((data, "of"), (data, "negatives"), (data["columns"], "inputs")):
             if not section_content[key]:
                 del section_content[key]
         return content

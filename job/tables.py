@@ -16,7 +16,6 @@ from typing import Literal
 import numpy as np
 
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.formats import BATCH
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_bytes, parse_rows
@@ -146,7 +145,7 @@ def table_specs(job: Job) -> tuple[TableSpec, ...]:
             init=table.init,
             dtype=table.dtype,
             linear=table.linear,
-            batch_features=tuple(name for name in table.features if job.data.of.get(name) == BATCH),
+            batch_features=tuple(name for name in table.features if name in job.data.batch_features),
         )
         for index, table in enumerate(job.tables)
     )

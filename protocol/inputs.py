@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.job.formats import BATCH
 from rowcast.job.schema import Job
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.arrays import F32
@@ -88,11 +87,12 @@ class Belonging:
 
 def belonging(job: Job) -> Belonging:
     positions = {feature: position for position, feature in enumerate(job.features)}
-    columns = {f"{name}.id": name for name in job.data.columns.inputs if name in positions}
+    inputs = [*job.data.columns.inputs, *(own.per for own in job.data.negatives)]
+    columns = {f"{name}.id": name for name in inputs if name in positions}
     return Belonging(
-        arrays=columns | {name: of for name, of in job.data.of.items() if of != BATCH},
+        arrays=columns | job.data.lookup_arrays,
         positions=positions,
-        batch_features=frozenset(name for name, of in job.data.of.items() if of == BATCH),
+        batch_features=job.data.batch_features,
     )
 
 

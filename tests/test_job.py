@@ -397,8 +397,13 @@ def whole_content() -> dict[str, Any]:
     """Every section is there."""
     return {
         "job": {"run_dir": "run"},
-        "data": {"format": "synthetic", "columns": {}, "synthetic": {}},
-        "tables": [dict(TABLE)],
+        "data": {
+            "format": "synthetic",
+            "columns": {},
+            "synthetic": {},
+            "negatives": [{"feature": "drawn", "number": 3}],
+        },
+        "tables": [dict(TABLE), {**TABLE, "name": "drawn", "features": ["drawn"], "pooling": "none"}],
         "tables_from": {"embedding_dim": 4},
         "model": {"bottom_mlp": [4], "top_mlp": [1]},
         "optimizer": {"sparse": SGD | {"schedule": {}}, "dense": SGD | {"schedule": {}}},

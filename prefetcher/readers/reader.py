@@ -91,5 +91,11 @@ def open_reader(job: Job, columns: Columns = "all") -> Reader:
     """Opens the reader of `job.data`. Raises ConfigError if the job does not fit the data, DataError if the data is
     broken."""
     assert columns == "all" or columns in stream_columns(job), f"{job.data.format} is not read in columns"
+    if job.data.negatives:
+        return cast(Reader, import_module("rowcast.prefetcher.readers.negatives").open_reader(job, columns))
+    return open_format(job, columns)
+
+
+def open_format(job: Job, columns: Columns) -> Reader:
     module = import_module(format_of(job.data.format).module)
     return cast(Reader, module.open_reader(job) if columns == "all" else module.open_reader(job, columns))

@@ -51,7 +51,7 @@ def free_sizes(embeddings: list[Embedded]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", BUILT_IN_MODELS)
+@pytest.mark.parametrize("kind", sorted(BUILT_IN_MODELS.keys() - {"sasrec", "hstu"}))  # these take named arrays too
 def test_an_exported_model_has_the_bits_of_the_model_at_any_batch_size(kind: str) -> None:
     tables = [
         {"name": f"t{i}", "num_embeddings": 9, "embedding_dim": WIDTH, "features": [f"f{i}"], "linear": kind in LINEAR}

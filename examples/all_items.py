@@ -1,0 +1,123 @@
+"""Ranks the positives of a next-item model among all items, however many there are, in a bounded memory.
+
+    prefetcher export --run runs/sasrec --out sasrec.safetensors
+    python -m examples.all_items --config examples/sasrec.toml --export sasrec.safetensors --memory 64
+
+The job's data.eval_path has the histories and positives (examples/next_item.py). The item table stays in the file: rows
+of histories and positives are read one by one, and all items in blocks.
+"""
+
+import argparse
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rowcast.job.file import load_job
+from rowcast.job.models import NextItemSettings
+from rowcast.job.schema import Job
+from rowcast.trainer.models import Sequences, build_model
+from rowcast.trainer.models.next_item import History, NextItemModel, rounding_of
+from rowcast.trainer.models.ranking import RANK_BINS, count_ranks, ranking_figures
+
+WINDOWS = 64  # histories that are computed together
+
+
+class ItemRows:
+    """The rows of an fp32 table in an export, read from the file when they are needed."""
+
+    def __init__(self, export: BinaryIO, table: str) -> None:
+        self._file = export
+        (length,) = struct.unpack("<Q", self._file.read(8))
+        entry = json.loads(self._file.read(length))[f"embedding_bags.{table}.weight"]
+        if entry["dtype"] != "F32":
+            raise SystemExit(f"{export.name}: table {table} has dtype {entry['dtype']}; this example reads F32")
+        self.count, self.width = entry["shape"]
+        self._start = 8 + length + entry["data_offsets"][0]
+
+    def read(self, first: int, count: int) -> Tensor:
+        self._file.seek(self._start + 4 * self.width * first)
+        rows = np.fromfile(self._file, np.float32, count * self.width)
+        return torch.from_numpy(rows).view(-1, self.width)
+
+    def of(self, items: npt.NDArray[np.int64]) -> Tensor:
+        return torch.cat([torch.zeros(0, self.width), *(self.read(item, 1) for item in items.tolist())])
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, self.count, size):
+            yield first, self.read(first, min(size, self.count - first))
+
+
+def load_model(job: Job, export: Path) -> NextItemModel:
+    model = build_model(job, num_dense=0).eval()
+    assert isinstance(model, NextItemModel), f"model.kind = {job.model.kind} has no next items"
+    with safe_open(export, "pt") as file:
+        model.load_state_dict({name: file.get_tensor(name) for name in model.state_dict()})
+    return model
+
+
+def vectors_of(model: NextItemModel, rows: ItemRows, histories: list[list[int]], times: list[list[int]]) -> Tensor:
+    """Returns the vector of each history's newest place, f32 [S, D]."""
+    vectors = []
+    for start in range(0, len(histories), WINDOWS):
+        own = histories[start : start + WINDOWS]
+        offsets = torch.tensor([0, *(len(history) for history in own)]).cumsum(0).int()
+        items = Sequences(values=rows.of(joined(own)), offsets=offsets)
+        when = Sequences(values=torch.from_numpy(joined(times[start : start + WINDOWS])), offsets=offsets)
+        padded, mask = items.padded(model.length)
+        vectors.append(model.encode(History(padded, mask, when.padded(model.length)[0]))[:, -1])
+    return torch.cat(vectors)
+
+
+def joined(lists: list[list[int]]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros(0, np.int64), *(np.array(own, np.int64) for own in lists)])
+
+
+def ranks_of(vectors: Tensor, positives: npt.NDArray[np.int64], rows: ItemRows, memory: int) -> Tensor:
+    """Returns how many other items do not score less than each positive, i64 [S]. `memory`: bytes of a block and of its
+    scores."""
+    items = rows.of(positives)
+    least = (vectors * items).sum(1) - rounding_of(vectors, items)
+    ranks = torch.zeros(len(positives), dtype=torch.int64)
+    size = max(1, memory // (4 * rows.width + 6 * len(positives)))
+    for first, block in rows.blocks(size):
+        ahead = ~(vectors @ block.T < least[:, None])
+        inside = (positives >= first) & (positives < first + len(block))
+        ahead[torch.from_numpy(np.flatnonzero(inside)), torch.from_numpy(positives[inside] - first)] = False
+        ranks += ahead.sum(1)
+    return ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--export", type=Path, required=True)
+    parser.add_argument("--memory", type=int, default=64, help="MiB of a block of items and their scores")
+    options = parser.parse_args()
+    job = load_job(options.config)
+    assert isinstance(job.model, NextItemSettings), "the model has next items"
+    history, positive = job.model.history_feature, job.model.positive_feature
+    table = next(table for table in job.tables if history in table.features)
+    windows = pq.read_table(job.data.eval_path).to_pydict()
+    with torch.no_grad(), options.export.open("rb", buffering=0) as file:
+        rows, model = ItemRows(file, table.name), load_model(job, options.export)
+        vectors = vectors_of(model, rows, windows[history], windows[job.model.time])
+        positives = np.array([own[-1] for own in windows[positive]])
+        ranks = ranks_of(vectors, positives, rows, options.memory * 2**20)
+    bins = torch.zeros(RANK_BINS, dtype=torch.int64)
+    count_ranks(bins, ranks)
+    print(f"{len(positives):,} positives among {rows.count:,} items")
+    for name, value in ranking_figures(bins.tolist(), job.eval.ranks).items():
+        print(f"{name.upper():8} {value:.6f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Adds the features of data.negatives to what a file has: their ids are drawn, in no file, and a function of the place.
+
+    decoded       history  positive               a reader of the job without the drawn features
+    drawn                            negative     `draws(job.seed, split, epoch, batch)`, feature by feature
+    delivered     history  positive  negative     ids, and beside them the arrays negative.id and negative.log_q
+
+Two streams of one batch, of ids and of dense features, draw for themselves and draw the same.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from rowcast.job.formats import BATCH, Negatives
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, decode_part, divide
+from rowcast.prefetcher.readers.columns import Column, bag_offsets, join_columns
+from rowcast.prefetcher.readers.draws import Drawn, Draws, cumulative, draws
+from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, open_format
+from rowcast.protocol.batch import Batch, IdsBatch, Kind
+from rowcast.runtime.arrays import I64
+from rowcast.runtime.errors import ConfigError
+
+NOTHING = np.zeros(0, np.int64)
+
+
+def job_of_files(job: Job) -> Job:
+    """Returns the job without the drawn features; the ids of a feature that is drawn for are among its arrays."""
+    drawn = {own.feature for own in job.data.negatives}
+    inner = [replace(table, features=[name for name in table.features if name not in drawn]) for table in job.tables]
+    columns, others = job.data.columns, [own.per for own in job.data.negatives if own.per != BATCH]
+    inputs = list(dict.fromkeys([*columns.inputs, *others]))
+    return replace(
+        job,
+        tables=[table for table in inner if table.features],
+        data=replace(job.data, negatives=[], columns=replace(columns, inputs=inputs)),
+    )
+
+
+def open_reader(job: Job, columns: Columns) -> "DrawingReader":
+    return DrawingReader(job, open_format(job_of_files(job), columns))
+
+
+class DrawingReader:
+    """A `Reader` of `files`, which was opened for `job_of_files(job)`. Raises ConfigError for unusable counts."""
+
+    def __init__(self, job: Job, files: Reader) -> None:
+        self._job, self._files = job, files
+        self._file_features = job_of_files(job).features
+        self._weighted = bool(job.data.columns.weights)
+        rows = {feature: table.num_embeddings for table in job.tables for feature in table.features}
+        self._features = [DrawnFeature(own, rows[own.feature]) for own in job.data.negatives]
+        self.num_dense = files.num_dense
+        self.paths = [*files.paths, *(path for own in self._features for path in own.paths)]
+
+    @property
+    def invalid_ids(self) -> int:
+        return self._files.invalid_ids
+
+    def num_samples(self, split: Kind) -> int | None:
+        return self._files.num_samples(split)
+
+    def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return decoded(self.pending(split, epoch, start))
+
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
+        for batch, decode in enumerate(self._files.pending(split, epoch, start), start):
+            yield partial(self._complete, decode, split, epoch, batch)
+
+    def _complete(self, decode: Pending, split: Kind, epoch: int, batch: int) -> Part:
+        part, stream = decode(), draws(self._job.job.seed, split, epoch, batch)
+        if isinstance(part, DenseBatch):
+            return self._with_arrays(part, [own.draw(stream, self._ids_of(own, part.inputs)) for own in self._features])
+        if isinstance(part, IdsBatch):
+            columns = self._columns(part)
+            drawn = [own.draw(stream, columns.get(own.per, NO_LOOKUPS).ids) for own in self._features]
+            return self._with_ids(part, columns, drawn)
+        ids, dense = divide(part)
+        drawn = [own.draw(stream, self._ids_of(own, dense.inputs)) for own in self._features]
+        return decode_part(
+            "all", lambda: self._with_arrays(dense, drawn), lambda: self._with_ids(ids, self._columns(ids), drawn)
+        )
+
+    def _ids_of(self, own: "DrawnFeature", inputs: dict[str, Any]) -> I64:
+        ids: I64 = inputs.get(f"{own.per}.id", NOTHING)
+        return ids
+
+    def _with_arrays(self, dense: DenseBatch, drawn: list[Drawn]) -> DenseBatch:
+        names = [own.feature for own in self._features]
+        ids = {f"{name}.id": own.ids for name, own in zip(names, drawn, strict=True)}
+        log_q = {f"{name}.log_q": own.log_q for name, own in zip(names, drawn, strict=True)}
+        return DenseBatch(dense=dense.dense, labels=dense.labels, inputs={**dense.inputs, **ids, **log_q})
+
+    def _columns(self, ids: IdsBatch) -> dict[str, Column]:
+        """Returns the features of the files."""
+        offsets, size, columns = bag_offsets(ids.ids, ids.offsets), ids.size, {}
+        for f, name in enumerate(self._file_features):
+            bags = offsets[f * size : (f + 1) * size + 1]
+            own = slice(int(bags[0]), int(bags[-1]))
+            weights = None if ids.weights is None else ids.weights[own]
+            columns[name] = Column(ids=ids.ids[own], lengths=np.diff(bags), weights=weights)
+        return columns
+
+    def _with_ids(self, ids: IdsBatch, columns: dict[str, Column], drawn: list[Drawn]) -> IdsBatch:
+        for own, found in zip(self._features, drawn, strict=True):
+            columns[own.feature] = Column(ids=found.ids, lengths=own.lengths(columns.get(own.per), ids.size))
+        return join_columns([columns[name] for name in self._job.features], ids.size, self._weighted)
+
+
+NO_LOOKUPS = Column(ids=NOTHING)
+
+
+class DrawnFeature:
+    """One feature of data.negatives, of a table of `num_rows` rows."""
+
+    def __init__(self, settings: Negatives, num_rows: int) -> None:
+        self.feature, self.per = settings.feature, settings.per
+        self._number, self._by, self._avoids = settings.number, settings.by, settings.avoid is not None
+        self._num_rows = num_rows
+        self.paths = [Path(settings.by)] if settings.by.endswith(".npy") else []
+        self._totals = [cumulative_of(path, self.feature, num_rows) for path in self.paths]
+
+    def draw(self, stream: Draws, looked_up: I64) -> Drawn:
+        """`looked_up`: i64 [n], the rows that are drawn for, in their order; none for a feature of the batch."""
+        count = self._number if self.per == BATCH else self._number * len(looked_up)
+        if self._avoids:
+            others = stream.below(self._num_rows - 1, count)
+            ids = (np.repeat(looked_up, self._number) + 1 + others.ids) % self._num_rows
+            return Drawn(ids, others.log_q)
+        for totals in self._totals:
+            return stream.by_cumulative(totals, count)
+        draw = stream.log_uniform if self._by == "log-uniform" else stream.below
+        return draw(self._num_rows, count)
+
+    def lengths(self, per: Column | None, size: int) -> I64:
+        """Returns the look-ups of each of `size` samples; those of the batch are in the first."""
+        if per is None:
+            return np.append(self._number, np.zeros(size - 1, np.int64))
+        return self._number * (np.ones(size, np.int64) if per.lengths is None else per.lengths)
+
+
+def cumulative_of(path: Path, feature: str, num_rows: int) -> I64:
+    key = f"data.negatives: {feature}.by = {path}"
+    try:
+        counts = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} cannot be read as .npy ({error}); give a file of one count for each row") from None
+    if counts.shape != (num_rows,) or counts.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{key} has {counts.dtype} of shape {list(counts.shape)}; give one integer for each of the {num_rows} rows"
+        )
+    try:
+        return cumulative(counts.astype(np.int64))
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
