@@ -63,10 +63,12 @@ SECTIONS = {
 class AbsentDriver:
     """As much of Triton's driver as a launch asks for before the kernel is compiled."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, target: str = "90") -> None:
+        """`target`: a compute capability times 10, or AMD's name of an architecture."""
         from triton.backends.compiler import GPUTarget
 
-        self._target = GPUTarget("cuda", capability, 32)
+        is_cuda = target.isdigit()
+        self._target = GPUTarget("cuda", int(target), 32) if is_cuda else GPUTarget("hip", target, 64)
 
     def get_current_target(self) -> Any:
         return self._target
@@ -87,7 +89,7 @@ def noted_launches(note: Callable[[str, str], None]) -> Iterator[None]:
     def instead_of_compiling(self: Any, key: str, *others: Any) -> None:
         note(self.fn.__name__, key)
 
-    driver.set_active(AbsentDriver(90))
+    driver.set_active(AbsentDriver())
     with patch.object(JITFunction, "_do_compile", instead_of_compiling):
         yield
 

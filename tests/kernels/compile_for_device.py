@@ -1,5 +1,5 @@
 """Compiles the kernels for a device that need not be there: `python -m tests.kernels.compile_for_device 90`
-for compute capability 9.0.
+for compute capability 9.0, or `gfx942` for AMD's MI300.
 
 It calls them as a run would, with several sizes, learning rates and steps, but launches nothing. Prints one JSON object
 a compiled kernel.
@@ -56,8 +56,8 @@ def machine_code(kernel: Any) -> str:
         return ""
 
 
-def main(capability: int) -> None:
-    driver.set_active(AbsentDriver(capability))
+def main(target: str) -> None:
+    driver.set_active(AbsentDriver(target))
     compiled: dict[int, dict[str, Any]] = {}
     run = JITFunction.run
 
@@ -67,11 +67,12 @@ def main(capability: int) -> None:
             "name": self.fn.__name__,
             "kind": options["RULE"].__module__.rpartition(".")[2] if options.get("RULE") else None,
             "dim": options["D"],
-            "ptx": kernel.asm["ptx"],
-            "machine_code": machine_code(kernel) if options["D"] == WIDE else "",
+            "ptx": kernel.asm["ptx" if target.isdigit() else "amdgcn"],
+            "machine_code": machine_code(kernel) if options["D"] == WIDE and target.isdigit() else "",
         }
 
-    with patch.object(JITFunction, "run", warm_up):
+    hip = None if target.isdigit() else "as on AMD"
+    with patch.object(JITFunction, "run", warm_up), patch.object(torch.version, "hip", hip):
         for case in CASES:
             call(*case)
     for kernel in compiled.values():
@@ -79,4 +80,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])

@@ -22,10 +22,23 @@ NEVER = (r"\.ftz", r"div\.full", r"\.approx", r"\batom\.", r"\bred\.")
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.kernels.compile_for_device", str(request.param)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = compile_for(str(request.param), environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compile_for(target: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.kernels.compile_for_device", target]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_each_kernel_compiles_for_amd(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = compile_for("gfx942", environment | {"TRITON_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["name"] for kernel in kernels} == {"lookup_kernel", "segments_kernel", "join_kernel", "apply_kernel"}
+    assert all("gfx942" in kernel["ptx"] for kernel in kernels)
 
 
 def test_each_kernel_is_compiled_once_for_all_sizes_rates_and_steps(compiled: list[dict[str, Any]]) -> None:

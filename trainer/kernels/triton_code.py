@@ -10,7 +10,7 @@ or rows are i32 [ROWS], their values f32 [ROWS, BLOCK].
     train_rows   the row optimizer on their gradients
 
 Kernels combine these, so every path applies the same operations in the same order to a gradient. Each operation is
-rounded separately, except `tl.fma` where torch's operation is fused; so kernels must be launched with `ROUNDED`
+rounded separately, except `tl.fma` where torch's operation is fused; so kernels must be launched with `rounded`
 (triton_ops.py), which keeps the compiler from fusing others.
 """
 

@@ -21,8 +21,6 @@ from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimize
 from rowcast.trainer.kernels.blocks import LARGEST, BlockShape, blocks_for
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
-# each operation is rounded separately, and denormal numbers are not flushed to zero
-ROUNDED = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 Options = dict[str, Any]
 RULES = row_optimizers.modules("_triton")
 UNUSED = (None,) * 5  # unique_slots to rate, for kernels that train no rows
@@ -123,6 +121,13 @@ def layout_of(rows: RecordViews) -> tuple[int, int, int]:
     return weight.shape[1], weight_bytes, record_bytes
 
 
+def rounded() -> Options:
+    """Each operation is rounded separately, and denormal numbers are not flushed to zero: AMD's default, without this
+    option."""
+    own = {} if torch.version.hip else {"enable_reflect_ftz": False}
+    return {"enable_fp_fusion": False, **own}
+
+
 @lru_cache
 def lookup_options(dim: int, weight_bytes: int, record_bytes: int) -> Options:
     blocks = blocks_for(dim, weight_bytes)
@@ -161,7 +166,7 @@ def train_options(
 
 
 def block_options(block: BlockShape, dim: int, columns: int) -> Options:
-    return {"D": dim, "BLOCK": columns, **shape_options(block), **ROUNDED}
+    return {"D": dim, "BLOCK": columns, **shape_options(block), **rounded()}
 
 
 def shape_options(block: BlockShape) -> Options:

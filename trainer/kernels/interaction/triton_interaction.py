@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rowcast.trainer.kernels.triton_code import device, kernel, row_sums
-from rowcast.trainer.kernels.triton_ops import ROUNDED
+from rowcast.trainer.kernels.triton_ops import rounded
 
 WARP_FLOATS = 2**10  # of a tile of all vectors, for a warp
 MOST_WARPS = 8
@@ -37,7 +37,7 @@ def backward(bottom: Tensor, features: Tensor, grad: Tensor) -> tuple[Tensor, Te
 def options(num_features: int, dim: int) -> dict[str, Any]:
     tile, columns = 1 << num_features.bit_length(), 1 << (dim - 1).bit_length()
     warps = min(MOST_WARPS, max(1, tile * columns // WARP_FLOATS))
-    return {"N": num_features + 1, "TILE": tile, "D": dim, "BLOCK": columns, "num_warps": warps, **ROUNDED}
+    return {"N": num_features + 1, "TILE": tile, "D": dim, "BLOCK": columns, "num_warps": warps, **rounded()}
 
 
 @kernel("batch_size")
