@@ -1,6 +1,6 @@
 """Checks that the job's tables fit its built-in model. All functions raise ValueError."""
 
-from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM, BottomAndTop
+from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM, BottomAndTop, NextItemSettings
 from rowcast.job.schema import Job
 
 
@@ -9,7 +9,18 @@ def check_model_inputs(job: Job) -> None:
     check_widths(job)
     check_sequences(job)
     check_linear(job)
+    check_candidates(job)
     job.model.check_inputs({feature: table for table in job.tables for feature in table.features}, job.ranks.num_parts)
+
+
+def check_candidates(job: Job) -> None:
+    model = job.model
+    if isinstance(model, NextItemSettings) and model.candidate_feature not in job.data.batch_features:
+        raise ValueError(
+            f"{model.kind} ranks positives among the look-ups of a batch, and {model.candidate_feature} has those of "
+            "samples; draw it with [[data.negatives]] without per, or set "
+            f'data.of.{model.candidate_feature} = "batch"'
+        )
 
 
 def check_labels(job: Job) -> None:

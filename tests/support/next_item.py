@@ -15,4 +15,5 @@ def job_of(kind: str, **settings: object) -> Job:
         "features": ["history", "positive", "negative"],
         "pooling": "none",
     }
-    return jobs.job(tables=[table], model={"kind": kind, "history": LENGTH, "heads": HEADS, **settings})
+    model = {"kind": kind, "history": LENGTH, "heads": HEADS, **settings}
+    return jobs.job(tables=[table], data={"negatives": [{"feature": "negative", "number": 11}]}, model=model)

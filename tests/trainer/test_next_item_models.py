@@ -193,11 +193,22 @@ def test_times_are_classed_by_their_exact_logarithm() -> None:
     assert time_classes(times).tolist() == [0, 0, 0, 1, 1, 2, 30, 31, 51, 52]
 
 
+def test_a_missing_array_is_named() -> None:
+    model = build_model(job_of("sasrec"), num_dense=0)
+    samples, table = samples_of(1), torch.zeros(ITEMS, WIDTH)
+    rows = [sequences([own.history for own in samples], table), sequences([own.positives for own in samples], table)]
+    with pytest.raises(ConfigError, match=facts("positive.id", "none")):
+        model(torch.zeros(len(samples), 0), [*rows, table])
+    with pytest.raises(ConfigError, match=facts("positive.id", "data.of.positive.id")):
+        model(torch.zeros(len(samples), 0), [*rows, table], inputs={"positive.id": torch.zeros(3)})
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"heads": 3}, ("model.heads", "3", "8")),
         ({"positive_feature": "next"}, ("model.positive_feature", "next")),
+        ({"candidate_feature": "positive"}, ("positive", "data.negatives", "data.of.positive")),
     ],
 )
 def test_a_job_that_does_not_fit_is_refused(settings: dict[str, object], named: tuple[str, ...]) -> None:

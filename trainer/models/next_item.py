@@ -16,6 +16,7 @@ other sample, parts of a batch change roundings and nothing else.
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,12 @@ from torch import Tensor, nn
 
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
+from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.ranking import ranks_among
 from rowcast.trainer.models.sequences import Embedded, Sequences
+
+Inputs = Mapping[str, Embedded]
+NO_INPUTS: Inputs = MappingProxyType({})
 
 
 class Scores(NamedTuple):
@@ -63,7 +68,8 @@ class NextItemModel(nn.Module):
         """Returns a vector for each place, f32 [B, L, D]. Those of the padding are never read."""
         raise NotImplementedError
 
-    def forward(self, dense: Tensor, embeddings: list[Embedded], inputs: Mapping[str, Tensor | Sequences]) -> Scores:
+    def forward(self, dense: Tensor, embeddings: list[Embedded], inputs: Inputs = NO_INPUTS) -> Scores:
+        """Raises ConfigError if the data lacks an array that the model needs."""
         history, positives, candidates = (embeddings[place] for place in self.places)
         assert isinstance(history, Sequences), "the job file refuses histories that are pooled"
         assert isinstance(positives, Sequences), "and positives"
@@ -72,9 +78,10 @@ class NextItemModel(nn.Module):
         items, mask = history.padded(self.length)
         times = torch.zeros_like(mask, dtype=torch.int64)
         if self.uses_times:
-            times, _ = sequences_of(inputs, self.time).padded(self.length)
+            times, _ = sequences_in(inputs, self.time, self.names[0]).padded(self.length)
         vectors = self.encode(History(items, mask, times))
-        ids, candidate_ids = sequences_of(inputs, f"{positive}.id").values, inputs[f"{candidate}.id"]
+        ids = sequences_in(inputs, f"{positive}.id", positive).values
+        candidate_ids = found_in(inputs, f"{candidate}.id")
         log_q = inputs.get(f"{candidate}.log_q", candidates.new_tensor(-math.log(len(candidates))))
         assert isinstance(candidate_ids, Tensor), "of the batch"
         assert isinstance(log_q, Tensor), "of the batch"
@@ -123,7 +130,17 @@ def places_of(positives: Sequences, length: int) -> tuple[Tensor, Tensor]:
     return torch.where(column < 0, 0, sample * length + column), weights.masked_fill(column < 0, 0.0)
 
 
-def sequences_of(inputs: Mapping[str, Tensor | Sequences], name: str) -> Sequences:
-    found = inputs[name]
-    assert isinstance(found, Sequences), f"{name} has an entry for each look-up"
+def found_in(inputs: Inputs, name: str) -> Embedded:
+    if name not in inputs:
+        raise ConfigError(
+            f"the data has no array {name}, which the model needs; it has {', '.join(inputs) or 'none'}: see "
+            "data.columns.inputs and data.negatives"
+        )
+    return inputs[name]
+
+
+def sequences_in(inputs: Inputs, name: str, feature: str) -> Sequences:
+    found = found_in(inputs, name)
+    if not isinstance(found, Sequences):
+        raise ConfigError(f'the array {name} belongs to samples; set data.of.{name} = "{feature}"')
     return found
