@@ -176,6 +176,9 @@ class NextItemSettings(Model, frozen=True, kw_only=True):
         }
         for key, name in names.items():
             require_features([name], f"model.{key}", tables)
+        for feature in tables:
+            if feature not in names.values():
+                raise ValueError(f"feature {feature}: {self.kind} has no use for it; remove it from its table")
         items = tables[self.history_feature]
         for key, name in names.items():
             if tables[name].name != items.name or tables[name].pooling != "none":

@@ -208,6 +208,7 @@ def test_a_missing_array_is_named() -> None:
     [
         ({"heads": 3}, ("model.heads", "3", "8")),
         ({"positive_feature": "next"}, ("model.positive_feature", "next")),
+        ({"positive_feature": "history"}, ("feature positive", "no use")),
         ({"candidate_feature": "positive"}, ("positive", "data.negatives", "data.of.positive")),
     ],
 )

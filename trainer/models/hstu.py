@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm, silu
 
 from rowcast.job.models import NextItemSettings
-from rowcast.job.schema import Job
 from rowcast.trainer.models.mlp import linear
 from rowcast.trainer.models.next_item import History, NextItemModel
 from rowcast.trainer.models.sasrec import causal, in_heads
@@ -47,13 +46,7 @@ class HSTU(NextItemModel):
 
     uses_times = True
 
-    def __init__(self, job: Job, num_dense: int) -> None:
-        super().__init__(job, num_dense)
-        settings = job.model
-        assert isinstance(settings, NextItemSettings)
-        width = job.tables[0].embedding_dim
-        generator = torch.Generator().manual_seed(job.job.seed)
-        self.rate = settings.dropout
+    def build(self, settings: NextItemSettings, width: int, generator: torch.Generator) -> None:
         self.layers = nn.ModuleList(
             Layer(width, settings.heads, self.length, generator) for _ in range(settings.blocks)
         )

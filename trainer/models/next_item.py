@@ -52,7 +52,7 @@ class History(NamedTuple):
 
 
 class NextItemModel(nn.Module):
-    """Subclasses implement `encode`. Outputs are `Scores`."""
+    """Subclasses implement `build` and `encode`. Outputs are `Scores`."""
 
     uses_times = False
 
@@ -60,9 +60,15 @@ class NextItemModel(nn.Module):
         super().__init__()
         settings = job.model
         assert isinstance(settings, NextItemSettings)
-        self.length, self.time = settings.history, settings.time
+        self.length, self.time, self.rate = settings.history, settings.time, settings.dropout
         self.names = settings.history_feature, settings.positive_feature, settings.candidate_feature
         self.places = [job.features.index(name) for name in self.names]
+        [width] = [table.embedding_dim for table in job.tables if settings.history_feature in table.features]
+        self.build(settings, width, torch.Generator().manual_seed(job.job.seed))
+
+    def build(self, settings: NextItemSettings, width: int, generator: torch.Generator) -> None:
+        """Makes the parameters, with values from `generator`, for items of `width`."""
+        raise NotImplementedError
 
     def encode(self, history: History) -> Tensor:
         """Returns a vector for each place, f32 [B, L, D]. Those of the padding are never read."""

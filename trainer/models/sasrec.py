@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm
 
 from rowcast.job.models import NextItemSettings
-from rowcast.job.schema import Job
 from rowcast.trainer.models.mlp import linear_layers
 from rowcast.trainer.models.next_item import History, NextItemModel
 
@@ -42,13 +41,7 @@ class Block(nn.Module):
 class SASRec(NextItemModel):
     """Parameters: `place`, `blocks.<n>.*` and `norm`."""
 
-    def __init__(self, job: Job, num_dense: int) -> None:
-        super().__init__(job, num_dense)
-        settings = job.model
-        assert isinstance(settings, NextItemSettings)
-        width = job.tables[0].embedding_dim
-        generator = torch.Generator().manual_seed(job.job.seed)
-        self.rate = settings.dropout
+    def build(self, settings: NextItemSettings, width: int, generator: torch.Generator) -> None:
         self.place = nn.Parameter(torch.empty(self.length, width).normal_(0.0, width**-0.5, generator=generator))
         self.blocks = nn.ModuleList(Block(width, settings.heads, generator) for _ in range(settings.blocks))
         self.norm = new_norm(width)
