@@ -44,7 +44,7 @@ def in_torch(plan: Arrays, group: GroupSpec) -> Arrays:
     slots, bag_order = torch.zeros(2, len(plan.order), dtype=torch.int32)
     order, segments, unique = map(torch.from_numpy, (plan.order, plan.segment_offsets, plan.unique_slots))
     arrange_in_torch(group, order, segments, unique, slots, bag_order)
-    return replace(plan, order=None, slots=slots.numpy(), bag_order=bag_order.numpy())
+    return replace(plan, order=None, **{"slots": slots.numpy(), "bag_order": bag_order.numpy()})
 
 
 def equal(ours: Arrays, theirs: Arrays) -> bool:

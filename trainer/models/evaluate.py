@@ -22,6 +22,7 @@ from rowcast.trainer.models.ordered import sum_in_order
 from rowcast.trainer.models.ranking import RANK_BINS, count_ranks
 
 NUM_BINS = 2**18  # 4 MiB of counts
+MAY_LACK = ("num_own", "rank_bins")
 HALF_RANGE = 4.0  # half of the bins are within +- this logit
 
 
@@ -59,8 +60,10 @@ class EvalCounts:
     num_correct: Tensor  # i64 [] or [T]
     loss_sum: Tensor  # f64 [parts] of a batch, see `protocol/parts.py`; one if there are none
     num_samples: Tensor  # i64 []; more than in the histogram if outputs are not logits or labels are not 0 or 1
-    num_own: Tensor  # i64 []: samples with the model's own loss
-    rank_bins: Tensor  # i64 [RANK_BINS], see `ranking.py`
+    # i64 []: samples with the model's own loss
+    num_own: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    # i64 [RANK_BINS], see `ranking.py`
+    rank_bins: Tensor = field(default_factory=lambda: torch.zeros(RANK_BINS, dtype=torch.int64))
     num_labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # i64 [T] known labels
     task_loss_sum: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # f64 [parts, T]
 
@@ -101,8 +104,9 @@ class EvalCounts:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
-        return {f"metrics.{name}": counts for name, counts in self.named().items() if counts.numel()}
+        """For a checkpoint. Counts that a checkpoint may lack are left out if they are 0."""
+        own = {name: counts for name, counts in self.named().items() if name not in MAY_LACK or counts.any()}
+        return {f"metrics.{name}": counts for name, counts in own.items() if counts.numel()}
 
     @classmethod
     def saved(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
