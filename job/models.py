@@ -159,7 +159,7 @@ class TwoTowerSettings(Model, frozen=True, kw_only=True):
 class NextItemSettings(Model, frozen=True, kw_only=True):
     history: Width = 50  # the items used of a history; older ones are ignored
     blocks: Width = 2  # the layers of attention
-    heads: Width = 1  # of each layer; they divide the width of the item table
+    heads: Width = 1  # heads of a layer of attention; the number must divide the width of the item table
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     history_feature: str = "history"  # the feature of the history, with `pooling = "none"`
     positive_feature: str = "positive"  # what came next, aligned with the end of the history
