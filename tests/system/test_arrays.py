@@ -83,7 +83,7 @@ def test_look_ups_of_the_batch_are_whole_in_every_part_so_that_parts_have_one_lo
     losses = [plain(model, parts)[2][0] for parts in (1, 2, 4)]
     assert losses[0] != losses[1], "other parts have other bits"
     for own in losses[1:]:
-        assert own == pytest.approx(losses[0], rel=1e-5)
+        assert own == pytest.approx(losses[0], rel=1e-6)
 
 
 # a lying prefetcher
@@ -153,6 +153,16 @@ def test_a_model_that_takes_no_arrays_is_refused_where_the_data_has_some() -> No
     side.forward(torch.zeros(2, NUM_DENSE), rows, {}, training=False)
     with pytest.raises(ConfigError, match=facts("SmallModel.forward", "tokens", "inputs")):
         side.forward(torch.zeros(2, NUM_DENSE), rows, {"tokens": torch.zeros(2)}, training=False)
+
+
+def test_a_model_that_needs_arrays_is_refused_at_the_first_batch_without_any() -> None:
+    job, batches, _ = plain("causal", 1)
+    bare = [replace(own, batch=replace(own.batch, inputs={})) for own in batches]
+    slots = slots_for(group_specs(job), batches, "more")
+    run = InProcessRun(array_job("causal", data={"of": {"negative": "batch"}}), bare, Settings(slots=slots))
+    with pytest.raises(ConfigError, match=facts("Causal.forward", "inputs", "data.columns.inputs")):
+        run.run()
+    assert run.results.losses == []
 
 
 def test_arrays_that_change_during_a_run_end_it_at_that_batch() -> None:

@@ -24,8 +24,9 @@ class ModelInputs:
         """Raises ConfigError if the job names arrays and the model takes none."""
         self._of = belonging(job)
         self._name = type(model).__name__
-        num_lists = 1 + any(table.linear for table in job.tables)
-        self._is_taken = takes_inputs(model, num_lists)
+        rows = ["rows"] * (1 + any(table.linear for table in job.tables))
+        self._is_taken = accepts(model, *rows, inputs={})
+        self._is_needed = self._is_taken and not accepts(model, *rows)
         self._refuse([*job.data.columns.inputs, *self._of.arrays])
 
     def rows(self, rows: Sequence[Embedded]) -> list[Embedded]:
@@ -37,6 +38,11 @@ class ModelInputs:
 
     def arguments(self, inputs: Mapping[str, Tensor], rows: Sequence[Embedded]) -> dict[str, Any]:
         """The keyword argument `inputs`, if the data has arrays. `rows`: as `rows` returns them. Raises ConfigError."""
+        if not inputs and self._is_needed:
+            raise ConfigError(
+                f"{self._name}.forward needs the argument inputs, and the data has no arrays; name some as "
+                "data.columns.inputs, or yield them beside dense, sparse and labels, or give inputs a default"
+            )
         if not inputs:
             return {}
         self._refuse(list(inputs))
@@ -56,9 +62,9 @@ class ModelInputs:
             )
 
 
-def takes_inputs(model: nn.Module, num_lists: int) -> bool:
+def accepts(model: nn.Module, *rows: str, **named: Any) -> bool:
     try:
-        inspect.signature(model.forward).bind("dense", *["rows"] * num_lists, inputs={})
+        inspect.signature(model.forward).bind("dense", *rows, **named)
     except TypeError:
         return False
     return True
