@@ -22,6 +22,7 @@ SUITES = (  # the longest first
     "tests/system/test_group_stops.py",
     "tests/checkpoints",
     "tests/verify",
+    "tests/serving",
     "tests/protocol/test_tcp.py",
     "tests/protocol/test_attackers.py",
     "tests/estimate/test_schedule.py",

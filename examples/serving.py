@@ -18,42 +18,34 @@ from rowcast.trainer.models.sequences import Embedded, Sequences
 
 
 class Scorer:
-    def __init__(self, folder: str) -> None:
-        self._model = Model(folder, warm="64MiB")
-        self._held = self._hold()
-
-    def _hold(self) -> Any:
-        now = self._model.now()
-        side = JobModel(now.job, now.version.num_dense, trains=False, needs_labels=False)
-        side.model.load_state_dict({name: torch.tensor(value) for name, value in now.dense().items()})
-        return now, side
+    def __init__(self, now: Any) -> None:
+        self._now, self._side = now, JobModel(now.job, now.version.num_dense, trains=False, needs_labels=False)
+        self._side.model.load_state_dict({name: torch.tensor(value) for name, value in now.dense().items()})
 
     @torch.no_grad()
     def score(self, dense: Any, ids: dict[str, list[Any]]) -> Any:
         """`dense` f32 [n, num_dense]; for each feature n lists of raw ids. Returns logits f32 [n]."""
-        now, side = self._held  # one reference, so one step
-        embedded = [self._embedded(now, table, ids[name]) for table in now.job.tables for name in table.features]
+        embedded = [self._embedded(table, name, ids[name]) for table in self._now.job.tables for name in table.features]
         inputs = torch.tensor(np.asarray(dense, np.float32)), embedded
-        return side.logits(side.forward(*inputs, {}, training=False)).numpy()
+        return self._side.logits(self._side.forward(*inputs, {}, training=False)).numpy()
 
-    def _embedded(self, now: Any, table: Any, bags: list[Any]) -> Embedded:
-        [name] = table.features
-        offsets = np.cumsum([0, *map(len, bags)])
-        ids = [own for bag in bags for own in bag]
+    def _embedded(self, table: Any, name: str, bags: list[Any]) -> Embedded:
+        ids, offsets = [own for bag in bags for own in bag], np.cumsum([0, *map(len, bags)])
         if table.pooling == "none":
-            return Sequences(values=torch.tensor(now.rows(name, ids)) + 0.0, offsets=torch.tensor(offsets).int())
-        return torch.tensor(now.bags(name, ids, offsets))
+            return Sequences(values=torch.tensor(self._now.rows(name, ids)) + 0.0, offsets=torch.tensor(offsets).int())
+        return torch.tensor(self._now.bags(name, ids, offsets))
 
-    def follow(self, every_s: float) -> None:
-        """Takes new versions until the process ends. Call it in a thread."""
-        while True:
-            time.sleep(every_s)
-            if self._model.refresh():
-                self._held = self._hold()
+
+def follow(model: Model, held: list[Scorer]) -> None:
+    while True:
+        time.sleep(5)
+        if model.refresh():
+            held[0] = Scorer(model.now())
 
 
 if __name__ == "__main__":
-    scorer = Scorer(sys.argv[1])
-    threading.Thread(target=scorer.follow, args=(5.0,), daemon=True).start()
+    newest = Model(sys.argv[1], warm="64MiB")
+    scorers = [Scorer(newest.now())]
+    threading.Thread(target=follow, args=(newest, scorers), daemon=True).start()
     for line in sys.stdin:
-        print(json.dumps(scorer.score(**json.loads(line)).tolist()), flush=True)
+        print(json.dumps(scorers[0].score(**json.loads(line)).tolist()), flush=True)  # one reference, so one step

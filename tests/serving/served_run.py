@@ -14,7 +14,7 @@ from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.checkpoint_manifest import TrainingData
-from rowcast.serving.publisher import Publisher
+from rowcast.serving.publisher import Publisher, PublishLog
 from rowcast.serving.row_layout import DType
 from rowcast.serving.version_file import VersionFile
 from tests.checkpoints.fake_run import FakeRun
@@ -88,9 +88,11 @@ class Told:
     warning = info
 
 
-def publisher_of(run: FakeRun, to: Path, dtype: DType = "fp32", keep: int = 3) -> Publisher:
+def publisher_of(
+    run: FakeRun, to: Path, dtype: DType = "fp32", keep: int = 3, log: PublishLog | None = None
+) -> Publisher:
     to.mkdir(parents=True, exist_ok=True)
-    return Publisher(run.job.run_dir, to, dtype, keep, Told())
+    return Publisher(run.job.run_dir, to, dtype, keep, log or Told())
 
 
 def publish(run: FakeRun, to: Path, dtype: DType = "fp32", keep: int = 3, *, fresh: bool = False) -> VersionFile:

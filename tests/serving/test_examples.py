@@ -1,71 +1,18 @@
-"""The examples serve a trained model: scores have the bits of `rowcast score`, copies are whole versions."""
+"""The examples copy whole versions, to folders and servers. `test_beside_training.py` has that of scores."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from pyarrow import csv, table
 
 from examples import publish_redis
-from examples.serving import Scorer
 from rowcast.runtime.errors import DataError
 from rowcast.serving.model import Model
 from tests.serving.served_run import ServedRun, publish, serving_job
-from tests.support import jobs
-from tests.support.processes import ROOT, Session
+from tests.support.processes import ROOT
 from tests.support.redis_server import RedisServer, needs_redis
-
-NUM_ROWS = 300
-
-
-def write_clicks(path: Path, seed: int) -> tuple[Any, Any, Any]:
-    rng = np.random.default_rng(seed)
-    users = [f"u{number}" for number in rng.integers(0, 400, NUM_ROWS)]
-    items, prices = rng.integers(0, 50, NUM_ROWS), rng.random(NUM_ROWS)
-    columns = {"user": users, "item": items, "price": prices, "label": rng.integers(0, 2, NUM_ROWS)}
-    csv.write_csv(table(columns), path)
-    return users, items, prices
-
-
-def test_scores_of_a_version_have_the_bits_of_the_checkpoint_that_it_names(session: Session) -> None:
-    """In batches of the same size: from Python objects, as a request has them."""
-    write_clicks(session.folder / "clicks.csv", 1)
-    users, items, prices = write_clicks(session.folder / "new.csv", 2)
-    columns = {"dense": ["price"], "hash": ["user"]}
-    data = {"format": "csv", "path": str(session.folder / "clicks.csv"), "columns": columns, "synthetic": None}
-    tables = [jobs.table("user", 900, 4, dtype="bf16"), jobs.table("item", 50, 4, pooling="mean")]
-    checkpoint = {"every": 2, "keep": 9}
-    session.write_job(data={**data, "batch_size": 50}, tables=tables, checkpoint=checkpoint)
-    served, run_dir = session.folder / "served", session.run_dir
-    session.start("train").ended().quiet()
-    names = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
-    assert len(names) == 3
-    name, newest = names[-2:]
-    (run_dir / "checkpoints" / newest / "manifest.json").rename(run_dir / newest)  # so that the one before is newest
-    given = ("publish", f"--run={run_dir}", f"--to={served}")
-    session.start_module("rowcast.prefetcher", *given).ended().quiet()
-    (run_dir / newest).rename(run_dir / "checkpoints" / newest / "manifest.json")
-    out = session.folder / f"{name}.csv"
-    score = ("score", f"--run={run_dir}", f"--data={session.folder / 'new.csv'}", f"--out={out}")
-    said = session.start_module("rowcast", *score, f"--checkpoint={name}").ended().quiet().stdout
-    assert f"after {int(name[5:])} train steps" in said
-    scorer = Scorer(str(served))
-    found = [
-        scorer.score(
-            prices[at : at + 50, None],
-            {
-                "user": [[own] for own in users[at : at + 50]],
-                "item": [[own] for own in items[at : at + 50].tolist()],
-            },
-        )
-        for at in range(0, NUM_ROWS, 50)
-    ]
-    expected = np.loadtxt(out, np.float32, skiprows=1)
-    assert np.concatenate(found).tobytes() == expected.tobytes(), name
 
 
 def copied(source: Path, target: Path, *command: str) -> int:

@@ -1,7 +1,6 @@
 """What is served is what was trained: every bit of every row, in versions of which readers see only whole ones."""
 
 import shutil
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from rowcast.serving.version_file import current_number
 from tests.checkpoints.fake_ranks import FakeRanks
 from tests.serving.served_run import NUM_DENSE, TABLES, ServedRun, Told, publish, publisher_of, serving_job
 from tests.support.facts import facts
-from tests.support.processes import Session
 from tests.support.repeats import count
 
 
@@ -191,20 +189,26 @@ def test_a_full_disk_is_told_with_both_numbers(run: ServedRun, tmp_path: Path, m
 
 
 def test_a_flipped_bit_anywhere_is_found(run: ServedRun, tmp_path: Path) -> None:
+    """In a whole version or in the changed one after it: by a reader that checks all, and by `publish --check`."""
     served = tmp_path / "served"
     trained(run, 0.01)
     publish(run, served)
-    files = sorted(path for path in (served / "v000000000001").iterdir())
-    rng = np.random.default_rng(5)
-    for path in files:
+    trained(run, 0.002)
+    publish(run, served)
+    told, rng = Told(), np.random.default_rng(5)
+    publisher = publisher_of(run, served, log=told)
+    for path in sorted(served.glob("v*/*")):
         content = path.read_bytes()
         bits = 8 * len(content)
-        for bit in range(bits) if count(0, 1) else rng.choice(bits, 12, replace=False).tolist():
+        for bit in rng.permutation(bits)[: count(8, bits)].tolist():
             broken = bytearray(content)
             broken[bit // 8] ^= 1 << bit % 8
             path.write_bytes(broken)
-            with pytest.raises(DataError, match=path.name):
+            with pytest.raises(DataError, match=str(path)):
                 Model(served, check="all")
+            told.events.clear()
+            publisher.check()
+            assert str(path) in told.events[0][1]["damage"], bit
         path.write_bytes(content)
     assert_serves(Model(served, check="all"), run)
 
@@ -271,31 +275,6 @@ def test_a_publisher_that_stops_anywhere_leaves_the_version_before_or_the_new_on
     assert_serves(model, run)
     left = {path.name for path in served.iterdir() if path.is_dir()}
     assert left == {f"v{number:012d}" for number in range(model.version.base, model.version.number + 1)}
-
-
-@pytest.mark.parametrize("point", ["version rows written", "version renamed"])
-def test_a_killed_publisher_goes_on_at_its_next_start(
-    point: str, run: ServedRun, tmp_path: Path, session: Session
-) -> None:
-    trained(run, 0.5)
-    given = (
-        "publish",
-        f"--run={run.job.run_dir}",
-        f"--to={tmp_path / 'served'}",
-        "--every=50ms",
-        "--metrics=127.0.0.1:0",
-    )
-    first = session.start_module("rowcast.prefetcher", *given, ROWCAST_CRASH=f"{point}:2")
-    first.until(lambda: current_number(tmp_path / "served") == 1 or not first.running, "a version")
-    trained(run, 0.1)
-    assert first.ended().code == -9
-    second = session.start_module("rowcast.prefetcher", *given)
-    second.until_logged("published")
-    second.signal(signal.SIGTERM)
-    second.ended().quiet()
-    assert_serves(Model(tmp_path / "served", check="all"), run)
-    once = session.start_module("rowcast.prefetcher", *given[:3]).ended().quiet()
-    assert "published already" in once.stderr
 
 
 def test_a_request_sees_one_version_and_never_an_older_one(run: ServedRun, tmp_path: Path) -> None:
