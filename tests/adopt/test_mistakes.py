@@ -214,9 +214,10 @@ def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -
     ebc.load_state_dict(
         {name: torch.full_like(weight, 1.2345678, dtype=torch.float64) for name, weight in ebc.state_dict().items()}
     )
-    assert ebc.loaded is not None
-    loaded = ebc.loaded.rename(tmp_path / "loaded")
-    run_prefetcher_command("import", "--config", str(ebc.write_job_file()), "--from", str(loaded))
+    loaded_file = ebc.shared.loaded()
+    assert loaded_file is not None
+    loaded = loaded_file.rename(tmp_path / "loaded")
+    run_prefetcher_command("import", "--config", str(ebc.shared.write_job_file()), "--from", str(loaded))
     run_prefetcher_command("export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "exported"))
     exported = load_file(tmp_path / "exported")
     assert torch.equal(exported["optimizer.wide.master"], torch.full((500, 4), 1.2345678))

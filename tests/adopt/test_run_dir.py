@@ -47,7 +47,7 @@ def test_a_script_of_the_same_name_is_refused_and_its_run_stays(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runs_as("/one/train.py", monkeypatch)
-    first = collection().write_job_file()
+    first = collection().shared.write_job_file()
     content = first.read_bytes()
     runs_as("/two/train.py", monkeypatch)
     with pytest.raises(

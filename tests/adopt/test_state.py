@@ -214,7 +214,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: 
 
 def test_an_export_is_of_a_run_or_of_a_job_file(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
-    job_file = model.ebc.write_job_file()
+    job_file = model.ebc.shared.write_job_file()
     for options in ((), ("--run", str(tmp_path), "--config", str(job_file))):
         with pytest.raises(ConfigError, match=facts("--run DIR", "--config job.toml")):
             run_prefetcher_command("export", "--out", str(tmp_path / "out"), *options)

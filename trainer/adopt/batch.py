@@ -1,6 +1,6 @@
 """Holds the loader's batches, and checks that the module looks up the last yielded one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -10,6 +10,7 @@ from rowcast.protocol.batch import Kind
 from rowcast.protocol.inputs import Belonging
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.models import aligned
+from rowcast.trainer.models.embedding import FeatureSlots
 from rowcast.trainer.models.step_inputs import named_inputs
 from rowcast.trainer.step.cache import ArrivedStep
 
@@ -177,20 +178,21 @@ def features_lengths(features: Any) -> Tensor:
     return lengths() if callable(lengths) else features.offsets().diff()
 
 
-def check_ids(features: Any, keys: Sequence[str], positions: Sequence[int], slots: Tensor, expected: Tensor) -> None:
-    """Compares the ids of a KeyedJaggedTensor with the slots of one group, whose features are `positions` of `keys`.
+def check_ids(features: Any, expected: Mapping[str, FeatureSlots]) -> None:
+    """Compares the ids of a KeyedJaggedTensor with the slots of features of one group.
 
-    `expected`: the slots of each bag. Every bag must have as many ids, and no slot may have two ids. Waits for the
-    device. Raises RuntimeError.
+    Every sample must have as many ids, and no slot may have two ids. Waits for the device. Raises RuntimeError.
     """
-    size = num_samples(features)
-    order = list(features.keys())
+    order, size = list(features.keys()), num_samples(features)
     lengths = features_lengths(features).view(len(order), size)
     ends = torch.cat([lengths.new_zeros(1), lengths.sum(1).cumsum(0)]).tolist()
-    of_group = [order.index(keys[position]) for position in positions]
+    of_group = [order.index(name) for name in expected]
+    slots = torch.cat([own.slots for own in expected.values()])
     ids = torch.cat([features.values()[ends[f] : ends[f + 1]] for f in of_group]).to(slots.device)
     found = torch.cat([lengths[f] for f in of_group]).to(slots.device)
-    if len(ids) != len(slots) or not torch.equal(found, expected.to(found.dtype)):
+    if len(ids) != len(slots) or not torch.equal(
+        found, torch.cat([own.lengths for own in expected.values()]).to(found)
+    ):
         raise another_batch(f"have {len(ids)} ids and the batch {len(slots)}, or bags of other lengths")
     if len(ids):
         first = torch.empty(int(slots.max()) + 1, dtype=ids.dtype, device=ids.device)

@@ -6,13 +6,16 @@ This code neither drives the engine nor waits.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
+from rowcast.protocol.messages import PlanHeader
 from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
+from rowcast.trainer.adopt.shared_lookup import SharedLookup
 from rowcast.trainer.adopt.slices import Slice, SlicedStep, slices_of
 from rowcast.trainer.adopt.stream_order import StreamOrder
-from rowcast.trainer.models.embedding import Embeddings
+from rowcast.trainer.models.embedding import Embeddings, FeatureSlots
 from rowcast.trainer.models.runner import step_lookups
 from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.step.cache import ArrivedStep
@@ -39,11 +42,13 @@ class CurrentStep:
         embeddings: Embeddings,
         stream_order: StreamOrder,
         optimizer_steps: OptimizerSteps,
+        collections: Sequence[str],
         *,
         dense_optimizer: bool,
         accumulate: int,
     ) -> None:
-        """`dense_optimizer`: it must step once for each train batch. `accumulate`: micro-batches per batch."""
+        """`collections`: a name of each. `dense_optimizer`: it must step once for each train batch. `accumulate`:
+        micro-batches per batch."""
         self.step: ArrivedStep | None = None  # begun and not finished
         self.slice = Slice(0, 0, 0, is_last=True)  # the last one given to the script
         self.is_trained = False  # a look-up of the step trains its rows
@@ -52,6 +57,7 @@ class CurrentStep:
         self._dense_optimizer, self._accumulate = dense_optimizer, accumulate
         self._slices: deque[Slice] = deque()  # the next slices
         self._sliced: SlicedStep | None = None  # None: the step has one slice
+        self._shared = SharedLookup(collections)
         self._is_slice_trained = False
         self._is_looked_up = False
         # the count of `optimizer_steps` at three moments:
@@ -102,13 +108,37 @@ class CurrentStep:
         self.slice = self._slices.popleft()
         return self.slice
 
-    def look_up(self) -> list[Embedded]:
-        """Looks up the current slice, by feature; with gradients enabled, its backward pass trains the rows."""
+    def look_up(self, collection: str, *, trains: bool) -> Sequence[Embedded]:
+        """Looks up the current slice, by feature of the job; if it trains, its backward pass trains the rows.
+
+        The first collection looks up for all. Raises RuntimeError if it must not train.
+        """
         assert self.step is not None, "the module looks up the current step"
+        header, mode = self.step.header, torch.is_inference_mode_enabled()
         self._is_looked_up = True
-        if self._sliced is not None:
-            return self._sliced.look_up(self.slice)
-        return self._embeddings(step_lookups(self.step), self.step.header.train_step)
+        if trains and not self.awaits_backward:
+            self._shared.close()  # what another collection has looked up was trained already
+        is_shared = trains or header.kind == "eval"  # others of a train batch may come before or after its training
+        found = self._shared.take(collection, mode) if is_shared else None
+        if found is not None:
+            return found
+        if trains:
+            self._mark_trained(header)
+        with torch.set_grad_enabled(trains):
+            if self._sliced is not None:
+                found = self._sliced.look_up(self.slice)
+            else:
+                found = self._embeddings(step_lookups(self.step), header.train_step)
+        if is_shared:
+            self._shared.open(collection, mode, found)
+        return found
+
+    def slots_by_group(self, features: Sequence[str]) -> list[dict[str, FeatureSlots]]:
+        """The slots of these features, those of a group together; a group without any is left out."""
+        assert self.step is not None, "the module looks up the current step"
+        groups = self._embeddings.slots(step_lookups(self.step))
+        own = [{name: slots for name, slots in group.items() if name in features} for group in groups]
+        return [group for group in own if group]
 
     def note_eval_lookup(self) -> None:
         """Notes a look-up in eval mode with gradients enabled: right for predictions, wrong for training."""
@@ -116,10 +146,9 @@ class CurrentStep:
         if self.step.header.kind == "train" and self._count_at_eval is None:
             self._count_at_eval = self._optimizer_steps.count
 
-    def mark_trained(self) -> None:
+    def _mark_trained(self, header: PlanHeader) -> None:
         """Notes that the next look-up trains the rows. Raises RuntimeError if it must not."""
-        assert self.step is not None, "the module looks up the current step"
-        header, count = self.step.header, self._optimizer_steps.count
+        count = self._optimizer_steps.count
         if header.kind == "eval":
             raise RuntimeError(
                 "this is an evaluation batch, whose rows may not change: call model.eval(), or look up under "
@@ -162,6 +191,7 @@ class CurrentStep:
     def _let_go(self) -> None:
         if self._sliced is not None:
             self._sliced.close()
+        self._shared.close()
         self.step, self._sliced = None, None
 
     def labels(self) -> torch.Tensor:
@@ -175,3 +205,10 @@ class CurrentStep:
                 f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() "
                 "once for each forward, or look up under torch.no_grad()"
             )
+        if self._is_slice_trained and self._shared.waiting:
+            raise RuntimeError(
+                f"train step {step.header.train_step} has not looked up the collection of table "
+                f"{self._shared.waiting[0]}, whose rows were trained with those of the others: call all collections of "
+                "connect before backward()"
+            )
+        self._shared.close()

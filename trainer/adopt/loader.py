@@ -29,6 +29,7 @@ from rowcast.trainer.adopt import run_folder, table_files
 from rowcast.trainer.adopt.batch import LoadedBatch
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.script_run import SessionParts
+from rowcast.trainer.adopt.script_tables import ScriptTables
 from rowcast.trainer.adopt.session import ScriptSession
 from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES
 from rowcast.trainer.adopt.slices import Slice
@@ -42,7 +43,7 @@ _newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each
 
 
 def connect(
-    ebc: EmbeddingBagCollection,
+    ebc: EmbeddingBagCollection | Sequence[EmbeddingBagCollection],
     dataset: str | None = None,
     *,
     epochs: int | None = None,
@@ -57,7 +58,8 @@ def connect(
 ) -> "Loader":
     """Connects `ebc` to a data set and returns the loader of its batches.
 
-    ebc: the module that looks up the batches; it can be connected once.
+    ebc: the module that looks up the batches; it can be connected once. Of several, in a list, the first called looks
+        up for all, and one backward pass updates the rows of all.
     dataset: a `data.format` of a job file, usually "package.module:factory"; starts a prefetcher for it.
         Without it, the user starts the prefetcher of `ebc`'s job file.
     epochs: how many times the run reads the data (`data.epochs`).
@@ -84,27 +86,29 @@ def connect(
         )
     if accumulate < 1:
         raise ConfigError(f"connect: accumulate = {accumulate} must be a number of micro-batches, at least 1")
-    if accumulate > 1 and ebc.kind is SEQUENCES:
+    collections = [ebc] if isinstance(ebc, EmbeddingBagCollection) else list(ebc)
+    if accumulate > 1 and any(own.kind is SEQUENCES for own in collections):
         raise ConfigError(
             f"connect: accumulate = {accumulate} cuts pooled rows, and an EmbeddingCollection does not pool; give it "
             "smaller batches"
         )
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}
-    is_launched = dataset is not None or not ebc.has_job_file
+    tables = ScriptTables.joined([own.shared for own in collections])
+    is_launched = dataset is not None or not tables.has_job_file
     if not is_launched and (changes or max_steps is not None or fresh):
         raise ConfigError(
             "connect: without a dataset, the prefetcher's job file and options set everything but evaluate and dense; "
             "give a dataset to have a prefetcher started"
         )
-    if is_launched and dataset is None and ebc.job.data.format == NO_DATA:
+    if is_launched and dataset is None and tables.job.data.format == NO_DATA:
         raise ConfigError(
             'connect: dataset is missing; name it, as "package.module:factory", or make the module from a job file'
         )
-    if is_launched and dense is None and save_every is None and not ebc.says("checkpoint", "every"):
+    if is_launched and dense is None and save_every is None and not tables.says("checkpoint", "every"):
         changes["checkpoint.every"] = 0  # no run can continue from a checkpoint without the script's objects
-    objects = None if dense is None else StatefulObjects(dense, ebc.device, ebc.without_tables)
-    job = ebc.adopt(changes, is_launched=is_launched, resumes=not fresh)
+    objects = None if dense is None else StatefulObjects(dense, tables.device, tables.without_tables)
+    job = tables.adopt(changes, is_launched=is_launched, resumes=not fresh)
     if job.ranks.num_parts > 1:
         raise ConfigError(
             f"connect: the job file has ranks.parts = {job.ranks.num_parts}, but a training script computes a batch as "
@@ -113,22 +117,25 @@ def connect(
     newest = run_folder.newest_run(job.run_dir)
     finished = None
     if is_launched and newest is not None and not fresh:
-        refuse_to_resume(ebc, newest, objects)
+        refuse_to_resume(tables, newest, objects)
         finished = newest if run_folder.is_complete(job, newest, max_steps) else None
     if is_launched:
         print_line(start_sentence(job, newest, fresh=fresh, is_finished=finished is not None))
     parts = SessionParts(
         job=job,
-        device=ebc.device,
-        start_child=partial(start_child, ebc, max_steps, fresh=fresh) if is_launched else None,
+        collections=[own.name for own in collections],
+        device=tables.device,
+        start_child=partial(start_child, tables, max_steps, fresh=fresh) if is_launched else None,
         dense=objects,
         dense_optimizer=dense_optimizer,
         evaluate=evaluate,
         accumulate=accumulate,
-        begins_with_tables=ebc.loaded is not None,
+        begins_with_tables=tables.begins_with_tables,
         finished=finished,
     )
-    return Loader(ebc, parts)
+    for own in collections:
+        own.join(tables)
+    return Loader(tables, parts)
 
 
 def refuse_ranks() -> None:
@@ -145,13 +152,13 @@ def refuse_ranks() -> None:
         )
 
 
-def refuse_to_resume(ebc: EmbeddingBagCollection, newest: Manifest, objects: StatefulObjects | None) -> None:
+def refuse_to_resume(tables: ScriptTables, newest: Manifest, objects: StatefulObjects | None) -> None:
     """Raises ConfigError if this script cannot continue the run in its run directory."""
-    differences = list(setting_differences(newest.job, ebc.job))
+    differences = list(setting_differences(newest.job, tables.job))
     if differences:
-        raise ConfigError(run_folder.ANOTHER_JOB.format(ebc.job.run_dir, newest.train_steps, first_of(differences)))
+        raise ConfigError(run_folder.ANOTHER_JOB.format(tables.job.run_dir, newest.train_steps, first_of(differences)))
     run_folder.refuse_to_resume(
-        ebc.job.run_dir, newest.train_steps, has_dense=objects is not None, has_tables=ebc.loaded is not None
+        tables.job.run_dir, newest.train_steps, has_dense=objects is not None, has_tables=tables.begins_with_tables
     )
 
 
@@ -176,14 +183,14 @@ def start_sentence(job: Job, newest: Manifest | None, *, fresh: bool, is_finishe
     )
 
 
-def start_child(ebc: EmbeddingBagCollection, max_steps: int | None, *, fresh: bool) -> Child:
-    """Starts a prefetcher for the module's job, which begins with the loaded tables if there are any."""
-    job_file = ebc.write_job_file()
-    table_files.await_release(ebc.job.run_dir)
+def start_child(tables: ScriptTables, max_steps: int | None, *, fresh: bool) -> Child:
+    """Starts a prefetcher for the job, which begins with the loaded tables if there are any."""
+    job_file, run_dir, loaded = tables.write_job_file(), tables.job.run_dir, tables.loaded()
+    table_files.await_release(run_dir)
     # loaded tables begin a new run only if no train step would be lost
-    is_new = fresh or (ebc.loaded is not None and not run_folder.may_hold_training(ebc.job.run_dir))
-    options = table_files.run_options(fresh=is_new, max_steps=max_steps, loaded=ebc.loaded)
-    return table_files.start_prefetcher(job_file, ebc.job.run_dir / table_files.LOG, options)
+    is_new = fresh or (loaded is not None and not run_folder.may_hold_training(run_dir))
+    options = table_files.run_options(fresh=is_new, max_steps=max_steps, loaded=loaded)
+    return table_files.start_prefetcher(job_file, run_dir / table_files.LOG, options)
 
 
 class Loader:
@@ -192,8 +199,8 @@ class Loader:
     Use it as a context manager if the loop may end before the data does.
     """
 
-    def __init__(self, ebc: EmbeddingBagCollection, parts: SessionParts) -> None:
-        self._ebc = ebc
+    def __init__(self, tables: ScriptTables, parts: SessionParts) -> None:
+        self._tables = tables
         self._job, self._belonging = parts.job, belonging(parts.job)
         self._evaluate, self._accumulate = parts.evaluate, parts.accumulate
         self._session = ScriptSession(parts)
@@ -332,7 +339,7 @@ class Loader:
 
     def _loaded(self, step: ArrivedStep, part: Slice) -> LoadedBatch:
         # the script may be in inference mode now and still train on the batch outside it
-        with torch.inference_mode(False), on_device(self._ebc.device):
+        with torch.inference_mode(False), on_device(self._tables.device):
             batch = LoadedBatch(step, part, self._session, self._job.features, self._belonging)
             self._session.current.stream_order.record()
         return batch
@@ -346,7 +353,7 @@ class Loader:
                 setup_logging("trainer", "warning")  # otherwise structlog writes to the script's standard output
             warm_up_sqrt()
             self._session.open()
-            self._ebc.begin(self._session)
+            self._tables.session = self._session
 
     def _close_earlier(self) -> None:
         """Closes the loader of an earlier notebook cell: after an error, the frames keep it out of the user's reach."""

@@ -10,7 +10,7 @@ An error within `in_engine` closes everything. The threads of mail, sender and w
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from traceback import clear_frames
@@ -49,6 +49,7 @@ LOST_CHILD_S = 3.0  # the longest time until a prefetcher that seems lost is see
 @dataclass(frozen=True, kw_only=True)
 class SessionParts:
     job: Job
+    collections: Sequence[str]  # a name of each module that looks up the batches
     device: torch.device
     start_child: Callable[[], Child] | None  # None: the user starts the prefetcher
     dense: StatefulObjects | None

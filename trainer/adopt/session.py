@@ -77,6 +77,7 @@ class ScriptSession:
                 Embeddings(self.run.groups, self._job.optimizer.sparse, slots.records, kernels, stream_order.lap),
                 stream_order,
                 self._optimizer_steps,
+                self._parts.collections,
                 dense_optimizer=self._parts.dense_optimizer,
                 accumulate=self._parts.accumulate,
             )

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ from rowcast.runtime.stops import held
 BLOCK_ROWS = 65536
 # in the run directory; each export replaces it, and tensors of earlier exports stay mapped
 EXPORTED = "state_dict.safetensors"
-LOADED = "loaded.safetensors"
 LOG = "prefetcher.log"
 RELEASE_S, RELEASE_POLL_S = 20.0, 0.1
 SCRIPT = "ROWCAST_SCRIPT"  # in the environment of a prefetcher: the process id of the script that started it
@@ -117,22 +116,26 @@ def export_checkpoint(job: Job, checkpoint: str) -> Path:
     return out
 
 
-def read_tables(path: Path, tables: Sequence[Table]) -> dict[str, Tensor]:
-    """Returns the weights of all tables by name, mapped into memory and not read."""
+def loaded_file(job: Job, tables: Sequence[Table]) -> Path:
+    """Where tables that the script loads wait for the prefetcher."""
+    return job.run_dir / f"loaded.{len(tables)}.{tables[0].name}.safetensors"
+
+
+def read_tables(path: Path, tables: Sequence[Table]) -> list[Tensor]:
+    """Returns the weights of each table, mapped into memory and not read."""
     with safe_open(path, framework="pt") as file:
-        return {weight_name(table): file.get_tensor(weight_name(table)) for table in tables}
+        return [file.get_tensor(weight_name(table)) for table in tables]
 
 
-def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tensor]) -> None:
+def write_tables(path: Path, tables: Sequence[Table], weights: Sequence[Tensor]) -> None:
     """Writes [num_embeddings, embedding_dim] of each table, on any device, a block of rows at a time.
 
     They keep their dtype; the import rounds to the table's dtype, refuses values beyond it, and keeps all bits in a
     master copy. Raises ConfigError.
     """
-    dtypes = {name: weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32 for name, weight in weights.items()}
+    dtypes = [weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32 for weight in weights]
     header, end = {}, 0
-    for table in tables:
-        dtype = dtypes[weight_name(table)]
+    for table, dtype in zip(tables, dtypes, strict=True):
         nbytes = table.num_embeddings * table.embedding_dim * dtype.itemsize
         shape = [table.num_embeddings, table.embedding_dim]
         header[weight_name(table)] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
@@ -143,9 +146,9 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Mapping[str, Tens
     try:
         with partial.open("wb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
-            for table in tables:
-                for rows in torch.split(weights[weight_name(table)].detach(), BLOCK_ROWS):
-                    block = rows.to("cpu", dtypes[weight_name(table)]).contiguous()
+            for weight, dtype in zip(weights, dtypes, strict=True):
+                for rows in torch.split(weight.detach(), BLOCK_ROWS):
+                    block = rows.to("cpu", dtype).contiguous()
                     file.write(block.view(torch.uint8).numpy().data)
         partial.rename(path)
     except OSError as error:

@@ -29,12 +29,6 @@ class GroupLookup(LookupArrays[Tensor]):
     sequence_lookups: tuple[int, ...] = ()  # look-ups of each feature that is not pooled
     chunks: Chunks[Tensor]
 
-    def lengths(self) -> Tensor:
-        """Returns the look-ups of each feature and sample, [F * B]. All features pool, or none."""
-        if self.sequence_offsets is not None:
-            return self.sequence_offsets.diff(dim=1).flatten()
-        return self.slots.new_ones(len(self.slots)) if self.offsets is None else self.offsets.diff()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordViews:

@@ -1,6 +1,6 @@
 """Looks up rows by slot in the device cache, and updates them in place in the backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -75,6 +75,10 @@ class Embeddings:
         self._awaits_backward = PendingUpdate(self, lookups, train_step)
         return self._awaits_backward
 
+    def slots(self, lookups: Sequence[GroupLookup]) -> list[dict[str, "FeatureSlots"]]:
+        """The slots of each group's features, by name. Waits for the device."""
+        return [group.slots(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
+
     def by_feature(self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup]) -> list[Embedded]:
         """f32 [G, D] of each group -> the model's input for each feature, in the job's order."""
         by_group = [
@@ -117,12 +121,20 @@ class Embeddings:
         self._lap("update")
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureSlots:
+    """What a feature looks up."""
+
+    slots: Tensor  # i32 [n], in the order of the look-ups
+    lengths: Tensor  # [B], look-ups of each sample
+
+
 class GroupRows:
     """Looks up and updates the records of one group."""
 
     def __init__(self, group: GroupSpec, records: Tensor, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
-        self._num_features = group.num_features
+        self._features = group.feature_names
         self._unpooled = group.unpooled_features
         self._rows = rows_of(records, group)
         self._kernels = kernels
@@ -138,13 +150,19 @@ class GroupRows:
     def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
         """f32 [G, D] -> the model's input for each of the group's features."""
         features: list[Embedded] = list(cut(pooled, self._num_bags(lookup)))
-        for feature, offsets in zip(
-            self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True
-        ):
+        for feature, offsets in self._sequence_offsets(lookup):
             values = features[feature]
             assert isinstance(values, Tensor)
             features[feature] = Sequences(values=values, offsets=offsets)
         return features
+
+    def slots(self, lookup: GroupLookup) -> dict[str, FeatureSlots]:
+        counts = lookup.slots.new_ones(len(lookup.slots)) if lookup.offsets is None else lookup.offsets.diff()
+        lengths = list(counts.split_with_sizes(self._num_bags(lookup)))
+        slots = lookup.slots.split_with_sizes([int(own.sum()) for own in lengths])
+        for feature, offsets in self._sequence_offsets(lookup):
+            lengths[feature] = offsets.diff()
+        return dict(zip(self._features, map(FeatureSlots, slots, lengths), strict=True))
 
     def zeros(self, lookup: GroupLookup) -> Tensor:
         return torch.zeros(sum(self._num_bags(lookup)), self.dim, dtype=torch.float32, device=self._rows.weight.device)
@@ -163,8 +181,12 @@ class GroupRows:
         )
         return divisors_of(lookup.offsets, is_mean)
 
+    def _sequence_offsets(self, lookup: GroupLookup) -> Iterator[tuple[int, Tensor]]:
+        """Of each feature that is not pooled, i32 [B + 1]."""
+        return zip(self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True)
+
     def _num_bags(self, lookup: GroupLookup) -> list[int]:
-        num_bags = [lookup.batch_size] * self._num_features
+        num_bags = [lookup.batch_size] * len(self._features)
         for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
             num_bags[feature] = num_lookups
         return num_bags
