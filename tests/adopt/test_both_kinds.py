@@ -57,6 +57,7 @@ def test_bags_and_sequences_have_the_bits_of_their_twin_over_nn(
     assert differing(found, expected) == 0
 
 
+@pytest.mark.timeout(count(300, 1800))
 def test_kills_of_either_process_change_no_bit(tmp_path: Path) -> None:
     number = count(test=1, soak=20)
     batches = 6 * (number + 1) // EPOCHS
