@@ -26,7 +26,7 @@ from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.serving import Model
-from rowcast.serving.snapshot import Counts, Snapshot
+from rowcast.serving.snapshot import Snapshot
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
 
@@ -61,19 +61,17 @@ def batches(job: Job, split: str) -> Iterable[Any]:
     return open_reader(job).batches(split, 0)  # type: ignore[arg-type]
 
 
-def rows_in(job: Job, batch: Any) -> dict[str, Any]:
-    """Row numbers of each table; a table of the log has one feature and one id a sample."""
+def ids_in(job: Job, batch: Any) -> dict[str, Any]:
+    """Row numbers of each feature, which are ids too; a table of the log has one feature and one id a sample."""
     offsets = bag_offsets(batch.ids, batch.offsets)[:: batch.size]
-    return {table.name: batch.ids[offsets[f] : offsets[f + 1]] for f, table in enumerate(job.tables)}
+    return {table.features[0]: batch.ids[offsets[f] : offsets[f + 1]] for f, table in enumerate(job.tables)}
 
 
 @torch.no_grad()
 def quality(now: Snapshot) -> tuple[float, float]:
     side, metrics = sides(now), EvalMetrics()
     for batch in batches(now.job, "eval"):
-        rows = [
-            torch.tensor(now.tables[name].rows(own, Counts())) + 0.0 for name, own in rows_in(now.job, batch).items()
-        ]
+        rows = [torch.tensor(own) + 0.0 for own in now.look_up(ids_in(now.job, batch)).values()]
         metrics.update(side.forward(torch.tensor(batch.dense), rows, {}, training=False), torch.tensor(batch.labels))
     found = metrics.counts.result()
     assert found.auc is not None
@@ -83,12 +81,11 @@ def quality(now: Snapshot) -> tuple[float, float]:
 
 def lookups(now: Snapshot) -> None:
     side, batch = sides(now), next(iter(batches(now.job, "eval")))
-    ids = {name: own[:SAMPLES].copy() for name, own in rows_in(now.job, batch).items()}
+    ids = {name: own[:SAMPLES].copy() for name, own in ids_in(now.job, batch).items()}
     dense, times = torch.tensor(batch.dense[:SAMPLES]), dict[str, list[float]]()
-    features = [table.features[0] for table in now.job.tables]
-    rows = [torch.tensor(now.rows(name, own)) for name, own in zip(features, ids.values(), strict=True)]
+    rows = [torch.tensor(own) for own in now.look_up(ids).values()]
     ways: dict[str, Callable[[], Any]] = {
-        "look-ups": lambda: [now.rows(name, own) for name, own in zip(features, ids.values(), strict=True)],
+        "look-ups": lambda: now.look_up(ids),
         "dense": lambda: forward(side, dense, rows),
     }
     for _ in range(ROUNDS):
@@ -140,7 +137,8 @@ def memory(now: Snapshot) -> None:
 
 def places(now: Snapshot, split: str) -> Iterable[list[Any]]:
     for batch in batches(now.job, split):
-        yield [now.tables[name].places(own.copy()) for name, own in rows_in(now.job, batch).items()]
+        own = zip(now.tables.values(), ids_in(now.job, batch).values(), strict=True)
+        yield [view.places(rows.copy()) for view, rows in own]
 
 
 def interleaved(tables: list[Any]) -> list[tuple[int, int]]:

@@ -65,9 +65,46 @@ def compile_with(function: Function, **options: bool | str) -> Function:
         return cast(Function, numba.njit(nogil=True, **options)(function))
 
 
+def loading(kind: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def load(typing_context: Any, address: Any, offset: Any) -> Any:
+        """In a compiled loop, the number of this type that begins `offset` bytes after an address."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = context.get_value_type(kind).as_pointer()
+            return builder.load(builder.inttoptr(builder.add(*arguments), pointer))
+
+        return kind(numba.types.uint64, numba.types.int64), generate
+
+    return load
+
+
+load_u8, load_u16, load_u32 = map(loading, (numba.types.uint8, numba.types.uint16, numba.types.uint32))
+load_i64, load_f32 = map(loading, (numba.types.int64, numba.types.float32))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_at(typing_context: Any, address: Any, offset: Any) -> Any:
+    """In a compiled loop, `prefetch` of the line `offset` bytes after an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        call_prefetch(builder, builder.inttoptr(builder.add(*arguments), BYTE_POINTER), 0)
+        return context.get_dummy_value()
+
+    return numba.types.void(numba.types.uint64, numba.types.int64), generate
+
+
 def element_pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     view = context.make_array(kind)(context, builder, array)
     return cgutils.get_item_pointer(context, builder, kind, view, [index], wraparound=False)
+
+
+def call_prefetch(builder: Any, address: Any, access: int) -> None:
+    llvm_prefetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [BYTE_POINTER], ir.FunctionType(ir.VoidType(), [BYTE_POINTER, INT, INT, INT])
+    )
+    keep, data = INT(3), INT(1)
+    builder.call(llvm_prefetch, [address, INT(access), keep, data])
 
 
 def prefetching(access: int) -> Any:
@@ -82,11 +119,7 @@ def prefetching(access: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             element = element_pointer(context, builder, signature.args[0], *arguments)
-            llvm_prefetch = builder.module.declare_intrinsic(
-                "llvm.prefetch", [BYTE_POINTER], ir.FunctionType(ir.VoidType(), [BYTE_POINTER, INT, INT, INT])
-            )
-            keep, data = INT(3), INT(1)
-            builder.call(llvm_prefetch, [builder.bitcast(element, BYTE_POINTER), INT(access), keep, data])
+            call_prefetch(builder, builder.bitcast(element, BYTE_POINTER), access)
             return context.get_dummy_value()
 
         return numba.types.void(array, numba.types.intp), generate

@@ -17,16 +17,35 @@ from rowcast.prefetcher.stores.first_values import Initializer, fill_row
 from rowcast.prefetcher.stores.pages_ahead import PAGE
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.runtime.arrays import F32, I64, U16, U32, U64, Bytes
-from rowcast.runtime.compiled import c_memcpy, c_mincore, compiled_arithmetic, compiled_loop
+from rowcast.runtime.compiled import (
+    c_mincore,
+    compiled_arithmetic,
+    compiled_loop,
+    load_f32,
+    load_i64,
+    load_u8,
+    load_u16,
+    load_u32,
+    prefetch_at,
+)
 from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
-from rowcast.serving.row_layout import FP16, INT8, KEY_BYTES, RowLayout
+from rowcast.serving.row_layout import FP16, INT8, RowLayout
 
 FULL_PERCENT = 76  # of the cells, at most: 7.9 bytes a row
 LEAST_CELLS = 8
 CELL_BYTES = 6
-CHUNKS = 4  # of a request; of each, the page that lies farthest back is looked at
+CHUNKS = 4  # of a request; of each, the page that lies farthest back in its table is looked at
+NOWHERE = np.uint64(0)
+PAGES_MISSING = -1
 HALF, TAG = np.uint64(32), np.uint64(0xFFFF)
 S30, S27, S31, ONE = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(1)
+
+
+AS_IS, REMAINDER, ROW = range(
+    3
+)  # how ids become rows (`raw_ids.py`): they are rows; divided; rows if they are in range
+BELOW = 2**32  # hashes that are divided
+FOUND, PAGES_MISSING = -1, -2
 
 
 class Index(NamedTuple):
@@ -34,13 +53,57 @@ class Index(NamedTuple):
     tags: U16
 
 
-class Found(NamedTuple):
-    """Where the rows of a table are."""
+class Cells(NamedTuple):
+    """An index by addresses."""
 
-    joined: Index
-    whole: Index
-    starts: I64  # [versions + 1] of global places
-    addresses: U64  # [versions] of the files' first bytes
+    places: np.uint64
+    tags: np.uint64
+    size: int
+
+
+class Found(NamedTuple):
+    """Where the rows of a table are, and how they are read: the first 15 of its words, before its `Initializer`.
+
+    Look-ups in all tables are one call with a matrix of words: numba takes 1 us for an array, and 20 us for a tuple.
+    """
+
+    joined: Cells
+    whole: Cells
+    starts: np.uint64  # address of i64 [versions + 1]: global places
+    addresses: np.uint64  # address of u64 [versions]: the files' first bytes
+    num_versions: int
+    num_embeddings: int
+    layout: RowLayout
+
+
+def words_of(
+    joined: Index, whole: Index, starts: I64, addresses: U64, num_embeddings: int, layout: RowLayout, first: Initializer
+) -> U64:
+    """Returns u64 [WORDS]. The arrays must outlive it."""
+    cells = [word for own in (joined, whole) for word in (own.places.ctypes.data, own.tags.ctypes.data, len(own.tags))]
+    numbers = [*cells, starts.ctypes.data, addresses.ctypes.data, len(addresses), num_embeddings, *layout]
+    bits = np.array([first.a, first.b]).view(np.uint64).tolist()
+    return np.array([*numbers, first.kind, *bits, first.seed, first.table, first.linear], np.uint64)
+
+
+@compiled_loop
+def found_of(words: U64) -> Found:
+    n = words.view(np.int64)
+    return Found(
+        Cells(words[0], words[1], n[2]),
+        Cells(words[3], words[4], n[5]),
+        words[6],
+        words[7],
+        n[8],
+        n[9],
+        RowLayout(n[10], n[11], n[12], n[13], n[14]),
+    )
+
+
+@compiled_loop
+def initializer_of(words: U64) -> Initializer:
+    ab = words.view(np.float64)
+    return Initializer(np.int64(words[15]), ab[16], ab[17], words[18], words[19], words[20] != 0)  # type: ignore[arg-type]
 
 
 def num_cells(num_rows: int) -> int:
@@ -67,13 +130,20 @@ def first_cell(hashed: np.uint64, size: int) -> int:
 
 
 @compiled_loop
-def next_match(index: Index, cell: int, tag: np.uint64) -> int:
+def next_match(cells: Cells, cell: int, tag: np.uint64) -> int:
     """Returns the first cell from `cell` with this tag, or -1."""
-    while index.tags[cell] != 0:
-        if index.tags[cell] == tag:
+    while True:
+        own = load_u16(cells.tags, 2 * cell)
+        if own == 0:
+            return -1
+        if own == tag:
             return cell
-        cell = cell + 1 if cell + 1 < len(index.tags) else 0
-    return -1
+        cell = cell + 1 if cell + 1 < cells.size else 0
+
+
+@compiled_loop
+def place_in(cells: Cells, cell: int) -> int:
+    return np.int64(load_u32(cells.places, 4 * cell))  # type: ignore[return-value]
 
 
 @compiled_loop
@@ -92,126 +162,184 @@ def put_all(index: Index, rows: I64, places: I64) -> None:
 
 
 @compiled_loop
-def address_of(found: Found, place: int, stride: int) -> np.uint64:
+def address_of(found: Found, place: int) -> np.uint64:
     version = 0
-    while place >= found.starts[version + 1]:
+    while place >= load_i64(found.starts, 8 * version + 8):
         version += 1
-    return found.addresses[version] + np.uint64((place - found.starts[version]) * stride)  # type: ignore[no-any-return]
+    start = load_i64(found.starts, 8 * version)
+    address = np.uint64(load_i64(found.addresses, 8 * version))
+    return address + np.uint64((place - start) * found.layout.stride)  # type: ignore[no-any-return]
 
 
 @compiled_loop
-def exact_in(index: Index, shift: int, found: Found, row: int, stride: int, key: I64) -> int:
-    """Returns the row's global place, or ABSENT. `shift`: from the index's places to global ones."""
+def key_at(found: Found, place: int) -> int:
+    return load_i64(address_of(found, place), 0)  # type: ignore[no-any-return]
+
+
+@compiled_loop
+def start_of_whole(found: Found) -> int:
+    return load_i64(found.starts, 8 * (found.num_versions - 1))  # type: ignore[no-any-return]
+
+
+@compiled_loop
+def exact_in(cells: Cells, shift: int, found: Found, row: int) -> int:
+    """Returns the row's global place, or ABSENT. `shift`: from the cells' places to global ones."""
     hashed = hash_of(row)
-    size = len(index.tags)
-    cell = next_match(index, first_cell(hashed, size), tag_of(hashed))
+    cell = next_match(cells, first_cell(hashed, cells.size), tag_of(hashed))
     while cell >= 0:
-        place = shift + int(index.places[cell])
-        c_memcpy(key.ctypes.data, address_of(found, place, stride), KEY_BYTES)
-        if key[0] == row:
+        place = shift + place_in(cells, cell)
+        if key_at(found, place) == row:
             return place
-        cell = next_match(index, cell + 1 if cell + 1 < size else 0, tag_of(hashed))
+        cell = next_match(cells, cell + 1 if cell + 1 < cells.size else 0, tag_of(hashed))
     return ABSENT
 
 
 @compiled_loop
-def exact(found: Found, row: int, stride: int, key: I64) -> int:
-    place = exact_in(found.joined, 0, found, row, stride, key)
-    if place == ABSENT:
-        place = exact_in(found.whole, found.starts[len(found.starts) - 2], found, row, stride, key)
-    return place
+def exact(found: Found, row: int) -> int:
+    place = exact_in(found.joined, 0, found, row)
+    return place if place != ABSENT else exact_in(found.whole, start_of_whole(found), found, row)
 
 
 @compiled_loop
-def join(found: Found, first: int, rows: I64, stride: int, key: I64) -> None:
+def join(joined: Index, words: U64, first: int, rows: I64) -> None:
     """Adds rows with global places from `first` on, unless a newer version has them."""
+    found = found_of(words)
     for i in range(len(rows)):
-        if exact_in(found.joined, 0, found, rows[i], stride, key) == ABSENT:
-            put(found.joined, rows[i], first + i)
+        if exact_in(found.joined, 0, found, rows[i]) == ABSENT:
+            put(joined, rows[i], first + i)
 
 
 @compiled_loop
-def candidates(found: Found, stride: int, rows: I64, places: I64, state: Bytes) -> bool:
-    """Sets the global place at which each row may be, by tags alone, or ABSENT.
-
-    Returns whether one of the pages that lie farthest back is not in memory. Overwrites `state` u8 [1].
-    """
-    whole = found.starts[len(found.starts) - 2]
-    chunk = (len(rows) + CHUNKS - 1) // CHUNKS
-    farthest, is_missing = ABSENT, False
+def candidates(found: Found, rows: I64, places: I64) -> int:
+    """Sets the global place at which each row may be, by tags alone, or ABSENT. Returns the last of these places."""
+    joined, whole, start = found.joined, found.whole, start_of_whole(found)
+    farthest = ABSENT
+    for i in range(len(rows)):
+        hashed = hash_of(rows[i])
+        prefetch_at(joined.tags, 2 * first_cell(hashed, joined.size))
+        prefetch_at(whole.tags, 2 * first_cell(hashed, whole.size))
+        prefetch_at(whole.places, 4 * first_cell(hashed, whole.size))
     for i in range(len(rows)):
         hashed = hash_of(rows[i])
         tag = tag_of(hashed)
-        cell = next_match(found.joined, first_cell(hashed, len(found.joined.tags)), tag)
+        cell = next_match(joined, first_cell(hashed, joined.size), tag)
         place = ABSENT
         if cell >= 0:
-            place = int(found.joined.places[cell])
+            place = place_in(joined, cell)
         else:
-            cell = next_match(found.whole, first_cell(hashed, len(found.whole.tags)), tag)
+            cell = next_match(whole, first_cell(hashed, whole.size), tag)
             if cell >= 0:
-                place = whole + int(found.whole.places[cell])
+                place = start + place_in(whole, cell)
         places[i] = place
+        if place != ABSENT:
+            prefetch_at(address_of(found, place), 0)
         farthest = max(farthest, place)
-        if (i + 1) % chunk == 0 or i + 1 == len(rows):
-            if farthest != ABSENT and not is_missing:
-                page = address_of(found, farthest, stride) // np.uint64(PAGE) * np.uint64(PAGE)
-                is_missing = c_mincore(page, PAGE, state.ctypes.data) == 0 and state[0] & 1 == 0
-            farthest = ABSENT
-    return is_missing
+    return farthest
 
 
 @compiled_loop
-def confirm(found: Found, stride: int, rows: I64, places: I64, key: I64) -> None:
-    """Makes candidates sure: compares keys, and looks on where a tag misled. `key`: i64 [1], overwritten."""
+def is_missing(address: np.uint64, state: Bytes) -> bool:
+    """Returns whether the page of an address is out of memory. Overwrites `state` u8 [1]."""
+    page = address // np.uint64(PAGE) * np.uint64(PAGE)
+    return c_mincore(page, PAGE, state.ctypes.data) == 0 and state[0] & 1 == 0  # type: ignore[no-any-return]
+
+
+@compiled_loop
+def confirm(found: Found, rows: I64, places: I64) -> None:
+    """Makes candidates sure: compares keys, and looks on where a tag misled."""
     for i in range(len(rows)):
-        if places[i] != ABSENT:
-            c_memcpy(key.ctypes.data, address_of(found, places[i], stride), KEY_BYTES)
-            if key[0] != rows[i]:
-                places[i] = exact(found, rows[i], stride, key)
+        if places[i] != ABSENT and key_at(found, places[i]) != rows[i]:
+            places[i] = exact(found, rows[i])
+
+
+@compiled_loop
+def places_of(words: U64, rows: I64, places: I64) -> None:
+    """Sets the global place of each row, or ABSENT."""
+    found = found_of(words)
+    candidates(found, rows, places)
+    confirm(found, rows, places)
 
 
 @compiled_arithmetic
-def decode(layout: RowLayout, address: np.uint64, halves: F32, u8: Bytes, u16: U16, f32: F32, out: F32) -> None:
-    """`u8`, `u16`, `f32`: views of one scratch of a row's size."""
-    c_memcpy(u8.ctypes.data, address, layout.stride)
+def decode(layout: RowLayout, address: np.uint64, halves: F32, out: F32) -> None:
     if layout.kind == INT8:
-        scale, bias = f32[2], f32[3]
+        scale, bias = load_f32(address, 8), load_f32(address, 12)
         for column in range(layout.dim):
-            out[column] = bias + scale * np.float32(u8[layout.values_at + column])
+            out[column] = bias + scale * np.float32(load_u8(address, layout.values_at + column))
     elif layout.kind == FP16:
         for column in range(layout.dim):
-            out[column] = halves[u16[layout.values_at // 2 + column]]
+            out[column] = halves[load_u16(address, layout.values_at + 2 * column)]
     else:
         for column in range(layout.dim):
-            out[column] = f32[layout.values_at // 4 + column]
+            out[column] = load_f32(address, layout.values_at + 4 * column)
     if layout.linear_at != 0:
-        out[layout.dim] = f32[layout.linear_at // 4]
+        out[layout.dim] = load_f32(address, layout.linear_at)
 
 
 @compiled_loop
-def fill(
-    found: Found,
-    layout: RowLayout,
-    initializer: Initializer,
-    halves: F32,
-    rows: I64,
-    places: I64,
-    key: I64,
-    u8: Bytes,
-    u16: U16,
-    f32: F32,
-    out: F32,
+def to_rows(rule: int, num_embeddings: int, ids: I64) -> bool:
+    """Turns ids into rows, in place. Returns False, and changes nothing, if that takes more than a division."""
+    if rule != AS_IS:
+        below = BELOW if rule == REMAINDER else num_embeddings
+        for i in range(len(ids)):
+            if not 0 <= ids[i] < below:
+                return False
+    if rule == REMAINDER:
+        for i in range(len(ids)):
+            ids[i] %= num_embeddings
+    return True
+
+
+@compiled_loop
+def look_up(
+    rules: I64, state: Bytes, tables: U64, bounds: I64, halves: F32, ids: I64, places: I64, trained: I64, out: F32
 ) -> int:
-    """Fills out f32 [n, width] from candidates, and untrained rows with first values. Returns how many are trained."""
-    confirm(found, layout.stride, rows, places, key)
-    num_trained = 0
-    for i in range(len(rows)):
-        if places[i] == ABSENT:
-            fill_row(initializer, rows[i], out[i])
-        else:
-            decode(layout, address_of(found, places[i], layout.stride), halves, u8, u16, f32, out[i])
-            num_trained += 1
-    return num_trained
+    """Looks up several features: `tables` u64 [features, WORDS], ids[bounds[f] : bounds[f + 1]] by rules[f].
+
+    Turns `ids` into rows. Returns FOUND after `fill`, PAGES_MISSING after `candidates` of all, or the first feature
+    whose ids are no rows by its rule alone. `state` u8 [1] is overwritten.
+    """
+    chunk = max(1, (len(ids) + CHUNKS - 1) // CHUNKS)
+    is_short, num_seen, back, address = False, 0, 0.0, NOWHERE
+    for f in range(len(tables)):
+        found = found_of(tables[f])
+        if not to_rows(rules[f], found.num_embeddings, ids[bounds[f] : bounds[f + 1]]):
+            return f
+        rules[f] = AS_IS
+        num_rows = load_i64(found.starts, 8 * found.num_versions)
+        for begin in range(bounds[f], bounds[f + 1], chunk):
+            end = min(begin + chunk, bounds[f + 1])
+            place = candidates(found, ids[begin:end], places[begin:end])
+            if place != ABSENT and (place + 1) / num_rows > back:
+                back, address = (place + 1) / num_rows, address_of(found, place)
+            num_seen += end - begin
+            if num_seen >= chunk:
+                is_short = is_short or (address != NOWHERE and is_missing(address, state))
+                num_seen, back, address = 0, 0.0, NOWHERE
+    if is_short or (address != NOWHERE and is_missing(address, state)):
+        return PAGES_MISSING
+    fill(tables, bounds, halves, ids, places, trained, out)
+    return FOUND
+
+
+@compiled_loop
+def fill(tables: U64, bounds: I64, halves: F32, rows: I64, places: I64, trained: I64, out: F32) -> None:
+    """Fills `out`, for each feature f32 [n, width], from candidates, and untrained rows with first values.
+
+    Sets how many rows of each are trained.
+    """
+    begin = 0
+    for f in range(len(tables)):
+        found, initializer = found_of(tables[f]), initializer_of(tables[f])
+        confirm(found, rows[bounds[f] : bounds[f + 1]], places[bounds[f] : bounds[f + 1]])
+        width, trained[f] = found.layout.dim + (found.layout.linear_at != 0), 0
+        for i in range(bounds[f], bounds[f + 1]):
+            if places[i] == ABSENT:
+                fill_row(initializer, rows[i], out[begin : begin + width])
+            else:
+                decode(found.layout, address_of(found, places[i]), halves, out[begin : begin + width])
+                trained[f] += 1
+            begin += width
 
 
 @compiled_arithmetic

@@ -1,6 +1,7 @@
 """The newest published version, for processes that answer requests: no torch, no sockets, no cache of its own."""
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ class Model:
     def rows(self, feature: str, ids: Any) -> F32:
         """As `Snapshot.rows`, of the present version."""
         return self._now.rows(feature, ids)
+
+    def look_up(self, ids: Mapping[str, Any]) -> dict[str, F32]:
+        """As `Snapshot.look_up`, of the present version."""
+        return self._now.look_up(ids)
 
     def bags(self, feature: str, ids: Any, offsets: Any, weights: Any = None) -> F32:
         """As `Snapshot.bags`, of the present version."""

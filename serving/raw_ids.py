@@ -17,10 +17,11 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.hashed_ids import can_hash, hashed_rows
 from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, job_features
 from rowcast.runtime.arrays import I64
+from rowcast.serving import index_loops
 from rowcast.serving.version_file import IdRule
 
 HASH, HASH_TEXT, REMAINDER, UNSIGNED, ROW = "hash", "hash of text", "remainder", "unsigned remainder", "row"
-BELOW = 2**32
+DIVISIONS = {REMAINDER: index_loops.REMAINDER, ROW: index_loops.ROW}
 
 
 def id_rules(job: Job) -> tuple[IdRule, ...]:
@@ -43,16 +44,16 @@ def rule_of(form: str, *, hashed: bool, unsigned: bool) -> str:
     return REMAINDER if form == "criteo-tsv" else UNSIGNED if unsigned else ROW
 
 
+def divided_by(rule: IdRule) -> int:
+    """Returns the rule by which compiled loops turn int64 into rows, AS_IS if they cannot. pyarrow takes 100 us."""
+    return DIVISIONS.get(rule.rule, index_loops.AS_IS)
+
+
 def rows_of(rule: IdRule, num_embeddings: int, ids: Any) -> I64:
     """Returns rows i64 [n]. `ids`: a numpy or pyarrow array, or a list; None, null and -2**63 are missing.
 
     Raises ValueError, with the feature's name.
     """
-    if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:  # pyarrow would take 100 us
-        if rule.rule == ROW:
-            return checked(rule, num_embeddings, ids)
-        if rule.rule == REMAINDER:
-            return remainders(rule, num_embeddings, ids)
     values = arrow_of(rule, ids)
     if rule.rule in (HASH, HASH_TEXT):
         if not can_hash(values.type) or (rule.rule == HASH_TEXT and pa.types.is_integer(values.type)):
@@ -98,13 +99,12 @@ def unsigned_remainders(rule: IdRule, num_embeddings: int, values: Any) -> I64:
 
 
 def remainders(rule: IdRule, num_embeddings: int, ids: I64) -> I64:
-    if ids.view(np.uint64).max(initial=0) < BELOW:  # a negative id is a huge one
-        rows: I64 = ids % np.int64(num_embeddings)
-        return rows
     is_missing = ids == MISSING
-    outside = ((ids < 0) | (ids >= BELOW)) & ~is_missing
+    outside = ((ids < 0) | (ids >= index_loops.BELOW)) & ~is_missing
     if outside.any():
-        raise ValueError(f"feature {rule.feature}: id {ids[np.argmax(outside)]} is no hash from 0 to {BELOW - 1}")
+        raise ValueError(
+            f"feature {rule.feature}: id {ids[np.argmax(outside)]} is no hash from 0 to {index_loops.BELOW - 1}"
+        )
     return np.asarray(np.where(is_missing, 0, ids % np.int64(num_embeddings)), np.int64)
 
 

@@ -2,7 +2,7 @@
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,20 @@ from rowcast.prefetcher.stores.elements import rounded, widened
 from rowcast.prefetcher.stores.first_values import table_initializer
 from rowcast.prefetcher.stores.pages_ahead import PAGE, ask_for, touch
 from rowcast.prefetcher.stores.store import ABSENT
-from rowcast.runtime.arrays import F32, I64, Bytes
-from rowcast.serving.index_loops import Found, Index, candidates, confirm, fill, join, num_cells, pool
-from rowcast.serving.raw_ids import rows_of
+from rowcast.runtime.arrays import F32, I64, U64, Bytes
+from rowcast.serving.index_loops import (
+    AS_IS,
+    PAGES_MISSING,
+    Index,
+    fill,
+    join,
+    look_up,
+    num_cells,
+    places_of,
+    pool,
+    words_of,
+)
+from rowcast.serving.raw_ids import divided_by, rows_of
 from rowcast.serving.row_layout import row_layout
 from rowcast.serving.version_file import (
     CHECK_BYTES,
@@ -36,6 +47,7 @@ from rowcast.serving.version_file import (
 )
 
 HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+INT64 = np.dtype(np.int64)
 NO_WEIGHTS = np.empty(0, np.float32)
 NOTHING = Index(np.zeros(1, np.uint32), np.zeros(1, np.uint16))  # a joined index without versions
 BLOCK_ROWS = 65536
@@ -90,64 +102,37 @@ class OpenVersion:
 
 
 class TableView:
-    """Look-ups in one table of several versions."""
+    """One table in several versions."""
 
     def __init__(self, table: TableSpec, seed: int, versions: list[OpenVersion]) -> None:
         """`versions`: newest first, the last is whole."""
         self.table = table
         self._files = [own.rows[table.index] for own in versions]
-        self._layout = row_layout(versions[0].file.dtype, table)
-        self._initializer = table_initializer(seed, table)
+        layout = row_layout(versions[0].file.dtype, table)
         counts = [own.file.tables[table.index].num_rows for own in versions]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         cells = num_cells(int(self.starts[-2])) if len(versions) > 1 else 0
-        joined = Index(np.zeros(cells, np.uint32), np.zeros(cells, np.uint16)) if cells else NOTHING
-        addresses = np.array([file.ctypes.data for file in self._files], np.uint64)
-        self._found = Found(joined, versions[-1].indexes[table.index], self.starts, addresses)
-        key, stride = np.empty(1, np.int64), self._layout.stride
+        self._joined = Index(np.zeros(cells, np.uint32), np.zeros(cells, np.uint16)) if cells else NOTHING
+        self._whole = versions[-1].indexes[table.index]
+        self._addresses = np.array([file.ctypes.data for file in self._files], np.uint64)
+        given = (self._joined, self._whole, self.starts, self._addresses)
+        self.words = words_of(*given, table.num_embeddings, layout, table_initializer(seed, table))
+        self._stride = layout.stride
         for version, at in zip(versions[:-1], self.starts.tolist(), strict=False):  # newest first
             path = version.path / version.file.tables[table.index].rows.name
-            for block in blocks_of(path, CHECK_BYTES // stride * stride):
-                rows = np.frombuffer(block, np.int64)[:: stride // 8].copy()
-                join(self._found, at, rows, stride, key)
+            for block in blocks_of(path, CHECK_BYTES // layout.stride * layout.stride):
+                rows = np.frombuffer(block, np.int64)[:: layout.stride // 8].copy()
+                join(self._joined, self.words, at, rows)
                 at += len(rows)
-
-    def rows(self, rows: I64, counts: Counts) -> F32:
-        """Returns f32 [n, width]."""
-        places, waited = np.empty(len(rows), np.int64), 0
-        if candidates(self._found, self._layout.stride, rows, places, np.empty(1, np.uint8)):
-            self._bring(places)
-            waited = 1
-        out = np.empty((len(rows), self.table.embedding_dim), np.float32)
-        scratch = np.empty(self._layout.stride, np.uint8)
-        trained = fill(
-            self._found,
-            self._layout,
-            self._initializer,
-            HALVES,
-            rows,
-            places,
-            np.empty(1, np.int64),
-            scratch,
-            scratch.view(np.uint16),
-            scratch.view(np.float32),
-            out,
-        )
-        if self.table.dtype != "fp32" and trained < len(rows):
-            new = places == ABSENT
-            out[new] = widened(rounded(out[new], self.table.dtype), self.table.dtype)
-        counts.add(len(rows), trained, waited)
-        return out
 
     def places(self, rows: I64) -> I64:
         """Returns where each row is among all versions, newest first, or ABSENT. For the publisher."""
         places = np.empty(len(rows), np.int64)
-        candidates(self._found, self._layout.stride, rows, places, np.empty(1, np.uint8))
-        confirm(self._found, self._layout.stride, rows, places, np.empty(1, np.int64))
+        places_of(self.words, rows, places)
         return places
 
-    def _bring(self, places: I64) -> None:
-        """Returns once the pages of these rows are in memory; all are asked for before it waits for one."""
+    def ask_for(self, places: I64) -> list[tuple[Bytes, I64]]:
+        """Asks for the pages of these rows, and does not wait. Returns files, and the numbers of their rows."""
         ascending = np.sort(places[places != ABSENT])
         bounds = np.searchsorted(ascending, self.starts)
         parts = [
@@ -156,9 +141,12 @@ class TableView:
             if end > first
         ]
         for file, numbers in parts:
-            ask_for(file, 0, self._layout.stride, numbers)
+            ask_for(file, 0, self._stride, numbers)
+        return parts
+
+    def wait_for(self, parts: list[tuple[Bytes, I64]]) -> None:
         for file, numbers in parts:
-            touch(file, 0, self._layout.stride, numbers)
+            touch(file, 0, self._stride, numbers)
 
     def warm(self, nbytes: int) -> None:
         """Reads that many bytes of the newest rows."""
@@ -171,6 +159,53 @@ class TableView:
                 own[::PAGE].max()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feature:
+    """What a look-up needs of a feature."""
+
+    rule: IdRule
+    view: TableView
+    number: int  # of the version's features
+    division: int  # `divided_by`
+    num_embeddings: int
+    width: int
+    dtype: str
+
+    def rows(self, ids: Any) -> I64:
+        return rows_of(self.rule, self.num_embeddings, ids)
+
+
+def looked_up(features: list[Feature], given: list[I64], rules: list[int], words: U64, counts: Counts) -> list[F32]:
+    """Returns f32 [n, width] for each of `features`: the rows of ids i64 [n] by its rule (`to_rows`).
+
+    `words`: those of the features' tables, u64 [features, WORDS].
+    """
+    bounds, ends, rows = [0], [0], list[F32]()
+    for one, own in zip(features, given, strict=True):
+        bounds.append(bounds[-1] + len(own))
+        ends.append(ends[-1] + len(own) * one.width)
+    numbers, places, trained = np.concatenate(given), np.empty(bounds[-1], np.int64), np.empty(len(given), np.int64)
+    out, own_rules, waited = np.empty(ends[-1], np.float32), np.array(rules), 0
+    call = (words, np.array(bounds), HALVES, numbers, places, trained, out)
+    while (found := look_up(own_rules, np.empty(1, np.uint8), *call)) >= 0:
+        numbers[bounds[found] : bounds[found + 1]] = features[found].rows(given[found])
+        own_rules[found] = AS_IS
+    if found == PAGES_MISSING:
+        parts = [one.view.ask_for(places[at:end]) for one, at, end in zip(features, bounds, bounds[1:], strict=False)]
+        for one, asked in zip(features, parts, strict=True):
+            one.view.wait_for(asked)
+        fill(*call)
+        waited = 1
+    counts.add(bounds[-1], int(trained.sum()), waited)
+    for index, one in enumerate(features):
+        own = out[ends[index] : ends[index + 1]].reshape(-1, one.width)
+        if one.dtype != "fp32" and trained[index] < len(own):
+            new = places[bounds[index] : bounds[index + 1]] == ABSENT
+            own[new] = widened(rounded(own[new], one.dtype), one.dtype)
+        rows.append(own)
+    return rows
+
+
 class Snapshot:
     """One version. `version` says which step of which run it is."""
 
@@ -181,7 +216,19 @@ class Snapshot:
         self._counts = counts
         job = self.job
         self.tables = {table.name: TableView(table, job.job.seed, versions) for table in table_specs(job)}
-        self._features = {rule.feature: (rule, self.tables[rule.table]) for rule in self.version.ids}
+        self._features = {
+            rule.feature: Feature(
+                rule=rule,
+                view=self.tables[rule.table],
+                number=number,
+                division=divided_by(rule),
+                num_embeddings=self.tables[rule.table].table.num_embeddings,
+                width=self.tables[rule.table].table.embedding_dim,
+                dtype=self.tables[rule.table].table.dtype,
+            )
+            for number, rule in enumerate(self.version.ids)
+        }
+        self._words = np.stack([one.view.words for one in self._features.values()])
 
     @cached_property
     def job(self) -> Job:
@@ -194,8 +241,21 @@ class Snapshot:
         `ids`: n integers or texts, as in the training data: a numpy or pyarrow array or a list. Raises KeyError for an
         unknown feature, ValueError for ids that training would have refused.
         """
-        rule, view = self._of(feature)
-        return view.rows(rows_of(rule, view.table.num_embeddings, ids), self._counts)
+        return self.look_up({feature: ids})[feature]
+
+    def look_up(self, ids: Mapping[str, Any]) -> dict[str, F32]:
+        """Returns `rows` of several features, in one call: cheaper than a call for each."""
+        features, given, rules = list[Feature](), list[I64](), list[int]()
+        for name, own in ids.items():
+            one = self._of(name)
+            is_quick = isinstance(own, np.ndarray) and own.dtype == INT64 and own.ndim == 1
+            rules.append(one.division if is_quick else AS_IS)
+            given.append(own if rules[-1] != AS_IS else one.rows(own))
+            features.append(one)
+        if not features:
+            return {}
+        words = self._words[[one.number for one in features]]
+        return dict(zip(ids, looked_up(features, given, rules, words, self._counts), strict=True))
 
     def bags(self, feature: str, ids: Any, offsets: Any, weights: Any = None) -> F32:
         """Returns the pooled rows of bags, f32 [bags, width], with the bits of training.
@@ -203,7 +263,7 @@ class Snapshot:
         Bag b has ids[offsets[b] : offsets[b + 1]]; `offsets` i64 [bags + 1] ascend from 0 to n. `weights`: f32 [n].
         Raises as `rows`, and ValueError for impossible offsets and for a table with pooling = "none".
         """
-        _, view = self._of(feature)
+        view = self._of(feature).view
         if view.table.pooling == "none":
             raise ValueError(f'feature {feature}: table {view.table.name} has pooling = "none"; take rows')
         found = self.rows(feature, ids)
@@ -226,13 +286,14 @@ class Snapshot:
         """Yields the rows that the files of one of `versions` hold, in blocks: row numbers i64 [n], and f32 [n, width]
         as they are in this version. For copies to other stores."""
         view = self.tables[table]
+        feature = next(one for one in self._features.values() if one.view is view)
         files = version.file.tables[view.table.index]
         numbers = version.rows[view.table.index].view(np.int64).reshape(-1, files.stride // 8)[:, 0]
         for first in range(0, len(numbers), BLOCK_ROWS):
             rows = numbers[first : first + BLOCK_ROWS].copy()
-            yield rows, view.rows(rows, Counts())
+            yield rows, looked_up([feature], [rows], [AS_IS], view.words[None], Counts())[0]
 
-    def _of(self, feature: str) -> tuple[IdRule, TableView]:
+    def _of(self, feature: str) -> Feature:
         try:
             return self._features[feature]
         except KeyError:

@@ -11,6 +11,7 @@ import xxhash
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.id_check import MISSING
+from rowcast.serving.index_loops import FOUND, PAGES_MISSING, look_up
 from rowcast.serving.model import Model
 from rowcast.serving.raw_ids import id_rules, rows_of
 from rowcast.serving.snapshot import TableView
@@ -98,21 +99,23 @@ def test_bags_have_the_bits_of_a_sum_from_zero(weighted: bool, model: Model) -> 
 
 def test_rows_out_of_memory_are_asked_for_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    bring = TableView._bring
-    monkeypatch.setattr("rowcast.serving.snapshot.candidates", lambda *given: _candidates(*given) or True)
+    for_one = TableView.ask_for
+    monkeypatch.setattr("rowcast.serving.snapshot.look_up", _without_pages)
 
-    def note(self: TableView, places: Any) -> None:
+    def note(self: TableView, places: Any) -> Any:
         asked.append(len(places))
-        bring(self, places)
+        return for_one(self, places)
 
-    monkeypatch.setattr(TableView, "_bring", note)
-    ids = np.arange(3000)
-    assert model.rows("user", ids).shape == (3000, 4)
-    assert asked == [3000]
+    monkeypatch.setattr(TableView, "ask_for", note)
+    ids = {"user": np.arange(3000), "item": np.arange(5)}
+    found = model.look_up(ids)
+    assert asked == [3000, 5]
     assert model.counts()["waits"] == 1
+    monkeypatch.undo()
+    for name, own in ids.items():
+        assert found[name].tobytes() == model.rows(name, own).tobytes()
 
 
-def _candidates(*given: Any) -> bool:
-    from rowcast.serving.index_loops import candidates
-
-    return candidates(*given)
+def _without_pages(*given: Any) -> int:
+    assert look_up(*given) in (FOUND, PAGES_MISSING)
+    return PAGES_MISSING
