@@ -64,7 +64,7 @@ def publish(
         bool, Option("--check", help="First read all versions; if the newest is damaged, write a whole one.")
     ] = False,
     fresh: Annotated[bool, Option("--fresh", help="Go on in a folder that holds versions of another run.")] = False,
-    metrics: Annotated[str, Option(help="Where --every serves metrics.", metavar="HOST:PORT")] = "127.0.0.1:9402",
+    metrics: Annotated[str, Option(help="Where --every serves metrics.", metavar="HOST:PORT")] = "127.0.0.1:9399",
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> Callable[[Signals], int]:

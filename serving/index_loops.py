@@ -168,7 +168,7 @@ def address_of(found: Found, place: int) -> np.uint64:
         version += 1
     start = load_i64(found.starts, 8 * version)
     address = np.uint64(load_i64(found.addresses, 8 * version))
-    return address + np.uint64((place - start) * found.layout.stride)  # type: ignore[no-any-return]
+    return address + np.uint64((place - start) * found.layout.stride)
 
 
 @compiled_loop

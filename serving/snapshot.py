@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from rowcast.job.embedding_tables import RowType
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec, table_specs
@@ -169,7 +170,7 @@ class Feature:
     division: int  # `divided_by`
     num_embeddings: int
     width: int
-    dtype: str
+    dtype: RowType
 
     def rows(self, ids: Any) -> I64:
         return rows_of(self.rule, self.num_embeddings, ids)
@@ -198,11 +199,10 @@ def looked_up(features: list[Feature], given: list[I64], rules: list[int], words
         waited = 1
     counts.add(bounds[-1], int(trained.sum()), waited)
     for index, one in enumerate(features):
-        own = out[ends[index] : ends[index + 1]].reshape(-1, one.width)
-        if one.dtype != "fp32" and trained[index] < len(own):
+        rows.append(out[ends[index] : ends[index + 1]].reshape(-1, one.width))
+        if one.dtype != "fp32" and trained[index] < len(rows[index]):
             new = places[bounds[index] : bounds[index + 1]] == ABSENT
-            own[new] = widened(rounded(own[new], one.dtype), one.dtype)
-        rows.append(own)
+            rows[index][new] = widened(rounded(rows[index][new], one.dtype), one.dtype)
     return rows
 
 
