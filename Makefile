@@ -66,7 +66,7 @@ bench: $(VENV)/installed  ## every contestant in turn: DLRM as in MLPerf, and a 
 	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/dlrm.toml --name dlrm --rounds 3
 	$(BIN)/python -m benchmarks.training --config benchmarks/jobs/tiny.toml --name tiny --rounds 5
 
-gpu-check: $(VENV)/installed  ## how rowcast does on the device here, in less than 8 minutes: build/gpu-check.json
+gpu-check: $(VENV)/installed  ## how rowcast does on the device here, three times 9 minutes at most: build/gpu-check.json
 	$(BIN)/python -m benchmarks.gpu_check
 
 bench-planner: $(VENV)/installed  ## how fast a plan is, and where its time goes

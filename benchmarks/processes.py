@@ -18,9 +18,11 @@ def start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def terminate(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> None:
-    """Waits. Raises RuntimeError with a process's output if it fails."""
+def terminate(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> dict[str, str]:
+    """Waits; returns their logs. Raises RuntimeError with a process's output if it fails."""
+    logs = {}
     for name, process in processes.items():
-        _, said = process.communicate(timeout=timeout_s)
+        _, logs[name] = process.communicate(timeout=timeout_s)
         if process.returncode != 0:
-            raise RuntimeError(f"the {name} ended with code {process.returncode}: {said.strip()[-2000:]}")
+            raise RuntimeError(f"the {name} ended with code {process.returncode}: {logs[name].strip()[-2000:]}")
+    return logs

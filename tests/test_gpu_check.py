@@ -1,10 +1,12 @@
 """`make gpu-check`: what a part does to itself stays its own affair, and its figures are computed rightly."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,27 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as check
-from benchmarks.gpu_check import packages, part
-from benchmarks.gpu_check.findings import Findings, LeftOut
+from benchmarks.gpu_check import packages, part, tools
+from benchmarks.gpu_check.differences import loss_difference, state_difference
+from benchmarks.gpu_check.findings import Findings, NotHere, nothing
 from benchmarks.gpu_check.host_tables import HostTables
+from benchmarks.gpu_check.in_process import Comparison, Way, place_of
 from benchmarks.gpu_check.jobs import Size, batches_of, make_job, with_touched_rows
 from benchmarks.gpu_check.live import pace
 from benchmarks.gpu_check.steady import calls_that_wait
 from benchmarks.gpu_check.summary import summary
-from benchmarks.gpu_check.supervise import run_part
+from benchmarks.gpu_check.supervise import END_S, GRACE_S, run_part
 from benchmarks.gpu_check.trace import merged, share_under, told, trace_of
 from benchmarks.training.resident import ResidentRun
+from rowcast.runtime.errors import RowcastError
+from tests.support.facts import facts
 
 CPU = torch.device("cpu")
 TINY = Size(batch_size=32, steps=6, dim=4, scale=1e-5, bottom_mlp=(8, 4), top_mlp=(8, 1))
 HEAD = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from benchmarks.gpu_check.findings import Findings, LeftOut
+from benchmarks.gpu_check.findings import Findings, NotHere
 findings = Findings(Path(sys.argv[1]), time.monotonic() + 60)
 findings.item("first", lambda: {"passed": True})
 """
@@ -58,9 +64,9 @@ def test_a_part_with_a_failed_item_has_failed(tmp_path: Path) -> None:
     assert found["status"] == "failed"
 
 
-def test_a_part_without_items_is_left_out_with_its_reason(tmp_path: Path) -> None:
-    found = run(tmp_path, "findings._content['items'].clear(); findings.leave_out('all', 'a reason'); findings.end()")
-    assert (found["status"], found["left_out"]) == ("left out", {"all": "a reason"})
+def test_a_part_of_which_nothing_is_possible_here_says_why(tmp_path: Path) -> None:
+    found = run(tmp_path, "findings._content['items'].clear(); findings.not_here('all', 'a reason'); findings.end()")
+    assert (found["status"], found["not_here"]) == ("not here", {"all": "a reason"})
 
 
 def test_a_part_that_a_signal_ends_keeps_what_it_found_and_names_what_it_was_at(tmp_path: Path) -> None:
@@ -120,12 +126,12 @@ def test_an_error_of_an_item_fails_that_item_alone(tmp_path: Path) -> None:
 
 def test_an_item_that_cannot_be_looked_at_is_left_out_with_its_reason(tmp_path: Path) -> None:
     def refuse() -> dict[str, Any]:
-        raise LeftOut("no profiler here")
+        raise NotHere("no profiler here")
 
     findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
     findings.item("first", refuse)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found == {"items": {}, "left_out": {"first": "no profiler here"}, "running": [], "ended": False}
+    assert found == {**nothing(), "not_here": {"first": "no profiler here"}}
 
 
 def test_the_error_of_an_item_that_took_the_device_along_ends_the_part(tmp_path: Path) -> None:
@@ -163,8 +169,10 @@ def test_a_package_that_a_run_needs_and_nothing_here_has_fails_the_environment(m
 # all parts
 
 
-def test_every_part_has_a_limit_and_the_limits_have_an_order() -> None:
-    assert list(check.LIMITS_S) == list(part.PARTS)
+def test_every_part_has_a_limit_and_a_command_ends_within_nine_minutes() -> None:
+    assert [*check.LIMITS_S, tools.FEW_KERNELS, tools.ONCE] == list(part.PARTS)
+    assert [sum(limits.values()) for limits in check.COMMANDS.values()] == [pytest.approx(check.BUDGET_S)] * 3
+    assert check.BUDGET_S + GRACE_S + 2 * END_S < 540
 
 
 def test_the_program_that_starts_the_parts_imports_no_torch_so_it_has_no_context_on_the_device() -> None:
@@ -221,6 +229,142 @@ def test_parts_for_which_no_time_is_left_are_left_out(tmp_path: Path, monkeypatc
     monkeypatch.setattr(check, "run_part", fail)
     found = check.run_parts(["kernels"], "cpu", 25.0, tmp_path / "check.json")
     assert (found["passed"], found["left_out"]) == (True, {"kernels": "25 s were over"})
+
+
+def test_a_later_command_adds_to_the_file_and_repeats_only_what_did_not_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    ends: dict[str, dict[str, Any]] = {
+        "kernels": {"left_out": {"seed 3": "no time was left"}},
+        "steady": {"status": "failed"},
+    }
+
+    def run_one(command: list[str], findings: Path, limit_s: float) -> dict[str, Any]:
+        ran.append(findings.stem)
+        return {"status": "passed", "items": {}, "left_out": {}, **ends.pop(findings.stem, {})}
+
+    monkeypatch.setattr(check, "run_part", run_one)
+    names = ["environment", "kernels", "steady"]
+    assert not check.run_parts(names, "cpu", 400.0, tmp_path / "check.json")["passed"]
+    found = check.run_parts([*names, "rates"], "cpu", 400.0, tmp_path / "check.json")
+    assert ran == [*names, "kernels", "steady", "rates"]
+    assert (found["passed"], list(found["parts"])) == (True, [*names, "rates"])
+    with pytest.raises(ValueError, match=facts("check.json", "cpu", "cuda")):
+        check.run_parts(names, "cuda", 400.0, tmp_path / "check.json")
+
+
+def test_time_that_a_part_does_not_need_is_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def run_one(command: list[str], findings: Path, limit_s: float) -> dict[str, Any]:
+        limits.append(limit_s)
+        return {"status": "passed", "items": {}, "left_out": {}}
+
+    monkeypatch.setattr(check, "run_part", run_one)
+    monkeypatch.setattr(check, "LIMITS_S", {"a": 100.0, "b": 300.0})
+    check.run_parts(["a", "b"], "cpu", 410.0, tmp_path / "check.json")
+    assert limits == [pytest.approx(100.0, abs=1.0), pytest.approx(400.0, abs=1.0)]
+
+
+def test_packages_are_taken_from_a_folder_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "safety"])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    check.start_with(tmp_path, tmp_path / "site")
+    assert (tmp_path / "site" / "carried.py").exists()
+    assert os.environ["PYTHONPATH"] == f"{tmp_path / 'site'}:before"
+    assert started == [[sys.executable, "-m", "benchmarks.gpu_check", "safety"]]
+    check.start_with(tmp_path, tmp_path / "site")  # in the command that was started
+    assert len(started) == 1
+
+
+# what differs
+
+
+def test_the_first_step_whose_loss_differs_is_named_with_both_losses() -> None:
+    expected = np.array([0.5, 0.25, 0.0], np.float32)
+    assert loss_difference(expected.copy(), expected) == {}
+    found = loss_difference(np.array([0.5, 0.75, -0.0], np.float32), expected)
+    assert found == {"step": 1, "loss": 0.75, "expected": 0.25, "steps_differ": 2}
+    assert loss_difference(expected[:2], expected) == {"steps": 2, "steps_expected": 3}
+
+
+def test_the_first_row_that_differs_is_named_with_both_values_and_its_slot() -> None:
+    comparison = Comparison(CPU, Way())
+    run, state = comparison.expected, comparison.expected.state()
+    harmed = {name: tensor.clone() for name, tensor in state.items()}
+    name = "embedding_bags.narrow_b.weight"
+    row = int(run.plans[0].groups[0].fetch.keys[-1] % 2**48)
+    harmed[name][row, 3] = 7.0
+    found = state_difference(harmed, state)
+    assert (found["name"], found["row"], found["column"], found["value"]) == (name, row, 3, 7.0)
+    assert found["expected"] == state[name][row, 3].item()
+    place = place_of(run, found)
+    assert place["group"] == run.groups[0].name
+    assert torch.equal(run.records[0].view(-1, run.groups[0].record_floats)[place["slot"], :5], state[name][row])
+
+
+def test_a_run_that_leaves_out_a_wait_is_found() -> None:
+    comparison = Comparison(CPU, Way())
+    for seed in range(20):
+        try:
+            if not comparison.compare(seed, without="fill_after")["passed"]:
+                return
+        except (AssertionError, IndexError, RuntimeError, RowcastError):
+            return
+    pytest.fail("20 orders without a wait that is needed have the right bits")
+
+
+# tools
+
+
+def test_a_tool_that_is_not_installed_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
+    tools.check_memory(findings, CPU, tmp_path)
+    tools.count_bytes(findings, CPU, tmp_path)
+    assert json.loads((tmp_path / "found.json").read_text())["not_here"].keys() == {"memcheck", "ncu"}
+
+
+@pytest.mark.parametrize(("errors", "passed"), [("0 errors", True), ("3 errors", False)])
+def test_memcheck_passes_if_it_counts_no_error_and_the_kernels_pass(
+    errors: str, passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the tool says what it is told, and writes what the part would find."""
+    program = tmp_path / "compute-sanitizer"
+    found = json.dumps({**nothing(), "items": {"sgd": {"passed": True}}})
+    program.write_text(
+        f"#!/bin/sh\nfor a in \"$@\"; do case $a in --out=*) echo '{found}' > ${{a#--out=}};; esac; done\n"
+        f"echo '========= ERROR SUMMARY: {errors}'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
+    tools.check_memory(findings, CPU, tmp_path)
+    assert (findings.items["memcheck"]["passed"], findings.items["memcheck"]["items"]) == (passed, {"sgd": True})
+
+
+def test_counts_of_ncu_are_read_from_its_table() -> None:
+    said = [
+        "==PROF== Connected to process 1",
+        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
+        '"0","lookup_kernel","dram__bytes.sum","Gbyte","0.98"',
+        '"0","lookup_kernel","gpu__time_duration.sum","us","310.2"',
+        '"0","lookup_kernel","other","","1"',
+        '"1","join_kernel","gpu__time_duration.sum","us","8.1"',
+    ]
+    assert tools.counted(said) == [
+        {"kernel": "lookup_kernel", "bytes": "0.98 Gbyte", "ns": "310.2 us"},
+        {"kernel": "join_kernel", "ns": "8.1 us"},
+    ]
+    assert tools.counted(["==ERROR== No kernels were profiled."]) == []
 
 
 # the trace

@@ -1,24 +1,42 @@
-"""How does rowcast do on this device? One command, no network, one JSON file to send us.
+"""How does rowcast do on this device? Three commands, no network, one JSON file to send us.
 
-    make gpu-check                                      in less than 8 minutes: build/gpu-check.json
-    python -m benchmarks.gpu_check --parts kernels,steady
-    python -m benchmarks.gpu_check --device cpu         tries the check itself, with small jobs
+    make gpu-check                                      all three: build/gpu-check.json
+    python -m benchmarks.gpu_check safety               one of them, in less than 9 minutes
+    python -m benchmarks.gpu_check --parts steady       some parts
+    python -m benchmarks.gpu_check --small              tries the check itself, on a CPU with small jobs
+    python -m benchmarks.gpu_check safety --wheels DIR  on a machine that lacks packages (docs/speed.md)
 
+safety: are all bits right, and no address wrong?
     environment    device, memory, versions, whether rings can be page-locked, copy speed
     kernels        the bits of plain torch operations, in the most important cases
-    equality       two processes train to the bits of the cache that holds all rows, at three capacities, depths 1 and 4
+    memcheck       four of these cases under compute-sanitizer, where it is installed
+    orders         streams that start late: the bits of the cache that holds all rows, for 20 seeds
+    ways           the same for jagged and weighted bags, several groups, Adam with bf16 and master, 8 parts, ...
+    script         an adopted training script, with a small cache and with all rows
+speed: is a step as short as the hardware allows?
+    bandwidth      GB/s of each kernel with a real plan, against a copy; other block shapes
+    ncu            what Nsight Compute counts of these kernels, where it is installed
     steady         nothing waits for the device in the steady loop; the share of copies that lies under compute
-    speed          batch 16,384: every row on the device, replay, both processes, tables in host memory; where time goes
-    speed-large    the same, batch 65,536
+    speed-large    batch 65,536: every row on the device, and replay
+    speed          batch 16,384
+whole: what do both processes do?
+    live-large     batch 65,536: both processes; tables in host memory
+    live           batch 16,384
+    equality       both processes train to the bits of all rows on the device, at three capacities
+    recovery       a trainer, a prefetcher or both are killed and started again
     rates          what the device does, for `prefetcher estimate`: build/gpu-check-device-rates.json
     peers          FBGEMM's managed caching, where it is installed
-    more-kernels   the other cases
+    more-kernels   the other cases of `kernels`
 
 The most valuable parts come first. Each runs in a process of its own, with a time limit; the file is rewritten after
-each. The exit code is 0 if nothing failed and 1 if something failed; what was left out is listed and fails nothing.
+each. A later command adds to the file. It skips parts that have passed with nothing left out: remove the file to begin
+again. The exit code is 0 if nothing failed and 1 if something failed.
 """
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,44 +48,78 @@ from benchmarks.gpu_check.packages import packages
 from benchmarks.gpu_check.summary import summary
 from benchmarks.gpu_check.supervise import GRACE_S, HARM, run_part
 
-LIMITS_S = {  # of each part, in the order in which they run, with all of BUDGET_S
-    "environment": 45.0,
-    "kernels": 100.0,
-    "equality": 150.0,
-    "steady": 75.0,
-    "speed": 120.0,
-    "speed-large": 120.0,
-    "rates": 75.0,
-    "peers": 60.0,
-    "more-kernels": 120.0,
+COMMANDS = {  # the parts in their order, and the seconds of each, if each takes all of them
+    "safety": {
+        "environment": 45.0,
+        "kernels": 90.0,
+        "memcheck": 90.0,
+        "orders": 75.0,
+        "ways": 120.0,
+        "script": 100.0,
+    },
+    "speed": {"bandwidth": 90.0, "ncu": 75.0, "steady": 100.0, "speed-large": 140.0, "speed": 115.0},
+    "whole": {
+        "live-large": 110.0,
+        "live": 90.0,
+        "equality": 110.0,
+        "recovery": 80.0,
+        "rates": 50.0,
+        "peers": 40.0,
+        "more-kernels": 40.0,
+    },
 }
-BUDGET_S = 470.0  # of all parts together, with what a part that hangs takes until it is killed
+LIMITS_S = {part: limit_s for parts in COMMANDS.values() for part, limit_s in parts.items()}
+BUDGET_S = 520.0  # of all parts of a command together, with what a part that hangs takes until it is killed
 LEAST_S = 20.0  # a part with less time left does not begin
+WHEELS = "ROWCAST_WHEELS"  # names the folder of wheels, like --wheels
 
 
 def run_parts(names: list[str], device: str, budget_s: float, out: Path) -> dict[str, Any]:
-    """Writes what was found so far to `out` after each part; returns all of it."""
+    """Adds to `out` what was found so far, after each part; returns all of it."""
     began_s = time.monotonic()
-    parts: dict[str, dict[str, Any]] = {}
-    whole_s = min(BUDGET_S, sum(LIMITS_S[name] for name in names))  # few parts share the budget among themselves
-    found: dict[str, Any] = {}
+    parts = parts_in(out, device)
+    names = [name for name in names if not is_settled(parts.get(name))]
+    found = told(parts, device)
     with tempfile.TemporaryDirectory(prefix="rowcast-gpu-check-") as folder:
-        for name in names:
+        for number, name in enumerate(names):
             left_s = budget_s - (time.monotonic() - began_s) - GRACE_S
             if left_s < LEAST_S:
                 parts[name] = {"status": "left out", "reason": f"{budget_s:.0f} s were over"}
             else:
-                limit_s = min(LIMITS_S[name] * budget_s / whole_s, left_s)
+                # what earlier parts did not need, and what parts that are not chosen would need, is for all others
+                limit_s = LIMITS_S[name] * left_s / sum(LIMITS_S[other] for other in names[number:])
                 findings = Path(folder) / f"{name}.json"
                 command = [sys.executable, "-m", "benchmarks.gpu_check.part", name, f"--device={device}"]
                 parts[name] = run_part(
                     [*command, f"--out={findings}", f"--until={time.monotonic() + limit_s}"], findings, limit_s
                 )
                 keep_files(Path(folder), out)
-            found = {**verdict(parts), "took_s": round(time.monotonic() - began_s, 1), **summary(parts), "parts": parts}
+            found = told(parts, device)
             write_json(out, found)
             print(f"{name}: {said(parts[name])}", file=sys.stderr, flush=True)
     return found
+
+
+def parts_in(out: Path, device: str) -> dict[str, dict[str, Any]]:
+    """What earlier commands have found. Raises ValueError for a file of another device."""
+    if not out.exists():
+        return {}
+    found = json.loads(out.read_text())
+    if found["device"] != device:
+        raise ValueError(
+            f"{out} is of --device {found['device']}, not of {device}; remove it, or name another with --out"
+        )
+    parts: dict[str, dict[str, Any]] = found["parts"]
+    return parts
+
+
+def is_settled(part: dict[str, Any] | None) -> bool:
+    return part is not None and part["status"] in ("passed", "not here") and not part.get("left_out")
+
+
+def told(parts: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
+    took_s = round(sum(part.get("took_s", 0.0) for part in parts.values()), 1)
+    return {**verdict(parts), "device": device, "took_s": took_s, **summary(parts), "parts": parts}
 
 
 def verdict(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -89,6 +141,7 @@ def said(part: dict[str, Any]) -> str:
         f"{part['took_s']} s" if "took_s" in part else "",
         part.get("signal", "") or (f"exit code {part['exit_code']}" if "exit_code" in part else ""),
         left_out,
+        f"{len(part['not_here'])} not possible here" if part.get("not_here") else "",
         f"FAILED: {', '.join(failed)}" if failed else "",
     ]
     return f"{part['status']}, {', '.join(filter(None, facts))}{running}"
@@ -101,25 +154,46 @@ def keep_files(folder: Path, out: Path) -> None:
         file.unlink()
 
 
+def start_with(wheels: Path, site: Path) -> None:
+    """Installs the wheels in the folder `site`, and starts this command again, which then finds them."""
+    known = [path for path in (os.environ.get("PYTHONPATH"),) if path]
+    if str(site) in os.pathsep.join(known).split(os.pathsep):
+        return
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+    subprocess.run([*pip, f"--target={site}", *sorted(map(str, wheels.glob("*.whl")))], check=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), *known])
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:]])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commands", nargs="*", metavar="COMMAND", help=f"of {', '.join(COMMANDS)}; by default all")
     parser.add_argument("--device", default="auto", help="cuda, cpu, or auto: cuda where there is one")
-    parser.add_argument("--parts", default=",".join(LIMITS_S), help="separated by commas")
+    parser.add_argument("--small", action="store_true", help="the same as --device cpu")
+    parser.add_argument("--parts", help="instead of commands, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check.json"))
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="of each command; its parts' limits follow")
     parser.add_argument(
-        "--seconds", type=float, default=BUDGET_S, help="for all parts together; their limits change with it"
+        "--wheels", type=Path, default=os.environ.get(WHEELS), help=f"a folder of wheels to use; also {WHEELS}"
     )
     options = parser.parse_args()
-    names = options.parts.split(",")
-    unknown = [name for name in names if name not in LIMITS_S]
+    turns = [options.parts.split(",")] if options.parts else [list(COMMANDS.get(c, [c])) for c in options.commands]
+    turns = turns or [list(parts) for parts in COMMANDS.values()]
+    unknown = [name for names in turns for name in names if name not in LIMITS_S]
     if unknown:
-        parser.error(f"--parts: {', '.join(unknown)} is none of {', '.join(LIMITS_S)}")
+        parser.error(f"{', '.join(unknown)} is none of {', '.join((*COMMANDS, *LIMITS_S))}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.wheels:
+        start_with(Path(options.wheels).resolve(), options.out.parent.resolve() / "gpu-check-site")
     if missing := packages()["missing"]:
         parser.error(
             f"a run needs packages that are not here: {', '.join(missing)}; docs/speed.md says how to carry them along"
         )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    found = run_parts(names, options.device, options.seconds, options.out)
+    device = "cpu" if options.small else options.device
+    try:
+        found = [run_parts(names, device, options.seconds, options.out) for names in turns][-1]
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{'nothing failed' if found['passed'] else 'FAILED'}, {found['took_s']} s: {options.out}")
     raise SystemExit(0 if found["passed"] else 1)
 

@@ -21,7 +21,7 @@ def check_environment(findings: Findings, device: torch.device) -> None:
     findings.item("packages", packages)
     if device.type != "cuda":
         for name in ("device", "page-locked rings", "copy speed"):
-            findings.leave_out(name, NO_DEVICE)
+            findings.not_here(name, NO_DEVICE)
         return
     findings.item("device", lambda: device_facts(device))
     findings.item("page-locked rings", lambda: {"can_be_pinned": can_be_pinned(device)})

@@ -1,9 +1,11 @@
 """What one part of the check has found so far, in a file that is rewritten after each item.
 
-    {"items": {name: {"passed": ..., "took_s": ..., ...}}, "left_out": {name: reason}, "running": [names], "ended": ...}
+    {"items": {name: {"passed": ..., "took_s": ..., ...}}, "left_out": {name: reason}, "not_here": {name: reason},
+     "running": [names], "ended": ...}
 
-An item without "passed" is a measurement. An error of an item fails that item alone. If the device refuses all work
-afterwards, as after an illegal address, the part ends.
+An item without "passed" is a measurement. An item is left out for lack of time; it is not here if the machine lacks
+what it needs. An error of an item fails that item alone. If the device refuses all work afterwards, as after an illegal
+address, the part ends.
 """
 
 import json
@@ -19,8 +21,8 @@ NO_DEVICE = "needs a CUDA device"
 LAST_LINES = 12  # of a traceback
 
 
-class LeftOut(Exception):
-    """Raised by an item that cannot be looked at here; its text is the reason."""
+class NotHere(Exception):
+    """Raised by an item that is not possible on this machine; its text is the reason."""
 
 
 class Findings:
@@ -32,7 +34,7 @@ class Findings:
         self._ends_s = ends_s
         self._longest_s: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._content: dict[str, Any] = {"items": {}, "left_out": {}, "running": [], "ended": False}
+        self._content: dict[str, Any] = nothing()
         self._write()
 
     @property
@@ -50,7 +52,7 @@ class Findings:
         Raises its error if the device is gone with it.
         """
         if self.left_s < self._longest_s.get(kind, guess_s):
-            self.leave_out(name, "no time was left")
+            self._note("left_out", name, "no time was left")
             return
         with self._lock:
             self._content["running"].append(name)
@@ -58,8 +60,8 @@ class Findings:
         began_s = time.monotonic()
         try:
             found = work()
-        except LeftOut as reason:
-            self.leave_out(name, str(reason))
+        except NotHere as reason:
+            self.not_here(name, str(reason))
             return
         except Exception as error:
             found = {"passed": False, "error": f"{type(error).__name__}: {error}", "traceback": last_lines(error)}
@@ -68,9 +70,12 @@ class Findings:
                 raise
         self._add(name, found, began_s, kind)
 
-    def leave_out(self, name: str, reason: str) -> None:
+    def not_here(self, name: str, reason: str) -> None:
+        self._note("not_here", name, reason)
+
+    def _note(self, what: str, name: str, reason: str) -> None:
         with self._lock:
-            self._content["left_out"][name] = reason
+            self._content[what][name] = reason
             self._content["running"] = [other for other in self._content["running"] if other != name]
             self._write()
 
@@ -89,6 +94,11 @@ class Findings:
 
     def _write(self) -> None:
         write_json(self._file, self._content)
+
+
+def nothing() -> dict[str, Any]:
+    """What a part has found that has just begun."""
+    return {"items": {}, "left_out": {}, "not_here": {}, "running": [], "ended": False}
 
 
 def last_lines(error: Exception) -> list[str]:

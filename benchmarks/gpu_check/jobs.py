@@ -30,11 +30,16 @@ class Size:
     top_mlp: tuple[int, ...]
 
 
+def threads_of(device: torch.device) -> int | str:
+    """For torch. One on a CPU: small operations in several threads wait for the slowest, on a busy machine for long."""
+    return 1 if device.type == "cpu" else "auto"
+
+
 def sizes(device: torch.device) -> tuple[Size, Size]:
     """Batches of 16,384 and 65,536 at dimension 128 with MLPerf's MLPs."""
     if device.type == "cpu":
-        small = Size(batch_size=512, steps=12, dim=16, scale=0.01, bottom_mlp=(64, 16), top_mlp=(64, 1))
-        return small, replace(small, batch_size=1024)
+        small = Size(batch_size=256, steps=12, dim=16, scale=0.01, bottom_mlp=(64, 16), top_mlp=(64, 1))
+        return small, replace(small, batch_size=512)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     scale = min(1.0, free_bytes / 3 / (KAGGLE_ROWS * 128 * 4))
     bottom, top = (512, 256, 128), (1024, 1024, 512, 256, 1)
@@ -60,7 +65,7 @@ def make_job(size: Size, device: torch.device, precision: str = "fp32", run_dir:
             },
             "optimizer": {"sparse": {"kind": "rowwise_adagrad", "lr": 0.02}, "dense": {"kind": "sgd", "lr": 0.1}},
             "cache": {"capacity": "1GiB"},
-            "trainer": {"device": str(device)},
+            "trainer": {"device": str(device), "threads": threads_of(device)},
         }
     )
 
@@ -72,10 +77,6 @@ def write_job(path: Path, job: Job, /, **changes: dict[str, Any]) -> None:
     for section, keys in changes.items():
         content[section] |= keys
     path.write_text(json.dumps(content))
-
-
-def precisions(device: torch.device) -> tuple[str, ...]:
-    return ("fp32", "tf32", "bf16") if device.type == "cuda" else ("fp32", "bf16")
 
 
 def batches_of(size: Size, device: torch.device) -> list[ScheduledBatch]:

@@ -1,30 +1,37 @@
 """Both processes, started as a user starts them, over the same batches again and again.
 
 The speed is that between the second epoch and the end, from the trainer's metrics: start, first epoch (in which the
-rows are made) and last barrier are not part of it.
+rows are made) and last barrier are not part of it. The report, the last metrics and the ends of both logs are kept:
+they say where the time went, and whether rings were page-locked.
 """
 
+import json
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client.samples import Sample
 
 from benchmarks.gpu_check.jobs import write_job, write_npy
 from benchmarks.training import ours
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.transport.ring_file import shared_memory
+from rowcast.trainer.device.streams import choose_device
 
 SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
-EPOCHS = 8
+EPOCHS = {"cuda": 8, "cpu": 3}
+LAST_LINES = 200  # of each log
 Reading = tuple[float, float]  # seconds, samples trained so far
 
 
 def live(job: Job, batches: Sequence[ScheduledBatch], capacity: int) -> dict[str, Any]:
     """`capacity`: rows. Raises RuntimeError with a process's output if it fails."""
     readings: list[Reading] = []
+    epochs = EPOCHS[choose_device(job.trainer.device).type]
 
     def watch(samples: Sequence[Sample]) -> None:
         trained = sum(sample.value for sample in samples if sample.name == SAMPLES)
@@ -34,10 +41,12 @@ def live(job: Job, batches: Sequence[ScheduledBatch], capacity: int) -> dict[str
     with tempfile.TemporaryDirectory(prefix="rowcast-check-") as folder:
         write_npy(Path(folder), batches)
         config = Path(folder) / "job.json"
-        write_job(config, job, data={"format": "criteo-npy", "path": folder, "epochs": EPOCHS})
-        outcome = ours.run(config, [f'cache.capacity="{capacity} rows"'], None, watch)
+        write_job(config, job, data={"format": "criteo-npy", "path": folder, "epochs": epochs})
+        observed = ours.observed(config, [f'cache.capacity="{capacity} rows"'], None, watch)
+        shared = dict(zip(("bytes", "free"), shared_memory(), strict=True))
+    outcome = ours.outcome(observed)
     of_epoch = sum(scheduled.batch.size for scheduled in batches)
-    samples_per_s = pace(readings, of_epoch, EPOCHS * of_epoch)
+    samples_per_s = pace(readings, of_epoch, epochs * of_epoch)
     return {
         "ms": None if samples_per_s is None else 1e3 * job.data.batch_size / samples_per_s,
         "ms_with_start_and_barrier": 1e3 * outcome.wall_s / outcome.steps,
@@ -47,7 +56,18 @@ def live(job: Job, batches: Sequence[ScheduledBatch], capacity: int) -> dict[str
         "device_bytes": outcome.device_bytes,
         "capacity": capacity,
         "steps": outcome.steps,
+        "shared_memory": shared,
+        "report": json.loads(msgspec.json.encode(observed.report)),
+        "metrics": {
+            role: {named(sample): sample.value for sample in samples if not sample.name.endswith("_bucket")}
+            for role, samples in observed.samples.items()
+        },
+        "logs": {role: log.splitlines()[-LAST_LINES:] for role, log in observed.logs.items()},
     }
+
+
+def named(sample: Sample) -> str:
+    return f"{sample.name}{sample.labels or ''}"
 
 
 def pace(readings: Sequence[Reading], first: float, last: float) -> float | None:

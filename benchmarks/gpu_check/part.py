@@ -1,6 +1,6 @@
 """One part of the check, in a process of its own: started by `supervise.py`, tells by `findings.py`.
 
-python -m benchmarks.gpu_check.part kernels --device cuda --out found.json --seconds 90
+python -m benchmarks.gpu_check.part kernels --device cuda --out found.json --until SECONDS
 """
 
 import argparse
@@ -9,9 +9,22 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_check import environment, equality, kernels, peers, rates, speed, steady
+from benchmarks.gpu_check import (
+    bandwidth,
+    environment,
+    equality,
+    in_process,
+    kernels,
+    peers,
+    rates,
+    recovery,
+    script,
+    speed,
+    steady,
+    tools,
+)
 from benchmarks.gpu_check.findings import Findings
-from benchmarks.gpu_check.jobs import sizes
+from benchmarks.gpu_check.jobs import sizes, threads_of
 from rowcast.trainer.device.streams import choose_device, on_device
 from rowcast.trainer.run.trainer_run import set_threads
 
@@ -20,13 +33,25 @@ Work = Callable[[Findings, torch.device, Path], None]  # the path: a folder for 
 PARTS: dict[str, Work] = {
     "environment": lambda findings, device, folder: environment.check_environment(findings, device),
     "kernels": lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.CORE),
-    "equality": lambda findings, device, folder: equality.check_equality(findings, device),
+    "memcheck": lambda findings, device, folder: tools.check_memory(findings, device, folder),
+    "orders": lambda findings, device, folder: in_process.check_orders(findings, device),
+    "ways": lambda findings, device, folder: in_process.check_ways(findings, device),
+    "script": lambda findings, device, folder: script.check_script(findings, device, folder),
+    "bandwidth": lambda findings, device, folder: bandwidth.check_bandwidth(findings, device),
+    "ncu": lambda findings, device, folder: tools.count_bytes(findings, device, folder),
     "steady": lambda findings, device, folder: steady.check_steady(findings, device, folder),
-    "speed": lambda findings, device, folder: speed.check_speed(findings, device, sizes(device)[0]),
     "speed-large": lambda findings, device, folder: speed.check_speed(findings, device, sizes(device)[1]),
+    "speed": lambda findings, device, folder: speed.check_speed(findings, device, sizes(device)[0]),
+    "live-large": lambda findings, device, folder: speed.check_live(findings, device, sizes(device)[1]),
+    "live": lambda findings, device, folder: speed.check_live(findings, device, sizes(device)[0]),
+    "equality": lambda findings, device, folder: equality.check_equality(findings, device, folder),
+    "recovery": lambda findings, device, folder: recovery.check_recovery(findings, device, folder),
     "rates": lambda findings, device, folder: rates.check_rates(findings, device, folder),
     "peers": lambda findings, device, folder: peers.check_peers(findings, device),
     "more-kernels": lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.REST),
+    # only under a tool
+    tools.FEW_KERNELS: lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.CORE[:4]),
+    tools.ONCE: lambda findings, device, folder: bandwidth.run_once(findings, device),
 }
 
 
@@ -48,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     device = choose_device(options.device)
     findings = Findings(options.out, options.until, lambda: is_alive(device))
-    set_threads("auto")  # as a trainer does, whose bits are compared
+    set_threads(threads_of(device))  # as a trainer does, whose bits are compared
     torch.manual_seed(0)
     with on_device(device):
         PARTS[options.part](findings, device, options.out.parent)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.findings import NO_DEVICE, Findings, LeftOut
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings, NotHere
 from benchmarks.gpu_check.jobs import batches_of, make_job, sizes, with_touched_rows
 from benchmarks.gpu_check.timed import timed
 from rowcast.job.schema import Job
@@ -80,21 +80,21 @@ def measured(job: Job, batches: Sequence[ScheduledBatch], device: torch.device, 
     try:
         return timed(Fbgemm(job, batches, device, prefetches=prefetches), len(batches))
     except Exception as error:
-        raise LeftOut(f"{type(error).__name__}: {error}") from error
+        raise NotHere(f"{type(error).__name__}: {error}") from error
 
 
 def check_peers(findings: Findings, device: torch.device) -> None:
-    findings.leave_out("TorchRec's prefetch pipeline", "it takes torch.distributed and a sharding plan")
+    findings.not_here("TorchRec's prefetch pipeline", "it takes torch.distributed and a sharding plan")
     try:
         import fbgemm_gpu  # noqa: F401
     except (ImportError, OSError) as error:
-        findings.leave_out("FBGEMM", f"fbgemm_gpu cannot be imported: {error}")
+        findings.not_here("FBGEMM", f"fbgemm_gpu cannot be imported: {error}")
         return
     for size in sizes(device):
         job, batches = with_touched_rows(make_job(size, device), batches_of(size, device))
         for prefetches in (False, True):
             name = f"FBGEMM, batch {size.batch_size}, fp32, {'with' if prefetches else 'without'} prefetch"
             if prefetches and device.type != "cuda":
-                findings.leave_out(name, NO_DEVICE)
+                findings.not_here(name, NO_DEVICE)
             else:
                 findings.item(name, partial(measured, job, batches, device, prefetches=prefetches), "", GUESS_S)

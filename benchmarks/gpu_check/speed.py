@@ -1,7 +1,8 @@
 """Step times of one batch size: every row on the device, replay, both processes, and tables in host memory.
 
 resident     our kernels, every row that the run touches on the device, nothing read or moved
-replay       the trainer with a cache of 20 % of those rows, or of one batch; plans and rows already in the ring
+replay       the trainer, a thread a stage, with a cache of 20 % of those rows, or of one batch; plans and rows already
+             in the ring
 live         both processes on this machine (live.py)
 host tables  stock PyTorch with tables in host memory (host_tables.py)
 """
@@ -9,6 +10,7 @@ host tables  stock PyTorch with tables in host memory (host_tables.py)
 import gc
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from typing import Any
@@ -31,9 +33,12 @@ from rowcast.trainer.models.runner import StepRunner
 # of the rows that the run touches, and at least one batch, which is 6 % of those of 48 batches of 16,384 and 10 % of
 # those of 24 batches of 65,536
 USUAL, TIGHT = 0.2, 0.0
-ROUNDS = 3
+ROUNDS = {"cuda": 3, "cpu": 1}
 GUESSES_S = {"replay": 25.0, "live": 30.0, "host": 20.0}  # of the first of each kind
 PRECISIONS = ("bf16", "tf32", "fp32")  # matrix products in fp32 take so long that they hide every copy
+
+
+Measure = Callable[["Speed", str], dict[str, Any]]  # in that precision
 
 
 class Speed:
@@ -61,7 +66,7 @@ class Speed:
         job, recording = self.job(precision), self._recording(share)
         resident_ms, replays = [], []
         resident = self._resident(job)
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS[self._device.type]):
             resident_ms.append(self._resident_ms(resident))
             gc.collect()  # the engine of the last replay is part of reference cycles, and holds device memory
             replays.append(self._replay_ms(Replay(recording, job)))
@@ -105,12 +110,14 @@ class Speed:
     def _replay_ms(self, replay: Replay) -> dict[str, Any]:
         replay.run(self._warm)
         warm, before = len(replay.peer.done_s), dict(replay.counters.phases)
-        between_s = replay.run()[warm - 1 :]
+        threads_s = replay.in_threads()
+        between_s = np.diff(replay.peer.done_s)[warm - 1 :]
         phases = {phase: seconds - before[phase] for phase, seconds in replay.counters.phases.items()}
         groups = replay.counters.groups.values()
         return {
             "ms": 1e3 * float(np.mean(between_s)),
             "phases_ms": {str(phase): 1e3 * seconds / len(between_s) for phase, seconds in phases.items()},
+            "threads_ms": {name: 1e3 * seconds / len(between_s) for name, seconds in threads_s.items()},
             "rows_a_step": sum(group.rows_fetched for group in groups) / replay.num_steps,
             "bytes_to_device_a_step": sum(group.row_bytes_to_device for group in groups) / replay.num_steps,
             "cache_bytes": sum(records.nbytes for records in replay.records),
@@ -120,22 +127,28 @@ class Speed:
 
 
 def check_speed(findings: Findings, device: torch.device, size: Size) -> None:
+    replays: list[tuple[str, str, Measure]] = [
+        (own, "replay 20 %", partial(Speed.replay, share=USUAL)) for own in PRECISIONS
+    ]
+    check(findings, device, size, [*replays, ("bf16", "replay one batch", partial(Speed.replay, share=TIGHT))])
+
+
+def check_live(findings: Findings, device: torch.device, size: Size) -> None:
+    lives: list[tuple[str, str, Measure]] = [(own, "live 20 %", partial(Speed.live, share=USUAL)) for own in PRECISIONS]
+    hosts: list[tuple[str, str, Measure]] = [(own, "host tables", Speed.host_tables) for own in PRECISIONS]
+    tight: list[tuple[str, str, Measure]] = [("bf16", "live one batch", partial(Speed.live, share=TIGHT))]
+    rest = [*lives[1:], *hosts[1:]] if device.type == "cuda" else []
+    check(findings, device, size, [lives[0], hosts[0], *tight, *rest])
+
+
+def check(findings: Findings, device: torch.device, size: Size, in_order: Sequence[tuple[str, str, Measure]]) -> None:
+    """`in_order`: precision, name and measurement, the most valuable first."""
     with ExitStack() as stack:
         speed = Speed(size, device, stack)
         findings.item("batches", speed.batch)
-        for name, work in in_order(speed):
-            kind = name.split()[1]  # replay, live or host
-            if "tf32" in name and device.type != "cuda":
-                findings.leave_out(name, NO_DEVICE)
+        for precision, name, measure in in_order:
+            kind = name.split()[0]
+            if precision == "tf32" and device.type != "cuda":
+                findings.not_here(f"{precision}, {name}", NO_DEVICE)
             else:
-                findings.item(name, work, kind, GUESSES_S[kind])
-
-
-def in_order(speed: Speed) -> list[tuple[str, Any]]:
-    """The most valuable measurement first."""
-    usual = [(f"{precision}, replay 20 %", partial(speed.replay, precision, USUAL)) for precision in PRECISIONS]
-    lives = [(f"{precision}, live 20 %", partial(speed.live, precision, USUAL)) for precision in PRECISIONS]
-    hosts = [(f"{precision}, host tables", partial(speed.host_tables, precision)) for precision in PRECISIONS]
-    tight = [("bf16, replay one batch", partial(speed.replay, "bf16", TIGHT))]
-    tight_live = [("bf16, live one batch", partial(speed.live, "bf16", TIGHT))]
-    return [usual[0], lives[0], hosts[0], *usual[1:], *tight, *tight_live, *lives[1:], *hosts[1:]]
+                findings.item(f"{precision}, {name}", partial(measure, speed, precision), kind, GUESSES_S[kind])

@@ -1,7 +1,7 @@
 """Does anything wait for the device in the steady loop, and do copies run under compute?
 
-A replay of batch 16,384 with a cache of SHARE of its rows: the first third warms up, the second runs while torch
-reports every call that waits for the device, the last one under the profiler.
+Replays in bf16 of both batch sizes with a cache of SHARE of their rows: the first third warms up, the second runs while
+torch reports every call that waits for the device, the last one under the profiler.
 """
 
 import warnings
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_check.findings import NO_DEVICE, Findings, LeftOut
-from benchmarks.gpu_check.jobs import batches_of, capacity_of, make_job, sizes
+from benchmarks.gpu_check.findings import NO_DEVICE, Findings, NotHere
+from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, sizes
 from benchmarks.gpu_check.trace import read_trace, told
 from benchmarks.training.recorded import record, slots_for, touched
 from rowcast.analysis.estimate.rates.replay import Replay
@@ -26,21 +26,28 @@ WARNS = "called a synchronizing CUDA operation"  # what torch says of each
 
 
 def check_steady(findings: Findings, device: torch.device, folder: Path) -> None:
-    size = sizes(device)[0]
-    job, batches = make_job(size, device, "bf16"), batches_of(size, device)
+    for size in reversed(sizes(device)):
+        check_size(findings, device, size, folder / f"profile-{size.batch_size}.json.gz")
+
+
+def check_size(findings: Findings, device: torch.device, size: Size, file: Path) -> None:
+    job, batches, named = (
+        make_job(size, device, "bf16"),
+        batches_of(size, device),
+        f"batch {size.batch_size}, {{}}".format,
+    )
     slots = slots_for(job, batches, capacity_of(touched(job, batches), SHARE))
     with record(job, batches, slots, device) as recording:
         replay = Replay(recording, job)
         third = replay.num_steps // 3
-        findings.item("warm-up", lambda: ran(replay, third))
+        findings.item(named("warm-up"), lambda: ran(replay, third))
         if device.type == "cuda":
-            findings.item(WAITS, lambda: waits_in(replay, 2 * third))
-            findings.item(UNDER, lambda: profiled(replay, folder / "profile.json.gz", device))
+            findings.item(named(WAITS), lambda: waits_in(replay, 2 * third))
+            findings.item(named(UNDER), lambda: profiled(replay, file, device))
         else:
-            findings.item("the same steps, not looked at", lambda: ran(replay, 2 * third))
-            findings.leave_out(WAITS, NO_DEVICE)
-            findings.item("the profiler's file is written and read", lambda: tried(replay, folder, device))
-            findings.leave_out(UNDER, NO_DEVICE)
+            findings.not_here(named(WAITS), NO_DEVICE)
+            findings.item(named("the profiler's file is written and read"), lambda: tried(replay, file.parent, device))
+            findings.not_here(named(UNDER), NO_DEVICE)
 
 
 def ran(replay: Replay, until: int) -> dict[str, Any]:
@@ -78,7 +85,7 @@ def profiled(replay: Replay, file: Path, device: torch.device) -> dict[str, Any]
     profiler.export_chrome_trace(str(file))
     trace = read_trace(file)
     if device.type == "cuda" and not trace.kernels:
-        raise LeftOut("the profiler recorded no kernels: CUPTI does not work here")
+        raise NotHere("the profiler recorded no kernels: CUPTI does not work here")
     return told(trace, len(replay.peer.done_s) - before)
 
 

@@ -2,12 +2,16 @@
 
 from typing import Any
 
-SPEEDS = ("speed", "speed-large")
+SPEEDS = {"speed": ("speed", "live"), "speed-large": ("speed-large", "live-large")}
 
 
 def summary(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """{"summary": {part: {measurement: {"ms": step, "over_resident": ratio}}}}, of what was measured so far."""
-    tables = {name: table_of(parts[name].get("items", {})) for name in SPEEDS if name in parts}
+    items = {
+        name: {item: found for part in both for item, found in parts.get(part, {}).get("items", {}).items()}
+        for name, both in SPEEDS.items()
+    }
+    tables = {name: table_of(found) for name, found in items.items()}
     return {"summary": {name: table for name, table in tables.items() if table}}
 
 

@@ -2,7 +2,8 @@
 
 passed         no item failed
 failed         an item found a defect, or raised an error
-left out       no item ran; the file has the reasons
+left out       no item ran for lack of time
+not here       no item is possible on this machine; the file has the reasons
 crashed        the process ended by a signal, or before it was through
 out of time    the process did not end by itself and was killed
 """
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+
+from benchmarks.gpu_check.findings import nothing
 
 GRACE_S = 10.0  # a part ends by itself in time; after this much longer it is killed
 END_S = 3.0  # between the request to end and the end
@@ -52,7 +55,7 @@ def status_of(found: dict[str, Any], code: int | None) -> str:
         return "crashed"
     if any(item.get("passed") is False for item in found["items"].values()):
         return "failed"
-    return "passed" if found["items"] else "left out"
+    return "passed" if found["items"] else "left out" if found["left_out"] else "not here"
 
 
 def ending(code: int | None, limit_s: float) -> dict[str, Any]:
@@ -81,5 +84,5 @@ def read(findings: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(findings.read_text())
     except FileNotFoundError:
-        return {"items": {}, "left_out": {}, "running": [], "ended": False}
+        return nothing()
     return found

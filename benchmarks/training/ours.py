@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,15 +22,28 @@ from rowcast.trainer.report.report_json import Report, read_report
 PROCESSES = ("prefetcher", "trainer")
 POLL_S = 0.25
 PHASES = "rowcast_phase_seconds"
-Metrics = dict[str, float]  # seconds in each phase
 
 
-def run(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """What both processes of a run leave."""
+
+    report: Report
+    logs: dict[str, str]
+    samples: dict[str, list[Sample]]  # the last metrics
+
+
+def run(config: Path, settings: Sequence[str], steps: int | None) -> Outcome:
+    """Raises RuntimeError with a process's output if it fails."""
+    return outcome(observed(config, settings, steps))
+
+
+def observed(
     config: Path,
     settings: Sequence[str],
     steps: int | None,
     watch: Callable[[Sequence[Sample]], None] = lambda samples: None,
-) -> Outcome:
+) -> Observed:
     """`watch` receives the trainer's metrics every POLL_S. Raises RuntimeError with a process's output if it fails."""
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
         run_dir = Path(folder) / "run"
@@ -37,16 +51,16 @@ def run(
         metrics = [f'metrics.{name}="127.0.0.1:{port}"' for name, port in ports.items()]
         arguments = [f"--set={setting}" for setting in (*settings, *metrics, f'job.run_dir="{run_dir}"')]
         started = {name: start(name, ["--config", str(config), *arguments, *until(name, steps)]) for name in PROCESSES}
-        last: dict[str, Metrics] = {name: {} for name in PROCESSES}
+        last: dict[str, list[Sample]] = {name: [] for name in PROCESSES}
         while started["trainer"].poll() is None:
             time.sleep(POLL_S)
             for name, port in ports.items():
                 samples = scraped(port)
-                last[name] = phases(samples) or last[name]
+                last[name] = samples or last[name]
                 if name == "trainer":
                     watch(samples)
-        terminate(started, 120)
-        return outcome(read_report(run_dir / "report.json"), last)
+        logs = terminate(started, 120)
+        return Observed(report=read_report(run_dir / "report.json"), logs=logs, samples=last)
 
 
 def until(name: str, steps: int | None) -> list[str]:
@@ -60,7 +74,8 @@ def free_ports(count: int) -> Iterator[int]:
         listening.close()
 
 
-def phases(samples: Sequence[Sample]) -> Metrics:
+def phases(samples: Sequence[Sample]) -> dict[str, float]:
+    """Seconds in each."""
     return {sample.labels["phase"]: sample.value for sample in samples if sample.name == f"{PHASES}_total"}
 
 
@@ -74,8 +89,9 @@ def scraped(port: int) -> list[Sample]:
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
-def outcome(report: Report, last: dict[str, Metrics]) -> Outcome:
-    wall_s = report.wall_s
+def outcome(found: Observed) -> Outcome:
+    report, wall_s = found.report, found.report.wall_s
+    last = {name: phases(samples) for name, samples in found.samples.items()}
     seconds_in = {f"{name} {phase}": seconds for name, metrics in last.items() for phase, seconds in metrics.items()}
     return Outcome(
         samples=report.samples,

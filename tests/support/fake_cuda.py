@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rowcast.trainer.device.page_locking import page_locked
 from rowcast.trainer.device.streams import (
     Closure,
     CudaStream,
@@ -26,10 +25,8 @@ from rowcast.trainer.device.streams import (
     SeededStream,
     SeededStreams,
     Stream,
-    Streams,
     Wait,
 )
-from tests.support.driver import InProcessRun, Settings
 
 CUDA = torch.device("cuda")
 PAGE_LOCKED_ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -113,6 +110,7 @@ class FakeCuda(TorchFunctionMode):
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self.registered.pop),
             "device": lambda device: nullcontext(),
             "empty_cache": lambda: None,
+            "_sleep": lambda cycles: self.spend(1),
             "max_memory_allocated": lambda device: sum(memory.nbytes for memory in self._memory["device"]),
             "get_rng_state": lambda device: self._random.clone(),
             "set_rng_state": lambda state, device: self._random.copy_(state),
@@ -205,14 +203,3 @@ class FakeCuda(TorchFunctionMode):
 
 def left_out(wait: Callable[[Any, Event, Wait], None], without: Wait | None) -> Callable[[Any, Event, Wait], None]:
     return lambda stream, event, why: None if why == without else wait(stream, event, why)
-
-
-class CudaRun(InProcessRun):
-    """A run on the fake device."""
-
-    def make_streams(self, settings: Settings) -> Streams:
-        return CudaStreams(CUDA)
-
-    def run(self) -> InProcessRun:
-        with page_locked([] if self.settings.bounced else self.rings.buffers, CUDA):
-            return super().run()

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 from torch import Tensor
 
+from benchmarks.gpu_check.in_process import DeviceRun
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -19,7 +20,7 @@ from rowcast.trainer.device.streams import RankWait, Wait
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, StuckError, start_state
-from tests.support.fake_cuda import CudaRun, FakeCuda
+from tests.support.fake_cuda import CUDA, FakeCuda
 from tests.support.repeats import count
 
 VARIANTS = (  # capacity, bytes of each ring, of staging each way
@@ -61,7 +62,7 @@ def run_on_cuda(seed: int, without: Wait | None = None) -> FakeCuda:
     job, batches, losses, end = workload()
     cuda: FakeCuda
     with pytest.MonkeyPatch.context() as patched, FakeCuda(patched, seed, without) as cuda:
-        made = CudaRun(job, batches, settings_of(seed, without))
+        made = DeviceRun(CUDA, job, batches, settings_of(seed, without))
         cuda.synchronize()
         cuda.pageable = 0  # the start may wait
         assert_equal_bits(made.run(), losses, end)
