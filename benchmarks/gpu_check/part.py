@@ -45,10 +45,10 @@ PARTS: dict[str, Work] = {
     "live-large": lambda findings, device, folder: speed.check_live(findings, device, sizes(device)[1]),
     "live": lambda findings, device, folder: speed.check_live(findings, device, sizes(device)[0]),
     "equality": lambda findings, device, folder: equality.check_equality(findings, device, folder),
-    "recovery": lambda findings, device, folder: recovery.check_recovery(findings, device, folder),
     "rates": lambda findings, device, folder: rates.check_rates(findings, device, folder),
     "peers": lambda findings, device, folder: peers.check_peers(findings, device),
     "more-kernels": lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.REST),
+    "recovery": lambda findings, device, folder: recovery.check_recovery(findings, device, folder),
     # only under a tool
     tools.FEW_KERNELS: lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.CORE[:4]),
     tools.ONCE: lambda findings, device, folder: bandwidth.run_once(findings, device),

@@ -137,8 +137,8 @@ def check_live(findings: Findings, device: torch.device, size: Size) -> None:
     lives: list[tuple[str, str, Measure]] = [(own, "live 20 %", partial(Speed.live, share=USUAL)) for own in PRECISIONS]
     hosts: list[tuple[str, str, Measure]] = [(own, "host tables", Speed.host_tables) for own in PRECISIONS]
     tight: list[tuple[str, str, Measure]] = [("bf16", "live one batch", partial(Speed.live, share=TIGHT))]
-    rest = [*lives[1:], *hosts[1:]] if device.type == "cuda" else []
-    check(findings, device, size, [lives[0], hosts[0], *tight, *rest])
+    rest = [*tight, *lives[1:], *hosts[1:]] if device.type == "cuda" else []
+    check(findings, device, size, [lives[0], hosts[0], *rest])
 
 
 def check(findings: Findings, device: torch.device, size: Size, in_order: Sequence[tuple[str, str, Measure]]) -> None:

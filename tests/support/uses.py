@@ -29,6 +29,7 @@ EXTERNAL = {  # Prometheus, sandboxes, other languages' validators, a browser, a
     "tests.system.test_run_report.browser",
     "tests.test_tutorial.executed",
     "tests.kernels.test_triton_compiled.compiled",
+    "tests.kernels.test_triton_launches.launches",
     "tests.kernels.test_triton_fallback.variants",
 }
 
