@@ -17,7 +17,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
-PAIRS = ("plain_dlrm", "torchrec_model", "own_dataset")
+PAIRS = {"plain_dlrm": 2, "torchrec_model": 2, "torchrec_sequence": 4, "own_dataset": 2}  # lines added but imports
 
 
 def run(name: str, folder: Path, *options: str, stand_ins: bool) -> dict[str, torch.Tensor]:
@@ -71,10 +71,14 @@ def test_a_language_model_beside_a_table_of_n_grams_has_the_bits_of_its_twin_ove
     [
         ("plain_dlrm", False),
         ("torchrec_model", True),
-        pytest.param(
-            "torchrec_model",
-            False,
-            marks=pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="TorchRec is not installed"),
+        ("torchrec_sequence", True),
+        *(
+            pytest.param(
+                name,
+                False,
+                marks=pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="TorchRec is missing"),
+            )
+            for name in ("torchrec_model", "torchrec_sequence")
         ),
     ],
 )
@@ -84,7 +88,9 @@ def test_a_script_with_embedding_bags_gives_the_same_but_for_rounding(
     plain, adopted = both(name, tmp_path, stand_ins=stand_ins)
     assert list(plain) == list(adopted)
     assert len(plain["losses"]) == 30
-    for key, tensor in plain.items():
+    # Adagrad makes steps of the roundings of an attention's key bias, whose gradient is 0, so losses alone are compared
+    for key in ["losses"] if name == "torchrec_sequence" else list(plain):
+        tensor = plain[key]
         torch.testing.assert_close(adopted[key], tensor, rtol=1e-3, atol=1e-3 if "weight" in key else 1e-5, msg=key)
 
 
@@ -101,6 +107,6 @@ def test_the_page_shows_what_changes_in_each_example(name: str) -> None:
     lines = list(changed_lines(name))
     assert "\n".join(["```diff", *lines, "```"]) in (ROOT / "docs" / "adopt.md").read_text()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
-    assert len([line for line in added if "import" not in line and line != "+"]) == 2, (
+    assert len([line for line in added if "import" not in line and line != "+"]) == PAIRS[name], (
         "the module and the loader, and nothing else"
     )

@@ -1,1 +1,1 @@
-"""The part of TorchRec's interface that examples/adopt/torchrec_model.py uses, for machines without TorchRec."""
+"""The part of TorchRec's interface that examples/adopt/torchrec_*.py use, for machines without TorchRec."""

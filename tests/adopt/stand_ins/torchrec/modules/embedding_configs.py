@@ -22,3 +22,14 @@ class EmbeddingBagConfig:
     pooling: PoolingType = PoolingType.SUM
     weight_init_max: float | None = None
     weight_init_min: float | None = None
+
+
+@dataclass
+class EmbeddingConfig:
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    feature_names: list[str] = field(default_factory=list)
+    data_type: DataType = DataType.FP32
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None

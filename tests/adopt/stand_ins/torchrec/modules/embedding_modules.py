@@ -1,7 +1,7 @@
 from torch import Tensor, nn
 
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 class KeyedTensor:
@@ -33,3 +33,20 @@ class EmbeddingBagCollection(nn.Module):
                 ids, offsets = features.of(feature)
                 found[feature] = self.embedding_bags[config.name](ids, offsets)
         return KeyedTensor(found)
+
+
+class EmbeddingCollection(nn.Module):
+    def __init__(self, tables: list[EmbeddingConfig]) -> None:
+        super().__init__()
+        self._configs = tables
+        self.embeddings = nn.ModuleDict(
+            {own.name: nn.Embedding(own.num_embeddings, own.embedding_dim) for own in tables}
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        found = {}
+        for config in self._configs:
+            for feature in config.feature_names:
+                ids, offsets = features.of(feature)
+                found[feature] = JaggedTensor(self.embeddings[config.name](ids), offsets.diff())
+        return found

@@ -2,6 +2,19 @@ import torch
 from torch import Tensor
 
 
+class JaggedTensor:
+    def __init__(self, values: Tensor, lengths: Tensor) -> None:
+        self._values, self._lengths = values, lengths
+
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def to_padded_dense(self, desired_length: int) -> Tensor:
+        """Cuts and pads at the right."""
+        rows = [own[:desired_length] for own in torch.split(self._values, self._lengths.tolist())]
+        return torch.stack([torch.cat([own, own.new_zeros(desired_length - len(own), own.shape[1])]) for own in rows])
+
+
 class KeyedJaggedTensor:
     """Values and lengths feature-major."""
 
