@@ -38,12 +38,13 @@ from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupPlanner
-from rowcast.prefetcher.planner.grouping import Grouper, Part, Pool, Result
+from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.thread_pool import Part, Result, ThreadPool
 
 BATCH_SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 HORIZON, DEPTH = 16, 4
@@ -139,7 +140,7 @@ def measure(batch_size: int, rounds: int, *, spread: bool = False, num_threads: 
     )
 
 
-class OneAfterAnother(Pool):
+class OneAfterAnother(ThreadPool):
     """Runs all parts in this thread. `longest_s`: the sum of the longest part of each region; `sum_s`: of all parts."""
 
     def __init__(self, num_parts: int) -> None:

@@ -291,7 +291,9 @@ class Prefetcher(Section, frozen=True, kw_only=True):
     # decoding processes; their number does not change the results; npy and Parquet have one more for dense
     # features and labels, and a `package.module:factory` has only one
     workers: Annotated[int, Meta(ge=1, le=64)] = 1
-    threads: Threads = "auto"  # threads of the planner; `auto` is a quarter of the cores
+    # threads of the planner, and of reads and writes of rows in memory or mapped files; `auto` is a quarter of the
+    # cores
+    threads: Threads = "auto"
     # runs the prefetcher only on otherwise idle cores (Linux: SCHED_IDLE): for a trainer on the CPU of an otherwise
     # idle machine; the kernel divides cores between terminals first, so start both processes from one (`rowcast
     # train`)

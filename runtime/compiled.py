@@ -53,7 +53,8 @@ def compiled_arithmetic(function: Function) -> Function:
     reordering.
     """
     try:
-        return compile_with(function, error_model="numpy", _nrt=False)
+        # inlined: a call per row would copy each array's description, which takes as long as adding up a row
+        return compile_with(function, error_model="numpy", _nrt=False, forceinline=True)
     except KeyError:  # numba: unrecognized option
         return compile_with(function, error_model="numpy")
 

@@ -50,7 +50,7 @@ from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.auto_horizon import SHARE
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import expected_train_steps
-from rowcast.prefetcher.run.sizing import planner_threads, sizes
+from rowcast.prefetcher.run.sizing import sizes, stage_threads
 from rowcast.protocol.inputs import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
@@ -108,7 +108,7 @@ def num_steps(job: Job, reader: Reader, request: AdviseRequest) -> int | None:
 
 def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity_bytes: int, reader: Reader) -> Rates:
     plan_s, plan_bytes = probe_planning(
-        observed, belonging(job), job.lookahead.depth, capacity_slots(observed, capacity_bytes), planner_threads(job)
+        observed, belonging(job), job.lookahead.depth, capacity_slots(observed, capacity_bytes), stage_threads(job)
     )
     batch = observed.measured[0].batch
     if batch.dense.shape[1] < reader.num_dense:  # only ids were read

@@ -32,7 +32,7 @@ from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import divide
 from rowcast.prefetcher.readers.reader import Reader
-from rowcast.prefetcher.run.sizing import planner_threads
+from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -280,7 +280,7 @@ def host_memory(
         ids_bytes=known_bytes * pairs,
         planner_bytes=pairs
         * sum(
-            planner_bytes(n, int((horizon + 1) * rows), num_parts(int(rows), planner_threads(job)))
+            planner_bytes(n, int((horizon + 1) * rows), num_parts(int(rows), stage_threads(job)))
             for n, rows in zip(slots, rows_a_batch, strict=True)
         ),
         decoded_bytes=pairs * int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),

@@ -18,7 +18,7 @@ from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.readers.schedule import expected_train_steps
-from rowcast.prefetcher.run.sizing import planner_threads
+from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.touched_rows import INDEX_LIMIT, ROW_BYTES, TouchedRows, most_indexed
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.telemetry.format_numbers import human_bytes
@@ -143,7 +143,7 @@ def planning_bytes(job: Job, seen: Seen, slots: Sequence[int]) -> int:
         return 0
     scored, num_known = new_policy(job.cache.policy, ()).scored, likely_horizon(job, seen, slots) + 1
     return sum(
-        planner_bytes(n, num_known * largest, num_parts(largest, planner_threads(job)), scored=scored)
+        planner_bytes(n, num_known * largest, num_parts(largest, stage_threads(job)), scored=scored)
         for n, largest in zip(slots, seen.largest_rows, strict=True)
     )
 

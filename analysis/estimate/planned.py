@@ -19,7 +19,7 @@ from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
 from rowcast.prefetcher.readers.reader import can_share, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.worker import LEAST_AHEAD, NUM_AHEAD
-from rowcast.prefetcher.run.sizing import job_levels, planner_threads, sizes
+from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.inputs import Belonging, belonging
@@ -43,7 +43,7 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         groups,
         job_levels(job, groups, measured, slots, rank),
         measured,
-        num_threads=planner_threads(job),
+        num_threads=stage_threads(job),
         keep_ids=True,
         rank=rank,
     )

@@ -40,7 +40,7 @@ from rowcast.prefetcher.planner.eviction import (
     oldest_idle,
     take_queued,
 )
-from rowcast.prefetcher.planner.grouping import Pool, sort_distinct
+from rowcast.prefetcher.planner.grouping import sort_distinct
 from rowcast.prefetcher.planner.horizon import (
     FLAG_BITS,
     NONE,
@@ -63,6 +63,7 @@ from rowcast.protocol.plan import RowMove
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.thread_pool import ThreadPool
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 ROWS_A_PART = 16_384  # distinct rows of a batch, at least: with fewer, waking threads takes longer than they save
@@ -130,7 +131,7 @@ class GroupPlanner:
         policy: EvictionPolicy,
         pinned: I64,
         capacity_key: str,
-        pool: Pool,
+        pool: ThreadPool,
     ) -> None:
         self.group = group
         self.capacity_key = capacity_key

@@ -18,10 +18,7 @@ sorted by digits. Tables are independent, so several threads may divide them: th
 number.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -33,11 +30,10 @@ from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.runtime.arrays import F32, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop
 from rowcast.runtime.splitmix import GOLDEN
+from rowcast.runtime.thread_pool import ThreadPool
 
 Order = U16 | I32
 Value = TypeVar("Value", np.int64, np.float32)
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan
 NARROW_BITS = 16  # of a look-up's position in its table's range, where two bytes hold it
@@ -92,39 +88,17 @@ class Grouping:
         return sum(array.nbytes for array in arrays if array is not None)
 
 
-class Pool:
-    """Runs one function over parts of a batch, on this thread and on others."""
-
-    def __init__(self, num_threads: int = 1) -> None:
-        self._others = ThreadPoolExecutor(num_threads - 1, "planner") if num_threads > 1 else None
-        self.num_threads = num_threads
-
-    def over(self, parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
-        """Returns work(part) for each part. The first is this thread's."""
-        if self._others is None or len(parts) <= 1:
-            return list(map(work, parts))
-        running = [self._others.submit(work, part) for part in parts[1:]]
-        return [work(parts[0]), *(task.result() for task in running)]
-
-    def over_tables(self, starts: I64, work: Callable[[int, int], None]) -> None:
-        """Calls work(first, end) for ranges that cover all tables, with about the same number of look-ups each."""
-        shares = [starts[-1] * i // self.num_threads for i in range(1, self.num_threads)]
-        cuts = [0, *(int(np.searchsorted(starts, share)) for share in shares), len(starts) - 1]
-        ranges = [(first, end) for first, end in pairwise(cuts) if first < end]
-        self.over(ranges, lambda own: work(*own))
-
-
 class Grouper:
     """Extracts one group's look-ups from batches and groups them. `num_features` counts the features of all groups."""
 
-    def __init__(self, group: GroupSpec, num_features: int, pool: Pool | None = None) -> None:
+    def __init__(self, group: GroupSpec, num_features: int, pool: ThreadPool | None = None) -> None:
         self._num_features = num_features
         self._runs = consecutive_runs(group.feature_positions)
         self._feature_starts = np.cumsum([0, *(len(table.features) for table in group.tables)])
         self._unpooled = group.unpooled_features
         self._tables = np.array([table.index for table in group.tables], np.int64)
         self._num_rows = np.array([table.num_embeddings for table in group.tables], np.int64)
-        self._pool = pool or Pool()
+        self._pool = pool or ThreadPool()
 
     def lookups(self, batch: Batch | IdsBatch) -> GroupLookups:
         check_shape(batch, self._num_features)
@@ -150,7 +124,7 @@ class Grouper:
         def work(first: int, end: int) -> None:
             group_tables(first, end, lookups.ids, starts, self._tables, self._num_rows, order, keys, ends, num_rows)
 
-        self._pool.over_tables(starts, work)
+        self._pool.share(work, 0, len(starts) - 1, starts=starts)
         self._check_ids(lookups, num_rows)
         row_starts = np.zeros(len(num_rows) + 1, np.int64)
         np.cumsum(num_rows, out=row_starts[1:])
@@ -177,7 +151,7 @@ class Grouper:
             row, starts, segments = grouping.row_starts[first], grouping.table_starts, grouping.segment_offsets
             arrange(first, end, row, grouping.order, starts, segments, unique_slots, slots, order)
 
-        self._pool.over_tables(grouping.table_starts, work)
+        self._pool.share(work, 0, len(grouping.table_starts) - 1, starts=grouping.table_starts)
         return slots, order
 
     def _bags(self, lookups: GroupLookups) -> tuple[I32 | None, I32 | None]:

@@ -17,7 +17,7 @@ from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping, Pool
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping
 from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows, ScheduledLookups
 from rowcast.prefetcher.planner.level import CAPACITY_KEYS, Level, Slots, check_capacity
 from rowcast.prefetcher.planner.rank_share import ShareOfBatch
@@ -29,6 +29,7 @@ from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.thread_pool import ThreadPool
 
 NO_IDS = np.zeros(0, np.int64)
 
@@ -131,7 +132,7 @@ class RowPlanner:
             assert policy == "lookahead", f"{len(slots)} levels with the policy {policy}"
             assert all(map(operator.le, above, below)), f"a level of {below} slots below one of {above}"
         assert depth >= 1, f"a depth of {depth} steps"
-        self._pool = Pool(num_threads)
+        self._pool = ThreadPool(num_threads, name="planner")
         self._keep_ids = keep_ids
         self._arrangers: list[Arranger] = [
             ShareOfBatch(group, grouper, rank) if rank.is_divided else WholeBatch(grouper)
@@ -322,7 +323,7 @@ def without_ids(scheduled: Any) -> Any:
     return replace(scheduled, batch=replace(scheduled.batch, ids=NO_IDS, offsets=None, weights=None))
 
 
-def groupers_of(groups: tuple[GroupSpec, ...], pool: Pool | None = None) -> tuple[Grouper, ...]:
+def groupers_of(groups: tuple[GroupSpec, ...], pool: ThreadPool | None = None) -> tuple[Grouper, ...]:
     num_features = sum(group.num_features for group in groups)
     return tuple(Grouper(group, num_features, pool) for group in groups)
 

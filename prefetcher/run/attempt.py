@@ -44,8 +44,8 @@ from rowcast.prefetcher.run.gauges import engine_gauges
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.sizing import (
     job_levels,
-    planner_threads,
     sizes,
+    stage_threads,
     tier_rows,
 )
 from rowcast.prefetcher.run.starting_point import StartingPoint
@@ -290,7 +290,7 @@ class PrefetcherAttempt:
             slots,
             measured,
             pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
-            num_threads=planner_threads(self._job),
+            num_threads=stage_threads(self._job),
             keep_ids=self._run.options.save_trace is not None,
             checkpoint_every=self._interval.known,
             rank=self._run.rank,

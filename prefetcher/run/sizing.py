@@ -59,8 +59,10 @@ class Sizes:
     staging_bytes: int  # on the device, each way
 
 
-def planner_threads(job: Job) -> int:
-    """`auto` is a quarter of the usable cores, which leaves the rest to readers and trainer."""
+def stage_threads(job: Job) -> int:
+    """The threads of the planner, and of reads and writes of rows. `auto` is a quarter of the usable cores, which
+    leaves the rest to readers and trainer.
+    """
     threads = job.prefetcher.threads
     return max(1, min(MOST_THREADS, usable_cores() // 4)) if threads == "auto" else threads
 

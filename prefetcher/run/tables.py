@@ -8,11 +8,15 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
+from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.thread_pool import ThreadPool
+
+LEAST_ROWS = 4096  # of a read or write that are worth waking a thread for
 
 
 class Tables:
@@ -32,6 +36,7 @@ class Tables:
         self._checkpoints = checkpoints
         self._incarnation = incarnation
         self._shard = shard
+        self._pool = ThreadPool(stage_threads(job), name="rows", least=LEAST_ROWS)
         # checksum of the checkpoint since which changed rows are tracked completely; None: the start of the run
         self._since: str | None = None
         self._is_known = False  # whether that is known
@@ -105,7 +110,8 @@ class Tables:
         stores = []
         try:
             for group in self._groups:
-                stores.append(open_store(self._job, group, incarnation=self._incarnation, checkpoint=identity))  # noqa: PERF401 - closed below
+                stores.append(open_store(self._job, group, incarnation=self._incarnation, checkpoint=identity))
+                stores[-1].use_threads(self._pool)
         finally:
             self.stores = tuple(stores)
         if newest is None:

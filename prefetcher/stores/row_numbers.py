@@ -9,13 +9,14 @@ from rowcast.job.tables import KEY_SHIFT, GroupSpec, make_keys
 from rowcast.prefetcher.stores.row_loops import find_bits
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U64
+from rowcast.runtime.thread_pool import ThreadPool
 
 
 class RowsInOrder:
     """Every row has a number, table after table."""
 
     def __init__(self, group: GroupSpec) -> None:
-        self.most = group.num_rows
+        self.most, self.pool = group.num_rows, ThreadPool()  # numbers take less than a thread's wake-up
         tables, sizes = [table.index for table in group.tables], [table.num_embeddings for table in group.tables]
         ends: I64 = np.cumsum([0, *sizes])
         self._ranges = {table: (int(ends[i]), int(ends[i + 1])) for i, table in enumerate(tables)}

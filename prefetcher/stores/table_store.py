@@ -5,6 +5,7 @@ import numpy as np
 from rowcast.prefetcher.stores.row_loops import Marks, Words, gather, scatter_for
 from rowcast.prefetcher.stores.store import ABSENT, FINISHED, Finished, Keys, Records, RowNumbers, RowStore
 from rowcast.runtime.arrays import I64
+from rowcast.runtime.thread_pool import ThreadPool
 
 
 class TableStore(RowStore):
@@ -13,10 +14,18 @@ class TableStore(RowStore):
         self.numbers: RowNumbers = numbers
         self._name, self._words, self._marks = name, words, marks
         self._scatter = scatter_for(words)
+        self._pool = ThreadPool()
+
+    def use_threads(self, pool: ThreadPool) -> None:
+        self._pool = self.numbers.pool = pool
 
     def read(self, keys: Keys, out: Records) -> Finished:
-        numbers = self._numbers_for(keys).of(keys)
-        if gather(self._words, self._marks, numbers, out.view(np.uint64)):
+        numbers, words = self._numbers_for(keys).of(keys), out.view(np.uint64)
+
+        def work(first: int, end: int) -> int:
+            return gather(self._words, self._marks, numbers[first:end], words[first:end])
+
+        if any(self._pool.share(work, 0, len(keys))):
             return Finished(absent=np.flatnonzero((numbers == ABSENT) | (self._marks[numbers] == 0)))
         return FINISHED
 
@@ -25,7 +34,12 @@ class TableStore(RowStore):
 
     def write_numbered(self, keys: Keys, numbers: I64, rows: Records) -> Finished:
         assert len(self._marks), f"the store of group {self._name} is closed, but {len(keys)} rows were written"
-        self._scatter(rows.view(np.uint64), numbers, self._words, self._marks)
+        words = rows.view(np.uint64)
+
+        def work(first: int, end: int) -> None:
+            self._scatter(words[first:end], numbers[first:end], self._words, self._marks)
+
+        self._pool.share(work, 0, len(keys))
         return FINISHED
 
     def close(self, checkpoint: str | None = None) -> None:

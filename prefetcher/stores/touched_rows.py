@@ -25,6 +25,7 @@ from rowcast.prefetcher.stores.shared_lock import SharedLock
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.thread_pool import ThreadPool
 
 ROW_BYTES = 12  # at most, for each touched row
 MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, 64 MiB at this number
@@ -76,6 +77,7 @@ class TouchedRows:
         self._spare = np.empty(((MOVED_AT_ONCE + 2 * REACH) * BUCKET, 2), np.uint64)
         self._shifts = self._in_order.shifts()
         self._lock = SharedLock()
+        self.pool = ThreadPool()
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,8 @@ class TouchedRows:
     def _looked_up(self, keys: Keys) -> tuple[I64, int]:
         numbers = np.empty(len(keys), np.int64)
         with self._lock.reading():
-            return numbers, self._find(keys, numbers)
+            absent = self.pool.share(lambda *own: self._find(keys[slice(*own)], numbers[slice(*own)]), 0, len(keys))
+        return numbers, sum(absent)
 
     def _find(self, keys: Keys, numbers: I64) -> int:
         """Sets the numbers. Returns how many are ABSENT. The lock is held."""

@@ -14,6 +14,7 @@ from rowcast.prefetcher.stores.row_numbers import RowsInOrder
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import U64
+from rowcast.runtime.thread_pool import ThreadPool
 
 ROWS_AT_ONCE = 2**16
 
@@ -64,6 +65,9 @@ class TrackedStore:
 
     def begin(self, memory_rows: int) -> None:
         self.store.begin(memory_rows)
+
+    def use_threads(self, pool: ThreadPool) -> None:
+        self.store.use_threads(pool)
 
     def stage(self, step: int, plan: GroupPlan) -> None:
         self.store.stage(step, plan)

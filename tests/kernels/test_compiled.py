@@ -13,12 +13,12 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
+from rowcast.runtime.thread_pool import ThreadPool, cuts
 from rowcast.trainer.device.streams import warm_up_sqrt
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, torch_ops
 from rowcast.trainer.kernels.choose import checked, choose_kernels
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
 from rowcast.trainer.kernels.self_check import difference
-from rowcast.trainer.kernels.thread_pool import ThreadPool, cuts
 from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
@@ -41,7 +41,7 @@ SHAPES = ((0, False, False), (0, True, False), (3, False, False), (3, True, Fals
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work so small that tests have it is shared out, in several blocks."""
-    monkeypatch.setattr("rowcast.trainer.kernels.thread_pool.MIN_FLOATS", 1)
+    monkeypatch.setattr("rowcast.trainer.kernels.compiled_ops.MIN_FLOATS", 1)
     monkeypatch.setattr("rowcast.trainer.kernels.compiled_blocks.BLOCK_FLOATS", 700)
     warm_up_sqrt()
     before = torch.get_num_threads()

@@ -14,13 +14,13 @@ from rowcast.prefetcher.planner.grouping import (
     SORTED_AT_ONCE,
     Grouper,
     Grouping,
-    Pool,
     bags_of,
     consecutive_runs,
     sort_distinct,
     sort_pairs,
 )
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.thread_pool import ThreadPool
 from tests.support.planner_runs import (
     assert_same,
     group,
@@ -100,7 +100,7 @@ def test_a_large_table_of_which_few_rows_are_used_is_grouped_the_same(num_distin
 def test_any_number_of_threads_gives_the_same_grouping_and_arrangement(num_threads: int) -> None:
     spec = one_group(3, 40_000, 50, 7, 900_000)[0]
     batch = random_batch(np.random.default_rng(3), (spec,), 3000, jagged=True, weighted=False)
-    alone, together = Grouper(spec, 5), Grouper(spec, 5, Pool(num_threads))
+    alone, together = Grouper(spec, 5), Grouper(spec, 5, ThreadPool(num_threads))
     ours, theirs = (grouper.group(grouper.lookups(batch)) for grouper in (alone, together))
     assert_same(ours, theirs)
     slots = np.random.default_rng(4).permutation(ours.num_unique).astype(np.int32)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,12 @@ from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
+from rowcast.runtime.thread_pool import ThreadPool
 from tests.support import jobs
 from tests.support.redis_server import shared_server
 from tests.support.tiers import Restless, tiered
+
+MadeStore = TypeVar("MadeStore", bound=RowStore)
 
 SEED = 5
 INITIAL_SUM = 0.25
@@ -68,7 +72,13 @@ def open_numbered_as_touched() -> MemoryStore:
     """As MemoryStore keeps larger groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_store, "IN_ORDER_BYTES", 0)
-        return MemoryStore(GROUP)
+        return in_threads(MemoryStore(GROUP), ThreadPool(3))
+
+
+def in_threads(store: MadeStore, pool: ThreadPool) -> MadeStore:
+    """Every read and write of two rows is divided."""
+    store.use_threads(pool)
+    return store
 
 
 def restless(num_slots: int, seed: int) -> Restless:
@@ -84,6 +94,7 @@ def restless_in_cold_tier(kind: str, folder: Path) -> Restless:
 
 MakeStore = Callable[[Path], RowStore]
 STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
+STORES["mapped, in threads"] = lambda folder: in_threads(open_kind("mapped", folder), ThreadPool(3))
 STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched()
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
 STORES["tiered, 7 rows in memory"] = lambda folder: restless(7, 1)

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, RowStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.thread_pool import Part, Result, ThreadPool
 from tests.stores.every_store import (
     GROUP,
     STORES,
@@ -23,6 +24,7 @@ from tests.stores.every_store import (
     finish,
     groups,
     keys_of,
+    open_numbered_as_touched,
     opened,
     present,
     random_records,
@@ -137,6 +139,27 @@ def test_any_reads_and_writes_agree_with_a_plain_dictionary(kind: str, operation
 
 
 # what only the late store does
+
+
+class CountingPool(ThreadPool):
+    def __init__(self) -> None:
+        super().__init__(3, least=4)
+        self.counts: list[int] = []
+
+    def over(self, parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
+        self.counts.append(len(parts))
+        return super().over(parts, work)
+
+
+def test_threads_share_long_look_ups_reads_and_writes_and_no_short_ones() -> None:
+    store, pool = open_numbered_as_touched(), CountingPool()
+    store.use_threads(pool)
+    for num_rows, num_shares in ((12, 3), (11, 2), (7, 1)):
+        keys, rows = all_keys()[:num_rows], random_records(num_rows)
+        store.write(keys, rows)
+        assert (read(store, keys) == rows).all()
+        assert pool.counts == [num_shares] * 4  # found and written, found and read
+        pool.counts.clear()
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rowcast.runtime.arrays import F32, I32
+from rowcast.runtime.thread_pool import ThreadPool
 from rowcast.trainer.kernels import compiled_loops as loops
 from rowcast.trainer.kernels.compiled_loops import Gradients
-from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 BLOCK_FLOATS = 2**18  # row gradients per block of an update; smaller blocks cost too many calls
 NO_FLOATS, NO_INTS = np.zeros(0, np.float32), np.zeros(0, np.int32)

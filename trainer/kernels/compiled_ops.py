@@ -11,12 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rowcast.runtime.thread_pool import ThreadPool
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels import compiled_loops as loops
 from rowcast.trainer.kernels.compiled_blocks import NO_FLOATS, NO_INTS, flat, floats, ints, sum_rows
 from rowcast.trainer.kernels.compiled_loops import Gradients, RecordArray
-from rowcast.trainer.kernels.thread_pool import ThreadPool
 
+MIN_FLOATS = 2**16  # the least work that is worth waking a thread for
 UPDATES = {name: module.update for name, module in row_optimizers.modules("_compiled").items()}
 
 
@@ -25,7 +26,7 @@ class CompiledOps:
 
     def __init__(self, num_threads: int = 1) -> None:
         """`num_threads`: for compiled loops; torch's operations use torch's threads."""
-        self._pool = ThreadPool(num_threads)
+        self._pool = ThreadPool(num_threads, name="kernels", least=MIN_FLOATS)
 
     def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
         if rows.weight.dtype != torch.float32:

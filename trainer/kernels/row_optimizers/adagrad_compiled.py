@@ -9,6 +9,7 @@ import numpy as np
 
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
+from rowcast.runtime.thread_pool import ThreadPool
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats
 from rowcast.trainer.kernels.compiled_loops import (
@@ -21,7 +22,6 @@ from rowcast.trainer.kernels.compiled_loops import (
     ask_for,
     start_of,
 )
-from rowcast.trainer.kernels.thread_pool import ThreadPool
 
 
 def update(pool: ThreadPool, grads: Gradients, weights: RecordArray, states: list[RecordArray], rule: Rule) -> None:
