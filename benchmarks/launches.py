@@ -6,6 +6,7 @@ operations, which are not counted. Every other torch operator of the thread is c
 device, each of these is at least one launch or one copy.
 
     python -m benchmarks.launches
+    python -m benchmarks.launches --bytes     bytes instead, at 65,536 x 26 and dimension 128 (benchmarks/step_bytes.py)
 
     DLRM          26 tables of one dimension: one group
     fused DLRM    the same with `model.interaction = "fused"`
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import torch
@@ -26,6 +27,7 @@ import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import step_bytes
 from benchmarks.training.recorded import record, train_batches
 from rowcast.analysis.estimate.rates.replay import Replay
 from rowcast.job.file import parse_job
@@ -287,8 +289,16 @@ def as_evaluation(batch: ScheduledBatch) -> ScheduledBatch:
     return replace(batch, kind="eval", train_step=FIRST_EVALUATION)
 
 
-def main(optimizer: str = "adagrad", pooling: str = "sum", details: bool = False) -> None:
+def main(
+    optimizer: str = "adagrad",
+    pooling: str = "sum",
+    details: bool = False,
+    in_bytes: Annotated[bool, typer.Option("--bytes")] = False,
+) -> None:
     """Prints a table in Markdown."""
+    if in_bytes:
+        typer.echo(step_bytes.table())
+        return
     os.environ.pop("TRITON_INTERPRET", None)
     typer.echo("| model | step | where | Triton launches | torch operators |\n|---|---|---|---|---|")
     for model in DIMS:

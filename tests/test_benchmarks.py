@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import estimate_jobs, issue, launches, parts, planner, zoo
+from benchmarks import estimate_jobs, issue, launches, parts, planner, step_bytes, zoo
 from benchmarks.beyond_memory import job_file as beyond_memory_file
-from benchmarks.gpu_check.jobs import make_job, sizes
+from benchmarks.gpu_check.jobs import Size, make_job, sizes
 from rowcast.job.file import load_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
@@ -74,3 +74,18 @@ BUILT: dict[str, Callable[[Path], Job]] = {
 @pytest.mark.parametrize("name", BUILT)
 def test_a_job_that_a_benchmark_builds_is_valid(name: str, tmp_path: Path) -> None:
     assert BUILT[name](tmp_path).tables
+
+
+def test_bytes_of_a_step_are_those_of_its_operators_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Size(batch_size=64, steps=1, dim=8, scale=1e-4, bottom_mlp=(8,), top_mlp=(1,))
+    monkeypatch.setattr(step_bytes, "SIZE", size)
+    vectors = 4 * 27 * 64 * 8  # bytes of the bottom output and 26 features
+    bmm, fused = step_bytes.count_bytes("bmm"), step_bytes.count_bytes("fused")
+    assert bmm["stack"] == 2 * vectors
+    products, result = 4 * 64 * 27 * 27, 4 * 64 * (8 + 351)
+    # the product; and of its gradient with the vectors, once for each of its two inputs
+    assert bmm["bmm"] == 3 * (2 * vectors + products)
+    kernels = {"look-up kernel", "update kernels", "interaction, forward", "interaction, backward"}
+    assert set(fused) == kernels, "no operator beside the kernels"
+    assert fused["interaction, forward"] + fused["interaction, backward"] == 3 * vectors + 2 * result
+    assert {name: bmm[name] for name in kernels & set(bmm)} == {name: fused[name] for name in kernels & set(bmm)}

@@ -7,9 +7,10 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from rowcast.trainer.kernels import choose
-from rowcast.trainer.kernels.choose import choose_interaction, interaction_difference
+from rowcast.trainer.kernels import choose, torch_ops
+from rowcast.trainer.kernels.choose import choose_interaction, choose_kernels, interaction_difference
 from rowcast.trainer.kernels.interaction import torch_interaction, triton_interaction
+from tests.support.full_capacity import make_job, table
 
 CPU = torch.device("cpu")
 
@@ -48,6 +49,19 @@ def test_a_cuda_device_gets_triton_and_torch_with_a_warning_where_it_fails(monke
         with capture_logs() as logs:
             assert choose_interaction(cuda, "auto", 3, 4) is torch_interaction
         assert [cause in log["cause"] for log in logs] == [True]
+    choose_interaction.cache_clear()
+
+
+def test_a_run_compiles_its_interaction_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, int]] = []
+    monkeypatch.setattr(choose, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(choose, "triton_kernels", lambda device, job: torch_ops)
+    monkeypatch.setattr(choose, "interaction_difference", lambda kernels, device, *sizes: tried.append(sizes))
+    for interaction in ("bmm", "fused"):
+        model = {"bottom_mlp": [8, 4], "top_mlp": [7, 1], "interaction": interaction}
+        choose_interaction.cache_clear()
+        choose_kernels(torch.device("cuda", 0), make_job([table("a", 9, 4, ["a", "b"])], model=model))
+    assert tried == [(2, 4)], "two features of dimension 4, for the fused interaction only"
     choose_interaction.cache_clear()
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from rowcast.job.models import DLRMSettings
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
@@ -22,13 +23,16 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
     """Returns the fastest kernels that this installation has for `device`.
 
     Warns and falls back to plain torch operations if those kernels cannot be used or have wrong results. If a job is
-    given, compiles them for its tables and checks them. Raises ConfigError if that makes the device unusable.
+    given, compiles them for its tables and its interaction, and checks them. Raises ConfigError if that makes the
+    device unusable.
     """
     if device.type not in ("cpu", "cuda") or (job is not None and job.trainer.kernels == "torch"):
         return torch_ops
     began_s = time.perf_counter()
     with said_if_slow(WORTH_SAYING_S, "preparing the kernels; a first start compiles them: about 10 s"):
         chosen = triton_kernels(device, job) if device.type == "cuda" else compiled_kernels(job)
+        if job is not None and isinstance(job.model, DLRMSettings) and job.model.interaction == "fused":
+            choose_interaction(device, job.trainer.kernels, len(job.features), job.model.bottom_mlp[-1])
     seconds = time.perf_counter() - began_s
     if seconds > WORTH_SAYING_S:
         get_logger().info("prepared the kernels; their first start compiles them", seconds=round(seconds, 1))
