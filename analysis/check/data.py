@@ -10,6 +10,7 @@ import numpy as np
 
 from rowcast.analysis.check.arrays import SeenArrays, check_arrays
 from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.analysis.check.histories import SeenHistories, check_histories
 from rowcast.analysis.profile.profile import with_margin
 from rowcast.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
 from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_touched
@@ -65,6 +66,7 @@ class Seen:
     largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample, on one rank
     largest_batch_bytes: int = 0  # of the batch's arrays
     arrays: SeenArrays = field(default_factory=SeenArrays)
+    histories: SeenHistories = field(default_factory=SeenHistories)
     _touched: Touched | None = None
 
     def __post_init__(self) -> None:
@@ -148,6 +150,7 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
         for sampled in read_windows(job, reader, sample_windows(job, reader, amount, split=split), split=split):
             seen.add(sampled.batch, groupers)
             seen.arrays.add(sampled.batch, job)
+            seen.histories.add(sampled.batch, job)
         num_replaced += reader.invalid_ids - replaced_before
     read = f"{'all' if amount == ALL else 'some'} {seen.num_samples:,} samples"
     if num_replaced:
@@ -160,6 +163,7 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
     else:
         yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} are inside their tables")
     yield from check_arrays(job, seen.arrays)
+    yield from check_histories(job, seen.histories)
     columns = job.data.columns
     if columns.label_values == "none":
         return

@@ -15,7 +15,7 @@ WAYS: dict[str, Callable[[Draws, int], Drawn]] = {
     "log-uniform of a power of two": lambda own, count: own.log_uniform(64, count),
     "by": lambda own, count: own.by(COUNTS, count),
 }
-NUM_DRAWS = 200_000
+NUM_DRAWS = repeats.count(test=200_000, soak=10**7)
 
 
 def test_the_ids_are_known() -> None:

@@ -20,8 +20,12 @@ OF = {"time": "history", "action": "history", "seen": "history", "log_q": "negat
 
 
 def array_job(name: str, parts: int = 1, **sections: Any) -> Job:
+    return jobs.job(**jobs.laid_over(array_content(name, parts), sections))
+
+
+def array_content(name: str, parts: int = 1) -> dict[str, Any]:
     """A history, a positive per position and the batch's negatives in one table; a pooled user in another."""
-    content = {
+    return {
         "job": {"seed": 5},
         "data": {
             **{"format": "tests.support.array_models:histories", "batch_size": 12, "of": OF},
@@ -38,7 +42,6 @@ def array_job(name: str, parts: int = 1, **sections: Any) -> Job:
         "ranks": {"parts": parts},
         "eval": {"every": 4},
     }
-    return jobs.job(**jobs.laid_over(content, sections))
 
 
 def histories(job: Job, num_batches: int = 8) -> Any:

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from rowcast.prefetcher.run.make_keys import make_keys
+from tests.support.array_models import array_content
+from tests.support.jobs import laid_over
 from tests.support.processes import Session
 from tests.support.tcp_run import free_port
 
-SMALL: dict[str, Any] = {"data": {"synthetic": {"samples": 4000}}}
+ARRAYS = laid_over(array_content("timed"), {"data": {"options": {"num_batches": 60}, "synthetic": None}})
 
 
 def tcp(keys: Path, port: int) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def split_keys(folder: Path) -> tuple[Path, Path]:
     return server, clients.parent
 
 
-def test_a_run_over_tcp_has_the_losses_of_one_in_shared_memory(
+def test_a_run_with_arrays_has_the_same_losses_over_tcp_and_in_shared_memory(
     session: Session, other: Session, tmp_path: Path
 ) -> None:
     """The prefetcher listens everywhere, which the trainer's job file need not say."""
@@ -33,14 +35,14 @@ def test_a_run_over_tcp_has_the_losses_of_one_in_shared_memory(
     everywhere = [f"--set=transport.endpoint=tcp://0.0.0.0:{port}", f"--set=transport.keys={server}"]
     losses = []
     for each, transport, options in ((session, tcp(client, port), everywhere), (other, {}, [])):
-        each.write_job(**SMALL, **transport)
+        each.write_job(**ARRAYS, **transport)
         prefetcher, trainer = each.start_both(*options)
         trainer.ended().quiet()
         prefetcher.ended().quiet()
         losses.append((each.run_dir / "losses.f32").read_bytes())
         assert not each.remains()
     assert losses[0] == losses[1]
-    assert len(losses[0]) > 4 * 50
+    assert len(losses[0]) == 4 * 60
 
 
 def test_a_trainer_whose_key_is_not_allowed_ends_with_a_sentence(session: Session, tmp_path: Path) -> None:
