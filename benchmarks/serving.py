@@ -4,9 +4,10 @@ Method: a run of a click log (examples/retail.toml) with a checkpoint every 10 s
 fp32. `quality`: the held-out tenth, scored from both folders by the job's own model. `bytes`: of the changed versions,
 over the checkpoints' newest layers. `memory`: held-out look-ups of trained rows in order, over an LRU of pages (or of
 rows) that holds a tenth of the rows' bytes, warmed by as many look-ups of training; by simulation, as the kernel's
-cache is only nearly an LRU. `lookups`: CPU time of one thread.
+cache is only nearly an LRU. `lookups`: CPU time of one thread; with --redis also of MGET, by the client alone, from a
+server into which `examples/publish_redis.py` has copied the version.
 
-    python -m benchmarks.serving --run RUN --fp32 FOLDER --int8 FOLDER
+    python -m benchmarks.serving --run RUN --fp32 FOLDER --int8 FOLDER [--redis redis://127.0.0.1:6379/0]
 """
 
 import argparse
@@ -18,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import redis
 import torch
 
 from benchmarks.machine import machine
+from examples import publish_redis
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.reader import open_reader
@@ -40,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("run", "fp32", "int8"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--redis")
     given = parser.parse_args()
     torch.set_num_threads(1)
     exact, rounded = (Model(folder, check="all").now() for folder in (given.fp32, given.int8))
@@ -47,6 +51,8 @@ def main() -> None:
     for name, now in (("fp32", exact), ("int8", rounded)):
         print(f"quality, {name}: AUC {{:.6f}}, log loss {{:.6f}}".format(*quality(now)))
     lookups(rounded)
+    if given.redis:
+        redis_lookups(rounded, given.int8, given.redis)
     sizes(given.run, rounded)
     memory(rounded)
 
@@ -82,20 +88,42 @@ def quality(now: Snapshot) -> tuple[float, float]:
 def lookups(now: Snapshot) -> None:
     side, batch = sides(now), next(iter(batches(now.job, "eval")))
     ids = {name: own[:SAMPLES].copy() for name, own in ids_in(now.job, batch).items()}
-    dense, times = torch.tensor(batch.dense[:SAMPLES]), dict[str, list[float]]()
+    dense = torch.tensor(batch.dense[:SAMPLES])
     rows = [torch.tensor(own) for own in now.look_up(ids).values()]
     ways: dict[str, Callable[[], Any]] = {
         "look-ups": lambda: now.look_up(ids),
         "dense": lambda: forward(side, dense, rows),
     }
+    median = medians(ways)
+    ratio = median["look-ups"] / median["dense"]
+    print(f"{LOOKUPS} x {SAMPLES} look-ups {median['look-ups']:.0f} us, dense {median['dense']:.0f} us: {ratio:.3f}")
+
+
+def medians(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Returns the processor time of each in us, taken in turns."""
+    times = dict[str, list[float]]()
     for _ in range(ROUNDS):
         for name, way in ways.items():
             began_s = time.thread_time()
             way()
             times.setdefault(name, []).append(time.thread_time() - began_s)
-    median = {name: 1e6 * statistics.median(own) for name, own in times.items()}
-    ratio = median["look-ups"] / median["dense"]
-    print(f"{LOOKUPS} x {SAMPLES} look-ups {median['look-ups']:.0f} us, dense {median['dense']:.0f} us: {ratio:.3f}")
+    return {name: 1e6 * statistics.median(own) for name, own in times.items()}
+
+
+def redis_lookups(now: Snapshot, folder: Path, url: str) -> None:
+    print(f"{publish_redis.publish(str(folder), url)} rows copied to the server")
+    client: Any = redis.Redis.from_url(url)
+    ids = {name: own[:SAMPLES].copy() for name, own in ids_in(now.job, next(iter(batches(now.job, "eval")))).items()}
+    of_feature = {table.features[0]: table.name for table in now.job.tables}
+    keys = [f"{publish_redis.PREFIX}:{of_feature[name]}:{row}" for name, own in ids.items() for row in own.tolist()]
+    missing = bytes(4 * now.job.tables[0].embedding_dim)
+
+    def get() -> Any:
+        return np.frombuffer(b"".join(found or missing for found in client.mget(keys)), np.float32)
+
+    median = medians({"files": lambda: now.look_up(ids), "server": get})
+    ratio = median["server"] / median["files"]
+    print(f"{len(keys)} look-ups: files {median['files']:.0f} us, server {median['server']:.0f} us: {ratio:.0f} times")
 
 
 @torch.no_grad()

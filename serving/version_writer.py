@@ -84,10 +84,14 @@ def orders_of(content: Content, group: GroupSpec) -> list[tuple[TableSpec, Order
         table.index: Order(0 if content.before is None else int(content.before.tables[table.name].starts[-1]))
         for table in group.tables
     }
+    is_changed = content.changed == content.layers  # then one pass is enough
     for table, blocks in trained(content, content.changed, group):
         for rows, _ in blocks:
-            orders[table.index].changed(places_before(content, table, rows))
-    for table, blocks in trained(content, content.layers, group):
+            before = places_before(content, table, rows)
+            orders[table.index].changed(before)
+            if is_changed:
+                orders[table.index].stays(before)
+    for table, blocks in trained(content, () if is_changed else content.layers, group):
         for rows, _ in blocks:
             orders[table.index].stays(places_before(content, table, rows))
     for table in group.tables:
