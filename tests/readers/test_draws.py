@@ -45,6 +45,7 @@ def test_all_evaluations_draw_the_same() -> None:
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.timeout(repeats.count(300, 1800))
 @pytest.mark.parametrize("way", WAYS)
 def test_ids_are_drawn_as_log_q_says(way: str) -> None:
     """Pearson's test, at one in a thousand: a wrong probability fails every seed."""
