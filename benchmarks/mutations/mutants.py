@@ -22,6 +22,8 @@ CODEC = "tests/protocol/test_codec.py"
 COMPILED = "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch"
 COUNTED = "tests/telemetry/test_ranks.py::"
 DAMAGE = "tests/checkpoints/test_damage.py"
+DRAWS = "tests/readers/test_draws.py"
+EVERY_STORE = "tests/stores/test_stores.py"
 EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
 EARLIER = "tests/trainer/test_earlier_results.py"
 ENDPOINT = "tests/protocol/test_endpoint.py"
@@ -35,6 +37,7 @@ NUMBERS = "tests/system/test_ranks.py::test_numbers_that_are_no_powers_of_two_ha
 LEFT_TABLES = "tests/stores/test_left_tables.py"
 LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
 ORDER = "tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers"
+PARTS = "tests/planner/test_parts.py"
 PEERS = "tests/system/test_peers.py"
 PLANNER = "tests/planner/test_planner.py"
 PLANS = "tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field"
@@ -212,8 +215,8 @@ PROTOCOL = (
     ),
     Mutant(
         "a slot one beyond the cache passes",
-        'slots: Annotated[A, ArrayLayout("i4", (N,), below=READABLE)]',
-        'slots: Annotated[A, ArrayLayout("i4", (N,), below=READABLE + 1)]',
+        'slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE, where=is_arranged)]',
+        'slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE + 1, where=is_arranged)]',
         "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[slots]",
     ),
     Mutant(
@@ -395,21 +398,63 @@ PREFETCHER = (
     ),
     Mutant(
         "rows that the next step needs are evicted first",
-        "range(rows.last_step, rows.step, -1): at = next_use & (len(rows.occurrences.first) - 1)",
-        "range(rows.step + 1, rows.last_step + 1):\n        at = next_use & (len(rows.occurrences.first) - 1)",
+        "at, size = (rows.last_step - s) & (heads.shape[1] - 1), 0",
+        "at, size = (rows.step + 1 + s) & (heads.shape[1] - 1), 0",
         PLANS,
     ),
     Mutant(
         "a slot is filled before its victim's last use",
-        "int(victims.last_uses.max())",
-        "int(victims.last_uses.min())",
+        "int(left.last_uses.max(initial=NONE))",
+        "int(left.last_uses[0]) if count else NONE",
         PLANS,
     ),
     Mutant(
-        "a queue gives a victim too few",
-        "min(tail, head + len(victims.keys) - taken)",
-        "min(tail, head + len(victims.keys) - taken - 1)",
-        PLANS,
+        "a queue's youngest rows leave first",
+        'row["use"] >> FLAG_BITS <= last_use',
+        'row["use"] >> FLAG_BITS >= last_use',
+        f"{PARTS}::test_plans_and_barriers_are_the_same_for_any_number_of_parts",
+    ),
+    Mutant(
+        "victims of parts are joined part by part, not dirty ones first",
+        "[own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]",
+        "[own.keys for own in left]",
+        f"{PARTS}::test_plans_and_barriers_are_the_same_for_any_number_of_parts",
+    ),
+    Mutant(
+        "every thread reads the first rows of a piece",
+        "gather(self._words, self._marks, numbers[first:end], words[first:end])",
+        "gather(self._words, self._marks, numbers[: end - first], words[first:end])",
+        EVERY_STORE,
+    ),
+    Mutant(
+        "every thread numbers the first rows of a piece",
+        "self._find(keys[slice(*own)], numbers[slice(*own)])",
+        "self._find(keys[slice(*own)], numbers[: own[1] - own[0]])",
+        EVERY_STORE,
+    ),
+    Mutant(
+        "an order that names a look-up twice passes",
+        'require(table < 0, f"{name} is no permutation',
+        'require(True, f"{name} is no permutation',
+        "tests/hostile/test_peers.py",
+    ),
+    Mutant(
+        "every batch draws the same negatives",
+        "(seed, int(is_eval), 0 if is_eval else epoch, batch)",
+        "(seed, int(is_eval), 0 if is_eval else epoch)",
+        DRAWS,
+    ),
+    Mutant(
+        "log-uniform draws an id beyond the last",
+        "(chance * point < np.uint64(2**63)) & (ids < n)",
+        "(chance * point < np.uint64(2**63)) & (ids <= n)",
+        DRAWS,
+    ),
+    Mutant(
+        "new rows of a version share places with the next ones",
+        "self._first_new += count return out",
+        "return out",
+        "tests/serving/test_versions.py::test_every_row_has_the_bits_of_the_checkpoint_in_every_version",
     ),
     Mutant(
         "victims are chosen in the order of the line, not by score",
@@ -1330,8 +1375,8 @@ TRAINER = (
     ),
     Mutant(
         "an error in a kernel's thread is swallowed",
-        "work(*first_range) for task in running: task.result()",
-        "work(*first_range)",
+        "return [work(parts[0]), *(task.result() for task in running)]",
+        "return [work(parts[0])]",
         "tests/kernels/test_compiled.py::test_an_error_in_a_thread_is_raised_for_the_caller",
     ),
     Mutant(
