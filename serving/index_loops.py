@@ -34,7 +34,7 @@ from rowcast.serving.row_layout import FP16, INT8, RowLayout
 FULL_PERCENT = 76  # of the cells, at most: 7.9 bytes a row
 LEAST_CELLS = 8
 CELL_BYTES = 6
-CHUNKS = 4  # of a request; of each, the page that lies farthest back in its table is looked at
+CHUNKS = 4  # per request: each checks the page that is farthest back in its table
 NOWHERE = np.uint64(0)
 PAGES_MISSING = -1
 HALF, TAG = np.uint64(32), np.uint64(0xFFFF)

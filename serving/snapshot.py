@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from rowcast.job.embedding_tables import RowType
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec, table_specs
@@ -168,12 +167,9 @@ class Feature:
     view: TableView
     number: int  # of the version's features
     division: int  # `divided_by`
-    num_embeddings: int
-    width: int
-    dtype: RowType
 
     def rows(self, ids: Any) -> I64:
-        return rows_of(self.rule, self.num_embeddings, ids)
+        return rows_of(self.rule, self.view.table.num_embeddings, ids)
 
 
 def looked_up(features: list[Feature], given: list[I64], rules: list[int], words: U64, counts: Counts) -> list[F32]:
@@ -184,7 +180,7 @@ def looked_up(features: list[Feature], given: list[I64], rules: list[int], words
     bounds, ends, rows = [0], [0], list[F32]()
     for one, own in zip(features, given, strict=True):
         bounds.append(bounds[-1] + len(own))
-        ends.append(ends[-1] + len(own) * one.width)
+        ends.append(ends[-1] + len(own) * one.view.table.embedding_dim)
     numbers, places, trained = np.concatenate(given), np.empty(bounds[-1], np.int64), np.empty(len(given), np.int64)
     out, own_rules, waited = np.empty(ends[-1], np.float32), np.array(rules), 0
     call = (words, np.array(bounds), HALVES, numbers, places, trained, out)
@@ -199,10 +195,11 @@ def looked_up(features: list[Feature], given: list[I64], rules: list[int], words
         waited = 1
     counts.add(bounds[-1], int(trained.sum()), waited)
     for index, one in enumerate(features):
-        rows.append(out[ends[index] : ends[index + 1]].reshape(-1, one.width))
-        if one.dtype != "fp32" and trained[index] < len(rows[index]):
+        table = one.view.table
+        rows.append(out[ends[index] : ends[index + 1]].reshape(-1, table.embedding_dim))
+        if table.dtype != "fp32" and trained[index] < len(rows[index]):
             new = places[bounds[index] : bounds[index + 1]] == ABSENT
-            rows[index][new] = widened(rounded(rows[index][new], one.dtype), one.dtype)
+            rows[index][new] = widened(rounded(rows[index][new], table.dtype), table.dtype)
     return rows
 
 
@@ -222,9 +219,6 @@ class Snapshot:
                 view=self.tables[rule.table],
                 number=number,
                 division=divided_by(rule),
-                num_embeddings=self.tables[rule.table].table.num_embeddings,
-                width=self.tables[rule.table].table.embedding_dim,
-                dtype=self.tables[rule.table].table.dtype,
             )
             for number, rule in enumerate(self.version.ids)
         }

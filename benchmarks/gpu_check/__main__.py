@@ -69,7 +69,7 @@ COMMANDS = {  # the parts in their order, and the seconds of each, if each takes
     },
 }
 LIMITS_S = {part: limit_s for parts in COMMANDS.values() for part, limit_s in parts.items()}
-BUDGET_S = 520.0  # of all parts of a command together, with what a part that hangs takes until it is killed
+BUDGET_S = 520.0  # limits a command: all its parts, and the time until a part that hangs is killed
 LEAST_S = 20.0  # a part with less time left does not begin
 WHEELS = "ROWCAST_WHEELS"  # names the folder of wheels, like --wheels
 

@@ -29,8 +29,8 @@ from tests.support.batches import Bags, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, Sharing, StuckError
 
 SEEDS = 20
-LONGEST_CYCLES = 600_000  # of the device's clock, which is near 2 GHz
-GUESS_S = 10.0  # of the first way, which compiles kernels
+LONGEST_CYCLES = 600_000  # a delay on the device, whose clock runs at about 2 GHz
+GUESS_S = 10.0  # the first way takes this long, since it compiles kernels
 EVERYTHING, ONE_BATCH = "everything", "one batch"
 
 
@@ -92,7 +92,7 @@ class DeviceRun(InProcessRun):
 class Way:
     optimizer: str = "adagrad"
     bags: Bags = "multi"
-    job: dict[str, Any] = field(default_factory=dict)  # of small_job
+    job: dict[str, Any] = field(default_factory=dict)  # keyword arguments for small_job
     settings: dict[str, Any] = field(default_factory=dict)
     parts: int = 1
 

@@ -24,7 +24,7 @@ from rowcast.trainer.device.streams import choose_device
 
 SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
 EPOCHS = {"cuda": 8, "cpu": 3}
-LAST_LINES = 200  # of each log
+LAST_LINES = 200  # kept from each log
 Reading = tuple[float, float]  # seconds, samples trained so far
 
 

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[Role, ...]] = {  # who is killed: the first by itself, at
     "both are killed": ("trainer", "prefetcher"),
     "the trainer is killed": ("trainer",),
 }
-GUESS_S = 30.0  # of one run
+GUESS_S = 30.0  # one run takes about this long
 
 
 def check_recovery(findings: Findings, device: torch.device, folder: Path) -> None:

@@ -16,7 +16,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.thread_pool import ThreadPool
 
-LEAST_ROWS = 4096  # of a read or write that are worth waking a thread for
+LEAST_ROWS = 4096  # fewer rows per thread are not worth waking it for
 
 
 class Tables:
