@@ -19,6 +19,8 @@ SUITES = (  # the longest first
     "tests/simulation",
     "tests/hostile",
     "tests/system/test_exact.py",
+    "tests/system/test_two_processes.py",
+    "tests/system/test_rank_processes.py",
     "tests/system/test_group_stops.py",
     "tests/checkpoints",
     "tests/verify",

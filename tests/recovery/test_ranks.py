@@ -25,7 +25,7 @@ CRASHES = {  # how often the point is passed by the process that is killed there
     "rows written": 4,
 }
 TRIED = list(CRASHES)[: count(len(OF_RANKS), len(CRASHES))]  # tests/system/test_rank_processes.py has the others' kills
-ASKED = {"rows written": 2, "step computed": 2}  # early, as steps that are planned are still made
+ASKED = {"rows written": 2, "step computed": 2}  # early: steps that are planned are still made
 STANDS_STILL = {"trainer": "step computed:14:SIGSTOP", "prefetcher": "rows written:4:SIGSTOP"}
 STARTED_AGAIN = "a trainer has ended; all of them are started again"
 pytestmark = pytest.mark.timeout(600)  # a test starts nine processes several times
@@ -77,7 +77,7 @@ def test_a_trainer_that_is_killed_in_a_checkpoint_costs_one_restart_of_all(
     assert run.processes.remains() == []
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", list(ASKED)[: count(1, 2)])
 def test_a_stop_that_one_of_them_is_asked_for_is_one_of_all(name: str, run: RecoveringRanks, alone: Outcome) -> None:
     once = run.session.folder / "once"
     ended = run.end(run.start(f"{name}:{ASKED[name]}:SIGTERM:{once}"))
@@ -100,7 +100,7 @@ def test_one_that_stands_still_is_replaced(role: str, run: RecoveringRanks, alon
     assert run.processes.remains() == []
 
 
-@pytest.mark.parametrize("seed", range(count(2, 40)))
+@pytest.mark.parametrize("seed", range(count(1, 40)))
 def test_a_kill_of_any_process_at_any_time_changes_no_bit(seed: int, run: RecoveringRanks, alone: Outcome) -> None:
     rng = random.Random(seed)
     name, after_s = AT_RANDOM[seed % len(AT_RANDOM)], rng.uniform(0.0, LONGEST_LIFE_S)

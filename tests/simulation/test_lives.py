@@ -11,7 +11,7 @@ from tests.simulation.link import FRAME_FAULTS
 from tests.simulation.server import SERVER_FAULTS
 from tests.support.repeats import count
 
-NUM_SEEDS = count(40, 1000)
+NUM_SEEDS = count(20, 1000)
 SEEDS_A_TEST = 20
 RARE_BELOW = 1000  # seeds, in which not every kind of fault must have happened
 

@@ -18,6 +18,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from tests.support.driver import start_state
 from tests.support.full_capacity import bits
 from tests.support.processes import Process, Session
+from tests.support.repeats import count as times
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 12
@@ -57,7 +58,7 @@ def test_one_trainer_of_six_parts_has_the_bits_of_the_plain_loop_in_six_parts(se
     assert differing(load_file(out), plain(session.config, 1)[1]) != []
 
 
-@pytest.mark.parametrize(("count", "parts"), [(2, 4), (3, 3), (4, 4)])
+@pytest.mark.parametrize(("count", "parts"), [(2, 4), (3, 3), (4, 4)][: times(2, 3)])
 def test_several_ranks_have_the_bits_of_the_plain_loop(count: int, parts: int, session: Session) -> None:
     session.write_job(**SMALL, ranks={"count": count, "parts": parts})
     session.start("local", "--max-steps", str(STEPS)).ended(300).quiet()
@@ -88,7 +89,7 @@ def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(s
     assert session.remains(killed=True) == []
 
 
-@pytest.mark.parametrize("point", ["Bye not sent", "Bye sent", "run not marked complete"])
+@pytest.mark.parametrize("point", ["Bye not sent", "run not marked complete", "Bye sent"][: times(2, 3)])
 def test_a_first_rank_that_is_killed_after_the_last_step_comes_back_or_is_not_missed(
     point: str, session: Session
 ) -> None:
