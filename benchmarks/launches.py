@@ -15,7 +15,7 @@ device, each of these is at least one launch or one copy.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import step_bytes
@@ -37,7 +37,7 @@ from rowcast.prefetcher.planner.capacity import measure
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, torch_ops
 from rowcast.trainer.kernels.interaction import torch_interaction
-from rowcast.trainer.models import interaction, runner
+from rowcast.trainer.models import build_dense_optimizer, interaction, job_model, runner
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
@@ -277,12 +277,21 @@ def count_run(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...
         noted_launches(counts.launched),
         patch.object(runner, "choose_kernels", lambda device, job: kernels),
         patch.object(interaction, "choose_interaction", lambda *args: fused),
+        patch.object(job_model, "build_dense_optimizer", dense_optimizer_of_device),
         record(job, batches, slots, torch.device("cpu")) as recording,
     ):
         replay = Replay(recording, job)
         with counts.attributed(), counts:
             replay.run()
     return counts.found
+
+
+def dense_optimizer_of_device(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """As torch builds it for parameters on a device."""
+    optimizer = build_dense_optimizer(job, parameters)
+    for group in optimizer.param_groups:
+        group["foreach"] = True
+    return optimizer
 
 
 def as_evaluation(batch: ScheduledBatch) -> ScheduledBatch:

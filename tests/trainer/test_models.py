@@ -11,7 +11,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
 from rowcast.trainer.models.neighbours import cut, joined
 from tests.support.facts import facts
-from tests.support.full_capacity import Concatenated, make_job
+from tests.support.full_capacity import Concatenated, bits, make_job
 
 NUM_DENSE = 5
 
@@ -180,4 +180,19 @@ def test_the_dense_optimizer_is_torchs_with_the_jobs_settings(
     optimizer = build_dense_optimizer(job, [nn.Parameter(torch.zeros(2))])
     assert type(optimizer).__name__.lower() == settings["kind"]
     assert {name: optimizer.defaults[name] for name in expected} == expected
-    assert optimizer.defaults["foreach"] is False
+    together, alone = (trained_dense(job, foreach) for foreach in (True, False))  # torch's choice on a device and a CPU
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(together, alone, strict=True))
+
+
+def trained_dense(job: Job, foreach: bool) -> list[Tensor]:
+    """Parameters of three shapes after five steps of random gradients."""
+    random = torch.Generator().manual_seed(3)
+    parameters = [nn.Parameter(torch.randn(shape, generator=random)) for shape in ((5, 7), (33,), (1,))]
+    optimizer = build_dense_optimizer(job, parameters)
+    for group in optimizer.param_groups:
+        group["foreach"] = foreach
+    for _ in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]

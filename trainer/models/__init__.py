@@ -65,12 +65,12 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Builds an optimizer of torch.optim that updates one tensor at a time: its bits do not depend on their number."""
+    """Builds an optimizer of torch.optim. On a device, torch updates all tensors in a few launches (`foreach`)."""
     settings = job.optimizer.dense
     parameters = list(parameters)
     if settings.kind == "sgd":
         return torch.optim.SGD(
-            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, foreach=False
+            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
         )
     if settings.kind == "adagrad":
         return torch.optim.Adagrad(
@@ -79,7 +79,6 @@ def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch
             weight_decay=settings.weight_decay,
             initial_accumulator_value=settings.initial_accumulator,
             eps=1e-10 if settings.eps is None else settings.eps,
-            foreach=False,
         )
     kind = torch.optim.AdamW if settings.kind == "adamw" else torch.optim.Adam
     return kind(
@@ -88,5 +87,4 @@ def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch
         betas=settings.betas,
         eps=1e-8 if settings.eps is None else settings.eps,
         weight_decay=settings.weight_decay,
-        foreach=False,
     )
