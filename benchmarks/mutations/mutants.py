@@ -1275,7 +1275,7 @@ TRAINER = (
         "np.flatnonzero(largest >= self.limits).tolist()",
         "[]",
         "tests/hostile/test_peers.py::"
-        "test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
+        "test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
     ),
     Mutant(
         "a value one beyond its range passes",
