@@ -36,14 +36,11 @@ LEAST_CELLS = 8
 CELL_BYTES = 6
 CHUNKS = 4  # per request: each checks the page that is farthest back in its table
 NOWHERE = np.uint64(0)
-PAGES_MISSING = -1
 HALF, TAG = np.uint64(32), np.uint64(0xFFFF)
 S30, S27, S31, ONE = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(1)
 
-
-AS_IS, REMAINDER, ROW = range(
-    3
-)  # how ids become rows (`raw_ids.py`): they are rows; divided; rows if they are in range
+# how ids become rows (`raw_ids.py`): they are rows; divided; rows if they are in range
+AS_IS, REMAINDER, ROW = range(3)
 BELOW = 2**32  # hashes that are divided
 FOUND, PAGES_MISSING = -1, -2
 

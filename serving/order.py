@@ -5,6 +5,8 @@ now       e b f | c a           whole: what changed, then the rest
           e b f                 changed: nothing else
 """
 
+from collections import deque
+
 import numpy as np
 
 from rowcast.prefetcher.stores.store import ABSENT
@@ -15,12 +17,16 @@ STAYS, CHANGED = 1, 2  # 0: it is gone or outdated
 
 
 class Order:
-    """Of one table: note all rows, `settle`, then ask for places in the same order. 5 bytes for each row before."""
+    """Of one table: note all rows, `settle`, then ask for places in the same order. 5 bytes for each row before.
+
+    `found`: blocks of `before`, kept so that the rows of a changed version are looked up once. 8 bytes a row.
+    """
 
     def __init__(self, num_before: int) -> None:
         """`num_before`: rows of all versions before, with those that are outdated."""
         self._marks = np.zeros(num_before, np.uint8)
         self._places = np.empty(0, np.uint32)
+        self.found = deque[I64]()
         self._num_new = 0
         self._first_new = 0
         self.num_rows = 0

@@ -155,7 +155,7 @@ class Publisher:
         before = self._view(manifest, current)
         changes = self._changes(manifest, None if before is None else before.version, current)
         version = self._write(manifest, number, changes, before)
-        self._before = open_snapshot(self._to, number, before, "changed", Counts())
+        self._before = self._open(number, before)
         self._damage = ""
         self._remove_old(version)
         self.counts[version.kind] += 1
@@ -207,10 +207,16 @@ class Publisher:
             return None
         if self._before is None or self._before.version.checksum != current.checksum:
             try:
-                self._before = open_snapshot(self._to, current.number, None, "changed", Counts())
+                self._before = self._open(current.number, None)
             except DataError as error:
                 raise DataError(f"{error}; add --check, which writes a whole version") from None
         return self._before
+
+    def _open(self, number: int, before: Snapshot | None) -> Snapshot:
+        found = open_snapshot(self._to, number, before, "changed", Counts())
+        for own in found.versions:
+            own.bring_neighbours()  # changed rows are spread over all of them
+        return found
 
     def _changes(self, manifest: Manifest, before: VersionFile | None, current: VersionFile | None) -> Changes:
         if self._damage:

@@ -36,6 +36,7 @@ from rowcast.serving.row_layout import row_layout
 from rowcast.serving.version_file import (
     CHECK_BYTES,
     DENSE_NAME,
+    CheckedFile,
     IdRule,
     TableFiles,
     VersionFile,
@@ -70,16 +71,6 @@ class Counts:
             self.waits += waits
 
 
-def mapped(path: Path, nbytes: int) -> Bytes:
-    """Returns u8 [nbytes], mapped for reading at random."""
-    if not nbytes:
-        return np.empty(0, np.uint8)
-    with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
-    memory.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(memory, np.uint8)
-
-
 class OpenVersion:
     """The mapped files of a version."""
 
@@ -92,13 +83,29 @@ class OpenVersion:
                 check_file(self.path, own)
             else:
                 check_size(self.path, own)
-        self.rows = [mapped(self.path / table.rows.name, table.rows.nbytes) for table in file.tables]
+        self._maps: list[mmap.mmap] = []
+        self.rows = [self._mapped(table.rows) for table in file.tables]
         self.indexes = [self._index(table) for table in file.tables]
         self.dense = load_file(self.path / DENSE_NAME)
 
     def _index(self, table: TableFiles) -> Index:
-        content, cells = mapped(self.path / table.index.name, table.index.nbytes), num_cells(table.num_rows)
+        content, cells = self._mapped(table.index), num_cells(table.num_rows)
         return Index(content[: 4 * cells].view(np.uint32), content[4 * cells :].view(np.uint16))
+
+    def _mapped(self, own: CheckedFile) -> Bytes:
+        """Returns u8 [nbytes], mapped for reading at random."""
+        if not own.nbytes:
+            return np.empty(0, np.uint8)
+        with (self.path / own.name).open("rb") as file:
+            memory = mmap.mmap(file.fileno(), own.nbytes, prot=mmap.PROT_READ)
+        memory.madvise(mmap.MADV_RANDOM)
+        self._maps.append(memory)
+        return np.frombuffer(memory, np.uint8)
+
+    def bring_neighbours(self) -> None:
+        """From now on a page fault also maps the pages nearby. For readers of rows on nearly all pages."""
+        for memory in self._maps:
+            memory.madvise(mmap.MADV_NORMAL)
 
 
 class TableView:

@@ -91,6 +91,7 @@ def orders_of(content: Content, group: GroupSpec) -> list[tuple[TableSpec, Order
             orders[table.index].changed(before)
             if is_changed:
                 orders[table.index].stays(before)
+                orders[table.index].found.append(before)
     for table, blocks in trained(content, () if is_changed else content.layers, group):
         for rows, _ in blocks:
             orders[table.index].stays(places_before(content, table, rows))
@@ -106,7 +107,7 @@ def orders_of(content: Content, group: GroupSpec) -> list[tuple[TableSpec, Order
 
 def places_before(content: Content, table: TableSpec, rows: I64) -> I64:
     if content.before is None:
-        return np.full(len(rows), ABSENT, np.int64)
+        return np.broadcast_to(np.int64(ABSENT), len(rows))  # takes no memory
     return content.before.tables[table.name].places(rows)
 
 
@@ -146,7 +147,8 @@ def write_group(
                     f"row {rows[np.argmin(held)]} of table {table.name} has a value that {content.dtype} cannot hold; "
                     "publish with --dtype fp32 to another folder"
                 )
-            places = order.places(places_before(content, table, rows))
+            before = order.found.popleft() if order.found else places_before(content, table, rows)
+            places = order.places(before)
             out[places] = encoded(layout, rows, values)
             put_all(index, rows, places)
         del out, index

@@ -27,10 +27,9 @@ RULE: dict[str, Any] = {"kind": "adagrad", "lr": 0.05}
 def windows(text: str, rows: int, steps: int, seed: int = 0) -> Any:
     """The data factory: {"sparse": {"gram2": ids [B, L], ...}, "tokens": u8 [B, L + 1]}."""
     files = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(Path(text).rglob("*")) if path.is_file()]
-    held_out = {"train": False, "eval": True}
 
     def batches(split: str, epoch: int) -> Iterator[dict[str, Any]]:
-        own = np.concatenate([file for i, file in enumerate(files) if (i % 8 == 7) == held_out[split]])
+        own = np.concatenate([file for i, file in enumerate(files) if (i % 8 == 7) == (split == "eval")])
         rng = np.random.default_rng([seed, epoch, split == "eval"])
         for _ in range(steps if split == "train" else 20):
             starts = rng.integers(4, len(own) - LENGTH - 1, BATCH)
@@ -77,14 +76,15 @@ class Model(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a language model beside a hashed table.")
     parser.add_argument("--text", required=True, help="a folder of text files")
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--steps", type=int, default=400)
+    for name, value in {"rows": 1_000_000, "steps": 400, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--plain", action="store_true", help="the table in memory, as nn.Embedding")
     parser.add_argument("--start", type=Path, help="a state dict to begin with")
     parser.add_argument("--end", type=Path, help="where the state dict goes that it ends with")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    data = {"text": str(Path(options.text).resolve()), "rows": options.rows, "steps": options.steps}
+    torch.manual_seed(options.seed)
+    text = str(Path(options.text).resolve())
+    data = {"text": text, "rows": options.rows, "steps": options.steps, "seed": options.seed}
     names = [f"gram{n}" for n in GRAMS]
     table = rowcast.EmbeddingConfig(name="grams", num_embeddings=options.rows, embedding_dim=ROW, feature_names=names)
     collection = None if options.plain else rowcast.EmbeddingCollection([table], optimizer=RULE, capacity="64MiB")

@@ -22,18 +22,19 @@ from tests.support import jobs
 
 NUM_DENSE = 3
 DATA = TrainingData(files=(), num_dense=NUM_DENSE)
-TABLES: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+Tables = tuple[tuple[str, int, int, dict[str, Any]], ...]
+TABLES: Tables = (
     ("user", 3000, 4, {}),
     ("item", 700, 8, {"dtype": "bf16"}),
     ("site", 50, 5, {"linear": True}),
 )
 
 
-def serving_job(run_dir: Path, **data: Any) -> Job:
+def serving_job(run_dir: Path, tables: Tables = TABLES, **data: Any) -> Job:
     return jobs.job(
         job={"run_dir": str(run_dir), "seed": 9},
         data={"synthetic": {"samples": 1000}, **data},
-        tables=[jobs.table(name, rows, dim, name, init="normal:0.1", **more) for name, rows, dim, more in TABLES],
+        tables=[jobs.table(name, rows, dim, name, init="normal:0.1", **more) for name, rows, dim, more in tables],
         optimizer={"sparse": {"kind": "adagrad", "lr": 0.1}},
     )
 

@@ -278,21 +278,22 @@ def test_a_publisher_that_stops_anywhere_leaves_the_version_before_or_the_new_on
     assert left == {f"v{number:012d}" for number in range(model.version.base, model.version.number + 1)}
 
 
-def test_a_request_sees_one_version_and_never_an_older_one(run: ServedRun, tmp_path: Path) -> None:
+def test_a_request_of_26_tables_sees_one_version_and_never_an_older_one(tmp_path: Path) -> None:
     """Rows say in which step they were written."""
-    served, every = tmp_path / "served", {0: list(range(3000)), 1: list(range(700)), 2: list(range(50))}
+    run = ServedRun(serving_job(tmp_path / "run", tuple((f"t{number}", 60, 4, {}) for number in range(26))))
+    served, every = tmp_path / "served", {table: list(range(60)) for table in range(26)}
     run.train(every)
     run.checkpoint()
     publish(run, served)
     model, torn, made, ended = Model(served), [], [0, 0], threading.Event()
-    ids = np.arange(1, 40)
+    ids = {f"t{number}": np.arange(1, 40) for number in range(26)}
 
     def requests(reader: int) -> None:
         newest = 0
         while not ended.is_set():
             now = model.now()
-            steps = {float(now.rows(name, ids)[:, 1:3].max()) for name in ("user", "site")}
-            steps |= {float(now.rows("user", ids)[:, 1:3].min()), float(now.dense()["weight"].max())}
+            steps = set(np.unique([rows[:, 1:3] for rows in now.look_up(ids).values()]).tolist())
+            steps.add(float(now.dense()["weight"].max()))
             if steps != {float(now.version.position.step)} or now.version.position.step < newest:
                 torn.append((steps, newest))
             newest = now.version.position.step
@@ -305,7 +306,7 @@ def test_a_request_sees_one_version_and_never_an_older_one(run: ServedRun, tmp_p
         for number in itertools.count():
             if number >= 8 and sum(made) >= count(0, 100_000):
                 break
-            run.train({0: list(range(40)), 2: list(range(40))} if number % 5 else every)
+            run.train({table: list(range(40)) for table in range(26)} if number % 5 else every)
             run.checkpoint()
             publish(run, served, keep=1)
             assert model.refresh()

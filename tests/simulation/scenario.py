@@ -3,9 +3,8 @@
 import functools
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -14,11 +13,14 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints import snapshot
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores import tiered_store
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models import Embedded
 from rowcast.trainer.step.results import Evaluation
+from tests.support.array_models import array_job
 from tests.support.batches import (
     BAGS,
     NUM_DENSE,
@@ -43,15 +45,27 @@ class Work:
 
     optimizer: str
     dense_optimizer: Literal["sgd", "adagrad", "adam"]
-    bags: Bags
-    drops_out: bool  # the model draws random numbers
+    bags: Bags | Literal["arrays"]  # arrays: histories, with arrays of samples, look-ups and the batch
+    drops_out: bool  # the model draws random numbers; that of histories never does
 
     def job(self, *, depth: int = 2, horizon: int = 8, every: int = 0, keep: int = 2, memory: int = 2**28) -> Job:
+        sections: dict[str, Any] = {
+            "lookahead": {"depth": depth, "horizon": horizon},
+            "checkpoint": {"every": every, "keep": keep, "memory": memory},
+            "optimizer": {
+                "sparse": {"kind": self.optimizer, "lr": 0.05},
+                "dense": {"kind": self.dense_optimizer, "lr": 0.05},
+            },
+        }
+        if self.bags == "arrays":
+            return array_job("causal", **sections)
         model = {"kind": f"tests.simulation.scenario:{'random_model' if self.drops_out else 'plain_model'}"}
-        checkpoint = {"every": every, "keep": keep, "memory": memory}
-        job = small_job(self.optimizer, self.bags, depth=depth, horizon=horizon, model=model, checkpoint=checkpoint)
-        dense = msgspec.structs.replace(job.optimizer.dense, kind=self.dense_optimizer)
-        return msgspec.structs.replace(job, optimizer=msgspec.structs.replace(job.optimizer, dense=dense))
+        return small_job(self.optimizer, self.bags, model=model, **sections)
+
+    def batches(self, job: Job) -> list[ScheduledBatch]:
+        if self.bags == "arrays":
+            return list(schedule(job, open_reader(job)))
+        return small_batches(job, self.bags, num_steps=NUM_STEPS, eval_at=(4, 5, 9))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +122,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
     work = Work(
         optimizer=chance.choice(OPTIMIZERS),
         dense_optimizer=chance.choice(DENSE_OPTIMIZERS),
-        bags=chance.choice(BAGS),
+        bags=chance.choice((*BAGS, "arrays")),
         drops_out=chance.random() < 0.5,
     )
     job = work.job(
@@ -141,7 +155,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
 @functools.cache
 def reference(work: Work) -> Reference:
     job = work.job()
-    batches = small_batches(job, work.bags, num_steps=NUM_STEPS, eval_at=(4, 5, 9))
+    batches = work.batches(job)
     losses, state = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
     run = InProcessRun(
         job, batches, Settings(slots=slots_for(group_specs(job), batches, "everything"), seeded_streams=False)

@@ -34,6 +34,7 @@ NUM_DENSE = 4
 
 def small_job(
     optimizer: str,
+    /,
     bags: Bags = "single",
     *,
     depth: int = 2,
