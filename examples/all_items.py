@@ -8,11 +8,10 @@ of histories and positives are read one by one, and all items in blocks.
 """
 
 import argparse
+import io
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +27,13 @@ from rowcast.trainer.models import Sequences, build_model
 from rowcast.trainer.models.next_item import History, NextItemModel, rounding_of
 from rowcast.trainer.models.ranking import RANK_BINS, count_ranks, ranking_figures
 
-WINDOWS = 64  # histories that are computed together
+WINDOWS = 16  # histories that are computed together
 
 
 class ItemRows:
     """The rows of an fp32 table in an export, read from the file when they are needed."""
 
-    def __init__(self, export: BinaryIO, table: str) -> None:
+    def __init__(self, export: io.BufferedReader, table: str) -> None:
         self._file = export
         (length,) = struct.unpack("<Q", self._file.read(8))
         entry = json.loads(self._file.read(length))[f"embedding_bags.{table}.weight"]
@@ -43,17 +42,16 @@ class ItemRows:
         self.count, self.width = entry["shape"]
         self._start = 8 + length + entry["data_offsets"][0]
 
-    def read(self, first: int, count: int) -> Tensor:
+    def read(self, first: int, out: npt.NDArray[np.float32]) -> None:
+        """Reads the rows from `first` on into `out`, f32 [n, width]."""
         self._file.seek(self._start + 4 * self.width * first)
-        rows = np.fromfile(self._file, np.float32, count * self.width)
-        return torch.from_numpy(rows).view(-1, self.width)
+        self._file.readinto(out.data)
 
     def of(self, items: npt.NDArray[np.int64]) -> Tensor:
-        return torch.cat([torch.zeros(0, self.width), *(self.read(item, 1) for item in items.tolist())])
-
-    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        for first in range(0, self.count, size):
-            yield first, self.read(first, min(size, self.count - first))
+        rows = np.empty((len(items), self.width), np.float32)
+        for place, item in enumerate(items.tolist()):
+            self.read(item, rows[place : place + 1])
+        return torch.from_numpy(rows)
 
 
 def load_model(job: Job, export: Path) -> NextItemModel:
@@ -66,15 +64,16 @@ def load_model(job: Job, export: Path) -> NextItemModel:
 
 def vectors_of(model: NextItemModel, rows: ItemRows, histories: list[list[int]], times: list[list[int]]) -> Tensor:
     """Returns the vector of each history's newest place, f32 [S, D]."""
-    vectors = []
+    vectors = torch.empty(len(histories), rows.width)
     for start in range(0, len(histories), WINDOWS):
         own = histories[start : start + WINDOWS]
         offsets = torch.tensor([0, *(len(history) for history in own)]).cumsum(0).int()
         items = Sequences(values=rows.of(joined(own)), offsets=offsets)
         when = Sequences(values=torch.from_numpy(joined(times[start : start + WINDOWS])), offsets=offsets)
         padded, mask = items.padded(model.length)
-        vectors.append(model.encode(History(padded, mask, when.padded(model.length)[0]))[:, -1])
-    return torch.cat(vectors)
+        encoded = model.encode(History(padded, mask, when.padded(model.length)[0]))
+        vectors[start : start + WINDOWS] = encoded[:, -1]
+    return vectors
 
 
 def joined(lists: list[list[int]]) -> npt.NDArray[np.int64]:
@@ -86,14 +85,18 @@ def ranks_of(vectors: Tensor, positives: npt.NDArray[np.int64], rows: ItemRows, 
     scores."""
     items = rows.of(positives)
     least = (vectors * items).sum(1) - rounding_of(vectors, items)
-    ranks = torch.zeros(len(positives), dtype=torch.int64)
-    size = max(1, memory // (4 * rows.width + 6 * len(positives)))
-    for first, block in rows.blocks(size):
-        ahead = ~(vectors @ block.T < least[:, None])
-        inside = (positives >= first) & (positives < first + len(block))
-        ahead[torch.from_numpy(np.flatnonzero(inside)), torch.from_numpy(positives[inside] - first)] = False
-        ranks += ahead.sum(1)
-    return ranks
+    size = min(rows.count, max(1, memory // (4 * rows.width + 5 * len(positives))))
+    block, ranks = np.empty((size, rows.width), np.float32), np.zeros(len(positives), np.int64)
+    scores, behind = (torch.empty(len(positives), size, dtype=dtype) for dtype in (torch.float32, torch.bool))
+    for first in range(0, rows.count, size):
+        own = block[: rows.count - first]
+        rows.read(first, own)
+        torch.mm(vectors, torch.from_numpy(own).T, out=scores[:, : len(own)])
+        torch.lt(scores, least[:, None], out=behind)
+        inside = (positives >= first) & (positives < first + len(own))
+        behind[torch.from_numpy(np.flatnonzero(inside)), torch.from_numpy(positives[inside] - first)] = True
+        ranks += len(own) - behind[:, : len(own)].numpy().sum(1)
+    return torch.from_numpy(ranks)
 
 
 def main() -> None:
@@ -107,7 +110,7 @@ def main() -> None:
     history, positive = job.model.history_feature, job.model.positive_feature
     table = next(table for table in job.tables if history in table.features)
     windows = pq.read_table(job.data.eval_path).to_pydict()
-    with torch.no_grad(), options.export.open("rb", buffering=0) as file:
+    with torch.no_grad(), options.export.open("rb") as file:
         rows, model = ItemRows(file, table.name), load_model(job, options.export)
         vectors = vectors_of(model, rows, windows[history], windows[job.model.time])
         positives = np.array([own[-1] for own in windows[positive]])

@@ -1,0 +1,1 @@
+"""Measures next-item models: docs/sequences.md has the figures."""
