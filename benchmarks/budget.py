@@ -9,6 +9,9 @@ Cores needed = time of a batch over 4.5 ms. The floor of a stage on this machine
 of a plain copy. Lines that begin with "-" are parts of the line above; the trainer's look at a plan is the mail
 thread's. The parent of a decoding process receives, the child sends.
 
+The last table is computed, not measured: the shortest step if all stages share the cores perfectly. It is the larger of
+two times: all stages over the cores, and the longest stage, the plan, over its threads.
+
     make bench-budget
 """
 
@@ -51,6 +54,12 @@ from rowcast.trainer.step.plan_memory import derive
 STEP_MS = 4.5
 HORIZON, DEPTH, DIM = 8, 4, 128
 WARM_UP = 3  # batches that are decoded before the clock counts
+SERIAL_MS = 2.4  # of a plan of 65,536 samples: what parts leave to one thread (docs/planner.md, "A plan in parts")
+CORES, MOST_THREADS = (2, 4, 8, 12, 16, 32), 8
+THREADS: dict[str, Callable[[int], int]] = {
+    '`threads = "auto"`': lambda cores: min(max(cores // 4, 1), MOST_THREADS),
+    "as many threads as cores, at most 8": lambda cores: min(cores, MOST_THREADS),
+}
 
 
 class Clocks:
@@ -237,7 +246,12 @@ def main() -> None:
         print(f"| {name} | {nbytes:,} | {ms:.1f} | {1e3 * nbytes / bandwidth:.1f} | {ms / STEP_MS:.1f} |")
     whole = sum(ms for name, (_, ms) in stages.items() if not name.startswith(("-", "checksum")))
     print(f"| all but the checksum | | {whole:.1f} | | {whole / STEP_MS:.1f} |")
-    print(f"\na plain copy moves {bandwidth / 1e9:.1f} GB/s on one core, read and write counted once")
+    print(f"\na plain copy moves {bandwidth / 1e9:.1f} GB/s on one core, read and write counted once\n")
+    print(f"| computed step, ms, with cores | {' | '.join(map(str, CORES))} |\n|{'---|' * (1 + len(CORES))}")
+    plan = sum(ms for name, (_, ms) in stages.items() if name.startswith("plan:"))
+    for name, threads in THREADS.items():
+        steps = [max(whole / cores, SERIAL_MS + (plan - SERIAL_MS) / threads(cores)) for cores in CORES]
+        print(f"| {name} | {' | '.join(f'{ms:.2g}' for ms in steps)} |")
 
 
 if __name__ == "__main__":
