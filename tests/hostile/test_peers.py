@@ -381,10 +381,12 @@ def test_a_value_outside_the_range_that_the_table_gives_is_refused_of_every_arra
 def test_a_value_one_beyond_its_range_is_refused(name: str) -> None:
     bags = BAGS_OF.get(name, "single")
     job = small_job("adagrad", bags)
-    num_slots = slots_for(group_specs(job), small_batches(job, bags), "more")[0]
+    batches, groups = small_batches(job, bags), group_specs(job)
+    num_slots = slots_for(groups, batches, "more")[0]
+    num_bags = batches[0].batch.size * sum(len(own.features) for own in groups[0].tables)
 
     def lie(array: I32) -> None:
-        array[-1] = num_slots if name.endswith("slots") else len(array)  # as many bags as look-ups
+        array[-1] = num_slots if name.endswith("slots") else num_bags if name == "bag_order" else len(array)
 
     check_refused(PREFETCHER, in_array(f"0.{name}", lie), rf"0\.{name} holds \d+", bags=bags)
 
