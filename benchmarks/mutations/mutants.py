@@ -778,7 +778,7 @@ PREFETCHER = (
         "a row that the cold tier moved loses its new place",
         "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), old[i]",
         "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), new[i]",
-        f"{TIERED}::test_any_order_of_plans_work_reads_and_writes_agrees_with_a_dictionary",
+        f"{TIERED}::test_a_new_attempt_begins_with_an_empty_memory_of_any_size_and_all_rows[3]",
     ),
     Mutant(
         "memory has no room for rows that wait to leave",
