@@ -412,7 +412,7 @@ PREFETCHER = (
         "a queue's youngest rows leave first",
         'row["use"] >> FLAG_BITS <= last_use',
         'row["use"] >> FLAG_BITS >= last_use',
-        f"{PARTS}::test_plans_and_barriers_are_the_same_for_any_number_of_parts",
+        f"{PARTS}::test_the_rows_used_longest_ago_leave_first_whatever_part_they_are_in",
     ),
     Mutant(
         "victims of parts are joined part by part, not dirty ones first",

@@ -126,6 +126,15 @@ def test_parts_grow_and_close_gaps_and_stay_the_same(policy: Policy, monkeypatch
     assert planned.nbytes <= planner_bytes(5000, most_known, 3, scored=policy == "lfu")
 
 
+def test_the_rows_used_longest_ago_leave_first_whatever_part_they_are_in() -> None:
+    first, second = [0, 1, 2, 3], [10, 11, 12, 13]
+    trace = single_hot_trace([first + second, first, [20], [20], [20, 21, 22], first + second])
+    run = Run(
+        groups=one_group(30), slots=(9,), depth=1, horizon=8, trace=trace, barriers=frozenset(), policy="lookahead"
+    )
+    assert_same(entries_of(replace(run, num_threads=2)), entries_of(run))
+
+
 def noting(calls: list[int], work: Callable[..., int]) -> Callable[..., int]:
     def noted(*arguments: object) -> int:
         calls.append(1)
