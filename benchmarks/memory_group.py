@@ -40,7 +40,7 @@ def used(group: Path) -> int:
 
 def reclaim(group: Path) -> None:
     """Takes all file pages from the group that the kernel is ready to give up."""
-    with suppress(OSError):  # of the second version: if some stayed
+    with suppress(OSError):  # the second version of control groups raises it if some pages stayed
         if OLDER.is_dir():
             (group / "memory.force_empty").write_text("0")
         else:

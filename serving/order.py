@@ -17,9 +17,10 @@ STAYS, CHANGED = 1, 2  # 0: it is gone or outdated
 
 
 class Order:
-    """Of one table: note all rows, `settle`, then ask for places in the same order. 5 bytes for each row before.
+    """Gives each row of one table its place: note all rows, `settle`, then ask for places in the same order.
 
-    `found`: blocks of `before`, kept so that the rows of a changed version are looked up once. 8 bytes a row.
+    It takes 5 bytes for each row of the version before. `found` keeps blocks of `before`, 8 bytes a row, so that a
+    changed version looks each row up once.
     """
 
     def __init__(self, num_before: int) -> None:
