@@ -39,7 +39,7 @@ from rowcast.prefetcher.planner.planner import RowPlanner, groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
-from rowcast.prefetcher.run.sizing import MOST_THREADS
+from rowcast.prefetcher.run.sizing import MOST_THREADS, automatic_threads
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -58,7 +58,7 @@ WARM_UP = 3  # batches that are decoded before the clock counts
 SERIAL_MS = 2.4  # a plan of 65,536 samples keeps one thread busy this long, however many parts it has
 CORES = (2, 4, 8, 12, 16, 32)
 THREADS: dict[str, Callable[[int], int]] = {
-    '`threads = "auto"`': lambda cores: min(max(cores // 4, 1), MOST_THREADS),
+    '`threads = "auto"`': automatic_threads,
     "as many threads as cores, at most 8": lambda cores: min(cores, MOST_THREADS),
 }
 

@@ -6,6 +6,8 @@ Ranks each positive of data.eval_path among the candidates that an evaluation of
 
     most popular       an item's count in the training windows
     last item again    1 for the newest item of the history, 0 for all others
+    as a day ago       1 for the item that followed the one nearest to a day before the newest, 0 for all others; only
+                       if the windows have times
 
 Prints HR@k, NDCG@k and MRR@k for each k of eval.ranks. Ties count against a rule, as they do against a model.
 """
@@ -23,6 +25,12 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.trainer.models.ranking import RANK_BINS, count_ranks, ranking_figures, ranks_among
 
 
+def as_a_day_ago(history: list[int], times: list[int]) -> int:
+    """Returns -1 if nothing followed."""
+    apart = [abs(times[-1] - 86_400 - time) for time in times]
+    return [*history[1:], -1][apart.index(min(apart))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
@@ -35,17 +43,19 @@ def main() -> None:
     found = np.load(options.counts)
     counts[: len(found)] = found
     windows = pq.read_table(data.eval_path).to_pydict()
-    last = np.array([history[-1] for history in windows[settings.history_feature]])
-    bins = {rule: torch.zeros(RANK_BINS, dtype=torch.int64) for rule in ("most popular", "last item again")}
+    histories = windows[settings.history_feature]
+    guesses = {"last item again": np.array([history[-1] for history in histories])}
+    if settings.time in windows:
+        guesses["as a day ago"] = np.array([*map(as_a_day_ago, histories, windows[settings.time])])
+    bins = {rule: torch.zeros(RANK_BINS, dtype=torch.int64) for rule in ("most popular", *guesses)}
     for number, batch in enumerate(open_reader(job).batches("eval", 0)):
         positives = batch.inputs[f"{settings.positive_feature}.id"]
         candidates = batch.inputs[f"{settings.candidate_feature}.id"]
-        of_batch = last[number * data.batch_size :][: batch.size, None]
         shape = (batch.size, len(candidates))
-        scores = {
-            "most popular": (counts[positives], np.broadcast_to(counts[candidates], shape)),
-            "last item again": ((positives == of_batch[:, 0]).astype(int), (candidates == of_batch).astype(int)),
-        }
+        scores = {"most popular": (counts[positives], np.broadcast_to(counts[candidates], shape))}
+        for rule, of_all in guesses.items():
+            of_batch = of_all[number * data.batch_size :][: batch.size]
+            scores[rule] = (positives == of_batch).astype(int), (candidates == of_batch[:, None]).astype(int)
         same = torch.from_numpy(candidates == positives[:, None])
         for rule, (own, others) in scores.items():
             count_ranks(bins[rule], ranks_among(torch.tensor(own), torch.tensor(others), same))

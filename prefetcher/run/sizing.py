@@ -60,11 +60,14 @@ class Sizes:
 
 
 def stage_threads(job: Job) -> int:
-    """The threads of the planner, and of reads and writes of rows. `auto` is a quarter of the usable cores, which
-    leaves the rest to readers and trainer.
-    """
+    """The threads of the planner, and of reads and writes of rows."""
     threads = job.prefetcher.threads
-    return max(1, min(MOST_THREADS, usable_cores() // 4)) if threads == "auto" else threads
+    return automatic_threads(usable_cores()) if threads == "auto" else threads
+
+
+def automatic_threads(cores: int) -> int:
+    """A quarter of the cores, which leaves the rest to readers and trainer."""
+    return max(1, min(MOST_THREADS, cores // 4))
 
 
 def sizes(

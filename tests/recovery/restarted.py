@@ -74,6 +74,7 @@ class Outcome:
     export: bytes  # tables, optimizer state of the rows, dense weights
     dense: bytes  # of the last checkpoint: weights, optimizer state, random state, losses, evaluation
     evaluation: tuple[float | None, ...]  # the last one, as the report has it
+    ranking: dict[str, float]  # its HR, NDCG and MRR
     train_steps: int
 
     def differs(self, other: "Outcome") -> list[str]:
@@ -94,6 +95,7 @@ def outcome_of(run_dir: Path) -> Outcome:
         export=exported.read_bytes(),
         dense=b"".join(dense_content(checkpoints.root, manifest)),
         evaluation=(report.auc, report.logloss, report.accuracy),
+        ranking=report.ranking,
         train_steps=report.train_steps,
     )
 

@@ -31,17 +31,23 @@ EXTERNAL = {  # Prometheus, sandboxes, other languages' validators, a browser, a
     "tests.kernels.test_triton_compiled.compiled",
     "tests.kernels.test_triton_launches.launches",
     "tests.kernels.test_triton_fallback.variants",
+    "tests.system.test_dense_settings.test_a_compiled_model_has_the_bits_of_the_plain_loop_with_a_compiled_model",
 }
+RANKED = "tests.support.ranked_run.RankedRun"
 
 
 def uses(test: pytest.Function) -> set[str]:
-    """The markers `processes` and `external`, those that apply."""
+    """The markers `processes`, `external` and `ranks`, those that apply."""
     fixtures = test._fixtureinfo.name2fixturedefs
     own = [test.function, *(fixtures[name][-1].func for name in test.fixturenames if name in fixtures)]
     called = reached(own)
     names = {f"{one.__module__}.{one.__qualname__}" for one in called if isinstance(one, FunctionType | type)}
-    found = {"processes"} if called & STARTERS else set()
-    return found | {"external"} if names & EXTERNAL or needs_redis.mark in test.iter_markers() else found
+    applies = {
+        "processes": called & STARTERS,
+        "external": names & EXTERNAL or needs_redis.mark in test.iter_markers(),
+        "ranks": RANKED in names,
+    }
+    return {name for name, found in applies.items() if found}
 
 
 def reached(functions: Iterable[Callable[..., Any]]) -> set[object]:
