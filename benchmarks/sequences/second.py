@@ -69,7 +69,7 @@ class Ours:
             embeddings = [feature for table in self.tables for feature in table.forward(scheduled.batch)]
             with torch.no_grad():
                 outputs = self.side.forward(torch.zeros(scheduled.batch.size, 0), embeddings, inputs, training=False)
-            count_ranks(bins, self.side.model.ranks(outputs))
+            count_ranks(bins, self.side.ranks(outputs))
         return ranking_figures(bins.tolist(), [10])["ndcg@10"]
 
 
@@ -169,7 +169,7 @@ def sasrec(w: Weights, settings: NextItemSettings, items: Tensor, times: Tensor)
 
         def weights(own: slice, query: Tensor = query, key: Tensor = key) -> Tensor:
             scores = query[:, own] @ key[:, own].T / (width // settings.heads) ** 0.5
-            return scores.masked_fill(later, -torch.inf).softmax(1)
+            return torch.softmax(scores.masked_fill(later, -torch.inf), 1)
 
         x = x + layer(w, f"{name}.out", by_head(value, settings.heads, weights))
         x = x + layer(w, f"{name}.ffn.1", layer(w, f"{name}.ffn.0", norm(x, w[f"{name}.norms.1"])).relu())
@@ -183,7 +183,7 @@ def hstu(w: Weights, settings: NextItemSettings, items: Tensor, times: Tensor) -
     classes = torch.tensor([[int(of).bit_length() - 1 for of in row] for row in between.tolist()])
     for block in range(settings.blocks):
         name = f"layers.{block}"
-        gate, value, query, key = silu(layer(w, f"{name}.into", layer_norm(x, (width,)))).split(width, 1)
+        gate, value, query, key = silu(layer(w, f"{name}.into", layer_norm(x, (width,)))).chunk(4, 1)
         bias = w[f"{name}.distance"][(place[:, None] - place).clamp(min=0)] + w[f"{name}.time"][classes]
 
         def weights(own: slice, query: Tensor = query, key: Tensor = key, bias: Tensor = bias) -> Tensor:

@@ -10,8 +10,8 @@ Medians over all turns, ratios within a round.
     stock                one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory
     stock, worker        the same, with a DataLoader worker process that decodes the batches
 
-Ratios are to the faster of the two stocks. `benchmarks.training.table` does this for several kinds of data, optimizers
-and widths.
+Ratios are to the faster of the two stocks; those of processor time, with all processes and threads, are to `stock`.
+`benchmarks.training.table` does this for several kinds of data, optimizers and widths.
 
     python -m benchmarks.training.steady --config examples/retail.toml --name retail \\
         --set data.path='"train.tsv"' --set data.epochs=40
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +52,15 @@ class Turn:
     wall_s: float
     samples: float
     waited_s: float
+    processor_s: float  # of all its processes
 
     @property
     def samples_per_s(self) -> float:
         return self.samples / self.wall_s
+
+    @property
+    def processor_per_sample_s(self) -> float:
+        return self.processor_s / self.samples
 
 
 class Contestant:
@@ -84,13 +89,18 @@ class Contestant:
         self._signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
         before, began_s = self._at_step_end()
+        spent_s = group_processor_s(self._process.pid)
         time.sleep(seconds)
         after, ended_s = self._at_step_end()
+        spent_s = group_processor_s(self._process.pid) - spent_s
         self._signal(signal.SIGSTOP)
         if self._process.poll() is not None:
             raise RuntimeError(f"{self._process.args!r} ended during its turns; give it more epochs")
         return Turn(
-            wall_s=ended_s - began_s, samples=after[SAMPLES] - before[SAMPLES], waited_s=after[WAITS] - before[WAITS]
+            wall_s=ended_s - began_s,
+            samples=after[SAMPLES] - before[SAMPLES],
+            waited_s=after[WAITS] - before[WAITS],
+            processor_s=spent_s,
         )
 
     def end(self) -> None:
@@ -114,6 +124,16 @@ class Contestant:
             if sample.name in counted:
                 counted[sample.name] += sample.value
         return counted
+
+
+def group_processor_s(group: int) -> float:
+    """The processor time of a process group, of all threads that live."""
+    spent_ns = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            if os.getpgid(int(process.name)) == group:
+                spent_ns += sum(int(task.read_text().split()[0]) for task in process.glob("task/*/schedstat"))
+    return spent_ns / 1e9
 
 
 def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path) -> dict[str, tuple[list[str], int]]:
@@ -167,12 +187,24 @@ def ratios(found: dict[str, list[Turn]], name: str) -> list[float]:
     return [own.samples_per_s / stock.samples_per_s for own, stock in zip(found[name], stocks, strict=True)]
 
 
+def processor_ratio(found: dict[str, list[Turn]], name: str) -> float:
+    """Processor time of a sample over that of `stock`, which has one process: the median of the rounds."""
+    pairs = zip(found[name], found["stock"], strict=True)
+    return statistics.median(own.processor_per_sample_s / stock.processor_per_sample_s for own, stock in pairs)
+
+
 def table(found: dict[str, list[Turn]]) -> str:
-    lines = ["| contestant | samples/s | over stock | its quartiles | waited for rows |", "|---|---|---|---|---|"]
+    lines = [
+        "| contestant | samples/s | over stock | its quartiles | waited for rows | processor time over stock's |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, own in found.items():
         low, median, high = statistics.quantiles(ratios(found, name), n=4)
         waited = sum(turn.waited_s for turn in own) / sum(turn.wall_s for turn in own)
-        lines.append(f"| {name} | {speed(own):,.0f} | {median:.2f} | {low:.2f} to {high:.2f} | {100 * waited:.2f} % |")
+        lines.append(
+            f"| {name} | {speed(own):,.0f} | {median:.2f} | {low:.2f} to {high:.2f} | {100 * waited:.2f} % "
+            f"| {processor_ratio(found, name):.2f} |"
+        )
     return "\n".join(lines)
 
 
