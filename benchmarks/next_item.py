@@ -35,8 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--counts", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], help="section.key=value, as for rowcast train")
     options = parser.parse_args()
-    job = load_job(options.config)
+    job = load_job(options.config, tuple(options.set))
     assert isinstance(job.model, NextItemSettings), "the model has next items"
     settings, data = job.model, job.data
     counts = np.zeros(max(table.num_embeddings for table in job.tables), np.int64)

@@ -1,6 +1,6 @@
 """Writes the flights log as (tail, flight, time): date and time of departure are columns of their own there.
 
-    python -m benchmarks.sequences.flights ../shared/data/hflights_2011_01-08.parquet data/flights.parquet
+    python -m benchmarks.sequences.flights hflights.parquet data/flights.parquet
     python -m examples.next_item data/flights.parquet --owner tail --item flight --time time --out data/next-flight
 
 Cancelled flights have no time of departure, and next_item leaves them out with the lines without a tail.
