@@ -26,7 +26,7 @@ QUICK := planner protocol stores readers trainer checkpoints system/test_exact.p
 quick: $(VENV)/installed  ## an answer within 3 minutes on 2 cores: planner, protocol, stores, readers, exactness in one process
 	ROWCAST_QUICK=1 $(PYTEST) $(addprefix tests/,$(QUICK))
 
-test: $(VENV)/installed  ## all tests but most of those that start processes or need a server, a browser or a compiler
+test: $(VENV)/installed  ## all tests but most of those that start processes or several trainers, or need a server, a browser or a compiler
 	$(PYTEST) -m "not rest"
 
 test-rest: $(VENV)/installed  ## what `make test` leaves out
