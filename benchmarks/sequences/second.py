@@ -21,32 +21,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, silu
 
+from benchmarks.zoo import Weights, first_values
 from examples.plain_loop import PlainTable, part_gradients, run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
-from rowcast.job.tables import table_specs
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.ranking import RANK_BINS, count_ranks, ranking_figures
 
-Weights = dict[str, Tensor]
-
 
 def batches_of(job: Job, kind: str) -> Iterator[ScheduledBatch]:
     return (scheduled for scheduled in schedule(job, open_reader(job), None) if scheduled.kind == kind)
-
-
-def first_values(job: Job) -> Weights:
-    """What an export before the first step holds."""
-    [table] = table_specs(job)
-    rows = torch.from_numpy(initial_rows(job.job.seed, table, np.arange(table.num_embeddings)))
-    own = {f"embedding_bags.{table.name}.weight": rows, f"optimizer.{table.name}.sum": torch.zeros(rows.shape)}
-    return dict(build_model(job, 0).state_dict()) | own
 
 
 class Ours:
@@ -81,7 +70,7 @@ class Plain:
 
     def __init__(self, job: Job, values: Weights) -> None:
         assert isinstance(job.model, NextItemSettings)
-        self.job, self.settings = job, job.model
+        self.job = job
         [name] = (name for name in values if name.startswith("embedding_bags."))
         kept = {key: own.clone().requires_grad_() for key, own in values.items() if not key.startswith("optimizer.")}
         self.rows = kept.pop(name)
@@ -100,7 +89,7 @@ class Plain:
             history = slice(ends[sample], ends[sample + 1])
             positives = slice(ends[batch.size + sample], ends[batch.size + sample + 1])
             times = torch.tensor(batch.inputs["time"][history]) if "time" in batch.inputs else torch.zeros(0)
-            vectors = self.encode(looked_up[history], times)[history.start - history.stop :]
+            vectors = self.encode(looked_up[history], times)
             vectors = vectors[len(vectors) - (positives.stop - positives.start) :]
             scores = vectors @ others.T
             yield items[positives], (vectors * looked_up[positives]).sum(1), scores, scores - log_counts
@@ -195,7 +184,7 @@ def hstu(w: Weights, settings: NextItemSettings, items: Tensor, times: Tensor) -
 
 def of_seed(job: Job) -> tuple[float, float]:
     """Trains both sides; prints their figures and returns their NDCG@10."""
-    start = first_values(job)
+    start = first_values(job, 0)
     ours, plain = Ours(job, start), Plain(job, start)
     first = next(batches_of(job, "train"))
     found, expected = ours.first_gradients(first), plain.first_gradients(first)

@@ -52,7 +52,7 @@ class Turn:
     wall_s: float
     samples: float
     waited_s: float
-    processor_s: float  # of all its processes
+    processor_s: float  # all its processes used this much processor time
 
     @property
     def samples_per_s(self) -> float:

@@ -24,7 +24,7 @@ CRASHES = {  # how often the point is passed by the process that is killed there
     "step computed": 14,
     "rows written": 4,
 }
-TRIED = list(CRASHES)[: count(1, len(CRASHES))]  # tests/system/test_rank_processes.py has the others' kills
+TRIED = list(CRASHES)[: count(1, len(CRASHES))]  # `make soak` tries all
 ASKED = {"rows written": 2, "step computed": 2}  # early: steps that are planned are still made
 STANDS_STILL = {"prefetcher": "rows written:4:SIGSTOP", "trainer": "step computed:14:SIGSTOP"}
 STARTED_AGAIN = "a trainer has ended; all of them are started again"
