@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             used.add("rest")
         for marker in used:
             item.add_marker(marker)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, so Python's collector need not look at its million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,8 +15,8 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
 from rowcast.runtime.thread_pool import ThreadPool, cuts
 from rowcast.trainer.device.streams import warm_up_sqrt
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, torch_ops
-from rowcast.trainer.kernels.choose import checked, choose_kernels
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, compiled_ops, torch_ops
+from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
 from rowcast.trainer.kernels.self_check import difference
 from tests.kernels.lookups import (
@@ -202,8 +202,8 @@ def test_training_with_them_has_the_bits_of_the_plain_loop(kind: str) -> None:
 class Wrong(CompiledOps):
     """Changes the last bit of look-ups, or trains at another rate."""
 
-    def __init__(self, *, in_lookup: bool) -> None:
-        super().__init__()
+    def __init__(self, num_threads: int, *, in_lookup: bool) -> None:
+        super().__init__(num_threads)
         self._in_lookup = in_lookup
 
     def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
@@ -230,9 +230,12 @@ def test_kernels_that_are_right_pass_the_check(kind: str) -> None:
 @pytest.mark.parametrize(
     ("in_lookup", "said"), [(True, "look-ups of single look-ups in"), (False, "updates by single look-ups in")]
 )
-def test_kernels_with_other_bits_are_found_and_torch_serves(in_lookup: bool, said: str) -> None:
+def test_kernels_with_other_bits_are_found_and_torch_serves(
+    in_lookup: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_ops, "CompiledOps", partial(Wrong, in_lookup=in_lookup))
     with capture_logs() as logs:
-        assert checked(Wrong(in_lookup=in_lookup), make_job(TABLES, "adagrad", MODEL)) is torch_ops
+        assert choose_kernels(torch.device("cpu"), make_job(TABLES, "adagrad", MODEL)) is torch_ops
     (warning,) = logs
     assert warning["log_level"] == "warning"
     assert warning["differ"].startswith(said)

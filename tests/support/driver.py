@@ -5,15 +5,18 @@ test asks for it, the late store and the seeded streams, which are production co
 """
 
 import random
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch._dynamo  # torch.optim needs it, and tests/conftest.py freezes what is imported by then
 from torch import Tensor
 
 import rowcast.prefetcher.pipeline.engine
@@ -377,7 +380,7 @@ class InProcessRun:
         if self.writer is not None:
             stages.append(self.writer)
         self.advances = [stage.advance for stage in stages]
-        self._weights = [self.chance.choice((0.05, 0.3, 1.0)) for _ in stages]
+        self._until = list(accumulate(self.chance.choice((0.05, 0.3, 1.0)) for _ in stages))
 
     def make_streams(self, settings: Settings) -> Streams:
         return SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
@@ -403,7 +406,7 @@ class InProcessRun:
     def advance_until(self, condition: Callable[[], bool]) -> None:
         quiet = 0
         while not condition():
-            progress = self.chance.choices(self.advances, self._weights)[0]()
+            progress = self.advances[bisect(self._until, self.chance.random() * self._until[-1])]()
             quiet = 0 if progress else quiet + 1
             sent, done = self.prefetcher.fetcher.sent_through, self.prefetcher.fetcher.done_through
             if sent is not None:

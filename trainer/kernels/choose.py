@@ -2,13 +2,15 @@
 
 import subprocess
 import time
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from rowcast.job.models import DLRMSettings
+from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.trainer.device.streams import on_device
@@ -42,19 +44,22 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
 def compiled_kernels(job: Job | None) -> Kernels:
     from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, needed only for a CPU
 
-    chosen = CompiledOps(torch.get_num_threads())
-    return chosen if job is None else checked(chosen, job)
-
-
-def checked(kernels: Kernels, job: Job) -> Kernels:
-    found = difference(kernels, group_specs(job), job.optimizer.sparse)
+    compiled = CompiledOps(torch.get_num_threads())
+    found = None if job is None else differing(CompiledOps, group_specs(job), job.optimizer.sparse)
     if found is None:
-        return kernels
+        return compiled
     get_logger().warning(
         "compiled kernels have other bits than torch here, so plain torch operations serve, which are slower",
         differ=found,
     )
     return torch_ops
+
+
+@cache  # one check per process
+def differing(
+    kernels: Callable[[int], Kernels], groups: tuple[GroupSpec, ...], settings: SparseOptimizer
+) -> str | None:
+    return difference(kernels(torch.get_num_threads()), groups, settings)
 
 
 def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
