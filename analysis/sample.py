@@ -64,8 +64,7 @@ def sample_windows(
     """Windows of `length` batches, ascending; a function of job.seed and the arguments. An epoch's last may be shorter.
 
     Endless if only reading can tell the length of an epoch, as for data.format = "package.module:factory";
-    `read_windows` ends.
-    """
+    `read_windows` ends."""
     num_samples = reader.num_samples(split)
     share = share_of(job, amount, num_samples)
     if num_samples is None or not can_share(job):  # a factory's batches have any size

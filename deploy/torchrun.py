@@ -101,8 +101,7 @@ class OneAddress(StaticTCPRendezvous):
 
     def _meet(self, store: Store) -> int:
         """Returns the number of a meeting of all hosts. A host has a new name at each call, so an ended host is
-        mistaken for its successor for at most one meeting.
-        """
+        mistaken for its successor for at most one meeting."""
         name = uuid.uuid4().hex
         store.set(f"host-{self.rank}", name)
         if self.rank == 0:
@@ -171,8 +170,7 @@ def pass_on(others: set[int], told: set[int]) -> None:
     """Passes a stop on to trainers that have not got it yet. A terminal's Ctrl-C does not reach their separate
     sessions.
 
-    `others`: children that a shell made before it became this program: `> >(tee log)`.
-    """
+    `others`: children that a shell made before it became this program: `> >(tee log)`."""
     if OneAddress.signals.stop_reason is not None:
         trainers = children() - others
         send(PASSED_ON, trainers - told)
@@ -189,8 +187,7 @@ def keep_passing_on(others: set[int]) -> None:
 def handle_stops() -> None:
     """Passes a stop on to running trainers and to those about to start.
 
-    Signals stay held in this thread, and so in trainers until they handle them.
-    """
+    Signals stay held in this thread, and so in trainers until they handle them."""
     others = children()
     AT_SUDDEN_EXIT.append(lambda: send(signal.SIGTERM, children() - others))
     OneAddress.signals.start()

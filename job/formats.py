@@ -85,8 +85,7 @@ class Synthetic(Section, frozen=True, kw_only=True):
 class Negatives(Section, frozen=True, kw_only=True):
     """A feature that is in no file: its ids are drawn, as a function of job.seed, split, epoch and batch.
 
-    The model gets the arrays `<feature>.id` and `<feature>.log_q`.
-    """
+    The model gets the arrays `<feature>.id` and `<feature>.log_q`."""
 
     feature: str  # a feature of a table with `pooling = "none"`
     number: Count  # ids drawn for a batch, or for each look-up of `per`

@@ -18,8 +18,7 @@ def check_candidates(job: Job) -> None:
     if isinstance(model, NextItemSettings) and model.candidate_feature not in job.data.batch_features:
         raise ValueError(
             f"{model.kind} ranks positives among the look-ups of a batch, and {model.candidate_feature} has those of "
-            "samples; draw it with [[data.negatives]] without per, or set "
-            f'data.of.{model.candidate_feature} = "batch"'
+            f'samples; draw it with [[data.negatives]] without per, or set data.of.{model.candidate_feature} = "batch"'
         )
 
 

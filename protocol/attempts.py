@@ -43,8 +43,7 @@ class Attempts(Generic[AttemptT]):
         stop request.
 
         Returns the attempt that ended the run, or None if a stop was requested after a peer was lost. Raises the first
-        error of an attempt, and PeerLost if no new peer is expected.
-        """
+        error of an attempt, and PeerLost if no new peer is expected."""
         while True:
             attempt = begin(self.current, self._patience.transport, self._crew)
             if attempt is None:

@@ -56,15 +56,13 @@ class Conversation:
     def carry(self, outgoing: RingWriter, incoming: RingReader) -> None:
         """Makes payloads travel with their messages, for ends that share no memory; `incoming` is a mirror.
 
-        Call it before the first message with a payload is sent or received.
-        """
+        Call it before the first message with a payload is sent or received."""
         self._outgoing, self._incoming = outgoing, incoming
 
     def send(self, message: AnyMessage) -> None:
         """Never blocks. Raises LocalProtocolError if the conversation does not allow the message now.
 
-        Raises the peer's error once its Failure has arrived, so that every thread reports the same sentence.
-        """
+        Raises the peer's error once its Failure has arrived, so that every thread reports the same sentence."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -279,8 +279,7 @@ def new_registry(collector: CountersCollector) -> CollectorRegistry:
 def serve_metrics(stack: ExitStack, collector: CountersCollector, settings: ServerSettings) -> str:
     """Serves the process's metrics and health until `stack` is closed; returns the bound "host:port".
 
-    Raises ConfigError if the address cannot be bound.
-    """
+    Raises ConfigError if the address cannot be bound."""
     server = TelemetryServer(collector.process, settings, new_registry(collector), collector.health)
     stack.enter_context(server)
     get_logger().info("serving metrics", address=server.address)

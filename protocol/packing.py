@@ -173,8 +173,7 @@ def cut(
 ) -> list[Piece]:
     """Cuts a block and each group's rows into at least one piece, each of at most `max_payload` bytes.
 
-    The rows of a piece take at most `staging_bytes`, if that is given.
-    """
+    The rows of a piece take at most `staging_bytes`, if that is given."""
     pieces: list[Piece] = []
     arrays: ArraySpan | None = None
     rows: list[RowSpan] = []

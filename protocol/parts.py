@@ -79,8 +79,7 @@ def samples_of(batch_size: int, rank: Rank) -> slice:
 def ids_of_samples(batch: Batch | IdsBatch, samples: slice, whole: Collection[int]) -> IdsBatch:
     """Returns the look-ups of some samples, in the order of the batch.
 
-    `whole`: positions of the features whose look-ups are the batch's. All are in its first bag, and also here.
-    """
+    `whole`: positions of the features whose look-ups are the batch's. All are in its first bag, and also here."""
     ids, offsets, weights = batch.ids, batch.offsets, batch.weights
     size = samples.stop - samples.start
     num_features = (len(ids) if offsets is None else len(offsets) - 1) // batch.size

@@ -134,8 +134,7 @@ class Session:
     """One end of a conversation. Not thread-safe: a message gets its sequence number and its turn on the link together.
 
     The prefetcher chooses the incarnation, at least 1. A trainer's frames carry 0 until the Welcome names it. After an
-    error only a Failure may be sent.
-    """
+    error only a Failure may be sent."""
 
     def __init__(self, role: Role, incarnation: int = 0) -> None:
         if (role == PREFETCHER) != (incarnation > 0):
@@ -164,8 +163,7 @@ class Session:
     def decode(self, frame: bytes) -> AnyMessage:
         """Returns the message in a frame. Raises RemoteProtocolError if the conversation does not allow it.
 
-        Raises Mismatch if the frame greets with another protocol version. A refused frame changes nothing here.
-        """
+        Raises Mismatch if the frame greets with another protocol version. A refused frame changes nothing here."""
         try:
             envelope = codec.decode(frame)
         except RemoteProtocolError:

@@ -71,8 +71,7 @@ def ended_together(
     """Waits for all children. Returns the first failed one, or None.
 
     `replaced` returns a replacement for a failed process, or None. Then the others get time to notice, a stop signal,
-    and at last SIGKILL.
-    """
+    and at last SIGKILL."""
     first: Child | None = None
     deadlines: deque[tuple[float, int]] = deque()
     while any(child.code is None for child in children):

@@ -26,8 +26,7 @@ def exit_code_of(process: str, main: Callable[[], int | None]) -> int:
     """Runs `main` and returns the exit code of the process: what `main` returned, or 0 for None.
 
     A RowcastError becomes one line on stderr and its exit code; an interrupt becomes 130. Any other exception is our
-    bug: its traceback is logged and the code is 1. Logging works before `main` sets it up.
-    """
+    bug: its traceback is logged and the code is 1. Logging works before `main` sets it up."""
     setup_logging(process)
     allow_open_files()
     try:

@@ -38,8 +38,7 @@ def compiled_loop(function: Function) -> Function:
     """Compiles a loop that allocates no arrays, without reference counts.
 
     Counting may cost more than the loop's work per row (docs/log/planner.md). numba without the option only runs it
-    more slowly.
-    """
+    more slowly."""
     try:
         return compile_with(function, _nrt=False)
     except KeyError:  # numba: unrecognized option
@@ -50,8 +49,7 @@ def compiled_arithmetic(function: Function) -> Function:
     """Compiles a loop over floats like `compiled_loop`; a division by zero returns the processor's result, as in torch.
 
     Every product and every sum is rounded separately, in the written order: exact results allow no fusing or
-    reordering.
-    """
+    reordering."""
     try:
         # inlined: a call per row would copy each array's description, which takes as long as adding up a row
         return compile_with(function, error_model="numpy", _nrt=False, forceinline=True)
@@ -115,8 +113,7 @@ def prefetching(access: int) -> Any:
     def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
         """In a compiled loop, prefetches the cache line of array[index]; `array` is 1-D.
 
-        It is only a hint: it changes no value, and an index beyond the end is harmless.
-        """
+        It is only a hint: it changes no value, and an index beyond the end is harmless."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             element = element_pointer(context, builder, signature.args[0], *arguments)
@@ -135,8 +132,7 @@ prefetch, prefetch_to_write = prefetching(0), prefetching(1)
 def store_line(typing_context: Any, target: Any, at: Any, source: Any, first: Any) -> Any:
     """In a compiled loop, copies 8 words from source[first] to target[at] past the caches; both are u64 and 1-D.
 
-    target[at] begins a cache line. Other threads may read it after `end_stores`. Only where STORES_PAST_CACHES.
-    """
+    target[at] begins a cache line. Other threads may read it after `end_stores`. Only where STORES_PAST_CACHES."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kinds = signature.args

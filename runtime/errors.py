@@ -32,8 +32,7 @@ class StoreLost(RowcastError):
     """A server that holds rows is lost, or has lost rows. The next start continues from the newest checkpoint.
 
     It has the exit code of a lost peer: the other process loses its peer, and a supervisor that restarts lost processes
-    may restart this one. It ends this process, because its rows are gone.
-    """
+    may restart this one. It ends this process, because its rows are gone."""
 
     exit_code = 3
 
@@ -75,8 +74,7 @@ ERRORS_BY_EXIT_CODE: dict[int, type[RowcastError]] = {
 def peer_failure(code: int, sentence: str) -> RowcastError:
     """Returns the error for a peer's `Failure` message, so that both processes exit with the same code.
 
-    It cleans the sentence, which is printed and logged.
-    """
+    It cleans the sentence, which is printed and logged."""
     error = ERRORS_BY_EXIT_CODE.get(code, RowcastError)(cleaned(sentence))
     error.is_peers = True
     return error

@@ -72,8 +72,7 @@ def keep_freed_memory() -> None:
     """Makes glibc keep memory that this process frees, for its next allocations.
 
     A train step on a CPU repeatedly allocates and frees the same tensors. By default glibc returns the largest to the
-    system each time, and reallocating costs a page fault per page. Does nothing with other C libraries.
-    """
+    system each time, and reallocating costs a page fault per page. Does nothing with other C libraries."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

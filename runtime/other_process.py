@@ -40,8 +40,7 @@ class OtherProcess:
 def at_other_end(descriptor: int) -> OtherProcess | None:
     """Returns the process that connected or listened at the other end of a unix socket.
 
-    None if it is not visible from here, as between containers, or if this is not a unix socket.
-    """
+    None if it is not visible from here, as between containers, or if this is not a unix socket."""
     try:
         connection = socket.socket(fileno=descriptor)
     except OSError:  # already closed

@@ -90,8 +90,7 @@ class RunDirectory:
         """Notes `error`, to end a waiting peer. Notes nothing if the peer is lost or failed first, or after an
         interrupt.
 
-        If the note cannot be written, the peer waits until its time-out.
-        """
+        If the note cannot be written, the peer waits until its time-out."""
         is_own = isinstance(error, Exception) and not isinstance(error, PeerLost)
         if not is_own or (isinstance(error, RowcastError) and error.is_peers):
             return
@@ -122,8 +121,7 @@ class RunDirectory:
     def refuse_complete(self, epochs: int, max_steps: int | None = None) -> None:
         """Raises ConfigError if the run here is complete and `epochs` and `max_steps` add no train steps.
 
-        A run that was killed or stopped continues.
-        """
+        A run that was killed or stopped continues."""
         completion = self.completion()
         if completion is not None and not completion.leaves_more(epochs, max_steps):
             raise ConfigError(

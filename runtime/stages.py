@@ -72,8 +72,7 @@ class StageThread:
         polls: Callable[[], bool] | None = None,
     ) -> None:
         """`on_work` runs after each `advance` that did something. `polls` returns whether the stage now waits for
-        something without a bell; None: it never does.
-        """
+        something without a bell; None: it never does."""
         self._bell = bell
         self._on_error = on_error
         self._on_work = on_work

@@ -39,8 +39,7 @@ class ThreadPool:
         """Returns work(from, to) of ranges that cover the items from `first` to `end` - 1.
 
         starts: for items of different sizes, the start of each item, and the end of the last item. item_size: per unit
-        of `starts`, or per item.
-        """
+        of `starts`, or per item."""
         num_units = end - first if starts is None else int(starts[end]) - int(starts[first])
         num_shares = max(1, min(self.num_threads, num_units * item_size // self._least))
         ranges = [own for own in pairwise(cuts(first, end, num_shares, starts)) if own[0] < own[1]]

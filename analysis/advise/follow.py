@@ -36,8 +36,7 @@ def followed(keys: I64, share: float) -> I64:
 
 def part_counts(keys: I64) -> I64:
     """Counts the keys of each part, [NUM_PARTS]. The hash's low bits choose a key's part, its high bits whether it is
-    followed.
-    """
+    followed."""
     return np.bincount((hashes(keys) & np.uint64(NUM_PARTS - 1)).astype(np.int64), minlength=NUM_PARTS)
 
 
@@ -48,8 +47,7 @@ def group_shares(share: float, distinct_rows: Sequence[int]) -> tuple[float, ...
 
 def thinned(grouping: Grouping, share: float) -> Grouping:
     """Keeps the followed rows, and no look-ups. The counted bytes stay the same, so an automatic horizon grows as in a
-    run.
-    """
+    run."""
     keys = followed(grouping.keys, share)
     left_away = grouping.nbytes - keys.nbytes + (grouping.num_unique - len(keys)) * OCCURRENCE_BYTES
     weight = np.broadcast_to(np.uint16(0), (left_away // 2,))

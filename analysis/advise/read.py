@@ -243,9 +243,8 @@ class Observer:
         if self._kept_bytes > self._memory_bytes:
             raise ConfigError(
                 f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take "
-                f"{self._kept_bytes} bytes, more "
-                f"than the {int(self._memory_bytes)} that may be used; give a smaller --sample, or the run's first "
-                "steps with --max-steps"
+                f"{self._kept_bytes} bytes, more than the {int(self._memory_bytes)} that may be used; give a smaller "
+                "--sample, or the run's first steps with --max-steps"
             )
         if can_share(self._job) and (place.kind == "eval" or self._job.data.shuffle == "none"):
             self._again[batch_of_split(place)] = seen

@@ -268,8 +268,7 @@ def assumptions(assumed: Assumed) -> str:
     )
     return (
         f"Given or assumed: {step}, {link}. Measured here, half of it counted on: rows of the tables, {each} "
-        "(--gather-gbs); "
-        f"planning takes {assumed.plan_ms:.2g} ms per batch"
+        f"(--gather-gbs); planning takes {assumed.plan_ms:.2g} ms per batch"
     )
 
 
@@ -298,8 +297,7 @@ def notes(facts: Facts) -> Iterator[str]:
     if facts.assumed.plan_ms > facts.assumed.step_ms:
         yield (
             f"Planning takes {facts.assumed.plan_ms:.2g} ms per batch, more than a step of {facts.assumed.step_ms:g} "
-            "ms at any capacity; "
-            f"more prefetcher.threads may help"
+            "ms at any capacity; more prefetcher.threads may help"
         )
     if facts.choice.no_stall_bytes is None:
         yield (
@@ -323,10 +321,8 @@ def sureness(read: Read, predicted: Point) -> str:
         return f"Every row was followed through {of_what}, so their traffic was counted, not estimated"
     return (
         f"{percent_number(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed "
-        f"through {of_what}. What "
-        f"they move stands for all rows, ± {percent_number(predicted.lookahead.margin)} % of the rows fetched (three "
-        "standard errors). How many "
-        f"rows each batch touches was counted"
+        f"through {of_what}. What they move stands for all rows, ± {percent_number(predicted.lookahead.margin)} % of "
+        "the rows fetched (three standard errors). How many rows each batch touches was counted"
     )
 
 
@@ -335,9 +331,8 @@ def settling(read: Read, predicted: Point, shorter: float) -> str:
     far = read.steps // 2
     what = (
         f"{plural(read.samples, 'sample')} from the middle of an epoch were read, and the second half of these steps "
-        "counts. Half as many "
-        f"would have given {shorter:,.0f} rows fetched per step instead of {now:,.0f}. Savings from rows that return "
-        f"after more than {plural(far, 'step')} cannot be measured"
+        f"counts. Half as many would have given {shorter:,.0f} rows fetched per step instead of {now:,.0f}. Savings "
+        f"from rows that return after more than {plural(far, 'step')} cannot be measured"
     )
     if now and abs(shorter / now - 1) < SETTLED:
         return what

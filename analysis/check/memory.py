@@ -92,8 +92,7 @@ def check_row_numbers(job: Job, seen: Seen) -> Iterator[Finding]:
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
     """A checkpoint holds every trained row with its key, and the model state. In a run that makes many checkpoints,
-    deltas may grow as large as their base, and a merge writes the next base before it removes both.
-    """
+    deltas may grow as large as their base, and a merge writes the next base before it removes both."""
     place, free_bytes = room_at(job.run_dir)
     rows = sum(trained_rows(group, seen) * (group.record_bytes + KEY_BYTES) for group in seen.groups)
     copies, kept = (3, job.checkpoint.keep) if job.checkpoint.every else (1, 1)
@@ -129,8 +128,7 @@ def room_at(folder: Path) -> tuple[Path, int]:
 
 def ahead_bytes(job: Job, seen: Seen) -> int:
     """Batches between the data and the plans: the horizon's, and those decoded ahead of it. Their look-ups by row take
-    about as much again.
-    """
+    about as much again."""
     batch = 2 * seen.largest_batch_bytes
     horizon = job.lookahead.horizon
     known = parse_bytes(job.lookahead.id_bytes) if horizon == "auto" else max(horizon, job.lookahead.depth) * batch

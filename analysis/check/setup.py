@@ -40,8 +40,7 @@ TRIED = {
 
 def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.distribution) -> Iterator[Finding]:
     """Compares Python and packages with the lower bounds of the installed rowcast, and reports untested versions.
-    `installed` is for tests.
-    """
+    `installed` is for tests."""
     try:
         rowcast = installed(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -143,8 +142,7 @@ def holder_of(lock: Path) -> str | None:
 
 def check_model(job: Job) -> Iterator[Finding]:
     """Whether the trainer can find model.kind = "package.module:factory" by name. It is not imported, because it
-    imports torch.
-    """
+    imports torch."""
     subject, kind = "model", job.model.kind
     if kind in BUILT_IN_MODELS:
         yield ok(subject, kind)

@@ -57,8 +57,7 @@ def estimate_jobs(
 ) -> list[Estimate]:
     """One estimate for each combination of the values in `vary` ("key=value"; values of one key are alternatives) and
     each rates file. `load` reads the job file with such settings. `plot`: a picture of the only one. Raises ConfigError
-    and DataError.
-    """
+    and DataError."""
     if plot is not None:
         check_plot(plot)
     devices = [read_rates(path) for path in rates]

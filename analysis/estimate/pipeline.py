@@ -79,8 +79,7 @@ class Durations(Protocol):
 def room(sizes: Sequence[int], nbytes: int) -> list[int | None]:
     """The last piece that must have left a staging of `nbytes` before each piece has a place; None if none must.
 
-    A piece is contiguous: one that does not fit before the end starts at the beginning.
-    """
+    A piece is contiguous: one that does not fit before the end starts at the beginning."""
     found: list[int | None] = []
     begins: list[int] = []
     end, left = 0, 0

@@ -15,8 +15,7 @@ PATH = {"color": "black", "linewidth": 1.4, "zorder": 6}
 
 def plot_tasks(threads: Sequence[Thread], steps: Sequence[Task], path: Path) -> None:
     """`steps`: the tasks that end the steps to draw, and the one before them. Raises ConfigError if the picture cannot
-    be written.
-    """
+    be written."""
     from matplotlib.figure import Figure
 
     window: Window = (ns(steps[0].ended_s), ns(steps[-1].ended_s))

@@ -96,8 +96,7 @@ def step_seconds(
 ) -> StepSeconds:
     """Computes how long each task of a step takes. `num_dense`: dense features per sample.
 
-    Raises ConfigError if the rates do not hold for the job.
-    """
+    Raises ConfigError if the rates do not hold for the job."""
     tasks: dict[Task, float] = dict.fromkeys(TASKS, 0.0)
     outside = set()
     if rates.model is not None and is_measured(rates, job):

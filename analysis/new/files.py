@@ -50,8 +50,7 @@ class DataSet:
 
 def look_at(path: str, progress: AnalysisProgress) -> DataSet:
     """Reads every row of the files. Raises ConfigError for a path of neither kind, DataError for files that a run would
-    refuse.
-    """
+    refuse."""
     names = {kind: FORMATS[kind].file_names for kind in ("csv", "parquet")}
     files = {kind: found(path, pattern) for kind, pattern in names.items()}
     if not any(files.values()):

@@ -165,8 +165,7 @@ def is_clock(column: ColumnFacts) -> bool:
 
 def is_ids(column: ColumnFacts) -> bool:
     """Text, lists, integers named like ids, beyond 2^53 or with zeros before them, and integers that fill their range,
-    as numbered things do; 0 and 1 are a number.
-    """
+    as numbered things do; 0 and 1 are a number."""
     if column.kind == "text" or column.is_list:
         return True
     if column.kind not in ("integer", "number") or column.words or is_flag(column):

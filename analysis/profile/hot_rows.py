@@ -70,8 +70,7 @@ class Popularity:
 
     def add(self, batch: Batch) -> list[Grouping]:
         """Returns each group's distinct rows. Raises ConfigError if the sample touches more rows than memory can
-        count.
-        """
+        count."""
         groupings = [counts.add(batch) for counts in self.counts]
         self.num_batches += 1
         self.num_samples += batch.size

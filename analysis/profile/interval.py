@@ -74,8 +74,7 @@ def student_t(confidence: float, freedom: int) -> float:
     """The t for which |T| < t has this probability.
 
     With T = sqrt(freedom) * tan(angle), the angle's density is cos(angle)^(freedom - 1), which is summed until the
-    probability is reached. Steps are small near 0, where all of it is when there are many degrees of freedom.
-    """
+    probability is reached. Steps are small near 0, where all of it is when there are many degrees of freedom."""
     angles = np.pi / 2 * np.linspace(0, 1, 20001) ** 2
     density = np.cos(angles) ** (freedom - 1)
     cumulative = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])

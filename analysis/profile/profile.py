@@ -127,8 +127,7 @@ def refuse_small(num_picked: int, num_judged: int) -> None:
     if num_picked < 1 or num_judged < 2:
         raise ConfigError(
             f"--sample: {num_picked} batches to pick hot rows and {num_judged} to judge them are too few for an "
-            "interval; "
-            "give a larger --sample, or smaller batches with --set data.batch_size=N"
+            "interval; give a larger --sample, or smaller batches with --set data.batch_size=N"
         )
 
 
@@ -149,8 +148,7 @@ def parse_budget(text: str, groups: tuple[GroupSpec, ...]) -> Budget:
 
 def default_budget(groups: tuple[GroupSpec, ...], slots: tuple[int, ...], largest_batch_rows: list[int]) -> Budget:
     """Half of the cache: the other half is for rows that change from batch to batch. A pinned row never leaves its
-    slot, so every group keeps room for a batch without hot rows that is slightly larger than the largest one seen.
-    """
+    slot, so every group keeps room for a batch without hot rows that is slightly larger than the largest one seen."""
     room = tuple(max(0, n - with_margin(largest)) for n, largest in zip(slots, largest_batch_rows, strict=True))
     cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True))
     return Budget(text=HALF, nbytes=cache_bytes // 2, room=room)
@@ -187,8 +185,7 @@ def too_large(hot: HotSet, groups: tuple[GroupFacts, ...]) -> str | None:
             )
             return (
                 f"{len(keys)} hot rows and the {group.largest_batch_rows} rows of the largest batch seen do not fit in "
-                f"the {group.slots} "
-                f"slots of group {group.group}: to pin them set {enough}"
+                f"the {group.slots} slots of group {group.group}: to pin them set {enough}"
             )
     return None
 

@@ -129,8 +129,7 @@ def half_the_cache(profile: Profile) -> str:
     )
     return (
         f"{HALF}: the other half is for rows that change from batch to batch. The largest batch seen and a tenth more "
-        "must fit next to the hot "
-        f"rows ({groups})."
+        f"must fit next to the hot rows ({groups})."
     )
 
 

@@ -49,8 +49,7 @@ class Setting:
     have it.
 
     horizon: batches known beyond the one planned, at least the depth; None if the policy looks at no future, or at all
-    of it.
-    """
+    of it."""
 
     policy: str
     horizon: Horizon | None
@@ -134,8 +133,7 @@ def without_tier(job: Job) -> Job:
 
 def settings(job: Job, grid: Grid) -> list[Setting]:
     """At the job's capacity and batches. Horizons below the depth are raised to it, as in a run; duplicates are
-    removed.
-    """
+    removed."""
     found: dict[tuple[str, Horizon | None], Setting] = {}
     tierless = without_tier(job)
     for policy, horizon in product(grid.policies or [job.cache.policy], grid.horizons or [job.lookahead.horizon]):

@@ -26,8 +26,7 @@ from rowcast.runtime.arrays import I32
 
 class ResidentRows:
     """One group's cache: its resident rows and which of them were trained since their fill. Counts into one column of
-    `Moves`.
-    """
+    `Moves`."""
 
     def __init__(self, numbered: NumberedRows, num_slots: int, moves: Moves, group: int) -> None:
         self.numbered = numbered

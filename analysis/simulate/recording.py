@@ -93,8 +93,7 @@ def record_step(groupers: tuple[Grouper, ...], scheduled: ScheduledBatch) -> Rec
 
 def hollow(grouping: Grouping) -> Grouping:
     """Keeps the distinct rows, and of every look-up array only its size, which an "auto" horizon needs. The planner
-    needs no more to move rows.
-    """
+    needs no more to move rows."""
     return replace(
         grouping,
         order=no_larger_than_one(grouping.order),

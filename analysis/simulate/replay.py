@@ -48,8 +48,7 @@ def planned_beside(
     batches: Iterable[ScheduledBatch], planner: RowPlanner, watcher: PlanWatcher
 ) -> Iterator[ScheduledBatch]:
     """Yields `batches` unchanged and plans them as they pass. A batch that does not fit ends the planning, not the
-    batches.
-    """
+    batches."""
     flushed: list[Counts] = []
     fits = True
     for scheduled in batches:
@@ -67,8 +66,7 @@ def planned_beside(
 
 def plan_ready(planner: RowPlanner, watcher: PlanWatcher, flushed: list[Counts]) -> bool:
     """Adds the checkpoints' barriers to `flushed`. Returns False if a batch does not fit; the simulation of the setting
-    reports it.
-    """
+    reports it."""
     while planner.ready():
         if planner.checkpoint_due:
             flushed.append(counts(planner.barrier("checkpoint", finished=False)))
@@ -98,8 +96,7 @@ class Comparing:
     """A `PlanWatcher` over a trace's batches: plans made with the trace's settings must equal those of the trace.
 
     If the trace's run was stopped, or only its beginning is read, its last plans were made with more batches known than
-    are available here: they are not compared.
-    """
+    are available here: they are not compared."""
 
     def __init__(self, replay: "Replay") -> None:
         self.num_compared = 0
@@ -114,9 +111,8 @@ class Comparing:
         if ours != theirs:
             raise DataError(
                 f"step {plan.step} of the trace was planned differently when it was saved: {sum(theirs.rows_fetched)} "
-                "rows fetched and "
-                f"checksum {theirs.checksum}, here {sum(ours.rows_fetched)} and {ours.checksum}; use the version that "
-                "saved it"
+                f"rows fetched and checksum {theirs.checksum}, here {sum(ours.rows_fetched)} and {ours.checksum}; use "
+                "the version that saved it"
             )
         self.num_compared += 1
 
@@ -147,8 +143,7 @@ class Watchers:
 
 class Replay:
     """The batches of a trace, up to `max_steps` train steps. If the trace has an evaluation after the last of them, it
-    is included.
-    """
+    is included."""
 
     def __init__(self, reader: TraceReader, max_steps: int | None) -> None:
         self.reader = reader

@@ -59,8 +59,7 @@ def simulate(
     given order.
 
     `open_batches` returns the batches of a run of a job, from its first step. A setting that cannot run becomes a
-    result that says why. Raises ConfigError for values that no job can have, and what reading the data raises.
-    """
+    result that says why. Raises ConfigError for values that no job can have, and what reading the data raises."""
     results: list[Simulation] = []
     for own in batches_jobs(job, grid):
         results += Simulator(own, grid, watch, progress or Silent(), per_step).run(open_batches(own))

@@ -20,8 +20,7 @@ from rowcast.runtime.telemetry.timeline import timeline_path
 def read_pairs(run_dir: Path) -> list[Recordings]:
     """By rank, on the clock of the first prefetcher. Raises as `read_run` does.
 
-    Only those that ran at the time of the newest: an earlier run of the folder may have had more ranks, or one.
-    """
+    Only those that ran at the time of the newest: an earlier run of the folder may have had more ranks, or one."""
     folders = [run_dir, *sorted(run_dir.glob("rank-*"))]
     recorded = [folder for folder in folders if timeline_path(folder, "prefetcher").exists()]
     pairs = [read_run(folder) for folder in recorded or [run_dir]]

@@ -66,8 +66,7 @@ def read_run(run_dir: Path) -> Recordings:
     if not numbers(prefetcher) & numbers(trainer):
         raise ConfigError(
             f"{timeline_path(run_dir, 'prefetcher').name} and {timeline_path(run_dir, 'trainer').name} in {run_dir} "
-            "are from two runs that "
-            f"never met; start both commands with --timeline"
+            "are from two runs that never met; start both commands with --timeline"
         )
     one_clock = prefetcher.header.boot_id == trainer.header.boot_id
     return Recordings(

@@ -78,8 +78,7 @@ def gather_shards(
 ) -> Generator[bool, None, list[ShardFile]]:
     """Waits for the shard files of all other ranks, and removes them. `is_over`: the checkpoint is no longer needed.
 
-    Raises DataError if one is unreadable or does not agree with `own`, and Abandoned if they do not arrive.
-    """
+    Raises DataError if one is unreadable or does not agree with `own`, and Abandoned if they do not arrive."""
     shards, progress = [own], OthersProgress(folder)
     for number in range(1, own.count):
         path = folder / shard_name(number)

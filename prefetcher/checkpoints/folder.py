@@ -216,8 +216,7 @@ class Checkpoints:
     def newest_valid(self, log: FolderLog) -> Manifest | None:
         """Returns the newest undamaged checkpoint, or None if there is none at all. Warns of damaged ones.
 
-        Raises DataError if all are damaged: a restart from step 0 is the user's decision.
-        """
+        Raises DataError if all are damaged: a restart from step 0 is the user's decision."""
         names, whole, damages = self.candidates(), set[CheckpointFile](), list[str]()
         for name in names:
             try:

@@ -66,8 +66,7 @@ class PaceMeter:
         """Returns the train steps that take `seconds`; None while unknown.
 
         `done`: steps done in this attempt; `planned`: train steps of the run that are planned. No step planned so far
-        is a multiple of the result, so a restart plans them the same way.
-        """
+        is a multiple of the result, so a restart plans them the same way."""
         if done < SKIPPED_STEPS:
             return None
         now = self._clock()

@@ -118,8 +118,7 @@ class CheckpointWriter:
 
         `rows`: rows of the shard that changed since the newest checkpoint, groups in order, keys ascending within a
         group. `advance` reads them as it writes; the writer owns their arrays. With several shards, the checksum is of
-        the model state of the shard's trainer.
-        """
+        the model state of the shard's trainer."""
         self._put(Complete(dense_checksum=dense_checksum, rows=rows))
         self._complete = True
 

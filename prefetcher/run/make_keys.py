@@ -50,8 +50,7 @@ def keys(
 def make_keys(folder: Path, clients: list[str]) -> list[str]:
     """Makes the server's pair unless it exists, and one pair per client. Returns what was made.
 
-    Raises ConfigError before writing anything if a client already has a pair or a name cannot be a file's.
-    """
+    Raises ConfigError before writing anything if a client already has a pair or a name cannot be a file's."""
     for name in clients:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
             raise ConfigError(f"--client {name!r} must be up to 64 letters, digits, '.', '_' and '-'")

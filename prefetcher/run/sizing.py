@@ -157,8 +157,7 @@ def automatic_ring_bytes(typical: Typical, depth: int, pairs: int) -> int:
         of_pairs = "" if pairs == 1 else f" of each of {pairs} pairs"
         raise ConfigError(
             f"/dev/shm has {free // 4 * 4} bytes free, and two rings{of_pairs} need at least "
-            f"{8 * MIN_RING_BYTES * pairs}; "
-            "enlarge it or free space in it"
+            f"{8 * MIN_RING_BYTES * pairs}; enlarge it or free space in it"
         )
     return min(aligned(needed, 4096), allowed // 4096 * 4096)
 
@@ -188,8 +187,7 @@ def job_levels(
     """The slots of each level that the planner plans in a run of the job: `slots` on the device of `rank`, and the rows
     in memory of a store with a memory tier.
 
-    `measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError if store.memory is too small.
-    """
+    `measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError if store.memory is too small."""
     store = job.store
     if not isinstance(store, StoreWithTier):
         return (slots,)

@@ -45,8 +45,7 @@ def settle_run(
     """Finishes what a killed run has left, and begins a new one if the options ask for it.
 
     `directory`: the run directory, held by this process. `shard`: the first one. Raises ConfigError if the run is
-    complete, DataError if every checkpoint is damaged.
-    """
+    complete, DataError if every checkpoint is damaged."""
     newest = newest_of_run(job, options, checkpoints, directory, shard)
     remove_left_tables(job)
     point = StartingPoint(newest=newest, run_id=new_run_id() if newest is None else newest.run_id)
@@ -90,8 +89,7 @@ def look(
 ) -> StartingPoint | None:
     """Returns what one of several ranks finds; `known`: the newest checkpoint that it has seen. None if `given_up`.
 
-    Raises PeerLost if no run has begun within transport.connect_timeout.
-    """
+    Raises PeerLost if no run has begun within transport.connect_timeout."""
     log = get_logger()
     carry_out(checkpoints.withdraw(shard))
     deadline_s = time.monotonic() + parse_seconds(job.transport.connect_timeout)

@@ -156,8 +156,7 @@ def place(cells: U64, own: int, hashed: np.uint64, number: np.uint64, layout: La
 def move(cells: U64, sizes: I64, layout: Layout, spare: U64) -> None:
     """Moves the rows left of the frontier to their buckets in the present size, through `spare`.
 
-    The frontier stays right of a bucket that is not full, so no row's search crosses it.
-    """
+    The frontier stays right of a bucket that is not full, so no row's search crosses it."""
     end = sizes[FRONTIER] if sizes[FRONTIER] < sizes[BEFORE] else sizes[BEFORE] + REACH
     start, moved = max(0, sizes[FRONTIER] - MOVED_AT_ONCE), 0
     while start > 0 and is_full(cells, start - 1):

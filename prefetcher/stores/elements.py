@@ -22,8 +22,7 @@ def elements_of(records: Records, part: RecordPart) -> Elements:
 def rounded(values: F32, dtype: RowType) -> Elements:
     """Rounds to the nearest value of `dtype`, ties to even, with the bits of torch's `.to` (except which NaN).
 
-    Values beyond the largest become infinite.
-    """
+    Values beyond the largest become infinite."""
     match dtype:
         case "fp32":
             return values

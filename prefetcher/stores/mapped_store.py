@@ -67,8 +67,7 @@ class MappedStore(TableStore):
         is closed at a checkpoint.
 
         `checkpoint` must identify content, not only a step; else an earlier run's rows of the same name would match.
-        Raises ConfigError if another process has the file or the disk has too little space for all of it.
-        """
+        Raises ConfigError if another process has the file or the disk has too little space for all of it."""
         path, (_, nbytes), layout = table_path(folder, group.name), file_layout(group), layout_digest(group, seed)
         file = TableFile.open(path)
         try:

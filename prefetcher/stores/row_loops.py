@@ -101,8 +101,7 @@ def set_bits(bits: Words, rows: Positions) -> None:
 @compiled_loop
 def find_rows(rows: Positions, bits: Words, without: Words, out: Positions) -> int:
     """Fills `out` with the positions, in `rows`, of the rows whose bit is set in `bits` and not in `without`. Returns
-    how many.
-    """
+    how many."""
     found = 0
     for i in range(len(rows)):
         word, bit = rows[i] >> 6, np.uint64(1) << np.uint64(rows[i] & 63)
@@ -140,8 +139,7 @@ def count_bits(bits: Words) -> int:
 @compiled_loop
 def find_bits(bits: Words, start: int, end: int, out: Positions) -> tuple[int, int]:
     """Fills `out` with the rows of [start, end) whose bit is set, ascending, until it is full. Returns how many there
-    are, and where to continue.
-    """
+    are, and where to continue."""
     found, row = 0, start
     while row < end and found < len(out):
         left = bits[row >> 6] >> np.uint64(row & 63)

@@ -73,8 +73,7 @@ class RowStore(ABC):
 
     The fetcher's and the checkpoint's threads call `read`, the write-back's calls `read` and `write`. These calls
     overlap, but a `write` never overlaps any call for the same key. A store's module defines open_store(job, group,
-    incarnation, checkpoint), see `job/stores.py`.
-    """
+    incarnation, checkpoint), see `job/stores.py`."""
 
     numbers: RowNumbers | None = None  # of its rows, if it numbers them; TrackedStore uses the same numbers
     works_ahead = False  # whether `stage` and `advance` do work; if no store's do, there is no staging thread
@@ -83,8 +82,7 @@ class RowStore(ABC):
     @abstractmethod
     def read(self, keys: Keys, out: Records) -> ReadTicket:
         """Copies records to `out`, a view that stays valid until the ticket is done. May skip rows that were never
-        written: the ticket names them.
-        """
+        written: the ticket names them."""
 
     @abstractmethod
     def write(self, keys: Keys, rows: Records) -> Ticket:
@@ -104,23 +102,20 @@ class RowStore(ABC):
     def stage(self, step: int, plan: GroupPlan) -> None:  # noqa: B027 - most stores need no hint
         """Announces the plan of a step. `read` will get its `fetch_keys` once the rows of earlier steps are home, and
         `write` the dirty ones of its `evict_keys`. The planning thread calls it, in step order; it does not block. It
-        is a hint: `read` and `write` are correct without it.
-        """
+        is a hint: `read` and `write` are correct without it."""
 
     def advance(self, home_through: int | None) -> bool:
         """Does background work on the staging thread, if a store of the job `works_ahead`. May block on a disk. Returns
         whether it did anything.
 
         `home_through`: all rows of the steps up to this one are written; None: of no step yet. `read` and `write` are
-        correct without it, also when no thread calls it: before the first plan and after the last one.
-        """
+        correct without it, also when no thread calls it: before the first plan and after the last one."""
         return False
 
     @abstractmethod
     def close(self, checkpoint: str | None = None) -> None:
         """Frees what the store holds; idempotent. `checkpoint`: identity of the rows' checkpoint, for a store that
-        outlives its process; None: the rows are worthless.
-        """
+        outlives its process; None: the rows are worthless."""
 
     def counts(self) -> StoreCounts | None:
         """Returns the counters of a store with tiers. Any thread may call it; it takes no lock that is held during

@@ -62,8 +62,7 @@ class TableFile:
         fills up later kills the process.
 
         Raises ConfigError if there is too little space, before changing anything. Removes a file that it could not
-        make.
-        """
+        make."""
         self._check_space(nbytes)
         try:
             self.write_header(header)

@@ -44,8 +44,7 @@ def reserved(num_words: int, *, huge_pages: bool = False) -> U64:
     """Returns u64 [num_words] of zeros that take memory page by page as they are written. Raises MemoryError.
 
     They may exceed the machine's memory. `huge_pages`: use them if the system grants them. Only for words that are
-    written from one end: elsewhere the first write of a row would clear 2 MiB.
-    """
+    written from one end: elsewhere the first write of a row would clear 2 MiB."""
     try:
         memory = mmap.mmap(-1, max(1, num_words) * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except (OSError, OverflowError, ValueError):

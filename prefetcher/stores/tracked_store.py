@@ -43,8 +43,7 @@ class TrackedStore:
 
     Three threads call at the same time: the fetcher's `read`, the write-back's `has_room` and `write`, the checkpoint's
     `thaw` and the blocks that `freeze` returned. `read` and `write` never run for the same key at once. All other
-    methods need no open ticket and nothing frozen: at a barrier, before the first plan or after the last one.
-    """
+    methods need no open ticket and nothing frozen: at a barrier, before the first plan or after the last one."""
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
         self.store, self._group, self._seed = store, group, seed
@@ -128,8 +127,7 @@ class TrackedStore:
 
 def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> RowStore:
     """Opens the job's store. `checkpoint`: identity of the checkpoint that the run continues from; if the store is not
-    `restored`, the caller must write its rows. Raises ConfigError.
-    """
+    `restored`, the caller must write its rows. Raises ConfigError."""
     module = import_module(STORES[job.store.kind].module)
     store: RowStore = module.open_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
     return store

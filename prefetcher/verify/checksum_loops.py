@@ -17,8 +17,7 @@ def find_sampled(keys: I64, threshold: int, out: I64) -> int:
     """Sets out[:n] to the positions of the sampled keys, n of them. `threshold` from 0 (none) to SAMPLE_RANGE (all).
 
     Samples by a hash of only the key, with SplitMix64's constants. It differs from the ledger's hash, so that samples
-    spread over its cells.
-    """
+    spread over its cells."""
     found = 0
     for i in range(len(keys)):
         mixed = (np.uint64(keys[i]) + GOLDEN) * FACTOR_1

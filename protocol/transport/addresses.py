@@ -20,8 +20,7 @@ BACKLOG = 64
 class BindAddress(Protocol):
     """The serving side. Call `open`, then `bind`, `answer` when one of `sockets` is ready, and `close` after they are.
 
-    The caller of `bind` polls and closes `sockets`.
-    """
+    The caller of `bind` polls and closes `sockets`."""
 
     has_payloads: bool  # True if the two ends share no memory
 

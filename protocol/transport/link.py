@@ -24,8 +24,7 @@ class Link(Protocol):
         """Queues one frame. Never blocks: the conversation's credits bound what can be outstanding.
 
         The bytes of `payload` must not change until the peer has released them (`Released`): they are not copied at
-        once.
-        """
+        once."""
 
     def receive(self) -> tuple[bytes, Payload] | None:
         """Returns the next frame with its payload, or None if none has arrived."""

@@ -116,8 +116,7 @@ def piece_bytes(nbytes: int) -> int:
 class RingWriter:
     """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 stay unused.
 
-    With `always_checksum` every piece carries a checksum, even if `commit` does not ask for one.
-    """
+    With `always_checksum` every piece carries a checksum, even if `commit` does not ask for one."""
 
     def __init__(self, buffer: Bytes, *, always_checksum: bool = False) -> None:
         self._layout = RingLayout(buffer)
@@ -173,8 +172,7 @@ class RingWriter:
         """Seals the oldest uncommitted piece and returns the reference for the message that announces it.
 
         Its payload must not change afterwards. The reader will expect `stamp` (int64), which the message implies.
-        Raises LocalProtocolError for any other piece.
-        """
+        Raises LocalProtocolError for any other piece."""
         digest = xxhash.xxh3_64_intdigest(piece.payload.data) if checksum or self._always_checksum else None
         ref = RingRef(position=piece.position, nbytes=len(piece.payload), end=piece.end, checksum=digest)
         with self._lock:
@@ -234,8 +232,7 @@ class RingReader:
         """Copies a piece's `ref.nbytes` bytes into the mirror. Call once per piece, in order, before its `view`.
 
         Raises RemoteProtocolError before copying if `view` would raise or the piece has no checksum, so it never
-        overwrites a different piece.
-        """
+        overwrites a different piece."""
         assert self.is_mirror, "a ring that both ends share needs no deposit"
         nbytes = sum(len(part) for part in parts)
         assert nbytes == ref.nbytes, f"{nbytes} bytes are deposited as a piece of {ref.nbytes}"
@@ -253,8 +250,7 @@ class RingReader:
     def view(self, ref: RingRef, stamp: int) -> Bytes:
         """Returns the piece's payload in the ring, u8 [nbytes], valid until `done(ref)`. Call once per piece, in order.
 
-        Raises RemoteProtocolError if `ref` does not follow the previous piece, or its bytes are not as announced.
-        """
+        Raises RemoteProtocolError if `ref` does not follow the previous piece, or its bytes are not as announced."""
         with self._lock:
             if self.is_mirror:
                 self._open_deposited(ref, stamp)
@@ -275,8 +271,7 @@ class RingReader:
         """Marks a piece as read; pieces may finish in any order. Returns the position for `Released`, or None.
 
         Checks the guards again: raises RemoteProtocolError if the writer reused the bytes too early and tore what was
-        read.
-        """
+        read."""
         with self._lock:
             piece = next((piece for piece in self._open if piece.ref.position == ref.position), None)
             if piece is None or piece.done or piece.stamp is None:

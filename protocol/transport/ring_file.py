@@ -56,8 +56,7 @@ class RingFile:
     """A file of `nbytes` mapped into this process. The peer attaches `path`; `buffer` is page-aligned u8 [nbytes].
 
     The owner holds an flock while it lives, and unlinks the file once both sides have mapped it: after that, even a
-    SIGKILL leaves no file. The mapping outlives `close` while there is a view of `buffer`.
-    """
+    SIGKILL leaves no file. The mapping outlives `close` while there is a view of `buffer`."""
 
     def __init__(self, path: str, descriptor: int, nbytes: int, owner: bool) -> None:
         self.path = path

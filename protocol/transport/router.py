@@ -36,8 +36,7 @@ class Router:
     """The prefetcher's end. The first caller that greets becomes its trainer; it refuses all other callers.
 
     A connection identifies a caller, and ZMQ reconnects by itself: frames of an earlier incarnation, from a trainer
-    that was stopped meanwhile, look like a stranger's. Hence the greeting.
-    """
+    that was stopped meanwhile, look like a stranger's. Hence the greeting."""
 
     def __init__(self, address: BindAddress, refusals: Refusals, limit_bytes: int) -> None:
         """`limit_bytes`: how many bytes of a peer may be sent and not yet received."""

@@ -79,8 +79,7 @@ class ZmqLink:
         """Makes the serving end. `directory`: for the unix socket; by default this user's.
 
         The link's thread calls `on_receive` when frames have arrived or the peer is gone; it must not wait or close
-        the link.
-        """
+        the link."""
         refusals = Refusals()
         if transport is None or not transport.is_tcp:
             return cls(Router(BindFile(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
@@ -142,8 +141,7 @@ class ZmqLink:
     def send(self, frame: bytes, payload: memoryview | None = None) -> None:
         """Queues a frame and its payload, without a copy. If the peer is gone, both are discarded.
 
-        Raises the thread's error, or LocalProtocolError after `close`.
-        """
+        Raises the thread's error, or LocalProtocolError after `close`."""
         self._raise_error()
         if self._closing or self._wake is None:
             raise LocalProtocolError("a frame is sent on a link that is not open")

@@ -49,8 +49,7 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None, r
 
     `rank`: added to events if there are several processes of one name; None: it is the only one.
     `json`: True for JSON lines, False for key=value lines, None for coloured columns on a terminal and key=value lines
-    elsewhere. May be called again. Raises ConfigError for an unknown level.
-    """
+    elsewhere. May be called again. Raises ConfigError for an unknown level."""
     if level not in LEVELS:
         raise ConfigError(f"log level {level!r} is not one of {', '.join(LEVELS)}")
     structlog.configure(

@@ -278,8 +278,7 @@ METRICS = (
 def families(process: Process, samples: Iterable[Sample], rank: int = 0) -> Iterator[Family]:
     """Yields a family per metric of the process, in the table's order, even without samples.
 
-    Raises KeyError for a name that is not in the table.
-    """
+    Raises KeyError for a name that is not in the table."""
     by_name = {metric.name: metric.family() for metric in METRICS if process in metric.processes}
     for name, labels, value in samples:
         by_name[name].add_metric((str(rank), *labels), value)

@@ -80,8 +80,7 @@ def timeline_path(run_dir: Path, process: Process) -> Path:
 class Timeline:
     """Records one process. Use it as a context manager; any thread may call its other methods, and no method waits.
 
-    After `max_records` it stops recording and logs this once, so that the file has no gaps.
-    """
+    After `max_records` it stops recording and logs this once, so that the file has no gaps."""
 
     def __init__(self, run_dir: Path, process: Process, max_records: int = MAX_RECORDS) -> None:
         self._path = timeline_path(run_dir, process)

@@ -128,8 +128,7 @@ def check_features(features: Any, session: object, step: ArrivedStep, part: Slic
     """Returns whether `features` are a token, and then checks that it belongs to `part` of the step. Raises
     RuntimeError.
 
-    Of a KeyedJaggedTensor, only the keys and the batch size are compared; it cannot be a part of a batch.
-    """
+    Of a KeyedJaggedTensor, only the keys and the batch size are compared; it cannot be a part of a batch."""
     if not all(callable(getattr(features, name, None)) for name in ("keys", "values")):
         raise RuntimeError(
             f"sparse features are {type(features).__name__}; give batch.sparse_features, or a KeyedJaggedTensor of "
@@ -181,8 +180,7 @@ def features_lengths(features: Any) -> Tensor:
 def check_ids(features: Any, expected: Mapping[str, FeatureSlots]) -> None:
     """Compares the ids of a KeyedJaggedTensor with the slots of features of one group.
 
-    Every sample must have as many ids, and no slot may have two ids. Waits for the device. Raises RuntimeError.
-    """
+    Every sample must have as many ids, and no slot may have two ids. Waits for the device. Raises RuntimeError."""
     order, size = list(features.keys()), num_samples(features)
     lengths = features_lengths(features).view(len(order), size)
     ends = torch.cat([lengths.new_zeros(1), lengths.sum(1).cumsum(0)]).tolist()

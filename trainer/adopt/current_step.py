@@ -99,8 +99,7 @@ class CurrentStep:
     def next_slice(self) -> Slice | None:
         """Gives the script the next micro-batch; None after the last one.
 
-        Raises RuntimeError if the previous one awaits its backward pass.
-        """
+        Raises RuntimeError if the previous one awaits its backward pass."""
         if self.step is None or not self._slices:
             return None
         self._require_backward(self.step)
@@ -111,8 +110,7 @@ class CurrentStep:
     def look_up(self, collection: str, *, trains: bool) -> Sequence[Embedded]:
         """Looks up the current slice, by feature of the job; if it trains, its backward pass trains the rows.
 
-        The first collection looks up for all. Raises RuntimeError if it must not train.
-        """
+        The first collection looks up for all. Raises RuntimeError if it must not train."""
         assert self.step is not None, "the module looks up the current step"
         header, mode = self.step.header, torch.is_inference_mode_enabled()
         self._is_looked_up = True
@@ -167,8 +165,7 @@ class CurrentStep:
     def end(self) -> None:
         """Ends the step: orders all its work before later work on the current stream.
 
-        Raises RuntimeError if the script did not train the step as it seems to intend.
-        """
+        Raises RuntimeError if the script did not train the step as it seems to intend."""
         step = self.step
         assert step is not None, "end comes after begin"
         self._require_backward(step)

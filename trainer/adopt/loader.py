@@ -196,8 +196,7 @@ def start_child(tables: ScriptTables, max_steps: int | None, *, fresh: bool) -> 
 class Loader:
     """Yields batches whose rows are on the device; made by `rowcast.connect`. Each `for` loop over it is one epoch.
 
-    Use it as a context manager if the loop may end before the data does.
-    """
+    Use it as a context manager if the loop may end before the data does."""
 
     def __init__(self, tables: ScriptTables, parts: SessionParts) -> None:
         self._tables = tables
@@ -227,8 +226,7 @@ class Loader:
     def __len__(self) -> int:
         """Returns the number of batches in one `for` loop; with `accumulate`, the most micro-batches. Starts the run.
 
-        Raises TypeError if the data set does not know its number of batches.
-        """
+        Raises TypeError if the data set does not know its number of batches."""
         self._open()
         return (
             epoch_length(self._session.run.epoch_batches(), self._job.eval.every, self._evaluate, self._session.epoch)
@@ -240,8 +238,7 @@ class Loader:
         """The epochs that are left, counted from 0: `for epoch in loader.epochs`, around `for batch in loader`.
 
         A resumed run begins with the epoch of its checkpoint. Raises RuntimeError if an epoch was passed without a
-        `for` loop over the loader, and what the loader raises.
-        """
+        `for` loop over the loader, and what the loader raises."""
         self._open()
         self._counts_epochs = True
         while (epoch := self._session.next_epoch()) is not None:
@@ -270,8 +267,7 @@ class Loader:
         If the batch still needs optimizer.step(), the loop ends after that. Then the loader yields no batches, and
         `state_dict()` holds the whole tables.
 
-        reason: a few words for the log and the report.
-        """
+        reason: a few words for the log and the report."""
         self._open()
         self._session.stop(reason)
 
@@ -282,12 +278,10 @@ class Loader:
 
         loss: the mean over the samples of a train batch or micro-batch. Record it for every train batch or for none.
         logits: f32 [B], or [B, T] with several labels, predictions for an evaluation batch with labels 0 or 1;
-        `evaluation` is computed from them.
-        ranks: i64, of any number of positives of an evaluation batch: how many other candidates do not score less.
-        `evaluation.ranking` has HR@k, NDCG@k and MRR@k for each k of eval.ranks.
+        `evaluation` is computed from them. ranks: i64, of any number of positives of an evaluation batch: how many
+        other candidates do not score less. `evaluation.ranking` has HR@k, NDCG@k and MRR@k for each k of eval.ranks.
 
-        Raises RuntimeError if the current batch is not of that kind, ConfigError for ranks that are not torch.int64.
-        """
+        Raises RuntimeError if the current batch is not of that kind, ConfigError for ranks that are not torch.int64."""
         self._session.record(loss, logits, ranks)
 
     @property

@@ -33,8 +33,7 @@ class EmbeddingBagCollection(nn.Module):
     """Pools embeddings of sparse features, from tables in the prefetcher's memory.
 
     Rows arrive on the device just before their batch and are updated in the backward pass, by the optimizer given here;
-    so the module has no parameters. `rowcast.connect` provides the batches to look up.
-    """
+    so the module has no parameters. `rowcast.connect` provides the batches to look up."""
 
     kind = settings.BAGS
 
@@ -51,16 +50,12 @@ class EmbeddingBagCollection(nn.Module):
     ) -> None:
         """Describes the tables and how their rows are trained.
 
-        tables: EmbeddingBagConfigs, rowcast's or TorchRec's.
-        optimizer: of the rows, as `[optimizer.sparse]` of a job file.
-        capacity: size of the device cache, as `cache.capacity`.
-        device: as `trainer.device`; by default CUDA if there is a device.
-        seed: as `job.seed`.
-        run_dir: by default runs/<name of the script>.
-        job: other keys of a job file, such as {"lookahead.depth": 4}; or the path of a job file, which sets everything.
+        tables: EmbeddingBagConfigs, rowcast's or TorchRec's. optimizer: of the rows, as `[optimizer.sparse]` of a job
+        file. capacity: size of the device cache, as `cache.capacity`. device: as `trainer.device`; by default CUDA if
+        there is a device. seed: as `job.seed`. run_dir: by default runs/<name of the script>. job: other keys of a job
+        file, such as {"lookahead.depth": 4}; or the path of a job file, which sets everything.
 
-        Raises ConfigError.
-        """
+        Raises ConfigError."""
         super().__init__()
         leave_untraced()
         default_dir = run_folder.default_run_dir() if run_dir is None else None
@@ -115,8 +110,7 @@ class EmbeddingBagCollection(nn.Module):
 
         features: the batch's sparse_features, or a KeyedJaggedTensor of the same ids.
 
-        Raises RuntimeError.
-        """
+        Raises RuntimeError."""
         session = self._shared.session
         step = None if session is None else session.step
         if session is None or step is None:
@@ -248,8 +242,7 @@ def leave_untraced() -> None:
     """Makes torch.compile run look-ups uncompiled, in all modules.
 
     Called for the first module, because torch.compiler imports torch._dynamo, which takes seconds: a script that makes
-    an optimizer imports it anyway, but a prefetcher that imports the script does not.
-    """
+    an optimizer imports it anyway, but a prefetcher that imports the script does not."""
     disable = cast(Any, torch.compiler.disable)  # it has no types
     untraced = disable(EmbeddingBagCollection.forward, reason=NOT_TRACED)
     EmbeddingBagCollection.forward = untraced  # type: ignore[method-assign]

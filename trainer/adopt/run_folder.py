@@ -143,8 +143,7 @@ def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:
 def checkpoint_of(run_dir: Path, run_id: str | None, train_steps: int) -> str | None:
     """Returns the name of the newest checkpoint if it is of this run and train step; otherwise None.
 
-    An earlier run that a fresh one has not replaced yet may have a checkpoint of the same train step.
-    """
+    An earlier run that a fresh one has not replaced yet may have a checkpoint of the same train step."""
     folder = newest_checkpoint(run_dir)
     newest = None if folder is None else readable(folder)  # a fresh run may be replacing it at this moment
     if newest is None or newest.train_steps != train_steps or newest.run_id != run_id:

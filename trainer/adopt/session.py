@@ -86,8 +86,7 @@ class ScriptSession:
     def _open_finished(self, last: Manifest) -> None:
         """Restores the script's state after its loop or, if there is none, the state at the end of the data.
 
-        In the second case the script has not left its last epoch; it then leaves it without a batch.
-        """
+        In the second case the script has not left its last epoch; it then leaves it without a batch."""
         run = self.run
         final = run_folder.final_tensors(self._job.run_dir, last)
         tensors = run_folder.dense_tensors(self._job.run_dir, last) if final is None else final
@@ -230,8 +229,7 @@ class ScriptSession:
         """Ends the run at the script's current step. Raises RowcastError.
 
         A step that still needs its backward pass or the dense optimizer is finished first; the run then ends at the
-        loader's next batch.
-        """
+        loader's next batch."""
         if self.run.ended:
             return
         self.run.ask_to_stop(reason)
@@ -268,8 +266,7 @@ class ScriptSession:
     def checkpoint_here(self) -> str | None:
         """Waits for the checkpoint of the tables as they are now and returns its name; None if none is planned here.
 
-        Finishes the current step first if it was trained.
-        """
+        Finishes the current step first if it was trained."""
         if self.step is not None and self.current.awaits_optimizer and self._parts.dense is not None:
             raise RuntimeError("a checkpoint with dense=... comes after optimizer.step(): call state_dict() after it")
         if self.step is None or (self.current.is_trained and not self.current.has_slices):

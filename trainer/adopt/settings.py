@@ -23,13 +23,9 @@ NO_DATA = "synthetic"  # data.format until a loader is connected
 class EmbeddingBagConfig:
     """One table; TorchRec's EmbeddingBagConfig has the same fields and also works.
 
-    name: unique among the tables.
-    num_embeddings, embedding_dim: rows and their width.
-    feature_names: the features that look up the table.
-    pooling: "sum" or "mean".
-    data_type: "fp32", "fp16" or "bf16".
-    init: first values, as `init` of the job file.
-    """
+    name: unique among the tables. num_embeddings, embedding_dim: rows and their width. feature_names: the features that
+    look up the table. pooling: "sum" or "mean". data_type: "fp32", "fp16" or "bf16". init: first values, as `init` of
+    the job file."""
 
     name: str
     num_embeddings: int
@@ -44,8 +40,7 @@ class EmbeddingBagConfig:
 class EmbeddingConfig:
     """One table whose look-ups stay separate; TorchRec's EmbeddingConfig has the same fields and also works.
 
-    Fields as in EmbeddingBagConfig.
-    """
+    Fields as in EmbeddingBagConfig."""
 
     name: str
     num_embeddings: int

@@ -58,8 +58,7 @@ class SlicedStep:
         """Returns f32 [size, D] of every feature, like `Embeddings`.
 
         With gradients enabled, the backward pass keeps the slice's gradients, and that of the last slice updates the
-        rows. Raises RuntimeError if a different slice's backward pass is expected.
-        """
+        rows. Raises RuntimeError if a different slice's backward pass is expected."""
         self._stream_order.gather()  # the script may compute each slice on a different stream
         if self._pooled is None:
             with torch.no_grad():

@@ -131,8 +131,7 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Sequence[Tensor])
     """Writes [num_embeddings, embedding_dim] of each table, on any device, a block of rows at a time.
 
     They keep their dtype; the import rounds to the table's dtype, refuses values beyond it, and keeps all bits in a
-    master copy. Raises ConfigError.
-    """
+    master copy. Raises ConfigError."""
     dtypes = [weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32 for weight in weights]
     header, end = {}, 0
     for table, dtype in zip(tables, dtypes, strict=True):

@@ -88,8 +88,7 @@ class FetchRing:
         """Returns the bytes of a piece, u8 [n], valid until released. The mail thread calls it for each piece, in
         order.
 
-        Raises RemoteProtocolError if the bytes are not as announced.
-        """
+        Raises RemoteProtocolError if the bytes are not as announced."""
         return self._memory.arriving(self._ring.view(ref, stamp))
 
     def release(self, ref: RingRef) -> None:

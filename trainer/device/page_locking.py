@@ -14,8 +14,7 @@ def page_locked(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool
     """Registers page-aligned buffers with the driver within the context; yields whether all were registered.
 
     A container or a memlock limit may refuse. Copies then use a buffer (`host_memory.Bounced`), and a warning says what
-    to change.
-    """
+    to change."""
     if device.type != "cuda":
         yield False
         return

@@ -27,8 +27,7 @@ def build_model(job: Job, num_dense: int) -> nn.Module:
     """Builds the job's model on the CPU, as a function of only the job file.
 
     Its random numbers come from job.seed; the global random state does not change. Raises ConfigError if the factory
-    named by `model.kind` returns no model.
-    """
+    named by `model.kind` returns no model."""
     built_in = BUILT_IN_MODELS.get(job.model.kind)
     model = build_custom(job, num_dense) if built_in is None else built_in_factory(built_in)(job, num_dense)
     model.register_forward_pre_hook(align_inputs)

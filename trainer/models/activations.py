@@ -32,8 +32,7 @@ class Dice(nn.Module):
     def forward(self, features: Tensor, present: Tensor) -> Tensor:
         """features f32 [n, width], present f32 [n, 1]: 1 for a row that counts in mean and variance, and 0 for padding.
 
-        Variances divide by the number of rows. A batch without rows does not change the moving averages.
-        """
+        Variances divide by the number of rows. A batch without rows does not change the moving averages."""
         mean, variance = self.statistics(features, present) if self.training else (self.running_mean, self.running_var)
         gate = torch.sigmoid((features - mean) / torch.sqrt(variance + EPSILON))
         return features * (gate + (1 - gate) * self.alpha)

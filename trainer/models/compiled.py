@@ -19,8 +19,7 @@ OPTIONS: dict[str, Any] = {"deterministic": True}
 def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
     """Returns the model, compiled at its first call, with the same parameters under the same names.
 
-    Raises ConfigError if this machine lacks what torch.compile needs.
-    """
+    Raises ConfigError if this machine lacks what torch.compile needs."""
     torch.compiler.reset()  # graphs of an earlier attempt would count as variants of this model
     # beyond the limit a model would run uncompiled, with different bits than a restarted run
     torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -16,8 +16,7 @@ from rowcast.runtime.errors import ConfigError
 def build_custom(job: Job, num_dense: int) -> nn.Module:
     """Calls `factory(job, num_dense, **job.model.options)` with torch's random state seeded by job.seed.
 
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     factory = load_factory(job.model.kind)
     try:
         inspect.signature(factory).bind(job, num_dense, **job.model.options)

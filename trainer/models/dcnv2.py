@@ -17,8 +17,7 @@ class DCNv2(nn.Module):
     """Bottom MLP, cross network over the concatenation, top MLP. Embeddings may have any widths.
 
     Parameters are `bottom_mlp.<n>.weight` and so on as in DLRM, and for cross layer l `cross.<l>.v.weight`
-    [rank, width], `cross.<l>.w.weight` [width, rank] and `cross.<l>.w.bias` [width].
-    """
+    [rank, width], `cross.<l>.w.weight` [width, rank] and `cross.<l>.w.bias` [width]."""
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()

@@ -26,8 +26,7 @@ class DIN(nn.Module):
     Parameters: `attention_mlp.<n>.*`, `top_mlp.<n>.*`, n counting linear layers from 0, and `attention_activations.<n>`
     and `top_activations.<n>` with what `Dice` or `PReLU` has. Histories of one sample that differ in length end
     together. A target is the last entry of its feature. Without an entry it is zeros, as is an empty history's
-    interest.
-    """
+    interest."""
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()

@@ -17,8 +17,7 @@ class DLRM(nn.Module):
 
     The interaction appends to the bottom output the dot products of vectors i > j of [bottom output, features in the
     job's order], in the order (1, 0), (2, 0), (2, 1), (3, 0), ... Parameters are `bottom_mlp.<n>.weight` and so on; n
-    counts linear layers from 0.
-    """
+    counts linear layers from 0."""
 
     lower: Tensor  # i64 [1, pairs]: the position of each pair in a flattened [F + 1, F + 1]
 

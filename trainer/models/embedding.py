@@ -36,8 +36,7 @@ class Embeddings:
     ) -> None:
         """`records`: f32 [num_slots, record_floats] of each group.
 
-        Calls `lap` when the rows' update begins and ends in a backward pass.
-        """
+        Calls `lap` when the rows' update begins and ends in a backward pass."""
         pairs = zip(groups, records, strict=True)
         self._groups = [GroupRows(group, group_records, kernels) for group, group_records in pairs]
         self._settings = settings
@@ -54,8 +53,7 @@ class Embeddings:
         `lookups` holds one entry per group; `train_step` counts the train batches before this one (for Adam). With
         gradients enabled, the backward pass applies the row optimizer to the batch's records, so each forward needs
         exactly one backward: a second forward before it, or a second backward, raises RuntimeError. Under
-        `torch.no_grad()`, this only looks up.
-        """
+        `torch.no_grad()`, this only looks up."""
         pooled = self.pool(lookups)
         if torch.is_grad_enabled():
             pooled = update_in_backward(self.trigger, pooled, self.expect_update(lookups, train_step))

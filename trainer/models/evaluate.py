@@ -139,8 +139,7 @@ class EvalMetrics:
 
         With several labels both are [B, T], and a label may be NaN: unknown. `own_loss`: [], the batch's mean of the
         model's own loss. Outputs may then be anything and labels any numbers; samples that have a logit and a label of
-        0 or 1 count for AUC and accuracy.
-        """
+        0 or 1 count for AUC and accuracy."""
         self._begun = True
         self.counts.num_samples.add_(len(labels))
         if own_loss is not None:
@@ -210,8 +209,7 @@ class EvalMetrics:
     def close(self) -> EvalCounts:
         """Issues a copy of the counts to the host and starts the next evaluation.
 
-        On a device, the result may be read once an event recorded after this call has happened.
-        """
+        On a device, the result may be read once an event recorded after this call has happened."""
         closed = EvalCounts(**{name: to_host(counts) for name, counts in self.counts.named().items()})
         self.clear()
         return closed

@@ -14,8 +14,7 @@ from rowcast.trainer.models.neighbours import joined
 def fused_interaction(bottom: Tensor, embeddings: Sequence[Tensor], kernels: str) -> Tensor:
     """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2], in fp32 under autocast too.
 
-    `kernels`: the job's `trainer.kernels`.
-    """
+    `kernels`: the job's `trainer.kernels`."""
     chosen = choose_interaction(bottom.device, kernels, len(embeddings), bottom.shape[1])
     return cast(Tensor, cast(Any, FusedInteraction).apply(chosen, bottom.float(), *embeddings))
 

@@ -41,8 +41,7 @@ class JobModel:
 
         With `trains` False nothing is compiled. `needs_labels`: False if only `forward` and `logits` are called.
         `parts`: slices of a batch that run through the model separately.
-        Raises ConfigError for settings that this machine does not support.
-        """
+        Raises ConfigError for settings that this machine does not support."""
         if job.model.compile and job.data.batch_size % parts:
             raise ConfigError(
                 f"model.compile needs parts of one size, and data.batch_size = {job.data.batch_size} is no multiple of "
@@ -79,8 +78,7 @@ class JobModel:
         """Returns logits f32 [B] or [B, T], or the input of the model's own loss.
 
         dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences; the batch's other
-        arrays by name. Computes gradients if they are enabled. Raises ConfigError if the model takes no arrays.
-        """
+        arrays by name. Computes gradients if they are enabled. Raises ConfigError if the model takes no arrays."""
         self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
         rows = self._inputs.rows(rows)
@@ -101,8 +99,7 @@ class JobModel:
     def logits(self, outputs: Any) -> Any:
         """Returns the values to compare with labels: the model's `logits` of its outputs, or the outputs themselves.
 
-        Not f32 [B] if the model has no `logits` and `forward` returned something else.
-        """
+        Not f32 [B] if the model has no `logits` and `forward` returned something else."""
         return outputs if self._own_logits is None else self._own_logits(outputs)
 
     def step(self, train_step: int) -> None:
@@ -141,8 +138,7 @@ def set_precision(precision: str, device: torch.device) -> None:
     """Sets the precision of f32 matrix products in the whole process. Raises ConfigError for tf32 without CUDA.
 
     Uses the older of torch's two interfaces: torch.compile reads it, and refuses a setting by torch.backends'
-    `fp32_precision`.
-    """
+    `fp32_precision`."""
     if precision == "tf32" and device.type != "cuda":
         raise ConfigError(
             f'model.precision = "tf32" needs a CUDA device, and trainer.device is {device}; set model.precision to '

@@ -17,8 +17,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     An unknown label, NaN, has no loss and no gradient, but counts in the mean: it divides by B * T. So a sample's
     contribution does not depend on other samples, and the parts of a batch add up to its mean. Raises ConfigError for
-    other shapes.
-    """
+    other shapes."""
     found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.shape != labels.shape:
         needed = "one logit per sample" if labels.dim() == 1 else "one logit per sample and label"

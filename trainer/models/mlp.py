@@ -14,8 +14,7 @@ def linear_layers(widths: list[int], generator: torch.Generator) -> nn.ModuleLis
 def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
     """A layer with the published initial values: normal, deviation sqrt(2 / (in + out)), sqrt(1 / out) for biases.
 
-    Without input (a job without dense features) it returns its biases, which are trained like any others.
-    """
+    Without input (a job without dense features) it returns its biases, which are trained like any others."""
     layer = empty_linear(width_in, width_out)
     with torch.no_grad():
         layer.weight.normal_(0.0, (2 / (width_in + width_out)) ** 0.5, generator=generator)

@@ -126,8 +126,7 @@ def rounding_of(vectors: Tensor, items: Tensor) -> Tensor:
 def places_of(positives: Sequences, length: int) -> tuple[Tensor, Tensor]:
     """Returns each positive's place among the B * length vectors, i64 [P], and its weight in the loss, f32 [P].
 
-    A sample's positives have one weight together. Those older than the history have place 0 and weight 0.
-    """
+    A sample's positives have one weight together. Those older than the history have place 0 and weight 0."""
     ends, counts = positives.offsets[1:].long(), positives.offsets.diff()
     lookup = torch.arange(len(positives.values), device=ends.device)
     sample = torch.searchsorted(ends, lookup, right=True)

@@ -26,8 +26,7 @@ def ranks_among(positives: Tensor, candidates: Tensor, is_positive: Tensor) -> T
     """Returns the rank of each positive among its candidates, i64 [P].
 
     positives: scores, float [P]. candidates: scores, float [P, C]. is_positive: bool [P, C], or a shape that expands to
-    it; True where a candidate is the positive itself, which is left out.
-    """
+    it; True where a candidate is the positive itself, which is left out."""
     return (~(candidates < positives[:, None]) & ~is_positive).sum(-1)
 
 
@@ -56,8 +55,7 @@ def count_ranks(bins: Tensor, ranks: Tensor) -> None:
 def ranking_figures(bins: Sequence[int], cutoffs: Sequence[int]) -> dict[str, float]:
     """Returns HR@k, NDCG@k and MRR@k for each k of `cutoffs`, means over all positives; empty without positives.
 
-    Each positive is alone in its list, so its ideal DCG is 1. Raises ConfigError for negative ranks.
-    """
+    Each positive is alone in its list, so its ideal DCG is 1. Raises ConfigError for negative ranks."""
     negative, *counts = bins
     if negative:
         raise ConfigError(

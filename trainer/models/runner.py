@@ -82,8 +82,7 @@ class StepRunner:
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
 
-        `clock` times the steps' stream.
-        """
+        `clock` times the steps' stream."""
         self.device = records[0].device
         self._clock: PhaseClock = clock or HostClock()
         self._side = JobModel(job, num_dense, self.device, trains=self.trains, needs_labels=self.needs_labels)

@@ -33,8 +33,7 @@ class Sequences:
         length: columns of the result.
 
         The values are f32 [B, length, D], or [B, length, ...] of an array, the newest look-up at the right; the mask is
-        bool [B, length], True at a look-up. Does not wait for the device.
-        """
+        bool [B, length], True at a look-up. Does not wait for the device."""
         num_samples, (num_lookups, *width) = self.offsets.shape[0] - 1, self.values.shape
         ends = self.offsets[1:].long()
         lookup = torch.arange(num_lookups, device=ends.device)

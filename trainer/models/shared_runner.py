@@ -107,8 +107,7 @@ class SharedRunner:
         """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
 
         `clock` times the steps' stream. `balanced`: called for each train step with the rows that a rank owns, maximum
-        over mean.
-        """
+        over mean."""
         self.device = records[0].device
         self._clock: PhaseClock = clock or HostClock()
         self._step = 0  # the newest issued

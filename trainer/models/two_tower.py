@@ -36,8 +36,7 @@ class TwoTower(nn.Module):
     """Parameters: `user_mlp.<n>.*` and `item_mlp.<n>.*`; n counts linear layers from 0.
 
     A model sees vectors, not ids. Samples whose item features have the same bits have the same item: different rows of
-    random first values differ. The job file refuses items whose tables all begin with one value.
-    """
+    random first values differ. The job file refuses items whose tables all begin with one value."""
 
     multipliers: Tensor  # i64 [W], odd
 

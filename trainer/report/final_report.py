@@ -31,8 +31,7 @@ def final_report(
     """Call after the engine's loop has ended.
 
     `met_s`, `first_step_s`: when the prefetcher connected and the first step began, by time.perf_counter(); None: no
-    step.
-    """
+    step."""
     end, now_s = engine.barrier.end, time.perf_counter()
     assert end is not None, "the loop ends with EndOfData"
     first_step_s = first_step_s or now_s

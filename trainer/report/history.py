@@ -60,8 +60,7 @@ class History:
     def begin(self, first_train_step: int, marked: Marked = ignore) -> None:
         """Begins an attempt after `first_train_step` train steps of the run. Waits before its first step are start-up.
 
-        Calls `marked` with each of the attempt's marks and the mark before it.
-        """
+        Calls `marked` with each of the attempt's marks and the mark before it."""
         self._marked = marked
         self._train_steps_before = first_train_step - self._counters.train_steps
         self._beginning = self._mark(0.0)
@@ -70,8 +69,7 @@ class History:
     def update(self, first_step_s: float | None) -> None:
         """Sets a mark if it is due; otherwise costs one reading of the clock.
 
-        `first_step_s`: when the attempt's first step began.
-        """
+        `first_step_s`: when the attempt's first step began."""
         now_s = self._clock()
         if now_s < self._next_s or first_step_s is None:
             return

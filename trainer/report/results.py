@@ -27,8 +27,7 @@ class EarlierResults:
     """Results of an earlier run, kept in `<run_dir>/earlier` until the run that replaces it has a checkpoint on disk.
 
     `<run_dir>/earlier/run_id` names that run. It is called `run_id.partial` while that run's results are being moved. A
-    folder with neither file is not ours; nor is any other file.
-    """
+    folder with neither file is not ours; nor is any other file."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -76,8 +75,7 @@ class EarlierResults:
         """Sets results aside for a new run, which replaces run `run_id` ("" if that has no checkpoint). Raises
         ConfigError.
 
-        If a killed run has already set aside the results of run `run_id`, deletes the killed run's results.
-        """
+        If a killed run has already set aside the results of run `run_id`, deletes the killed run's results."""
         held = self._held()
         if held == run_id and self._owner.exists():
             for path in self._results():
@@ -141,8 +139,7 @@ class ResultFiles:
     """Implements `loop.Results`. Use as a context manager, once per attempt.
 
     Keeps all losses of the run, 4 bytes per train step: a checkpoint holds them, so that `losses.f32` is the same after
-    any restart.
-    """
+    any restart."""
 
     def __init__(self, run_dir: Path) -> None:
         # for the whole run, restarts included; thinned if there are very many
@@ -238,8 +235,7 @@ class ResultFiles:
 def thin(evaluations: list[Evaluation]) -> None:
     """Keeps MAX_EVALUATIONS, always the first and the last; drops the evaluation whose neighbours are closest.
 
-    The result is a function of the evaluations, and so the same after a restart.
-    """
+    The result is a function of the evaluations, and so the same after a restart."""
     while len(evaluations) > MAX_EVALUATIONS:
         gaps = (evaluations[i + 1].train_step - evaluations[i - 1].train_step for i in range(1, len(evaluations) - 1))
         del evaluations[1 + min(enumerate(gaps), key=lambda gap: gap[1])[0]]

@@ -22,8 +22,7 @@ BESIDE = ("gather", "fill")
 def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
     """Prints the report, and the page's path, on stdout or `console`.
 
-    A closed pipe is not an error, because the report is on disk.
-    """
+    A closed pipe is not an error, because the report is on disk."""
     table = Table.grid(padding=(0, 2))
     for name, value in summary_rows(report):
         table.add_row(name, value)

@@ -40,8 +40,7 @@ class TensorBoardWriter:
     """Writes the events of one attempt; does nothing without a folder.
 
     Use as a context manager. The main thread calls every method. The events of a run that continues from a checkpoint
-    are marked: TensorBoard then omits an earlier process's events for later steps.
-    """
+    are marked: TensorBoard then omits an earlier process's events for later steps."""
 
     def __init__(self, folder: Path | None, results: ResultFiles, first_train_step: int) -> None:
         """`folder` has passed `check_board`; this attempt's train steps begin with `first_train_step`."""

@@ -59,8 +59,7 @@ class TerminalProgress:
     ) -> None:
         """`total_steps`: train steps of the run, if known; `first_step`: train steps before this attempt.
 
-        `eval_steps`: steps per evaluation, if known. `console` writes to stdout by default.
-        """
+        `eval_steps`: steps per evaluation, if known. `console` writes to stdout by default."""
         self._counters, self._mode = counters, mode
         self._before = 0 if mode == "eval" else first_step - counters.train_steps
         self._total_steps = eval_steps if mode == "eval" else total_steps

@@ -40,8 +40,7 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
     """Waits for all ranks. Returns False if any of them leaves.
 
     Raises the error of a rank that failed, the same on every rank, RanksDiffer if they begin at different checkpoints,
-    and Mismatch if they have read different batches.
-    """
+    and Mismatch if they have read different batches."""
     gathered = group.agree(msgspec.json.encode(own), timeout_s, given_up)
     if gathered is None:
         return False

@@ -225,8 +225,7 @@ class TrainerAttempt:
     def _await_complete(self) -> None:
         """Waits for the first rank to end, so that the others are still running if it has to restart.
 
-        Raises PeerLost if the run is not complete within ranks.timeout.
-        """
+        Raises PeerLost if the run is not complete within ranks.timeout."""
         directory = RunDirectory(self._job.run_dir, "trainer")
         deadline_s = time.monotonic() + parse_seconds(self._job.ranks.timeout)
         while directory.completion() is None:

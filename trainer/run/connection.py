@@ -94,8 +94,7 @@ class Connection:
         """Waits for the prefetcher. Returns None if it has left or is `gone`, or if this process has `given_up`.
 
         A failure noted by the prefetcher after `began_s` ends the wait; None: no failure does. Raises PeerLost, the
-        prefetcher's failure, or an error if this process cannot be its trainer.
-        """
+        prefetcher's failure, or an error if this process cannot be its trainer."""
         parts, arrived = self._parts, list[Welcome]()
         link = ZmqLink.trainer(parts.folder, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport)
         self.stack.callback(link.close)
@@ -207,8 +206,7 @@ class Connection:
     def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
         """Calls `advance` until `until` returns True, and waits whenever `advance` did nothing.
 
-        Raises the first error of any thread.
-        """
+        Raises the first error of any thread."""
         engine, bell, crew = self.engine, self._parts.bell, self._parts.crew
         assert engine is not None, "start has made an engine"
         while True:

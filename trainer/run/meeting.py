@@ -125,8 +125,7 @@ class Meeting:
         """Returns the meeting's name once all ranks are here; None if given up.
 
         Raises PeerLost if some did not arrive, Mismatch or ConfigError if they do not belong together, with the same
-        sentence on every rank.
-        """
+        sentence on every rank."""
         try:
             return self._lead() if self._own.rank == 0 else self._follow()
         except RuntimeError as error:  # raised by the store

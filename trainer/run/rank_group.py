@@ -46,8 +46,7 @@ class Group(Protocol):
     def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
         """As `gather`, within `timeout_s`; or None on every rank, if any was `given_up` before all were here.
 
-        It calls `given_up` while it waits; errors of `given_up` end the wait.
-        """
+        It calls `given_up` while it waits; errors of `given_up` end the wait."""
 
     def connect(self, device: torch.device, check: Idle) -> Collectives:
         """Call at most once. A waiting collective calls `check`; errors of `check` end the wait. Raises PeerLost."""

@@ -53,34 +53,29 @@ class ColdRows(Protocol):
 
         places_of(keys): each row's place, NOWHERE for rows that are not cold. Keys may be in any order and repeat.
         settle(moved): under its lock, the store moves rows that are still at the old place to the new one. It then
-        calls `free` with the old places of these rows and the new places of all others.
-        """
+        calls `free` with the old places of these rows and the new places of all others."""
 
     def hold(self) -> AbstractContextManager[None]:
         """Within it, every place that was in use when it was entered stays readable, even if it is freed.
 
         A reader enters it before looking up places, because another thread may free them, or `tidy` move the rows,
         before `read` begins: with cold.hold(): <look up places under the store's lock>; cold.read(...). Inside it, a
-        thread neither waits for other threads nor calls `write` or `tidy`.
-        """
+        thread neither waits for other threads nor calls `write` or `tidy`."""
 
     def write(self, keys: Keys, records: Records) -> Places:
         """Returns each row's place; any thread can read it at once. Writes all rows, or none.
 
-        Raises RowcastError if there is no room, DataError if the disk failed, PeerLost if the server is lost.
-        """
+        Raises RowcastError if there is no room, DataError if the disk failed, PeerLost if the server is lost."""
 
     def read(self, keys: Keys, places: Places, out: Records) -> None:
         """Copies the rows to `out` and checks every one. Raises DataError, which names the place and a row, if its
-        bytes are not those written.
-        """
+        bytes are not those written."""
 
     def free(self, keys: Keys, places: Places) -> None:
         """Only a `hold` entered before still reads these rows there. Each place is freed once.
 
         Neither blocks nor calls back, so the caller can free a row's old place under the lock that protects its new
-        one. Rows that are freed later still count as used room.
-        """
+        one. Rows that are freed later still count as used room."""
 
     def tidy(self) -> bool:
         """If there is too much garbage, collects a bounded amount, about 1 MiB. Returns whether it did anything."""

@@ -122,8 +122,7 @@ def read_rows(
     """Sets out[order[n]] to the record at places[n] of the file; places ascend.
 
     `layout`: bytes and rows of a page. `identities`: of the first page of each segment. Overwrites `page` u64 [1,
-    words]; `halves` is the same memory. Returns an outcome, the rows that were read, and the pages.
-    """
+    words]; `halves` is the same memory. Returns an outcome, the rows that were read, and the pages."""
     nbytes, rows = layout
     asked, last_asked, pages_asked = 0, -1, 0
     current, num_pages = -1, 0

@@ -119,8 +119,7 @@ class Servers:
     def check(self) -> None:
         """Raises StoreLost or ConfigError if a server has started again, has evicted keys, or may evict some.
 
-        This only reports early, and why: reading a lost row fails in any case.
-        """
+        This only reports early, and why: reading a lost row fails in any case."""
         if self._lost is not None:
             raise self._lost
         for node in self.nodes:

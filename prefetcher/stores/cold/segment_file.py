@@ -97,8 +97,7 @@ class SegmentFile:
     def open(cls, group: GroupSpec, folder: Path, disk_bytes: int, most: int = NOWHERE - 1) -> "SegmentFile":
         """`disk_bytes`: the file's largest size. `most`: the largest number of places.
 
-        Raises ConfigError if the folder cannot be used, or the disk's bytes are too few.
-        """
+        Raises ConfigError if the folder cannot be used, or the disk's bytes are too few."""
         page = page_layout(group.record_bytes)
         if disk_bytes < SEGMENTS * page.nbytes:
             raise ConfigError(

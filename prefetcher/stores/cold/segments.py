@@ -109,8 +109,7 @@ class Segments:
         """Returns what to move next; None if there is not much garbage or, if `urgent`, if there is none.
 
         `room`: rows that fit into the open segment. Chooses a segment only if all its rows fit: even if the tiered
-        store frees them slowly, the newest such segment can be emptied later.
-        """
+        store frees them slowly, the newest such segment can be emptied later."""
         piece = self._piece
         if piece is None:
             segment = self._victim(room, urgent=urgent)
