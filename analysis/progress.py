@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from time import monotonic
-from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -51,7 +50,5 @@ class ProgressBar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()

@@ -9,7 +9,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
@@ -75,9 +74,7 @@ class RunDirectory:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -10,7 +10,6 @@ import re
 import secrets
 import stat
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -119,9 +118,7 @@ class RingFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -143,9 +140,7 @@ class RingMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

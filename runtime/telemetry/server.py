@@ -3,7 +3,6 @@
 import errno
 import ssl
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -76,9 +75,7 @@ class TelemetryServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

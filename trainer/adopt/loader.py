@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import environ
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -215,9 +214,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __bool__(self) -> bool:

@@ -3,7 +3,6 @@
 import importlib
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -59,9 +58,7 @@ class TensorBoardWriter:
                 self._give_up(error)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from rich.console import Console, RenderableType
@@ -122,9 +121,7 @@ class TerminalProgress:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _steps_done(self) -> int:

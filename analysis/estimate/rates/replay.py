@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -152,9 +151,7 @@ class Recording:
         self.is_pinned = self._stack.enter_context(page_locked([self.fetch_buffer, self.back_buffer], self.device))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def _message(self, packed: Packed, writer: RingWriter, first_records: FirstRecords) -> StepReady:
