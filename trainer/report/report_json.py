@@ -1,6 +1,7 @@
 """Writes `report.json`, made from the counters that /metrics serves."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,8 @@ from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
 RECENT = 100  # losses in the average
+# what the counters of all groups add up to, by the same names
+COUNTED = ("lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed")
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,29 +112,12 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
     """Makes the report of one rank."""
     unique_rows = counters.total("unique_rows")
-    evaluation = run.evaluation
+    evaluation = run.evaluation or Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
     return Report(
-        train_steps=run.train_steps,
         steps=counters.train_steps,
         eval_steps=counters.eval_steps,
         samples=counters.samples,
         samples_per_s=counters.samples / run.wall_s if run.wall_s else 0.0,
-        wall_s=run.wall_s,
-        startup_s=run.startup_s,
-        loss=run.loss,
-        auc=evaluation.auc if evaluation else None,
-        logloss=evaluation.logloss if evaluation else None,
-        accuracy=evaluation.accuracy if evaluation else None,
-        is_own_loss=evaluation.is_own_loss if evaluation else False,
-        normalized_entropy=evaluation.normalized_entropy if evaluation else None,
-        ranking=evaluation.ranking if evaluation else {},
-        tasks=evaluation.tasks if evaluation else (),
-        lookups=counters.total("lookups"),
-        unique_rows=unique_rows,
-        rows_fetched=counters.total("rows_fetched"),
-        rows_evicted=counters.total("rows_evicted"),
-        rows_written_back=counters.total("rows_written_back"),
-        rows_flushed=counters.total("rows_flushed"),
         hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
         trainer_wait_s=counters.waited_s,
         waits_s={
@@ -140,25 +126,19 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         },
         phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
         stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
-        tier=run.tier,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
         rank_imbalance=counters.mean_imbalance,
         ranks=(rank_figures(counters, run),),
-        table_bytes=run.table_bytes,
-        cache_bytes=run.cache_bytes,
-        staging_bytes=run.staging_bytes,
-        plans_bytes=run.plans_bytes,
-        device_bytes=run.device_bytes,
-        host_bytes=run.host_bytes,
-        threads=run.threads,
-        pinned=run.pinned,
-        device=run.device,
-        versions=run.versions,
-        pids=run.pids,
-        finished=run.finished,
-        stopped_by=run.stopped_by,
+        **{name: counters.total(name) for name in COUNTED},
+        **fields_of_report(evaluation),
+        **fields_of_report(run),
     )
+
+
+def fields_of_report(part: msgspec.Struct) -> dict[str, Any]:
+    """The fields that a report has by the same names."""
+    return {name: getattr(part, name) for name in part.__struct_fields__ if name in Report.__struct_fields__}
 
 
 def rank_figures(counters: TrainerCounters, run: RunFacts) -> RankFigures:

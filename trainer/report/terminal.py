@@ -4,7 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -22,6 +22,7 @@ from rowcast.runtime.telemetry.format_numbers import (
     stdout_console,
 )
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
@@ -206,25 +207,8 @@ def progress_line(counters: TrainerCounters, total_steps: int | None, first: Ter
     return "  ".join(parts)
 
 
-class EvaluationShown(Protocol):
-    """An `Evaluation`, or a report with the newest one's figures."""
-
-    @property
-    def auc(self) -> float | None: ...
-    @property
-    def logloss(self) -> float | None: ...
-    @property
-    def is_own_loss(self) -> bool: ...
-    @property
-    def accuracy(self) -> float | None: ...
-    @property
-    def normalized_entropy(self) -> float | None: ...
-    @property
-    def ranking(self) -> dict[str, float]: ...
-
-
-def evaluation_text(found: EvaluationShown) -> str:
-    """Formats what the evaluation has: a model with a custom loss may have no logits, and few have ranks."""
+def evaluation_text(found: Evaluation | Report) -> str:
+    """Formats what the newest evaluation has: a model with a custom loss may have no logits, and few have ranks."""
     texts = [] if found.accuracy is None else [auc_text(found.auc)]
     if found.logloss is not None:
         texts.append(f"{'loss' if found.is_own_loss else 'log loss'} {found.logloss:.6f}")

@@ -33,7 +33,6 @@ from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
-from rowcast.trainer.report.page.record import RunRecord
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.results import (
     PAGE,
@@ -241,7 +240,7 @@ class TrainerAttempt:
         crash_point("report not written")
         self._run.errand.finish(self._job.run_dir, report)
         if self._run.mode == "train":
-            write_page(self._job.run_dir / PAGE, self._record(report))
+            write_page(self._job.run_dir / PAGE, final_record(self._job, report, self._results, self._run.history))
 
     def _runner(
         self, group: Group, records: list[torch.Tensor], num_dense: int, clock: PhaseClock, stop: AgreedStop
@@ -289,6 +288,3 @@ class TrainerAttempt:
             met_s=run.start_times.met_s,
             first_step_s=run.start_times.step_s or engine.loop.first_step_s,
         )
-
-    def _record(self, report: Report) -> RunRecord:
-        return final_record(self._job, report, self._results, self._run.history)

@@ -38,8 +38,7 @@ class TrainerRun:
     """One run, from locking its directory: makes attempts until the run ends."""
 
     def __init__(self, job: Job, signals: Signals, errand: Errand, tensorboard: Path | None = None) -> None:
-        """`tensorboard`: the folder for event files; None writes none."""
-        """Raises ConfigError."""
+        """`tensorboard`: the folder for event files; None writes none. Raises ConfigError."""
         self._launch = launch = read_launch(os.environ)
         self._job = with_ports_of_pair(job, launch.rank)
         self._party = party_of(job, launch, errand.mode)

@@ -21,12 +21,7 @@ MOST_TICKS = 5  # ticks that fit on a narrow page
 LONGEST_COUNT = 10_000  # the largest count written in full at a tick
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 SECONDS = [
-    1,
-    2,
-    5,
-    10,
-    20,
-    30,
+    *(1, 2, 5, 10, 20, 30),
     *(m * MINUTE_S for m in (1, 2, 5, 10, 20, 30)),
     *(h * HOUR_S for h in (1, 2, 4, 6, 12)),
     DAY_S,

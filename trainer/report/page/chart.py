@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rowcast.trainer.report.page.axis import SPAN, WORDS, Axis, Floats, Tick
+from rowcast.trainer.report.page.axis import SPAN, WORDS, Axis, Floats
 
 TABLE_ROWS = 8
 
@@ -55,14 +55,6 @@ class Chart:
     @property
     def legend(self) -> list[Layer]:
         return [layer for layer in self.layers if layer.name]
-
-    @property
-    def x_ticks(self) -> list[Tick]:
-        return self.x.ticks
-
-    @property
-    def y_ticks(self) -> list[Tick]:
-        return self.y.ticks
 
 
 @dataclass(frozen=True, kw_only=True)
