@@ -90,9 +90,7 @@ def belonging(job: Job) -> Belonging:
     inputs = [*job.data.columns.inputs, *(own.per for own in job.data.negatives)]
     columns = {f"{name}.id": name for name in inputs if name in positions}
     return Belonging(
-        arrays=columns | job.data.lookup_arrays,
-        positions=positions,
-        batch_features=job.data.batch_features,
+        arrays=columns | job.data.lookup_arrays, positions=positions, batch_features=job.data.batch_features
     )
 
 

@@ -17,15 +17,7 @@ import numpy.typing as npt
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.inputs import PREFIX, Samples
-from rowcast.protocol.messages import (
-    ArraySpan,
-    ArraySpec,
-    BatchShare,
-    GroupHeader,
-    PlanHeader,
-    RowSpan,
-    ShareHeader,
-)
+from rowcast.protocol.messages import ArraySpan, ArraySpec, BatchShare, GroupHeader, PlanHeader, RowSpan, ShareHeader
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.runtime.arrays import Bytes

@@ -148,12 +148,7 @@ def memory_table(advice: Advice) -> Table:
 def tier_table(tier: TierAdvice) -> Table:
     """Rows are per step."""
     table = plain_table(
-        "store.memory",
-        "rows in\nmemory",
-        "rows\nenter",
-        "from the\ncold tier",
-        f"of the\n{cold_tier(tier)}",
-        "waits",
+        "store.memory", "rows in\nmemory", "rows\nenter", "from the\ncold tier", f"of the\n{cold_tier(tier)}", "waits"
     )
     for budget in tier.budgets:
         chosen = budget is tier.recommended

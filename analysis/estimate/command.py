@@ -40,8 +40,7 @@ class EstimateOptions:
         ),
     ] = None
     changes: Annotated[
-        Sequence[str],
-        Option("--change", help="With --run: how long a task would take, such as step=0.1. Repeatable."),
+        Sequence[str], Option("--change", help="With --run: how long a task would take, such as step=0.1. Repeatable.")
     ] = ()
     plot: Annotated[
         Path | None, Option(help="Draw eight steps and the critical path.", metavar="FILE", show_default=False)

@@ -193,11 +193,7 @@ class Pipeline:
             )
             arrive = self._hand_over("rows back", step, back, "rows")
             written = self._write_back.add(
-                "write back",
-                step,
-                self._seconds("write back", step, number),
-                [(arrive, "rows")],
-                gives=self._back_ring,
+                "write back", step, self._seconds("write back", step, number), [(arrive, "rows")], gives=self._back_ring
             )
             home = self._hand_over("rows home", step, written, "write_back")
         else:

@@ -135,11 +135,7 @@ class Scaled:
 
 
 def walk(
-    plan: Sequence[Planned],
-    wiring: Wiring,
-    durations: Durations,
-    begins: dict[str, float],
-    cores: float = math.inf,
+    plan: Sequence[Planned], wiring: Wiring, durations: Durations, begins: dict[str, float], cores: float = math.inf
 ) -> Walked:
     pipeline = Pipeline(plan, wiring, durations, begins)
     run_s = run(pipeline.threads, cores)

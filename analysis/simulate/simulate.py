@@ -132,10 +132,7 @@ class Simulator:
                 yield skipped_result(setting, refusal or "")
             else:
                 outcome = Outcome(
-                    setting=setting,
-                    slots=capacity.slots_of(setting),
-                    memory=capacity.memory,
-                    moves=moves,
+                    setting=setting, slots=capacity.slots_of(setting), memory=capacity.memory, moves=moves
                 )
                 yield make_result(recording, outcome, bound, per_step=self._per_step)
 
@@ -245,12 +242,7 @@ def run_simulate(job: Job, options: SimulateOptions) -> None:
         )
         with ProgressBar() as progress:
             results = simulate(
-                source.job,
-                grid,
-                source.open_batches,
-                watch=source.watch,
-                progress=progress,
-                per_step=options.per_step,
+                source.job, grid, source.open_batches, watch=source.watch, progress=progress, per_step=options.per_step
             )
     if options.trace is not None:
         results = [msgspec.structs.replace(result, shuffle=None) for result in results]

@@ -27,11 +27,7 @@ class Restorable(Protocol):
 
 
 def restore_rows(
-    root: Path,
-    manifest: Manifest,
-    groups: Sequence[GroupSpec],
-    stores: Sequence[Restorable],
-    shard: OwnShard = ALONE,
+    root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable], shard: OwnShard = ALONE
 ) -> None:
     """Fills empty stores with the rows of a shard, oldest layer first, with one file in memory. Raises DataError with
     the damaged file."""
@@ -49,11 +45,7 @@ def restore_rows(
 
 
 def restore_changed(
-    root: Path,
-    manifest: Manifest,
-    groups: Sequence[GroupSpec],
-    stores: Sequence[Restorable],
-    shard: OwnShard = ALONE,
+    root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable], shard: OwnShard = ALONE
 ) -> None:
     """Rolls stores back to the checkpoint that they continued from; writes only changed rows. Raises DataError."""
     for group, store in zip(groups, stores, strict=True):

@@ -42,12 +42,7 @@ from rowcast.prefetcher.run.checkpoint_interval import AttemptInterval
 from rowcast.prefetcher.run.connection import Connection, Rings
 from rowcast.prefetcher.run.gauges import engine_gauges
 from rowcast.prefetcher.run.options import RunOptions
-from rowcast.prefetcher.run.sizing import (
-    job_levels,
-    sizes,
-    stage_threads,
-    tier_rows,
-)
+from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads, tier_rows
 from rowcast.prefetcher.run.starting_point import StartingPoint
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
@@ -108,11 +103,7 @@ class PrefetcherAttempt:
         if run.options.mode == "eval":
             self._start, max_steps = Position(eval_batch=0), 0
         self._source = WorkerSource(
-            self._job,
-            max_steps,
-            self._start,
-            on_arrival=partial(crew.wake, "planning"),
-            timeline=run.counters.timeline,
+            self._job, max_steps, self._start, on_arrival=partial(crew.wake, "planning"), timeline=run.counters.timeline
         )
         self._writer: CheckpointWriter | None = None
         self._connection = Connection(run.folder, transport, crew, run.signals, run.health, run.counters.timeline)

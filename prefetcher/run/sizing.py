@@ -178,11 +178,7 @@ def check_shared_memory(ring_bytes: int) -> None:
 
 
 def job_levels(
-    job: Job,
-    groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledBatch],
-    slots: Slots,
-    rank: Rank = UNDIVIDED,
+    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Slots, rank: Rank = UNDIVIDED
 ) -> tuple[Slots, ...]:
     """The slots of each level that the planner plans in a run of the job: `slots` on the device of `rank`, and the rows
     in memory of a store with a memory tier.

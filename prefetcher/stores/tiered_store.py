@@ -308,14 +308,7 @@ class TieredStore(RowStore):
             self._spilled += len(slots)
             free_before = self._num_free
             self._num_free, num_overtaken = spilled(
-                slots,
-                places,
-                self._whereabouts,
-                self._states,
-                self._owners,
-                self._free,
-                self._num_free,
-                overtaken,
+                slots, places, self._whereabouts, self._states, self._owners, self._free, self._num_free, overtaken
             )
             self._num_cold += self._num_free - free_before
             if num_overtaken:

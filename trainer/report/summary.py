@@ -6,13 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rowcast.protocol.messages import TierTotals
-from rowcast.runtime.telemetry.format_numbers import (
-    human_bytes,
-    human_count,
-    human_seconds,
-    percent,
-    stdout_console,
-)
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent, stdout_console
 from rowcast.trainer.report.report_json import RECENT, Report
 from rowcast.trainer.report.terminal import evaluation_text, task_text, write
 

@@ -34,13 +34,7 @@ from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.report_json import Report
-from rowcast.trainer.report.results import (
-    PAGE,
-    EarlierResults,
-    EvaluationOnly,
-    ResultFiles,
-    ResultsInMemory,
-)
+from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine

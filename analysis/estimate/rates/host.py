@@ -138,8 +138,7 @@ def host_rates(watch: Stopwatch, kernels: Mapping[str, KernelRates]) -> HostRate
     of_kernels = kernel_seconds(small, kernels) if watch.device.type == "cpu" else 0.0
     lookups = large.counts.groups[0].lookups - small.counts.groups[0].lookups
     return HostRates(
-        per_step=max(0.0, small_s.all - of_kernels),
-        per_lookup=max(0.0, (large_s.mail - small_s.mail) / lookups),
+        per_step=max(0.0, small_s.all - of_kernels), per_lookup=max(0.0, (large_s.mail - small_s.mail) / lookups)
     )
 
 

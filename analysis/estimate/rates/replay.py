@@ -192,11 +192,7 @@ class Replay:
     """One run of a recording, by a trainer with empty slots."""
 
     def __init__(
-        self,
-        recording: Recording,
-        job: Job,
-        make_runner: MakeRunner | None = None,
-        make_links: MakeLinks = inproc_pair,
+        self, recording: Recording, job: Job, make_runner: MakeRunner | None = None, make_links: MakeLinks = inproc_pair
     ) -> None:
         """`job` differs from the recorded one in its model only. `make_runner`: None makes the job's own model."""
         device = recording.device

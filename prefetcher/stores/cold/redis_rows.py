@@ -188,9 +188,7 @@ class RedisRows:
             self._note.unlink(missing_ok=True)
         except (RowcastError, OSError) as error:
             get_logger().warning(
-                "rows remain on Redis until this run is started again",
-                keys=self.keys,
-                error=str(error),
+                "rows remain on Redis until this run is started again", keys=self.keys, error=str(error)
             )
         finally:
             self._servers.close()
