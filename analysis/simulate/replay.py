@@ -45,7 +45,7 @@ class PlanWatcher(Protocol):
 
 
 def planned_beside(
-    batches: Iterable[ScheduledBatch], planner: RowPlanner, watcher: PlanWatcher
+    batches: Iterable[ScheduledBatch], planner: RowPlanner, *watchers: PlanWatcher
 ) -> Iterator[ScheduledBatch]:
     """Yields `batches` unchanged and plans them as they pass. A batch that does not fit ends the planning, not the
     batches."""
@@ -54,17 +54,19 @@ def planned_beside(
     for scheduled in batches:
         if fits:
             planner.add(scheduled)
-            fits = plan_ready(planner, watcher, flushed)
+            fits = plan_ready(planner, watchers, flushed)
         yield scheduled
     if fits:
         planner.end()
-        watcher.data_ended()
-        if plan_ready(planner, watcher, flushed):
+        for watcher in watchers:
+            watcher.data_ended()
+        if plan_ready(planner, watchers, flushed):
             flushed.append(counts(planner.barrier("end of data", finished=True)))
-            watcher.ended(tuple(map(sum, zip(*flushed, strict=True))))
+            for watcher in watchers:
+                watcher.ended(tuple(map(sum, zip(*flushed, strict=True))))
 
 
-def plan_ready(planner: RowPlanner, watcher: PlanWatcher, flushed: list[Counts]) -> bool:
+def plan_ready(planner: RowPlanner, watchers: Sequence[PlanWatcher], flushed: list[Counts]) -> bool:
     """Adds the checkpoints' barriers to `flushed`. Returns False if a batch does not fit; the simulation of the setting
     reports it."""
     while planner.ready():
@@ -74,19 +76,17 @@ def plan_ready(planner: RowPlanner, watcher: PlanWatcher, flushed: list[Counts])
             scheduled, plan = planner.plan()
         except ConfigError:
             return False
-        watcher.plan(scheduled, plan)
+        for watcher in watchers:
+            watcher.plan(scheduled, plan)
     return True
 
 
-class Saving:
+class Saving(PlanWatcher):
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
 
     def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
         self._writer.add(scheduled, plan)
-
-    def data_ended(self) -> None:
-        """Does nothing: plans after the last batch are saved too."""
 
     def ended(self, flushed: Counts) -> None:
         self._writer.finish(flushed, finished=True)
@@ -122,23 +122,6 @@ class Comparing:
     def ended(self, flushed: Counts) -> None:
         if self._comparable and flushed != self._replay.reader.rows_flushed:
             raise DataError(f"the trace's barriers flushed {self._replay.reader.rows_flushed} rows, here {flushed}")
-
-
-class Watchers:
-    def __init__(self, watchers: Sequence[PlanWatcher]) -> None:
-        self._watchers = watchers
-
-    def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
-        for watcher in self._watchers:
-            watcher.plan(scheduled, plan)
-
-    def data_ended(self) -> None:
-        for watcher in self._watchers:
-            watcher.data_ended()
-
-    def ended(self, flushed: Counts) -> None:
-        for watcher in self._watchers:
-            watcher.ended(flushed)
 
 
 class Replay:
@@ -209,9 +192,9 @@ class BatchesAndPlans:
             return self._replay.batches()
         return schedule(own, open_reader(own), self._max_steps)
 
-    def watch(self, setting: Setting, slots: Sequence[Slots]) -> PlanWatcher | None:
+    def watch(self, setting: Setting, slots: Sequence[Slots]) -> list[PlanWatcher]:
         if setting.policy not in EVICTION_POLICIES:
-            return None
+            return []
         header = trace_header(setting.job, group_specs(setting.job), slots)
         watchers: list[PlanWatcher] = []
         replay = self._replay
@@ -225,7 +208,7 @@ class BatchesAndPlans:
             watchers.append(self._comparing)
         if self._save_trace is not None:
             watchers.append(Saving(self._stack.enter_context(TraceWriter(self._save_trace, header))))
-        return Watchers(watchers) if watchers else None
+        return watchers
 
 
 def require_one_run(job: Job, grid: Grid) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,18 +21,9 @@ from rowcast.runtime.telemetry.format_numbers import percent
 MIB = 2**20
 FILE_WIDTH = 120  # if the output is not a terminal
 HEADINGS = [
-    "capacity\nin rows",
-    "policy",
-    "horizon",
-    "rows\nfetched",
-    "written\nback",
-    "MiB\nin",
-    "MiB\nout",
-    "hit\nratio",
-    "to the\nbound",
+    *("capacity\nin rows", "policy", "horizon", "rows\nfetched", "written\nback"),
+    *("MiB\nin", "MiB\nout", "hit\nratio", "to the\nbound"),
 ]
-
-
 TIER_HEADINGS = ["memory\nin rows", "enter\nmemory", "from\ncold", "to the\nbound"]
 
 
@@ -83,27 +73,24 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     per_step: StepArrays | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    setting: Setting
-    slots: Sequence[Slots]  # of each level, from the device down
-    memory: str | int | None
-    moves: Moves
-
-
-def make_result(recording: RunRecording, outcome: Outcome, bound: Moves, *, per_step: bool) -> Simulation:
-    setting, moves, bound_rows = outcome.setting, outcome.moves, int(bound.fetched.sum())
-    record_bytes = np.array([group.record_bytes for group in recording.groups], np.int64)
+def make_result(
+    recording: RunRecording,
+    setting: Setting,
+    slots: Sequence[Slots],
+    memory: str | int | None,
+    moves: Moves,
+    bound: Moves,
+    *,
+    per_step: bool,
+) -> Simulation:
+    """`slots`: of each level, from the device down."""
+    bound_rows, record_bytes = int(bound.fetched.sum()), np.array([group.record_bytes for group in recording.groups])
     written_back = moves.written_back.sum(axis=0) + moves.flushed
     fetched, unique_rows = moves.fetched.sum(axis=0), recording.unique_rows
     rows_fetched = int(fetched.sum())
-    return Simulation(
-        policy=setting.policy,
-        capacity=setting.job.cache.capacity,
-        capacity_rows=sum(outcome.slots[0]),
-        horizon=setting.horizon,
-        batch_size=setting.job.data.batch_size,
-        shuffle=setting.job.data.whole_order,
+    return msgspec.structs.replace(
+        outline(setting),
+        capacity_rows=sum(slots[0]),
         steps=recording.num_train,
         eval_steps=len(recording) - recording.num_train,
         lookups=recording.num_lookups,
@@ -118,18 +105,19 @@ def make_result(recording: RunRecording, outcome: Outcome, bound: Moves, *, per_
         bound_rows_fetched=bound_rows,
         ratio_to_bound=rows_fetched / bound_rows if bound_rows else None,
         per_step=step_arrays(recording, moves) if per_step else None,
-        **tier_counts(outcome, bound, record_bytes),
+        **tier_counts(slots, memory, moves.tier, bound.tier, record_bytes),
     )
 
 
-def tier_counts(outcome: Outcome, bound: Moves, record_bytes: I64) -> dict[str, Any]:
-    tier, least = outcome.moves.tier, bound.tier
+def tier_counts(
+    slots: Sequence[Slots], memory: str | int | None, tier: TierMoves | None, least: TierMoves | None, record_bytes: I64
+) -> dict[str, Any]:
     if tier is None or least is None:
         return {}
     from_cold, bound_rows = tier.from_cold.sum(axis=0), int(least.from_cold.sum())
     return {
-        "memory": outcome.memory,
-        "memory_rows": sum(outcome.slots[1]),
+        "memory": memory,
+        "memory_rows": sum(slots[1]),
         "rows_entered": int(tier.entered.sum()),
         "rows_from_cold": int(from_cold.sum()),
         "rows_left": int(tier.left.sum()),
@@ -155,7 +143,7 @@ def tier_arrays(tier: TierMoves) -> dict[str, list[int]]:
     return {name: values.sum(axis=1).tolist() for name, values in counts.items()}
 
 
-def skipped_result(setting: Setting, sentence: str) -> Simulation:
+def outline(setting: Setting, skipped: str | None = None) -> Simulation:
     job = setting.job
     return Simulation(
         policy=setting.policy,
@@ -163,7 +151,7 @@ def skipped_result(setting: Setting, sentence: str) -> Simulation:
         horizon=setting.horizon,
         batch_size=job.data.batch_size,
         shuffle=job.data.whole_order,
-        skipped=sentence,
+        skipped=skipped,
     )
 
 

@@ -29,7 +29,7 @@ from rowcast.analysis.simulate.plot import check_plot, plot_results
 from rowcast.analysis.simulate.policies import ttl_moves, window_moves
 from rowcast.analysis.simulate.recording import RunRecording, record
 from rowcast.analysis.simulate.replay import BatchesAndPlans, PlanWatcher, planned_beside
-from rowcast.analysis.simulate.results import Outcome, Simulation, make_result, print_results, skipped_result
+from rowcast.analysis.simulate.results import Simulation, make_result, outline, print_results
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Horizon, Job
 from rowcast.job.stores import StoreWithTier
@@ -42,8 +42,7 @@ from rowcast.runtime.command_options import AsJson, MaxSteps, SaveTrace
 from rowcast.runtime.errors import ConfigError
 
 OpenBatches = Callable[[Job], Iterable[ScheduledBatch]]
-# setting, slots of each level -> the watcher of its plans, if any
-Watch = Callable[[Setting, Sequence[Slots]], PlanWatcher | None]
+Watch = Callable[[Setting, Sequence[Slots]], Sequence[PlanWatcher]]  # setting, slots of each level -> of its plans
 
 
 def simulate(
@@ -51,7 +50,7 @@ def simulate(
     grid: Grid,
     open_batches: OpenBatches,
     *,
-    watch: Watch = lambda setting, slots: None,
+    watch: Watch = lambda setting, slots: (),
     progress: AnalysisProgress | None = None,
     per_step: bool = False,
 ) -> list[Simulation]:
@@ -112,10 +111,9 @@ class Simulator:
         pairs = ((own, setting) for own in capacities if own.slots for setting in own.settings)
         for capacity, setting in pairs:
             slots = capacity.slots_of(setting)
-            watcher = self._watch(setting, slots)
-            if watcher is not None:
+            if watchers := self._watch(setting, slots):
                 planner = new_planner(setting, self._groups, slots, measured, keep_ids=True)
-                batches = planned_beside(batches, planner, watcher)
+                batches = planned_beside(batches, planner, *watchers)
         return batches
 
     def _results(
@@ -129,12 +127,10 @@ class Simulator:
             if bound is not None and setting.policy != BOUND:
                 moves, refusal = self._moved(recording, capacity, setting, measured)
             if bound is None or moves is None:
-                yield skipped_result(setting, refusal or "")
+                yield outline(setting, refusal or "")
             else:
-                outcome = Outcome(
-                    setting=setting, slots=capacity.slots_of(setting), memory=capacity.memory, moves=moves
-                )
-                yield make_result(recording, outcome, bound, per_step=self._per_step)
+                slots, memory = capacity.slots_of(setting), capacity.memory
+                yield make_result(recording, setting, slots, memory, moves, bound, per_step=self._per_step)
 
     def _moved(
         self, recording: RunRecording, capacity: Capacity, setting: Setting, measured: list[ScheduledBatch]
