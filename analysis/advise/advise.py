@@ -6,11 +6,9 @@ data --> observed: the rows of each step --> planner of training over the follow
 this machine's rates, a step's time -------------------------> what moving them takes --> knee, no stalls --> sections
 """
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-import msgspec
 from typer import Option
 
 from rowcast.analysis.advise.cost import (
@@ -39,7 +37,7 @@ from rowcast.analysis.advise.recommend import (
     toml,
 )
 from rowcast.analysis.advise.server import server_rate
-from rowcast.analysis.advise.show import Facts, notes, print_advice
+from rowcast.analysis.advise.show import notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import with_values
@@ -55,7 +53,7 @@ from rowcast.protocol.inputs import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
-from rowcast.runtime.telemetry.format_numbers import size_text, stdout_console
+from rowcast.runtime.telemetry.format_numbers import print_json, size_text, stdout_console
 
 STEP_MS = 10.0
 LINK_GBS = 12.0
@@ -146,18 +144,8 @@ class Adviser:
         device = device_memory(capacity_bytes, own.staging_bytes, chosen.depth, self._rates.plan_bytes)
         tier = self._tier(capacity_bytes)
         why = reasons(job, chosen, choice, tier)
-        read = what_was_read(observed)
-        facts = Facts(
-            job=job,
-            read=read,
-            assumed=self._assumed,
-            choice=choice,
-            predicted=predicted,
-            everything=curve[-1],
-            shorter_rows_per_step=None if observed.is_whole_run else self._trials.shorter_rows_per_step(capacity_bytes),
-        )
-        return Advice(
-            read=read,
+        advice = Advice(
+            read=what_was_read(observed),
             working_sets=working_sets(observed, job.lookahead.depth),
             assumed=self._assumed,
             cores=cores_need(self._points.demand(capacity_bytes), self._rates, self._step_ms / 1e3),
@@ -182,8 +170,10 @@ class Adviser:
             ),
             device=device,
             tier=tier,
-            notes=tuple(notes(facts)),
+            notes=(),
         )
+        shorter = None if observed.is_whole_run else self._trials.shorter_rows_per_step(capacity_bytes)
+        return replace(advice, notes=tuple(notes(job, advice, shorter)))
 
     def _tier(self, capacity_bytes: int) -> TierAdvice | None:
         store = self._job.store
@@ -281,8 +271,7 @@ def run_advise(job: Job, options: AdviseOptions) -> None:
         )
         advice = advise_job(job, request)
     if options.json:
-        sys.stdout.buffer.write(msgspec.json.encode(advice) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(advice)
     else:
         print_advice(advice, stdout_console())
 

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from rowcast.analysis.advise.cost import Assumed, CoresNeed
 from rowcast.analysis.advise.read import Read
-from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Choice, Point
+from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Point
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
@@ -267,46 +266,37 @@ def assumptions(assumed: Assumed) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    job: Job
-    read: Read
-    assumed: Assumed
-    choice: Choice
-    predicted: Point
-    everything: Point  # every touched row is on the device
-    shorter_rows_per_step: float | None  # fetched, as estimated from a stretch half as long; None for a whole run
-
-
-def notes(facts: Facts) -> Iterator[str]:
-    yield sureness(facts.read, facts.predicted)
-    ranks = facts.job.ranks
+def notes(job: Job, advice: Advice, shorter_rows_per_step: float | None) -> Iterator[str]:
+    """`shorter_rows_per_step`: fetched, as estimated from a stretch half as long; None for a whole run."""
+    read, assumed, choice, predicted = advice.read, advice.assumed, advice.choice, advice.recommended.predicted
+    yield sureness(read, predicted)
+    ranks = job.ranks
     if ranks.count > 1:
         yield (
             f"All numbers are of one of {ranks.count} ranks, the first, but for the memory of a host, which is that of "
             f"{plural(ranks.on_host, 'pair')} of prefetcher and trainer. The capacity holds the batches of the rank "
             "that owns most of them. Exchanges between ranks take time of their own: `prefetcher simulate --ranks`"
         )
-    if facts.shorter_rows_per_step is not None:
-        yield settling(facts.read, facts.predicted, facts.shorter_rows_per_step)
-    if facts.assumed.plan_ms > facts.assumed.step_ms:
+    if shorter_rows_per_step is not None:
+        yield settling(read, predicted, shorter_rows_per_step)
+    if assumed.plan_ms > assumed.step_ms:
         yield (
-            f"Planning takes {facts.assumed.plan_ms:.2g} ms per batch, more than a step of {facts.assumed.step_ms:g} "
+            f"Planning takes {assumed.plan_ms:.2g} ms per batch, more than a step of {assumed.step_ms:g} "
             "ms at any capacity; more prefetcher.threads may help"
         )
-    if facts.choice.no_stall_bytes is None:
+    if choice.no_stall_bytes is None:
         yield (
-            f"A step of {facts.assumed.step_ms:g} ms waits most of the time at any capacity: with every row on the "
+            f"A step of {assumed.step_ms:g} ms waits most of the time at any capacity: with every row on the "
             "device the slowest "
-            f"stage still takes {facts.everything.move_ms:.3g} ms for new rows. The capacity is where returns diminish"
+            f"stage still takes {advice.curve[-1].move_ms:.3g} ms for new rows. The capacity is where returns diminish"
         )
-    elif facts.choice.stalling_anyway > 0:
+    elif choice.stalling_anyway > 0:
         yield (
-            f"{percent_number(facts.choice.stalling_anyway)} % of all stretches of "
-            f"{plural(facts.job.lookahead.depth + 1, 'step')} wait at any "
+            f"{percent_number(choice.stalling_anyway)} % of all stretches of "
+            f"{plural(job.lookahead.depth + 1, 'step')} wait at any "
             f"capacity, as at the start, where every row is new"
         )
-    yield from left_out(facts.job)
+    yield from left_out(job)
 
 
 def sureness(read: Read, predicted: Point) -> str:

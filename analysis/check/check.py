@@ -4,12 +4,10 @@ Every check runs, whatever the others found; checks of the data say nothing if i
 run from starting or end it; a warning might.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -48,7 +46,7 @@ from rowcast.protocol.parts import rank_of
 from rowcast.runtime.command_options import AsJson, Config, Overrides
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
-from rowcast.runtime.telemetry.format_numbers import plural, stdout_console
+from rowcast.runtime.telemetry.format_numbers import plural, print_json, stdout_console
 
 STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "bold red"}
 SUBJECT_WIDTH = 13
@@ -131,8 +129,7 @@ def check(
     if json:
         found = list(findings)
         counts = {f"{level}s": count(found, level) for level in ("error", "warning")}
-        sys.stdout.buffer.write(msgspec.json.encode({**counts, "findings": found}) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json({**counts, "findings": found})
     else:
         found = print_findings(findings, stdout_console())
     return ConfigError.exit_code if count(found, "error") else 0

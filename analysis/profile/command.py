@@ -1,9 +1,5 @@
 """`prefetcher profile`."""
 
-import sys
-
-import msgspec
-
 from rowcast.analysis.profile.log_facts import log_facts
 from rowcast.analysis.profile.log_show import plot_log, print_log
 from rowcast.analysis.profile.profile import MEMORY_SHARE, ProfileOptions, run_profile
@@ -15,7 +11,7 @@ from rowcast.job.units import parse_bytes
 from rowcast.runtime.command_options import Config, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
-from rowcast.runtime.telemetry.format_numbers import stdout_console
+from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
 
 STEPS, GPU_MEMORY = 1000, "80GiB"
 
@@ -50,6 +46,6 @@ def run_log(job: Job, options: ProfileOptions) -> None:
         facts = log_facts(job, options.max_steps or STEPS, gpu_bytes, MEMORY_SHARE * free_memory(), progress)
     plot_log(facts, options.plot)
     if options.json:
-        sys.stdout.buffer.write(msgspec.json.encode(facts) + b"\n")
+        print_json(facts)
         return
     print_log(facts, stdout_console())

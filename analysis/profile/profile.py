@@ -8,7 +8,6 @@ The halves are disjoint batches drawn in the same strata of the epoch (see `samp
 set on data that had no part in choosing it, and the pin file holds exactly the rows that were judged.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,7 +33,7 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.command_options import AsJson
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
-from rowcast.runtime.telemetry.format_numbers import stdout_console
+from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
 
 PICK, JUDGE = 0, 1  # draws of the sample
 DEFAULT_AMOUNT = Amount(share=0.05, least_batches=64)
@@ -235,8 +234,7 @@ def run_profile(job: Job, options: ProfileOptions) -> None:
     if options.out is not None:
         write_pins(options.out, job, profile, rows)
     if options.json:
-        sys.stdout.buffer.write(msgspec.json.encode(profile) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(profile)
         return
     console = stdout_console()
     print_profile(profile, console)

@@ -10,7 +10,6 @@ It runs the planner of training over the schedule of training, with slots divide
 step are those that a run would report, if a run can have the policy.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.command_options import AsJson, MaxSteps, SaveTrace
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import print_json
 
 OpenBatches = Callable[[Job], Iterable[ScheduledBatch]]
 Watch = Callable[[Setting, Sequence[Slots]], Sequence[PlanWatcher]]  # setting, slots of each level -> of its plans
@@ -259,7 +259,7 @@ def show(results: list[Simulation], options: SimulateOptions, num_compared: int 
         plot_results(results, options.plot)
     if options.json:
         compared = {} if num_compared is None else {"plans_compared": num_compared}
-        sys.stdout.buffer.write(msgspec.json.encode({"results": results, **compared}) + b"\n")
+        print_json({"results": results, **compared})
         return
     if any(result.skipped is None for result in results):
         print_results(results)

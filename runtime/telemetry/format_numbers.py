@@ -4,6 +4,7 @@ import math
 import sys
 from typing import Any, TextIO, cast
 
+import msgspec
 from rich.console import Console
 
 from rowcast.runtime.telemetry.logs import dropped_if_gone
@@ -17,6 +18,12 @@ def stdout_console() -> Console:
     if not sys.stdout.isatty():
         return Console(force_terminal=False, highlight=False)
     return Console(file=cast(TextIO, Terminal(sys.stdout)), highlight=False)
+
+
+def print_json(value: object) -> None:
+    """On one line of stdout. Flushes, so that a closed pipe is noticed here."""
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 class Terminal:

@@ -8,12 +8,10 @@ All settings with the same batches are simulated side by side while the data is 
 batch but what its planners keep: the memory that it takes is that of N horizons.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, groupby, islice, product
 
-import msgspec
 import typer
 
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
@@ -41,7 +39,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import parts_of
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.format_numbers import stdout_console
+from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
 
 POLICIES = ("lookahead", "lru", "lfu")  # "static" would count the first batches of each rank
 
@@ -220,7 +218,7 @@ def check_options(options: SimulateOptions) -> None:
 
 def show(results: Sequence[RanksSimulation], *, as_json: bool) -> None:
     if as_json:
-        sys.stdout.buffer.write(msgspec.json.encode({"results": results}) + b"\n")
+        print_json({"results": results})
         return
     console, ran = stdout_console(), [result for result in results if result.skipped is None]
     if not console.is_terminal:
