@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
 
 from rowcast.analysis.simulate.grid import Grid, Setting, batches_jobs, capacity_jobs, settings, with_values
 from rowcast.job.eviction_policies import EVICTION_POLICIES
@@ -34,8 +33,9 @@ def counts(barrier: BarrierPlan) -> Counts:
     return tuple(map(len, barrier.dirty))
 
 
-class PlanWatcher(Protocol):
-    def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None: ...
+class PlanWatcher:
+    def plan(self, scheduled: ScheduledBatch, plan: StepPlan) -> None:
+        """Called with each plan, in order."""
 
     def data_ended(self) -> None:
         """Called after the last batch; plans may still follow."""
@@ -92,7 +92,7 @@ class Saving(PlanWatcher):
         self._writer.finish(flushed, finished=True)
 
 
-class Comparing:
+class Comparing(PlanWatcher):
     """A `PlanWatcher` over a trace's batches: plans made with the trace's settings must equal those of the trace.
 
     If the trace's run was stopped, or only its beginning is read, its last plans were made with more batches known than

@@ -112,6 +112,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
     """Makes the report of one rank."""
     unique_rows = counters.total("unique_rows")
+    counted: dict[str, Any] = {name: counters.total(name) for name in COUNTED}
     evaluation = run.evaluation or Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
     return Report(
         steps=counters.train_steps,
@@ -130,7 +131,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         bytes_from_device=counters.total("row_bytes_from_device"),
         rank_imbalance=counters.mean_imbalance,
         ranks=(rank_figures(counters, run),),
-        **{name: counters.total(name) for name in COUNTED},
+        **counted,
         **fields_of_report(evaluation),
         **fields_of_report(run),
     )
