@@ -1,5 +1,6 @@
 """Sessions of real processes, which leave nothing behind."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,3 +37,10 @@ def other(tmp_path_factory: pytest.TempPathFactory, launcher: Launch) -> Iterato
     """A second session, whose processes do not meet those of the first."""
     with Session(tmp_path_factory.mktemp("other"), launcher) as session:
         yield session
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """A run is a web of closures over megabytes, few enough objects for Python to let thousands of runs lie about."""
+    yield
+    gc.collect()

@@ -1,9 +1,7 @@
 """E1: whatever the horizon, depth, capacity, ring or store, training gives the plain loop's bits."""
 
 import functools
-import gc
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +20,8 @@ from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_c
 from tests.support.driver import InProcessRun, Settings, start_state
 from tests.support.repeats import count
 
+pytestmark = pytest.mark.usefixtures("collected")
 CAPACITIES = ("one batch", "more", "everything")
-
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """A run is a web of closures over megabytes, few enough objects for Python to let thousands of runs lie about."""
-    yield
-    gc.collect()
 
 
 @functools.cache

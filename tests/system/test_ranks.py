@@ -38,7 +38,7 @@ from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "collected")
 Plain = tuple[list[float], dict[str, Tensor]]
 ODD = "tests.system.odd_models:"
 CLIPPED = {
