@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch._dynamo  # torch.optim needs it, and tests/conftest.py freezes what is imported by then
 from torch import Tensor
 
 import rowcast.prefetcher.pipeline.engine
