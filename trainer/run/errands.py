@@ -13,7 +13,6 @@ from rowcast.trainer.models.scoring import ScoringRunner, SharedScoringRunner
 from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedRunner
 from rowcast.trainer.report.report_json import Report, write_report
 from rowcast.trainer.report.results import REPORT
-from rowcast.trainer.report.score_file import ScoreFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +33,11 @@ EVALUATE = Errand(mode="eval", runner=EvaluationRunner, shared_runner=SharedEval
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score(Errand):
-    file: ScoreFile
+    finish_scores: Callable[[], None]
 
     def finish(self, run_dir: Path, report: Report) -> None:
         if report.finished:
-            self.file.finish()
+            self.finish_scores()
         Errand.finish(self, run_dir, report)
 
 
@@ -49,11 +48,13 @@ def score_to(path: Path, job: Job) -> Score:
             f"--scores: one trainer writes the scores, but ranks.count = {job.ranks.count}; set ranks.count = 1 and "
             f"ranks.parts = {job.ranks.num_parts}, which gives the same bits"
         )
+    from rowcast.trainer.report.score_file import ScoreFile  # imports pyarrow, which no other trainer needs
+
     file = ScoreFile(path, job.data.columns.labels or ["score"])
     return Score(
         mode="eval",
         runner=partial(ScoringRunner, file),
         shared_runner=partial(SharedScoringRunner, file),
         report="score.json",
-        file=file,
+        finish_scores=file.finish,
     )
