@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo tutorial quick test test-rest test-all check exact ranks soak containers mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget bench-issue bench-safety bench-metrics bench-parts clean
+.PHONY: demo tutorial quick test test-rest test-all check exact ranks soak containers mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -87,18 +87,6 @@ bench-embedding: $(VENV)/installed  ## look-up and update compared with stock Py
 
 bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs for a large GPU
 	$(BIN)/python -m benchmarks.budget
-
-bench-issue: $(VENV)/installed  ## how long the thread that issues a device's work is busy with a step, and who is woken how often
-	$(BIN)/python -m benchmarks.issue
-
-bench-safety: $(VENV)/installed  ## what checkpoints and --verify cost on the retail log (ROWCAST_RETAIL=folder)
-	$(BIN)/python -m benchmarks.safety
-
-bench-parts: $(VENV)/installed  ## what a checkpoint, a merge, an encrypted piece and opening a text file cost
-	$(BIN)/python -m benchmarks.parts
-
-bench-metrics: $(VENV)/installed  ## what a scrape takes during a run, and what counting takes of a step
-	$(BIN)/python -m benchmarks.metrics_cost
 
 clean:
 	rm -rf $(VENV) build/compat-low build/compat-high runs

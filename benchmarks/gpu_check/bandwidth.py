@@ -1,6 +1,6 @@
 """GB/s of each kernel, with the plan of a real batch and caches swept before each launch.
 
-GB/s are the bytes that a kernel must move (benchmarks/kernel_bytes.py) over its time; `of_copy` is the share of what a
+GB/s are the bytes that a kernel must move (`kernel_bytes.py`) over its time; `of_copy` is the share of what a
 copy on the device reaches. Other block shapes are tried on a device only, and must have the same bits.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.gpu_check.findings import NO_DEVICE, Findings
 from benchmarks.gpu_check.jobs import batches_of, make_job, sizes
+from benchmarks.gpu_check.kernel_bytes import lookup_bytes, moved_bytes, reduce_bytes, update_bytes
 from benchmarks.gpu_check.kernels import equal
-from benchmarks.kernel_bytes import lookup_bytes, moved_bytes, reduce_bytes, update_bytes
 from benchmarks.training.resident import ResidentRun
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.job.tables import group_specs

@@ -16,9 +16,9 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import AbsentDriver
 from rowcast.trainer.kernels import GroupLookup, triton_ops
 from tests.kernels.lookups import Layout, divisors_of, group_of, rule_of
+from tests.kernels.noted_launches import AbsentDriver
 
 WIDE = 128  # of this dimension the machine code too, which takes time
 CASES: tuple[tuple[int, torch.dtype, bool, str], ...] = (

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.launches import NotedKernels, noted_launches
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import Kind
 from rowcast.trainer.kernels import choose, self_check, triton_ops
 from rowcast.trainer.models import runner
+from tests.kernels.noted_launches import NotedKernels, noted_launches
 from tests.support.driver import InProcessRun, Settings
 from tests.support.full_capacity import make_job, random_schedule, table
 

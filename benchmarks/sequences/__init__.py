@@ -1,1 +1,0 @@
-"""Measures next-item models: docs/sequences.md has the figures."""
