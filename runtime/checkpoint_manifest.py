@@ -23,7 +23,7 @@ import xxhash
 from rowcast.runtime.disk import Disk, RealDisk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
-from rowcast.runtime.sealed import Sealed, read_sealed, render, seal
+from rowcast.runtime.sealed import Sealed, read_sealed
 
 MANIFEST_VERSION = 5
 MANIFEST_NAME = "manifest.json"
@@ -262,10 +262,6 @@ def sync_folder(folder: Path) -> None:
     RealDisk().sync_folder(folder)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_durably(folder / MANIFEST_NAME, render(seal(manifest)))
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Raises DataError if the manifest is missing, changed since, or unreadable for this version."""
     path = folder / MANIFEST_NAME
@@ -276,6 +272,14 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.name != folder.name:
         raise DataError(f"{path}: the manifest of {manifest.name} is in the folder of another checkpoint")
     return manifest
+
+
+def readable(folder: Path) -> Manifest | None:
+    """Returns the manifest of a checkpoint; None if it is gone or damaged."""
+    try:
+        return read_manifest(folder)
+    except DataError:
+        return None
 
 
 def run_of(folder: Path) -> str | None:

@@ -33,13 +33,13 @@ def export(
     ] = False,
 ) -> None:
     if config is not None and run_dir is None and checkpoint is None and not trained_rows:
-        export_start(load_job(config), out, get_logger())
+        export_start(load_job(config), out)
         return
     if run_dir is None or config is not None:
         raise ConfigError(
             "give either --run DIR, for a checkpoint of a run, or --config job.toml, for the tables that it starts from"
         )
-    manifest = export_run(run_dir, out, get_logger(), checkpoint, trained_only=trained_rows)
+    manifest = export_run(run_dir, out, checkpoint, trained_only=trained_rows)
     get_logger().info("exported", file=str(out), train_steps=manifest.train_steps, bytes=out.stat().st_size)
 
 

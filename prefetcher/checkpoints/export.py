@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO
 
 import numpy as np
 
@@ -37,37 +37,30 @@ from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
+from rowcast.runtime.telemetry.logs import get_logger
 
 BLOCK_ROWS = 65536
 MODEL = "model."  # the prefix of the model's tensors in the dense file
 DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' names
 
 
-class ExportLog(Protocol):
-    def info(self, event: str, *args: Any, **fields: Any) -> object: ...
-
-    def warning(self, event: str, *args: Any, **fields: Any) -> object: ...
-
-
-def export_run(
-    run_dir: Path, out: Path, log: ExportLog, checkpoint: str | None = None, *, trained_only: bool = False
-) -> Manifest:
+def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, trained_only: bool = False) -> Manifest:
     """Writes a run's checkpoint, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, RealDisk())
-    manifest = checkpoints.choose(checkpoint, log)
+    manifest = checkpoints.choose(checkpoint, get_logger())
     job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
     rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, job.job.seed)
-    write_export(out, job, rows, SavedModelState(checkpoints.root, manifest), log)
+    write_export(out, job, rows, SavedModelState(checkpoints.root, manifest))
     return manifest
 
 
-def export_start(job: Job, out: Path, log: ExportLog) -> None:
+def export_start(job: Job, out: Path) -> None:
     """Writes the tables that a run of this job starts from, without dense weights (the trainer makes those). Raises
     ConfigError."""
-    write_export(out, job, CheckpointRows(Path(), (), job.job.seed), None, log)
+    write_export(out, job, CheckpointRows(Path(), (), job.job.seed), None)
 
 
-def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModelState | None", log: ExportLog) -> None:
+def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModelState | None") -> None:
     """Writes the whole file or none."""
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
@@ -77,7 +70,7 @@ def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModel
     partial = out.with_name(out.name + ".partial")
     try:
         with partial.open("wb") as file:
-            write_safetensors(file, groups, tensors, rows, dense, log)
+            write_safetensors(file, groups, tensors, rows, dense)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)
@@ -210,14 +203,13 @@ def write_safetensors(
     tensors: dict[str, TensorSpec],
     rows: CheckpointRows,
     dense: SavedModelState | None,
-    log: ExportLog,
 ) -> None:
     """Writes the header, then every tensor at its offset. Fills a table's tensors together, block by block."""
     header, at = make_header(tensors)
     file.write(header)
     for group in groups:
         for table, blocks in rows.tables(group):
-            log.info("table", name=table.name)
+            get_logger().info("table", name=table.name)
             for ids, records in blocks:
                 content = {part_name(table, part.name): records[:, part.bytes] for part in group.parts}
                 for name, array in (content | {rows_name(table): ids}).items():

@@ -34,6 +34,7 @@ from rowcast.runtime.checkpoint_manifest import (
     beside,
     checked_file,
     read_manifest,
+    readable,
     run_of,
 )
 from rowcast.runtime.crash_points import crash_point
@@ -366,13 +367,6 @@ class Checkpoints:
             yield from sorted(
                 (path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True
             )
-
-
-def readable(folder: Path) -> Manifest | None:
-    try:
-        return read_manifest(folder)
-    except DataError:
-        return None
 
 
 def why_foreign(folder: Path, run_id: str | None) -> str | None:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import rowcast
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.logs import get_logger
 from tests.adopt import both_kinds
 from tests.adopt.both_kinds import BAGS, EPOCHS, ITEMS, Losses, build, train, train_twin
 from tests.adopt.scripts import Launches, copied
@@ -48,7 +47,7 @@ def test_bags_and_sequences_have_the_bits_of_their_twin_over_nn(
     expected_losses, expected = twin(rule, start, 8)
     assert losses == expected_losses
     assert len(losses["eval"]) == 2 * EPOCHS
-    export_run(tmp_path / "run", tmp_path / "tables", get_logger())
+    export_run(tmp_path / "run", tmp_path / "tables")
     tables = load_file(tmp_path / "tables")
     with model.bags.shared.without_tables():  # type: ignore[operator, union-attr]
         found = dict(model.state_dict())

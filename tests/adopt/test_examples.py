@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rowcast.prefetcher.checkpoints.export import export_run
-from rowcast.runtime.telemetry.logs import get_logger
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -49,7 +48,7 @@ def test_a_script_with_nn_embedding_gives_the_same_bits_when_it_is_adopted(tmp_p
     assert len(plain["losses"]) == 40
     for name, tensor in plain.items():
         assert torch.equal(tensor, adopted[name]), name
-    export_run(tmp_path / "runs" / "own_dataset_adopted", tmp_path / "exported", get_logger())
+    export_run(tmp_path / "runs" / "own_dataset_adopted", tmp_path / "exported")
     exported = load_file(tmp_path / "exported")
     assert torch.equal(adopted["embeddings.embedding_bags.tags.weight"], exported["embedding_bags.tags.weight"])
 

@@ -14,7 +14,6 @@ import rowcast
 from rowcast.job.file import load_job
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.table_files import run_prefetcher_command
@@ -42,7 +41,7 @@ def test_tables_are_whole_before_a_run_at_its_checkpoints_and_behind_it(tmp_path
     assert not torch.equal(states[0][WIDE], start[WIDE])
     assert not torch.equal(states[1][WIDE], states[0][WIDE])
     end = copied(model.state_dict())
-    export_run(tmp_path, tmp_path / "exported", get_logger())
+    export_run(tmp_path, tmp_path / "exported")
     exported = load_file(tmp_path / "exported")
     assert torch.equal(end[WIDE], exported["embedding_bags.wide.weight"])
 

@@ -16,7 +16,6 @@ from rowcast.runtime.checkpoint_manifest import (
     RowLayer,
     file_checksum,
     read_manifest,
-    write_manifest,
 )
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
@@ -254,6 +253,6 @@ def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> No
         other = seal(msgspec.structs.replace(manifest, position=Position(step=step)))
         folder = run.checkpoints.root / other.name
         folder.mkdir()
-        write_manifest(folder, other)
+        (folder / MANIFEST_NAME).write_bytes(render(other))
     (run.checkpoints.root / "step-000000000011").mkdir()
     assert run.checkpoints.candidates() == [f"step-{step:012d}" for step in (10**11, 9, 6, 0)]

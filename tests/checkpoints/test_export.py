@@ -79,7 +79,7 @@ def newest_manifest(run_dir: Path) -> Manifest:
 
 
 def export_quietly(run_dir: Path, out: Path, checkpoint: str | None = None) -> Manifest:
-    return export_run(run_dir, out, get_logger(), checkpoint)
+    return export_run(run_dir, out, checkpoint)
 
 
 def exported(run: InProcessRun, out: Path) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def test_an_export_of_the_trained_rows_has_their_ids_and_what_the_whole_export_h
     batches = small_batches(job, "multi", num_steps=3, eval_at=(2,))
     run = with_checkpoint(job, batches, slots_for(group_specs(job), batches, "one batch"))
     whole = exported(run, tmp_path / "whole")
-    export_run(job.run_dir, tmp_path / "trained", get_logger(), trained_only=True)
+    export_run(job.run_dir, tmp_path / "trained", trained_only=True)
     expected = dict(whole)
     for table in job.tables:
         rows = trained_rows(job, batches, table)
@@ -149,7 +149,7 @@ def trained_rows(job: Job, batches: list[ScheduledBatch], table: Table) -> Tenso
 def test_an_export_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     job = dlrm_job(tmp_path / "run", [("a", 10**12, ["x"])])
     with pytest.raises(ConfigError, match=facts("43.66 TiB", "free", "--trained-rows")):
-        export.export_start(job, tmp_path / "out", get_logger())
+        export.export_start(job, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,6 @@ from rowcast.prefetcher.checkpoints.export import DTYPES as WORDS
 from rowcast.prefetcher.checkpoints.export import export_run, table_tensors
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.kernels.record_views import DTYPES
 from tests.support.batches import NUM_DENSE, small_job
 from tests.support.driver import start_state
@@ -44,7 +43,7 @@ def imported(job: Job, content: dict[str, Tensor], folder: Path) -> dict[str, Te
     """What an export gives of an import of `content`."""
     save_file(content, folder / "in")
     import_run(job, folder / "in", fresh=False)
-    export_run(job.run_dir, folder / "out", get_logger())
+    export_run(job.run_dir, folder / "out")
     return load_file(folder / "out")
 
 

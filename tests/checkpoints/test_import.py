@@ -54,7 +54,7 @@ def test_an_export_of_an_import_is_the_file_that_was_imported(optimizer: str, tm
         "empty": np.zeros((0, 4)),
     }
     manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
-    export_run(job.run_dir, tmp_path / "out", get_logger())
+    export_run(job.run_dir, tmp_path / "out")
     assert_equal(load_file(tmp_path / "out"), content)
     assert (manifest.position, manifest.step, manifest.finished, manifest.reason) == (Position(), None, False, "import")
     assert manifest.trained_on is None
@@ -70,7 +70,7 @@ def test_dense_weights_stand_under_the_models_names_in_the_dense_file(tmp_path: 
 def test_without_dense_weights_the_checkpoint_has_no_dense_side(tmp_path: Path) -> None:
     job = small_job(tmp_path / "run")
     assert import_run(job, saved(tmp_path / "in", table_content(job)), fresh=False).dense is None
-    export_run(job.run_dir, tmp_path / "out", get_logger())
+    export_run(job.run_dir, tmp_path / "out")
     assert_equal(load_file(tmp_path / "out"), table_content(job))
 
 
@@ -78,7 +78,7 @@ def test_row_state_that_is_missing_has_its_initial_value(tmp_path: Path) -> None
     job = small_job(tmp_path / "run", "adam")
     content = {name: tensor for name, tensor in table_content(job).items() if not name.endswith(".exp_avg")}
     import_run(job, saved(tmp_path / "in", content), fresh=False)
-    export_run(job.run_dir, tmp_path / "out", get_logger())
+    export_run(job.run_dir, tmp_path / "out")
     found = load_file(tmp_path / "out")
     for name in [name for name in found if name.endswith(".exp_avg")]:
         assert not found.pop(name).any()
@@ -102,7 +102,7 @@ def test_rows_that_were_never_trained_take_no_room(tmp_path: Path) -> None:
     manifest = import_run(job, saved(tmp_path / "in", content), fresh=False)
     assert manifest.num_rows == 1 + 30
     assert sorted(restored(job.run_dir, job, manifest))[-1] == 2 << 48 | 5
-    export_run(job.run_dir, tmp_path / "out", get_logger())
+    export_run(job.run_dir, tmp_path / "out")
     assert_equal(load_file(tmp_path / "out"), content)
 
 
@@ -173,7 +173,7 @@ def test_a_run_directory_with_a_checkpoint_is_refused_unless_fresh(tmp_path: Pat
         import_run(job, second, fresh=False)
     assert newest(job).checksum == first.checksum
     import_run(job, second, fresh=True)
-    export_run(job.run_dir, tmp_path / "out", get_logger())
+    export_run(job.run_dir, tmp_path / "out")
     assert_equal(load_file(tmp_path / "out"), table_content(job, 2))
 
 

@@ -14,7 +14,6 @@ from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
 from rowcast.prefetcher.stores.first_values import first_records
-from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records, RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -31,6 +30,7 @@ from tests.checkpoints.fake_run import (
     small_job,
     values,
 )
+from tests.support.late_store import LateStore
 from tests.support.repeats import count
 
 SEED = 9

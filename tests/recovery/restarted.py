@@ -15,7 +15,6 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.runtime.crash_points import VARIABLE
 from rowcast.runtime.disk import RealDisk
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.report_json import read_report
 from tests.support.processes import Process, Session
 
@@ -84,7 +83,7 @@ class Outcome:
 
 def outcome_of(run_dir: Path) -> Outcome:
     exported = run_dir / "export.safetensors"
-    manifest = export_run(run_dir, exported, get_logger())
+    manifest = export_run(run_dir, exported)
     checkpoints = Checkpoints(run_dir, RealDisk())
     checkpoints.verify(manifest)
     report = read_report(run_dir / "report.json")

@@ -18,7 +18,6 @@ from rowcast.job.stores import Redis, StoreWithTier
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores import memory_store
 from rowcast.prefetcher.stores.first_values import initial_rows
-from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
@@ -27,6 +26,7 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.thread_pool import ThreadPool
 from tests.support import jobs
+from tests.support.late_store import LateStore
 from tests.support.redis_server import shared_server
 from tests.support.tiers import Restless, tiered
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rowcast.job.tables import make_keys
 from rowcast.prefetcher.stores import memory_store
-from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, RowStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
@@ -31,6 +30,7 @@ from tests.stores.every_store import (
     read,
 )
 from tests.support.facts import facts
+from tests.support.late_store import LateStore
 
 
 @pytest.fixture(params=STORES)

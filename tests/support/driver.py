@@ -35,7 +35,6 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
 from rowcast.prefetcher.readers.schedule import PlacedIds, SchedulePoint
 from rowcast.prefetcher.stores.first_values import first_records
-from rowcast.prefetcher.stores.late_store import LateStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -56,7 +55,7 @@ from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.device.host_memory import Bounced
 from rowcast.trainer.device.phases import phase_clock
-from rowcast.trainer.device.streams import Event, PlainStreams, SeededStreams, Streams, Wait
+from rowcast.trainer.device.streams import Event, PlainStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models.agreed_stop import AgreedStop
@@ -71,6 +70,8 @@ from rowcast.trainer.step.metrics import new_counters
 from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 from rowcast.trainer.step.slots import make_records
 from tests.support.cold_dict import ColdDict
+from tests.support.late_store import LateStore
+from tests.support.seeded_streams import SeededStreams
 from tests.support.tiers import tiered
 
 # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below

@@ -95,10 +95,10 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_import_of_its_export_is_export
     InProcessRun(job, batches[:6], settings, Past(checkpoints=checkpoints, newest=None)).run()
     past = Past(checkpoints=checkpoints, newest=checkpoints.choose(None, get_logger()))
     assert_equal_bits(InProcessRun(job, batches, settings, past).run(), losses, end)
-    export_run(job.run_dir, tmp_path / "whole", get_logger())
-    export_run(job.run_dir, tmp_path / "trained", get_logger(), trained_only=True)
+    export_run(job.run_dir, tmp_path / "whole")
+    export_run(job.run_dir, tmp_path / "trained", trained_only=True)
     import_run(second, tmp_path / "whole", fresh=False)
-    export_run(second.run_dir, tmp_path / "again", get_logger())
+    export_run(second.run_dir, tmp_path / "again")
     whole, trained, again = (load_file(tmp_path / name) for name in ("whole", "trained", "again"))
     assert whole.keys() == again.keys() == end.keys()
     for name, tensor in end.items():
@@ -115,7 +115,7 @@ def test_an_export_of_a_table_without_them_is_refused(tmp_path: Path) -> None:
     batches = small_batches(plain, "single", num_steps=1, eval_at=())
     past = Past(checkpoints=Checkpoints(tmp_path, RealDisk()), newest=None)
     InProcessRun(plain, batches, Settings(slots=slots_for(group_specs(plain), batches, "more")), past).run()
-    export_run(tmp_path, tmp_path / "file", get_logger())
+    export_run(tmp_path, tmp_path / "file")
     job = small_job(
         "sgd",
         tables=[table("a", 60, 4, linear=True)],

@@ -108,7 +108,7 @@ def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor
     losses, end = expected
     assert np.array(run.losses(), np.float32).tobytes() == np.array(losses, np.float32).tobytes()
     exported = folder / "exported.safetensors"
-    export_run(folder / "run", exported, get_logger())
+    export_run(folder / "run", exported)
     state = load_file(exported)
     assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
 

@@ -16,10 +16,10 @@ from rowcast.runtime.checkpoint_manifest import (
     checked_file,
     checkpoint_folders,
     newest_checkpoint,
-    read_manifest,
+    readable,
     write_durably,
 )
-from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.trainer.models.model_state import Tensors, pack, unpack
 
@@ -117,14 +117,6 @@ def may_hold_training(run_dir: Path) -> bool:
     root = (run_dir / "checkpoints").resolve()
     manifests = (readable(folder) for place in (root, *beside(root)) for folder in checkpoint_folders(place))
     return any(manifest is None or manifest.train_steps for manifest in manifests)
-
-
-def readable(folder: Path) -> Manifest | None:
-    """Returns the manifest of a checkpoint; None if it is gone or damaged."""
-    try:
-        return read_manifest(folder)
-    except DataError:
-        return None
 
 
 def is_complete(job: Job, newest: Manifest, max_steps: int | None) -> bool:

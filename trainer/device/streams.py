@@ -1,18 +1,15 @@
-"""Orders device work by streams and events, on CUDA and in two CPU versions.
+"""Orders device work by streams and events, on CUDA and on the CPU.
 
     PlainStreams    runs all work immediately, in order; for CPU training
-    SeededStreams   queues closures and runs them in any order that the recorded events allow, each copy in halves;
-                    can omit one named wait, to show that the wait is needed
     CudaStreams     streams of a CUDA device
 
-`Stream.run` calls its closure at once on CUDA (the device queues what the closure issues) and on PlainStreams, and
-queues the closure on SeededStreams. Only an event shows that work is complete: `Streams.done(event, why)`.
+`Stream.run` calls its closure at once on CUDA (the device queues what the closure issues) and on PlainStreams. Tests
+queue the closure and run it later (`tests/support/seeded_streams.py`). Only an event shows that work is complete:
+`Streams.done(event, why)`.
 """
 
 import gc
-import random
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
@@ -143,7 +140,7 @@ class Streams(ABC):
         """Completes work issued outside these streams. Waits for the device: call it rarely."""
 
     def advance(self) -> bool:
-        """Runs queued work of SeededStreams. Returns whether anything ran."""
+        """Runs work that a test has queued. Returns whether anything ran."""
         return False
 
 
@@ -172,102 +169,6 @@ class PlainStreams(Streams):
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # untouched pages cost nothing
-
-
-class SeededEvent:
-    def __init__(self) -> None:
-        self.happened = False
-
-    def query(self) -> bool:
-        return self.happened
-
-
-class Started:
-    """An event that happens once a collective that the stream started is complete."""
-
-    def __init__(self, start: Callable[[], Work]) -> None:
-        self._start = start
-        self._work: Work | None = None
-
-    def start(self) -> None:
-        self._work = self._start()
-
-    @property
-    def happened(self) -> bool:
-        return self._work is not None and self._work.is_completed()
-
-
-class SeededStream(Stream):
-    """A queue of closures and waits; `Streams.advance` chooses which stream runs next."""
-
-    def __init__(self, without: Wait | None) -> None:
-        self._without = without
-        self._queue: deque[Closure | SeededEvent | Started] = deque()
-
-    def run(self, closure: Closure) -> None:
-        self._queue.append(closure)
-
-    def wait(self, event: Event, why: Wait) -> None:
-        if why != self._without:
-            assert isinstance(event, SeededEvent), "the event belongs to another kind of stream"
-            self._queue.append(event)
-
-    def record(self) -> Event:
-        event = SeededEvent()
-        self._queue.append(lambda: setattr(event, "happened", True))
-        return event
-
-    def communicate(self, start: Callable[[], Work]) -> None:
-        started = Started(start)
-        self._queue.append(started.start)
-        if self._without != "exchanged":
-            self._queue.append(started)
-
-    def copy(self, source: Tensor, out: Tensor) -> None:
-        half = len(source) // 2
-        self.run(lambda: copy(source[:half], out[:half]))
-        self.run(lambda: copy(source[half:], out[half:]))
-
-    def gather(self, rows: Tensor, slots: Tensor, out: Tensor) -> None:
-        half = len(slots) // 2
-        self.run(lambda: gather(rows, slots[:half], out[:half]))
-        self.run(lambda: gather(rows, slots[half:], out[half:]))
-
-    def scatter(self, source: Tensor, slots: Tensor, rows: Tensor) -> None:
-        half = len(slots) // 2
-        self.run(lambda: scatter(source[:half], slots[:half], rows))
-        self.run(lambda: scatter(source[half:], slots[half:], rows))
-
-    @property
-    def runnable(self) -> bool:
-        return bool(self._queue) and (callable(head := self._queue[0]) or head.happened)
-
-    def step(self) -> None:
-        head = self._queue.popleft()
-        if callable(head):
-            head()
-
-
-class SeededStreams(Streams):
-    def __init__(self, seed: int, without: Wait | None = None) -> None:
-        self.device = torch.device("cpu")
-        self._chance = random.Random(seed)
-        self._without = without
-        self._streams = [SeededStream(without) for _ in range(5)]
-        # some streams are much slower than others
-        self._speed = {stream: self._chance.choice((0.05, 0.3, 1.0)) for stream in self._streams[:4]}
-        self.copy_in, self.fill, self.compute, self.evict, self.exchange = self._streams
-        self._speed[self.exchange] = 0.3
-
-    def done(self, event: Event, why: Wait) -> bool:
-        return why == self._without or event.query()
-
-    def advance(self) -> bool:
-        runnable = [stream for stream in self._streams if stream.runnable]
-        if not runnable:
-            return False
-        self._chance.choices(runnable, [self._speed[stream] for stream in runnable])[0].step()
-        return True
 
 
 class CudaMark:

@@ -70,7 +70,6 @@ class Owners:
             job_planner(job, groups, [own], (), pinned=pinned, rank=Rank(number=number, count=count, parts=parts))
             for number, own in enumerate(slots)
         ]
-        self._num_groups = len(groups)
         self._moves: dict[int, dict[int, StepMoves]] = {}  # by step and rank: steps that not all have planned yet
         self.flushed = np.zeros((count, len(groups)), np.int64)  # rows that barriers wrote back
 
