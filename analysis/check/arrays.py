@@ -32,14 +32,13 @@ class SeenArrays:
 
 def check_arrays(job: Job, seen: SeenArrays) -> Iterator[Finding]:
     for name, (nbytes, what) in seen.of_batch.items():
-        yield ok("arrays", f"{name}: {what}, up to {human_bytes(nbytes)} a step")
+        yield ok(f"{name}: {what}, up to {human_bytes(nbytes)} a step")
     whole = belonging(job).batch_positions
     if job.ranks.num_parts == 1:
         return
     for position in sorted(seen.used - seen.spread - whole):
         name = job.features[position]
         yield warning(
-            "arrays",
             f"feature {name}: one sample has all look-ups of a batch, and {job.ranks.num_parts} parts divide it, so "
-            f'others train without them; if they belong to the batch, set data.of.{name} = "batch"',
+            f'others train without them; if they belong to the batch, set data.of.{name} = "batch"'
         )

@@ -60,9 +60,7 @@ def check_file(
 
     def load() -> Iterator[Finding]:
         jobs.append(load_job(config, overrides))
-        yield ok(
-            "job file", f"{config}: {len(jobs[0].tables)} tables, {jobs[0].data.format} data, {jobs[0].model.kind}"
-        )
+        yield ok(f"{config}: {len(jobs[0].tables)} tables, {jobs[0].data.format} data, {jobs[0].model.kind}")
 
     yield from findings_of("job file", load)
     for job in jobs:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rowcast.analysis.check.arrays import SeenArrays, check_arrays
-from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.analysis.check.findings import Finding, about, error, ok, warning
 from rowcast.analysis.check.histories import SeenHistories, check_histories
 from rowcast.analysis.profile.profile import with_margin
 from rowcast.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
@@ -126,11 +126,10 @@ def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
     features = f"{reader.num_dense} dense and {len(job.features)} id features"
     if reader.num_samples("train") == 0:
         yield error(
-            "data",
-            f"data.eval_fraction = {job.data.eval_fraction} leaves no sample for training; lower it or give more data",
+            f"data.eval_fraction = {job.data.eval_fraction} leaves no sample for training; lower it or give more data"
         )
         return
-    yield ok("data", f"{files}{', '.join(counts)}, {features}")
+    yield ok(f"{files}{', '.join(counts)}, {features}")
     for scheduled in islice(schedule(job, reader), MEASURED_BATCHES):
         seen.measured.append(scheduled)
 
@@ -153,22 +152,29 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
             seen.histories.add(sampled.batch, job)
         num_replaced += reader.invalid_ids - replaced_before
     read = f"{'all' if amount == ALL else 'some'} {seen.num_samples:,} samples"
-    if num_replaced:
-        policy = f"data.on_invalid_id = {job.data.on_invalid_id!r}"
-        replaced = f"{policy} replaced {num_replaced:,} ids of {read}, which are missing or outside their tables"
-        yield warning(
-            "ids",
-            f"{replaced}; give missing ids a value of their own, and enlarge the tables if the others are real rows",
-        )
-    else:
-        yield ok("ids", f"the {sum(seen.lookups):,} look-ups of {read} are inside their tables")
-    yield from check_arrays(job, seen.arrays)
-    yield from check_histories(job, seen.histories)
+    yield from about("ids", [ids_finding(job, seen, read, num_replaced)])
+    yield from about("arrays", check_arrays(job, seen.arrays))
+    yield from about("histories", check_histories(job, seen.histories))
+    yield from about("labels", label_findings(job, seen))
+
+
+def ids_finding(job: Job, seen: Seen, read: str, num_replaced: int) -> Finding:
+    if not num_replaced:
+        return ok(f"the {sum(seen.lookups):,} look-ups of {read} are inside their tables")
+    return warning(
+        f"data.on_invalid_id = {job.data.on_invalid_id!r} replaced {num_replaced:,} ids of {read}, which are missing "
+        "or outside their tables; give missing ids a value of their own, and enlarge the tables if the others are real "
+        "rows"
+    )
+
+
+def label_findings(job: Job, seen: Seen) -> Iterator[Finding]:
     columns = job.data.columns
-    if columns.label_values == "none":
-        return
-    for name, label in zip(columns.label_names, seen.labels, strict=False):
-        yield label_finding(label, f"{name}: " if columns.labels else "", is_binary=columns.label_values == "binary")
+    if columns.label_values != "none":
+        for name, label in zip(columns.label_names, seen.labels, strict=False):
+            yield label_finding(
+                label, f"{name}: " if columns.labels else "", is_binary=columns.label_values == "binary"
+            )
 
 
 def check_order(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -177,32 +183,28 @@ def check_order(job: Job, seen: Seen) -> Iterator[Finding]:
     hot = seen.reader.hot_samples
     share = f"{hot.num_hot:,} of {hot.num_rows:,} training samples are hot: all their ids are in {job.data.hot}"
     if 0 < hot.num_hot < hot.num_rows:
-        yield ok("order", share)
+        yield ok(share)
     else:
         yield warning(
-            "order",
             f"{share}; so the blocks of data.order change nothing, give data.hot "
-            f"{'fewer' if hot.num_hot else 'more'} rows or remove data.order",
+            f"{'fewer' if hot.num_hot else 'more'} rows or remove data.order"
         )
 
 
 def label_finding(seen: SeenLabel, name: str, *, is_binary: bool) -> Finding:
     if is_binary and seen.outside is not None:
-        return error("labels", f"{name}a label is {seen.outside:g}; binary cross entropy needs labels from 0 to 1")
+        return error(f"{name}a label is {seen.outside:g}; binary cross entropy needs labels from 0 to 1")
     if not seen.num_known:
-        return warning("labels", f"{name}no label is known, so there is nothing to learn; look at the label column")
+        return warning(f"{name}no label is known, so there is nothing to learn; look at the label column")
     if (seen.num_positive in (0, seen.num_known)) if is_binary else seen.low == seen.high:
         value = int(seen.num_positive > 0) if is_binary else seen.low
         return warning(
-            "labels",
             f"{name}every label of {seen.num_known:,} samples is {value:g}, so there is nothing to learn; look at the "
-            "label column",
+            "label column"
         )
     if not is_binary:
-        return ok("labels", f"{name}{seen.num_known:,} labels go from {seen.low:g} to {seen.high:g}")
-    return ok(
-        "labels", f"{name}{percent_number(seen.num_positive / seen.num_known)} % of {seen.num_known:,} are positive"
-    )
+        return ok(f"{name}{seen.num_known:,} labels go from {seen.low:g} to {seen.high:g}")
+    return ok(f"{name}{percent_number(seen.num_positive / seen.num_known)} % of {seen.num_known:,} are positive")
 
 
 def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -212,13 +214,11 @@ def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
         batch = f"the largest batch read touches {largest:,} rows{of_one}, and group {group.name} has {n:,} slots"
         enough = capacity_for(job, group, len(seen.groups), largest)
         if largest > n:
-            yield error("capacity", f"{batch}; set {enough}, or make data.batch_size smaller")
+            yield error(f"{batch}; set {enough}, or make data.batch_size smaller")
         elif largest > TIGHT * n and n < group.num_rows:
-            yield warning(
-                "capacity", f"{batch}: an unread one may not fit; set {enough}, or make data.batch_size smaller"
-            )
+            yield warning(f"{batch}: an unread one may not fit; set {enough}, or make data.batch_size smaller")
         else:
-            yield ok("capacity", f"{batch} ({human_bytes(n * group.record_bytes)})")
+            yield ok(f"{batch} ({human_bytes(n * group.record_bytes)})")
 
 
 def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows: int) -> str:
@@ -229,7 +229,7 @@ def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows
 
 def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
     if job.cache.pin is None:
-        yield ok("pins", "cache.pin names no file: no row is pinned")
+        yield ok("cache.pin names no file: no row is pinned")
         return
     pinned = load_pins(Path(job.cache.pin), seen.groups)
     slots = (
@@ -240,14 +240,12 @@ def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
         needed = pins + largest
         if needed > n and n < group.num_rows:
             yield error(
-                "pins",
                 f"{pins:,} pinned rows and the {largest:,} rows of the largest batch read do not fit in the {n:,} "
                 "slots of group "
-                f"{group.name}; set {capacity_for(job, group, len(seen.groups), needed)}, or pin fewer rows",
+                f"{group.name}; set {capacity_for(job, group, len(seen.groups), needed)}, or pin fewer rows"
             )
         else:
             yield ok(
-                "pins",
                 f"{len(keys):,} rows of {job.cache.pin} fit next to the largest batch in the {n:,} slots of group "
-                f"{group.name}",
+                f"{group.name}"
             )

@@ -1,7 +1,7 @@
 """Defines the findings of `prefetcher check`."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rowcast.runtime.errors import RowcastError
@@ -13,20 +13,25 @@ Level = Literal["ok", "warning", "error"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     level: Level  # error: a run would not start, or would fail; warning: it may fail, or not do what was intended
-    subject: str
+    subject: str = ""
     sentence: str  # with numbers; says what to change unless the level is ok
 
 
-def ok(subject: str, sentence: str) -> Finding:
-    return Finding(level="ok", subject=subject, sentence=sentence)
+def ok(sentence: str) -> Finding:
+    return Finding(level="ok", sentence=sentence)
 
 
-def warning(subject: str, sentence: str) -> Finding:
-    return Finding(level="warning", subject=subject, sentence=sentence)
+def warning(sentence: str) -> Finding:
+    return Finding(level="warning", sentence=sentence)
 
 
-def error(subject: str, sentence: str) -> Finding:
-    return Finding(level="error", subject=subject, sentence=sentence)
+def error(sentence: str) -> Finding:
+    return Finding(level="error", sentence=sentence)
+
+
+def about(subject: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Gives a subject to the findings that have none."""
+    yield from (finding if finding.subject else replace(finding, subject=subject) for finding in findings)
 
 
 def findings_of(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -35,8 +40,8 @@ def findings_of(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Fi
     try:
         found.extend(check())
     except RowcastError as raised:
-        found.append(error(subject, str(raised)))
+        found.append(error(str(raised)))
     except Exception as raised:  # noqa: BLE001 - a user's factory may raise anything, and the other checks still run
         get_logger().exception("unexpected error", check=subject)
-        found.append(error(subject, f"unexpected error: {type(raised).__name__}: {raised}; the log has the traceback"))
-    return found
+        found.append(error(f"unexpected error: {type(raised).__name__}: {raised}; the log has the traceback"))
+    return list(about(subject, found))

@@ -42,13 +42,11 @@ def check_histories(job: Job, seen: SeenHistories) -> Iterator[Finding]:
     read = f"of {seen.num_samples:,} histories read"
     if seen.num_cut:
         yield ok(
-            "histories",
-            f"{seen.num_cut:,} {read} are longer than model.history = {job.model.history}; their oldest items are cut",
+            f"{seen.num_cut:,} {read} are longer than model.history = {job.model.history}; their oldest items are cut"
         )
     if seen.num_falling:
         before, after = seen.first_fall
         yield warning(
-            "histories",
             f"the array {job.model.time} falls within {seen.num_falling:,} {read}, first from {before} to {after}; "
-            "sort each history by time, the oldest item first",
+            "sort each history by time, the oldest item first"
         )

@@ -85,10 +85,10 @@ def check_ports(job: Job) -> Iterator[Finding]:
                     stack.enter_context(TelemetryServer(name, metrics, CollectorRegistry(), Health()))
                 except ConfigError as refusal:
                     refusals.append(str(refusal))
-            yield from (error("ports", refusal) for refusal in refusals)
+            yield from (error(refusal) for refusal in refusals)
             if not refusals:
                 last = "" if len(pairs) == 1 else f" and so on to {getattr(pairs[-1], name)}"
-                yield ok("ports", f"[metrics] {name} = {getattr(job.metrics, name)}{last} can be had")
+                yield ok(f"[metrics] {name} = {getattr(job.metrics, name)}{last} can be had")
 
 
 def check_rings(ring_bytes: int, pairs: int = 1) -> Iterator[Finding]:
@@ -97,12 +97,11 @@ def check_rings(ring_bytes: int, pairs: int = 1) -> Iterator[Finding]:
     free, rings = free_shared_memory(), "two rings" if pairs == 1 else f"two rings of each of {pairs} pairs"
     if 2 * ring_bytes * pairs > free:
         yield error(
-            "shared memory",
             f"{rings}, of {human_bytes(ring_bytes)} each, need {human_bytes(2 * ring_bytes * pairs)} of /dev/shm, "
-            f"where {human_bytes(free)} are free; make transport.ring smaller or enlarge /dev/shm",
+            f"where {human_bytes(free)} are free; make transport.ring smaller or enlarge /dev/shm"
         )
         return
-    yield ok("shared memory", f"{rings} of {human_bytes(ring_bytes)} fit into the {human_bytes(free)} that are free")
+    yield ok(f"{rings} of {human_bytes(ring_bytes)} fit into the {human_bytes(free)} that are free")
 
 
 def check_keys(transport: Transport) -> Iterator[Finding]:
@@ -111,57 +110,52 @@ def check_keys(transport: Transport) -> Iterator[Finding]:
     load_server(keys)  # raises ConfigError as a run would
     clients = allowed_clients(keys)
     if clients:
-        yield ok("keys", f"{keys} has the prefetcher's key and lets in {', '.join(sorted(clients.values()))}")
+        yield ok(f"{keys} has the prefetcher's key and lets in {', '.join(sorted(clients.values()))}")
     else:
         yield error(
-            "keys", f"{keys} lets no trainer in; `prefetcher keys --out {keys} --client NAME` makes a key for a trainer"
+            f"{keys} lets no trainer in; `prefetcher keys --out {keys} --client NAME` makes a key for a trainer"
         )
 
 
 def check_device(device: Device, job: Job, cache_bytes: int | None, staging_bytes: int) -> Iterator[Finding]:
     """`cache_bytes` is None if the data did not tell how large the cache would be."""
     if device.refusal is not None:
-        yield error("device", device.refusal)
+        yield error(device.refusal)
         return
     if device.free_bytes is None:
         if job.model.precision == "tf32":
             yield error(
-                "device",
-                f'model.precision = "tf32" needs a CUDA device, and this is {device.name}; set it to "fp32" or "bf16"',
+                f'model.precision = "tf32" needs a CUDA device, and this is {device.name}; set it to "fp32" or "bf16"'
             )
         else:
-            yield ok("device", f"{device.name}, which uses host memory")
+            yield ok(f"{device.name}, which uses host memory")
         return
     if job.ranks.on_host > device.count:
         yield error(
-            "device",
             f"{job.ranks.on_host} ranks of a host need as many devices, and there are {device.count}; set "
-            f'ranks.per_host = {device.count} or less, or trainer.device = "cpu"',
+            f'ranks.per_host = {device.count} or less, or trainer.device = "cpu"'
         )
     needed = (cache_bytes or 0) + staging_bytes
     parts = f"rows ({human_bytes(cache_bytes or 0)}) and staging ({human_bytes(staging_bytes)})"
     if needed > device.free_bytes:
         free = human_bytes(device.free_bytes)
-        yield error(
-            "device", f"{device.name} has {free} free, too little for {parts}; lower cache.capacity or data.batch_size"
-        )
+        yield error(f"{device.name} has {free} free, too little for {parts}; lower cache.capacity or data.batch_size")
     else:
-        yield ok("device", f"{device.name}, {human_bytes(device.free_bytes)} free for {parts} and the dense model")
+        yield ok(f"{device.name}, {human_bytes(device.free_bytes)} free for {parts} and the dense model")
 
 
 def check_memlock(device: Device, ring_bytes: int, root: Path = Path("/")) -> Iterator[Finding]:
     """Whether the driver may page-lock the rings. `root` is for tests."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if device.free_bytes is None or device.refusal is not None:
-        yield ok("pinning", "not needed: no copies to a CUDA device")
+        yield ok("not needed: no copies to a CUDA device")
     elif limit == resource.RLIM_INFINITY or may_lock(root) or limit >= 2 * ring_bytes:
-        yield ok("pinning", f"two rings of {human_bytes(ring_bytes)} may be page-locked")
+        yield ok(f"two rings of {human_bytes(ring_bytes)} may be page-locked")
     else:
         yield warning(
-            "pinning",
             f"the memlock limit is {human_bytes(limit)} and two rings take {human_bytes(2 * ring_bytes)}: they may not "
             "be page-locked, which "
-            f"makes copies slower; raise `ulimit -l` to {2 * ring_bytes // 1024} or make transport.ring smaller",
+            f"makes copies slower; raise `ulimit -l` to {2 * ring_bytes // 1024} or make transport.ring smaller"
         )
 
 

@@ -58,14 +58,13 @@ def check_memory(
     sentence = f"{human_bytes(free_bytes)} are free for {of_pairs}{listed}{grow}{unknown}"
     if fixed > free_bytes:
         yield error(
-            "memory",
             f"{sentence}: too little even without tables; free some memory, or lower cache.capacity, lookahead or "
-            "transport.ring",
+            "transport.ring"
         )
     elif fixed + tables > free_bytes:
-        yield warning("memory", f"{sentence}: too little if every row is trained; free memory or make tables smaller")
+        yield warning(f"{sentence}: too little if every row is trained; free memory or make tables smaller")
     else:
-        yield ok("memory", sentence)
+        yield ok(sentence)
 
 
 def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
@@ -87,7 +86,7 @@ def check_row_numbers(job: Job, seen: Seen) -> Iterator[Finding]:
             limit = INDEX_LIMIT.format(most=f"{most:,}", rows=f"{group.num_rows:,}")
             sentence = f"an epoch may train {trained:,} rows of group {group.name}{each}"
             fits = f"{sentence}; an index of its {group.num_rows:,} rows holds at most {most:,}"
-            yield warning("tables", f"{sentence}, {limit}") if trained > most else ok("tables", fits)
+            yield warning(f"{sentence}, {limit}") if trained > most else ok(fits)
 
 
 def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -99,9 +98,7 @@ def check_disk(job: Job, seen: Seen) -> Iterator[Finding]:
     needed = copies * rows + kept * dense_bytes(job, seen)
     sentence = f"{place} has {human_bytes(free_bytes)} free for checkpoints of up to {human_bytes(needed)}"
     yield (
-        ok("disk", sentence)
-        if needed <= free_bytes
-        else warning("disk", f"{sentence}; free space there or set another job.run_dir")
+        ok(sentence) if needed <= free_bytes else warning(f"{sentence}; free space there or set another job.run_dir")
     )
     if STORES[job.store.kind].full_size:
         yield check_table_files(job, seen)
@@ -114,11 +111,7 @@ def check_table_files(job: Job, seen: Seen) -> Finding:
         f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, "
         f"allocated at full size from the start"
     )
-    return (
-        ok("disk", sentence)
-        if needed <= free_bytes
-        else error("disk", f"{sentence}; free space there or set another store.path")
-    )
+    return ok(sentence) if needed <= free_bytes else error(f"{sentence}; free space there or set another store.path")
 
 
 def room_at(folder: Path) -> tuple[Path, int]:

@@ -28,9 +28,8 @@ def check_ranks(job: Job, groups: Sequence[GroupSpec]) -> Iterator[Finding]:
     hosts = ranks.count // ranks.on_host
     if hosts > 1:
         yield warning(
-            "ranks",
             f"{ranks.on_host} of {ranks.count} ranks run on each of {hosts} hosts: job.run_dir = {str(job.run_dir)!r} "
-            "must be the same folder on all of them, and this command sees only one",
+            "must be the same folder on all of them, and this command sees only one"
         )
 
 
@@ -41,12 +40,11 @@ def parts_finding(job: Job) -> Finding:
     sizes = np.diff(part_bounds(size, ranks.num_parts))
     if not sizes.min():
         return warning(
-            "ranks",
             f"{shared}: data.batch_size = {size} leaves {int((sizes == 0).sum())} of {ranks.num_parts} parts without a "
-            f"sample; set {ranks.num_parts} or more, or fewer ranks.parts",
+            f"sample; set {ranks.num_parts} or more, or fewer ranks.parts"
         )
     samples = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
-    return ok("ranks", f"{shared}, each of {samples} of the {size} samples of a batch")
+    return ok(f"{shared}, each of {samples} of the {size} samples of a batch")
 
 
 def shards_finding(groups: Sequence[GroupSpec], count: int) -> Finding:
@@ -55,11 +53,10 @@ def shards_finding(groups: Sequence[GroupSpec], count: int) -> Finding:
     owned = f"a rank owns {round(total.min()):,} to {round(total.max()):,} of {round(total.sum()):,} rows"
     if total.max() > UNEVEN * total.mean():
         return warning(
-            "ranks",
             f"{owned}: rows are divided in blocks of {BLOCK_ROWS}, and these tables have few; use fewer ranks, which "
-            "will have as much to do",
+            "will have as much to do"
         )
-    return ok("ranks", f"{owned}, up to {human_bytes(float(nbytes.max()))}")
+    return ok(f"{owned}, up to {human_bytes(float(nbytes.max()))}")
 
 
 def shard_rows(table: TableSpec, count: int) -> F64:

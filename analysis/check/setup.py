@@ -45,8 +45,7 @@ def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.
         rowcast = installed(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         yield warning(
-            "versions",
-            "rowcast is not installed, so its required versions are unknown; run `pip install .` in its folder",
+            "rowcast is not installed, so its required versions are unknown; run `pip install .` in its folder"
         )
         return
     bounds = lower_bounds([f"python{rowcast.metadata['Requires-Python']}", *(rowcast.requires or [])])
@@ -55,16 +54,14 @@ def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.
         try:
             found[name] = platform.python_version() if name == "python" else installed(name).version
         except metadata.PackageNotFoundError:
-            faults.append(error("versions", f"{name} is not installed; run `pip install '{name}>={least}'`"))
+            faults.append(error(f"{name} is not installed; run `pip install '{name}>={least}'`"))
         else:
             if release(found[name]) < release(least):
-                faults.append(
-                    error("versions", f"{name} {found[name]} is older than {least}; install '{name}>={least}'")
-                )
+                faults.append(error(f"{name} {found[name]} is older than {least}; install '{name}>={least}'"))
     with suppress(metadata.PackageNotFoundError):  # no run needs it on a CPU
         found["triton"] = installed("triton").version
     shown = ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found)
-    yield from faults or [ok("versions", "; ".join([shown, *untried(found)]))]
+    yield from faults or [ok("; ".join([shown, *untried(found)]))]
 
 
 def untried(found: dict[str, str]) -> Iterator[str]:
@@ -89,25 +86,23 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_run_directory(job: Job) -> Iterator[Finding]:
-    subject, path = "run directory", job.run_dir
+    path = job.run_dir
     folders = [path, *(pair_folder(path, rank, job.ranks.count) for rank in range(job.ranks.count))]
     for folder, role in product(dict.fromkeys(folders), ("prefetcher", "trainer")):
         holder = holder_of(folder / f"{role}.lock")
         if holder is not None:
-            yield error(
-                subject, f"{folder} is held by a {role} with process id {holder}; end it or set another job.run_dir"
-            )
+            yield error(f"{folder} is held by a {role} with process id {holder}; end it or set another job.run_dir")
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        yield error(subject, f"job.run_dir = {str(path)!r} cannot be made or written in {place}; choose another")
+        yield error(f"job.run_dir = {str(path)!r} cannot be made or written in {place}; choose another")
         return
     used = used_by(job)
     if used is not None:
-        yield warning(subject, used)
+        yield warning(used)
         return
     newest = Checkpoints(path, RealDisk()).newest_valid(get_logger())
     where = "is free to use" if newest is None else f"holds a run that continues after {newest.train_steps} train steps"
-    yield ok(subject, f"{path} {where}")
+    yield ok(f"{path} {where}")
 
 
 def used_by(job: Job) -> str | None:
@@ -143,22 +138,20 @@ def holder_of(lock: Path) -> str | None:
 def check_model(job: Job) -> Iterator[Finding]:
     """Whether the trainer can find model.kind = "package.module:factory" by name. It is not imported, because it
     imports torch."""
-    subject, kind = "model", job.model.kind
+    kind = job.model.kind
     if kind in BUILT_IN_MODELS:
-        yield ok(subject, kind)
+        yield ok(kind)
         return
     module, _, factory = kind.partition(":")
     spec = find_module(module, [*sys.path, str(Path.cwd())])
     if spec is None:
         yield error(
-            subject,
-            f"model.kind = {kind!r}: there is no module {module} in the working folder or on PYTHONPATH; correct "
-            "either",
+            f"model.kind = {kind!r}: there is no module {module} in the working folder or on PYTHONPATH; correct either"
         )
     elif spec.origin and spec.origin.endswith(".py") and not defines(Path(spec.origin), factory):
-        yield error(subject, f"model.kind = {kind!r}: {spec.origin} does not define {factory}; correct the name")
+        yield error(f"model.kind = {kind!r}: {spec.origin} does not define {factory}; correct the name")
     else:
-        yield ok(subject, f"{kind} in {spec.origin or 'a built-in module'}; it is not called before the trainer starts")
+        yield ok(f"{kind} in {spec.origin or 'a built-in module'}; it is not called before the trainer starts")
 
 
 def find_module(name: str, path: list[str]) -> ModuleSpec | None:

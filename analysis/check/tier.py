@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rowcast.analysis.check.data import Seen
-from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.analysis.check.findings import Finding, about, error, ok, warning
 from rowcast.analysis.check.memory import room_at, trained_rows
 from rowcast.job.schema import Job
 from rowcast.job.stores import Redis, StoreWithTier, Tiered
@@ -34,15 +34,13 @@ def check_tier(job: Job, seen: Seen, slots: Slots, free_bytes: int) -> Iterator[
     yield from check_index(job, seen, shares)
     if isinstance(job.store, Tiered):
         yield from check_default_disk(job.store, seen, shares)
-        yield check_segments(job, job.store, seen, shares)
+        yield from check_segments(job, job.store, seen, shares)
     if isinstance(job.store, Redis):
         yield check_servers(job, seen, shares)
     if slots:
         _, in_memory = job_levels(job, seen.groups, seen.measured, slots, rank_of(job.ranks, 0))
         rows = " + ".join(f"{n:,}" for n in in_memory)
-        yield ok(
-            "store", f"store.memory = {job.store.memory} keeps {rows} rows in memory, all of the device's among them"
-        )
+        yield ok(f"store.memory = {job.store.memory} keeps {rows} rows in memory, all of the device's among them")
 
 
 def check_budget(job: Job, store: StoreWithTier, free_bytes: int) -> Iterator[Finding]:
@@ -53,12 +51,11 @@ def check_budget(job: Job, store: StoreWithTier, free_bytes: int) -> Iterator[Fi
     sentence = f"store.memory = {store.memory}{of_pairs}, and {human_bytes(free_bytes)} of memory are free"
     left = free_bytes - pairs * parse_bytes(store.memory)
     if left < 0:
-        yield error("store", f"{sentence}; lower store.memory or free some memory")
+        yield error(f"{sentence}; lower store.memory or free some memory")
     elif left < PAGE_CACHE_BYTES:
         yield warning(
-            "store",
             f"{sentence}: {human_bytes(left)} remain for the trainer and the page cache, through which rows go to the "
-            "disk; lower store.memory",
+            "disk; lower store.memory"
         )
 
 
@@ -70,9 +67,8 @@ def check_index(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[F
         trained = trained_rows(group, seen)
         if trained > share.num_rows:
             yield warning(
-                "store",
                 f"an epoch may train {trained:,} rows of group {group.name}, but {room} an index, "
-                f"for {share.num_rows:,}; raise {change}",
+                f"for {share.num_rows:,}; raise {change}"
             )
 
 
@@ -89,7 +85,7 @@ def check_default_disk(store: Tiered, seen: Seen, shares: Sequence[DiskShare]) -
     )
     if enough < most:
         sentence += f"; store.disk = {enough} is twice the rows of an epoch, and leaves more memory for rows"
-    yield ok("store", sentence)
+    yield ok(sentence)
 
 
 def twice(rows: int, group: GroupSpec) -> int:
@@ -119,20 +115,20 @@ def check_servers(job: Job, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
     sentence = f"the servers of store.url let rows in, and have memory free: {listed}; all rows take up to "
     sentence += human_bytes(needed)
     if any(room.free_bytes is not None and room.free_bytes < room.share * needed for room in rooms):
-        return warning("store", f"{sentence}: a run may end when they are full; raise their maxmemory or add servers")
-    return ok("store", sentence)
+        return warning(f"{sentence}: a run may end when they are full; raise their maxmemory or add servers")
+    return ok(sentence)
 
 
-def check_segments(job: Job, store: Tiered, seen: Seen, shares: Sequence[DiskShare]) -> Finding:
+def check_segments(job: Job, store: Tiered, seen: Seen, shares: Sequence[DiskShare]) -> Iterator[Finding]:
     """Checks room on the disk: the files grow as rows are trained, up to their share of store.disk."""
     for group, share in zip(seen.groups, shares, strict=True):
         least = SEGMENTS * page_layout(group.record_bytes).nbytes
         if share.nbytes < least:
-            return error(
-                "store",
+            yield error(
                 f"store.disk gives {human_bytes(share.nbytes)} to group {group.name}, whose rows of "
-                f"{group.record_bytes} bytes need at least {human_bytes(least)}; raise store.disk",
+                f"{group.record_bytes} bytes need at least {human_bytes(least)}; raise store.disk"
             )
+            return
     place, free_bytes = room_at(job.table_folder)
     once = sum(
         min(share.nbytes, trained_rows(g, seen) * disk_bytes(g)) for g, share in zip(seen.groups, shares, strict=True)
@@ -142,7 +138,6 @@ def check_segments(job: Job, store: Tiered, seen: Seen, shares: Sequence[DiskSha
         f"{place} has {human_bytes(free_bytes)} free for cold rows of up to {human_bytes(once)}, and of up to "
         f"{human_bytes(most)} with old copies of them"
     )
-    if free_bytes >= most:
-        return ok("disk", sentence)
     lower = "set store.disk" if store.disk is None else "lower store.disk"
-    return warning("disk", f"{sentence}; free space there, set another store.path, or {lower}")
+    short = warning(f"{sentence}; free space there, set another store.path, or {lower}")
+    yield from about("disk", [ok(sentence) if free_bytes >= most else short])

@@ -41,7 +41,7 @@ def test_a_trainer_that_is_alone_has_no_finding(tmp_path: Path) -> None:
 def test_parts_are_compared_with_the_batch(tmp_path: Path) -> None:
     [parts, shards] = of_ranks(ranked_job(tmp_path))
     assert parts.sentence == "4 ranks of 2 parts, each of 8 of the 64 samples of a batch"
-    assert (parts.level, shards.subject) == ("ok", "ranks")
+    assert (parts.level, shards.level) == ("ok", "ok")
     few = {"format": "synthetic", "batch_size": 5, "synthetic": {"samples": 5000}}
     [empty, _] = of_ranks(ranked_job(tmp_path, data=few))
     assert empty.level == "warning"

@@ -28,7 +28,6 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
 from rowcast.runtime.disk import RealDisk
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
@@ -348,7 +347,7 @@ def test_dense_tensors_of_every_type_survive(dtype: torch.dtype, tmp_path: Path)
     out = io.BytesIO()
     rows = CheckpointRows(root, manifest.layers, run.job.job.seed)
     state = SavedModelState(root, msgspec.structs.replace(manifest, dense=dense))
-    export.write_safetensors(out, run.groups, rows.tensors(run.groups) | state.tensors, rows, state, get_logger())
+    export.write_safetensors(out, run.groups, rows.tensors(run.groups) | state.tensors, rows, state)
     loaded = torch_load(out.getvalue())
     assert loaded["buffer"].dtype == dtype
     assert torch.equal(loaded["buffer"], tensors["model.buffer"])

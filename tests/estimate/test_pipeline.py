@@ -13,9 +13,10 @@ from rowcast.analysis.estimate.plot import plot_tasks
 from rowcast.analysis.estimate.schedule import run
 from rowcast.analysis.estimate.walk import Walked, described, walk
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.device.streams import PlainStreams, SeededEvent
+from rowcast.trainer.device.streams import PlainStreams
 from rowcast.trainer.step.staging import Staging, StagingSpan
 from tests.support.made_up_pipeline import MIB, SECONDS, WIRING, plan
+from tests.support.seeded_streams import SeededEvent
 
 MOVES = SECONDS["copy in"] + SECONDS["fill"]  # on the main thread, beside the step
 

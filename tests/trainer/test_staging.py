@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.device.streams import PlainStreams, SeededEvent
+from rowcast.trainer.device.streams import PlainStreams
 from rowcast.trainer.step.staging import Staging, StagingSpan
+from tests.support.seeded_streams import SeededEvent
 
 
 class FullDevice(PlainStreams):
