@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from rowcast.runtime.disk import Disk, RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import Sealed, read_sealed
@@ -246,7 +246,7 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 def write_durably(path: Path, content: bytes, disk: Disk | None = None) -> None:
     """Writes a file so that it appears whole or not at all, and survives a power loss. Raises OSError."""
-    disk = disk or RealDisk()
+    disk = disk or Disk()
     partial = path.with_name(path.name + ".partial")
     file = disk.create(partial)
     try:
@@ -259,7 +259,7 @@ def write_durably(path: Path, content: bytes, disk: Disk | None = None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    RealDisk().sync_folder(folder)
+    Disk().sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:

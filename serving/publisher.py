@@ -20,7 +20,7 @@ from rowcast.job.file import parse_job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, UNKNOWN, Manifest, RowLayer, sync_folder, write_durably
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.runtime.sealed import render, seal
 from rowcast.serving.raw_ids import id_rules
@@ -134,7 +134,7 @@ class Publisher:
         return self._newest() is not None
 
     def _newest(self) -> Manifest | None:
-        checkpoints = Checkpoints(self._run_dir, RealDisk())
+        checkpoints = Checkpoints(self._run_dir, Disk())
         self._root = checkpoints.root
         for name in checkpoints.candidates():
             manifest = checkpoints.readable(name)

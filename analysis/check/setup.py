@@ -17,7 +17,7 @@ from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.job.models import BUILT_IN_MODELS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.run_directory import RunDirectory
@@ -100,7 +100,7 @@ def check_run_directory(job: Job) -> Iterator[Finding]:
     if used is not None:
         yield warning(used)
         return
-    newest = Checkpoints(path, RealDisk()).newest_valid(get_logger())
+    newest = Checkpoints(path, Disk()).newest_valid(get_logger())
     where = "is free to use" if newest is None else f"holds a run that continues after {newest.train_steps} train steps"
     yield ok(f"{path} {where}")
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from rowcast.prefetcher.checkpoints.folder import CheckpointFile, Checkpoints
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, stdout_console
 
@@ -38,7 +38,7 @@ class Verdict:
 
 def verify_run(run_dir: Path, name: str | None) -> int:
     """Prints a line per checkpoint, newest first, or for `name` only. Returns the exit code: 4 if one is damaged."""
-    checkpoints = Checkpoints(run_dir, RealDisk())
+    checkpoints = Checkpoints(run_dir, Disk())
     names = checkpoints.candidates()
     if not names:
         raise ConfigError(

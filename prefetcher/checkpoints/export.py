@@ -34,7 +34,7 @@ from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file, sync_folder
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.runtime.telemetry.logs import get_logger
@@ -46,7 +46,7 @@ DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # s
 
 def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, trained_only: bool = False) -> Manifest:
     """Writes a run's checkpoint, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
-    checkpoints = Checkpoints(run_dir, RealDisk())
+    checkpoints = Checkpoints(run_dir, Disk())
     manifest = checkpoints.choose(checkpoint, get_logger())
     job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
     rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, job.job.seed)

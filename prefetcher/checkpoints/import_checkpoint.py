@@ -36,7 +36,7 @@ from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, 
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.run_directory import RunDirectory
@@ -51,7 +51,7 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
     """Makes the checkpoint. Raises ConfigError if the source does not fit the job or the directory holds a run."""
     opened = open_source(job, source)
     with RunDirectory(job.run_dir, "prefetcher"):
-        checkpoints = Checkpoints(job.run_dir, RealDisk())
+        checkpoints = Checkpoints(job.run_dir, Disk())
         carry_out(checkpoints.settle(get_logger()))
         if fresh:
             carry_out(checkpoints.begin_fresh())
@@ -109,7 +109,7 @@ class EarlierRun:
 
     def __init__(self, job: Job, run_dir: Path) -> None:
         """Raises ConfigError if there is no checkpoint or its rows are not the job's, DataError if all are damaged."""
-        checkpoints = Checkpoints(run_dir, RealDisk())
+        checkpoints = Checkpoints(run_dir, Disk())
         self._root, self._manifest = checkpoints.root, checkpoints.choose(None, get_logger())
         if self._manifest.position.eval_batch is not None and not self._manifest.finished:
             raise ConfigError(

@@ -22,7 +22,7 @@ from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.starting_point import settle_run
 from rowcast.runtime.child import Child
 from rowcast.runtime.children import END_S, POLL_S, StopsChildren, ended_badly, ended_together, start_child
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import RunDirectory
@@ -95,7 +95,7 @@ class AllRanks:
             if self._options.host == 0:
                 stack.enter_context(directory)
                 shard = OwnShard(number=0, count=self._job.ranks.count)
-                settle_run(self._job, self._options, Checkpoints(self._job.run_dir, RealDisk()), directory, shard)
+                settle_run(self._job, self._options, Checkpoints(self._job.run_dir, Disk()), directory, shard)
             elif self._options.mode == "train" and not self._options.fresh:
                 directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
             if self._signals.stop_reason is not None:

@@ -24,7 +24,7 @@ from rowcast.protocol.parts import rank_of
 from rowcast.protocol.transport.ring_file import remove_leftovers
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Crew, Signals
 from rowcast.runtime.run_directory import Completion, RunDirectory
@@ -43,7 +43,7 @@ class PrefetcherRun:
         self._rank = rank_of(job.ranks, number)
         self._shard = OwnShard(number=number, count=count)
         self._directory = RunDirectory(pair_folder(job.run_dir, number, count), "prefetcher")
-        self._checkpoints = Checkpoints(job.run_dir, RealDisk())
+        self._checkpoints = Checkpoints(job.run_dir, Disk())
         self._groups = group_specs(job)
         own, ranks = self._job.transport, self._job.ranks
         transport = own if count == 1 else transport_of_ranks(own, ranks.timeout)

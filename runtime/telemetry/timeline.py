@@ -19,7 +19,7 @@ from typing import Literal, Self
 import msgspec
 
 from rowcast.runtime.clock import boot_id
-from rowcast.runtime.disk import RealWriting
+from rowcast.runtime.disk import FileWrite
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Stage
 from rowcast.runtime.telemetry.logs import get_logger
@@ -90,7 +90,7 @@ class Timeline:
         self._full = False
         self._levels: dict[tuple[str, str], Callable[[], int]] = {}  # by name and unit
         self._last_levels: dict[tuple[str, str], int] = {}
-        self._file: RealWriting | None = None
+        self._file: FileWrite | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
@@ -174,7 +174,7 @@ class Timeline:
     def __enter__(self) -> Self:
         """Replaces the file of an earlier run. Raises ConfigError if it cannot be written."""
         try:
-            self._file = RealWriting(self._path)
+            self._file = FileWrite(self._path)
             self._file.write(msgspec.json.encode(self._header()) + b"\n")
         except OSError as error:
             raise ConfigError(

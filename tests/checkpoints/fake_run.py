@@ -19,7 +19,7 @@ from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest, TrainingData
-from rowcast.runtime.disk import Disk, FileWrite, RealDisk, RealWriting
+from rowcast.runtime.disk import Disk, FileWrite
 from rowcast.runtime.position import Position
 from tests.support import jobs
 
@@ -39,12 +39,12 @@ def small_job(run_dir: Path, optimizer: str = "adagrad", tables: tuple[tuple[str
     )
 
 
-class UnsyncedWriting(RealWriting):
+class UnsyncedWriting(FileWrite):
     def sync(self) -> None:
         pass
 
 
-class UnsyncedDisk(RealDisk):
+class UnsyncedDisk(Disk):
     """For tests that lose no power: they need not wait for the disk."""
 
     def create(self, path: Path) -> FileWrite:

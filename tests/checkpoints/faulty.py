@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rowcast.runtime.disk import Content, FileWrite, RealDisk
+from rowcast.runtime.disk import Content, Disk, FileWrite
 
 Kind = Literal["mkdir", "create", "write", "sync", "rename", "unlink", "rmdir", "sync_folder"]
 Fault = Literal["ENOSPC", "EIO", "short"]
@@ -35,7 +35,7 @@ class Failure:
         return OSError(number, os.strerror(number), str(path))
 
 
-class FaultyWriting:
+class FaultyWriting(FileWrite):
     def __init__(self, failure: Failure, inner: FileWrite, path: Path) -> None:
         self._failure, self._inner, self._path = failure, inner, path
 
@@ -56,10 +56,10 @@ class FaultyWriting:
         self._inner.close()
 
 
-class FaultyDisk:
+class FaultyDisk(Disk):
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
-        self._inner = RealDisk()
+        self._inner = Disk()
 
     def _check(self, kind: Kind, path: Path) -> None:
         if self._failure.check(kind):

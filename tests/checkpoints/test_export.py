@@ -26,7 +26,7 @@ from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.trainer.kernels.record_views import part_of
 from rowcast.trainer.models import mean_loss
@@ -57,7 +57,7 @@ def dlrm_job(run_dir: Path, tables: list[tuple[str, int, list[str]]], optimizer:
 def with_checkpoint(job: Job, batches: list[ScheduledBatch], slots: tuple[int, ...]) -> InProcessRun:
     """A run to its end, which writes a checkpoint."""
     job.run_dir.mkdir(parents=True)
-    past = Past(checkpoints=Checkpoints(job.run_dir, RealDisk()), newest=None)
+    past = Past(checkpoints=Checkpoints(job.run_dir, Disk()), newest=None)
     return InProcessRun(job, batches, Settings(slots=slots), past).run()
 
 

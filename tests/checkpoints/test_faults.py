@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, write_durably
-from rowcast.runtime.disk import RealDisk, RealWriting
+from rowcast.runtime.disk import Disk, FileWrite
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
 from tests.checkpoints.faulty import KINDS, Failure, Fault, FaultyDisk, Kind
@@ -60,7 +60,7 @@ def check_failure(run: FakeRun, error: RowcastError, fault: Fault) -> None:
     assert f"({reason})" in str(error)
     assert "run again" in str(error)
     log = Warnings()
-    found = Checkpoints(run.job.run_dir, RealDisk()).newest_valid(log)
+    found = Checkpoints(run.job.run_dir, Disk()).newest_valid(log)
     assert log.damages == []
     if run.writer.newest is None:
         assert found is None, "a checkpoint that failed was taken for one"
@@ -97,7 +97,7 @@ def test_a_disk_that_takes_only_a_part_of_each_write_still_gets_everything(
     monkeypatch.setattr(
         os, "write", lambda descriptor, content: write(descriptor, content[: max(1, len(content) // 3)])
     )
-    file = RealWriting(tmp_path / "file")
+    file = FileWrite(tmp_path / "file")
     file.write(bytes(range(256)))
     file.write(memoryview(b"and more"))
     file.sync()
@@ -120,7 +120,7 @@ def test_a_file_that_is_written_durably_is_the_old_one_or_the_new_one(tmp_path: 
 
 
 def test_the_real_disk_does_what_its_words_say(tmp_path: Path) -> None:
-    disk = RealDisk()
+    disk = Disk()
     disk.mkdir(tmp_path / "folder")
     disk.create(tmp_path / "folder" / "a").close()
     disk.rename(tmp_path / "folder" / "a", tmp_path / "folder" / "b")

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from rowcast.prefetcher.checkpoints.folder import OWN_NAME, Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.interval import keep_interval
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
-from rowcast.runtime.disk import FileWrite, RealDisk
+from rowcast.runtime.disk import Disk, FileWrite
 from rowcast.runtime.errors import RowcastError
 from tests.checkpoints.fake_ranks import FakeRanks
 from tests.checkpoints.fake_run import FakeRun, UnsyncedDisk, Warnings, assert_holds, small_job
@@ -219,7 +219,7 @@ def test_every_name_of_a_run_is_known_as_its_own(tmp_path: Path) -> None:
 def earlier_run(run_dir: Path) -> FakeRun:
     earlier = FakeRun(small_job(run_dir))
     checkpoints(earlier, 2)
-    keep_interval(RealDisk(), earlier.checkpoints.root, "10m", 50)
+    keep_interval(Disk(), earlier.checkpoints.root, "10m", 50)
     return earlier
 
 
@@ -260,8 +260,8 @@ def test_what_others_put_among_the_checkpoints_outlives_their_replacement(tmp_pa
     assert kept | named <= found.keys() <= kept | named | {"step-000000000010"}
     assert all(found[name] == before[name] for name in found)
     assert [entry["folder"] for entry in logs if "stay, as" in entry["event"]] == [str(left)]
-    assert Checkpoints(tmp_path / "run", RealDisk()).candidates() == ["step-000000000013", "step-000000000003"]
-    carry_out(Checkpoints(tmp_path / "run", RealDisk()).settle(Warnings()))
+    assert Checkpoints(tmp_path / "run", Disk()).candidates() == ["step-000000000013", "step-000000000003"]
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
     assert content(left) == found
 
 
@@ -283,7 +283,7 @@ def test_what_others_put_beside_a_fresh_run_that_was_killed_stays(tmp_path: Path
     (new / "step-000000000003" / "dense-00000.safetensors").write_bytes(b"of the killed one")
     notes(new)
     (tmp_path / "run" / "checkpoints.left-1").mkdir()
-    fresh = Checkpoints(tmp_path / "run", RealDisk())
+    fresh = Checkpoints(tmp_path / "run", Disk())
     carry_out(fresh.begin_fresh() if begins else fresh.settle(Warnings()))
     assert content(tmp_path / "run" / "checkpoints.left-2") == {"notes.txt": b"why this one is good"}
     assert not new.exists()
@@ -302,7 +302,7 @@ def test_a_file_or_a_link_in_the_place_of_a_fresh_runs_folder_is_moved_aside(
         place.write_bytes(b"mine")
     else:
         place.symlink_to(tmp_path / "mine")
-    carry_out(Checkpoints(tmp_path / "run", RealDisk()).settle(Warnings()))
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
     replaced(tmp_path / "run")
     left = tmp_path / "run" / "checkpoints.left-1"
     assert left.is_symlink() if kind == "link" else left.read_bytes() == b"mine"

@@ -7,7 +7,7 @@ import pytest
 
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
 from rowcast.runtime.checkpoint_manifest import write_durably
-from rowcast.runtime.disk import Disk, RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.position import Position
 from rowcast.runtime.run_directory import COMPLETE
@@ -41,20 +41,20 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_earlier_run_stays_byte_for_byte_until_the_first_checkpoint_is_durable(tmp_path: Path) -> None:
-    earlier = earlier_run(tmp_path / "run", RealDisk())
+    earlier = earlier_run(tmp_path / "run", Disk())
     before = snapshot(tmp_path / "run")
-    fresh = fresh_run(tmp_path / "run", RealDisk())
+    fresh = fresh_run(tmp_path / "run", Disk())
     assert snapshot(tmp_path / "run") == before
     fresh.begin()
     fresh.hand_over()
     while fresh.writer.newest is None:
-        found = Checkpoints(tmp_path / "run", RealDisk()).newest_valid(Warnings())
+        found = Checkpoints(tmp_path / "run", Disk()).newest_valid(Warnings())
         if found is not None and found.position.step == 20:
             assert_holds(tmp_path / "run", earlier.job, found, earlier.states[20])
         fresh.writer.advance()
     fresh.complete()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
-    newest = Checkpoints(tmp_path / "run", RealDisk()).newest_valid(Warnings())
+    newest = Checkpoints(tmp_path / "run", Disk()).newest_valid(Warnings())
     assert newest is not None
     assert_holds(tmp_path / "run", fresh.job, newest, fresh.states[3])
     fresh.train(ROWS)
@@ -79,7 +79,7 @@ def test_a_loss_of_power_at_any_moment_leaves_one_of_the_two_runs_whole(tmp_path
         for seed in range(SEEDS if cut >= begun else 0):
             out = tmp_path / "after"
             model.lose_power(seed, out)
-            settled, log = Checkpoints(out, RealDisk()), Warnings()
+            settled, log = Checkpoints(out, Disk()), Warnings()
             carry_out(settled.settle(log))
             newest = settled.newest_valid(log)
             where = f"cut {cut} after {operation}, seed {seed}"
@@ -112,18 +112,18 @@ def imported(run: FakeRun) -> None:
 def test_what_a_fresh_run_without_a_trained_checkpoint_left_is_cleared_away(
     tmp_path: Path, what: Callable[[FakeRun], None]
 ) -> None:
-    earlier_run(tmp_path / "run", RealDisk())
+    earlier_run(tmp_path / "run", Disk())
     before = snapshot(tmp_path / "run")
-    what(fresh_run(tmp_path / "run", RealDisk()))
+    what(fresh_run(tmp_path / "run", Disk()))
     assert (tmp_path / "run" / ".checkpoints.new").is_dir()
-    carry_out(Checkpoints(tmp_path / "run", RealDisk()).settle(Warnings()))
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
     assert snapshot(tmp_path / "run") == before
     assert not (tmp_path / "run" / ".checkpoints.new").exists()
 
 
 def test_a_damaged_checkpoint_of_a_fresh_run_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:
-    earlier = earlier_run(tmp_path / "run", RealDisk())
-    fresh = fresh_run(tmp_path / "run", RealDisk())
+    earlier = earlier_run(tmp_path / "run", Disk())
+    fresh = fresh_run(tmp_path / "run", Disk())
     fresh.begin()
     fresh.hand_over()
     manifest = fresh.checkpoints.root / "step-000000000003" / "manifest.json"
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_of_a_fresh_run_does_not_take_the_place_of_a_whole_
         fresh.writer.advance()
     manifest.write_bytes(manifest.read_bytes()[:-40])
     log = Warnings()
-    settled = Checkpoints(tmp_path / "run", RealDisk())
+    settled = Checkpoints(tmp_path / "run", Disk())
     carry_out(settled.settle(log))
     newest = settled.newest_valid(Warnings())
     assert newest is not None
@@ -140,22 +140,22 @@ def test_a_damaged_checkpoint_of_a_fresh_run_does_not_take_the_place_of_a_whole_
 
 
 def test_checkpoints_behind_a_link_are_replaced_where_they_are(tmp_path: Path) -> None:
-    earlier_run(tmp_path / "run", RealDisk())
+    earlier_run(tmp_path / "run", Disk())
     (tmp_path / "disk").mkdir()
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "disk" / "mine")
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "mine")
-    fresh = fresh_run(tmp_path / "run", RealDisk())
+    fresh = fresh_run(tmp_path / "run", Disk())
     fresh.checkpoint()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["mine"]
-    carry_out(Checkpoints(tmp_path / "run", RealDisk()).settle(Warnings()))
-    newest = Checkpoints(tmp_path / "run", RealDisk()).newest_valid(Warnings())
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
+    newest = Checkpoints(tmp_path / "run", Disk()).newest_valid(Warnings())
     assert newest is not None
     assert_holds(tmp_path / "run", fresh.job, newest, fresh.states[3])
 
 
 def test_a_mount_point_is_refused_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier_run(tmp_path / "run", RealDisk())
+    earlier_run(tmp_path / "run", Disk())
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "checkpoints")
     with pytest.raises(ConfigError, match="mount point"):
-        carry_out(Checkpoints(tmp_path / "run", RealDisk()).begin_fresh())
+        carry_out(Checkpoints(tmp_path / "run", Disk()).begin_fresh())

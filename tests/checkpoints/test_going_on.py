@@ -11,7 +11,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import restore_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings, table_state
 
@@ -24,7 +24,7 @@ def begun(folder: Path, num_steps: int = NUM_STEPS) -> InProcessRun:
     batches = small_batches(job, "single", num_steps=NUM_STEPS, eval_at=())[:num_steps]
     slots = slots_for(group_specs(job), batches, "one batch")
     folder.mkdir(exist_ok=True)
-    past = Past(checkpoints=Checkpoints(folder, RealDisk()), newest=None)
+    past = Past(checkpoints=Checkpoints(folder, Disk()), newest=None)
     return InProcessRun(job, batches, Settings(slots=slots, seeded_streams=False), past)
 
 

@@ -16,7 +16,7 @@ from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.stores.elements import elements_of
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.position import Position
 from rowcast.runtime.telemetry.logs import get_logger
@@ -178,4 +178,4 @@ def test_a_run_directory_with_a_checkpoint_is_refused_unless_fresh(tmp_path: Pat
 
 
 def newest(job: Job) -> Manifest:
-    return Checkpoints(job.run_dir, RealDisk()).choose(None, get_logger())
+    return Checkpoints(job.run_dir, Disk()).choose(None, get_logger())

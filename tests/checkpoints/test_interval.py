@@ -12,7 +12,7 @@ from rowcast.prefetcher.checkpoints.interval import (
     keep_interval,
     read_interval,
 )
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RowcastError
 from tests.checkpoints.faulty import Failure, FaultyDisk
 
@@ -53,7 +53,7 @@ def test_no_checkpoint_would_have_been_due_among_the_steps_that_were_planned_bef
 def test_the_number_is_kept_for_the_same_time_only(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     assert read_interval(root, "10m") is None
-    keep_interval(RealDisk(), root, "10m", 6000)
+    keep_interval(Disk(), root, "10m", 6000)
     assert read_interval(root, "10m") == 6000
     assert read_interval(root, "5m") is None
     (root / "interval.json").write_bytes(b'{"every": "10m", "steps": -3}')

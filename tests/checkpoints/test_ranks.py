@@ -13,7 +13,7 @@ from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed
 from rowcast.prefetcher.checkpoints.row_files import read_rows
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest, read_manifest
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.sealed import render, seal
 from rowcast.runtime.shard_file import read_shard_file, shard_name, writer_of
@@ -349,7 +349,7 @@ def test_a_damaged_shard_leads_all_ranks_to_the_same_older_checkpoint(tmp_path: 
     path.write_bytes(path.read_bytes()[:-1])
     for _ in run.ranks:
         log = Warnings()
-        assert checksum(Checkpoints(run.job.run_dir, RealDisk()).newest_for_ranks(None, log)) == first.checksum
+        assert checksum(Checkpoints(run.job.run_dir, Disk()).newest_for_ranks(None, log)) == first.checksum
         assert str(path) in log.damages[0]
 
 
@@ -439,7 +439,7 @@ def test_a_rank_that_looks_again_sees_a_checkpoint_that_it_had_not_seen(tmp_path
     run = ranks(tmp_path, 2)
     run.train(EVERYTHING)
     first = run.checkpoint()
-    other = Checkpoints(run.job.run_dir, RealDisk())
+    other = Checkpoints(run.job.run_dir, Disk())
     assert checksum(other.newest_for_ranks(None, Warnings())) == first.checksum
     for file in first.files:
         path = run.checkpoints.root / file.file
@@ -464,7 +464,7 @@ def test_a_fresh_run_of_ranks_replaces_the_earlier_one_with_its_first_checkpoint
     for _ in range(300):
         fresh.ranks[1].writer.advance()
     assert fresh.ranks[1].writer.busy, "the earlier run has a manifest of this step, which is not this one's"
-    assert Checkpoints(fresh.job.run_dir, RealDisk()).load(old.name).checksum == old.checksum
+    assert Checkpoints(fresh.job.run_dir, Disk()).load(old.name).checksum == old.checksum
     fresh.complete()
     assert fresh.durable is not None
     assert fresh.durable.name == old.name

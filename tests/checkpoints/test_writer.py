@@ -13,7 +13,7 @@ from rowcast.prefetcher.checkpoints import write_queue as handover
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, file_checksum
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.position import Position
 from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
@@ -312,7 +312,7 @@ def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeR
         match=facts("dense-00000.safetensors", "model state", "checksum"),
     ):
         run.complete()
-    assert Checkpoints(run.job.run_dir, RealDisk()).newest_valid(Warnings()) is None
+    assert Checkpoints(run.job.run_dir, Disk()).newest_valid(Warnings()) is None
 
 
 def test_an_abandoned_checkpoint_leaves_the_previous_one_valid_and_the_next_possible(
@@ -375,7 +375,7 @@ def test_an_empty_folder_of_checkpoints_is_step_zero(run: FakeRun) -> None:
 
 
 def test_the_real_disk_takes_a_checkpoint_and_its_successor(tmp_path: Path) -> None:
-    run = FakeRun(small_job(tmp_path / "run"), disk=RealDisk())
+    run = FakeRun(small_job(tmp_path / "run"), disk=Disk())
     run.train(EVERYTHING)
     run.checkpoint()
     run.train({0: [1]})

@@ -33,7 +33,7 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
 from rowcast.runtime.arrays import I32, Bytes
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.telemetry.logs import get_logger
 from tests.hostile.mutate import Mutator
@@ -403,7 +403,7 @@ def test_a_trainer_with_sequences_ends_with_a_sentence_when_its_prefetcher_sends
 
 @pytest.mark.parametrize("name", TRAINER_LIES)
 def test_a_prefetcher_ends_with_a_sentence_when_its_trainer_sends(name: str, tmp_path: Path) -> None:
-    past = Past(checkpoints=Checkpoints(tmp_path, RealDisk()), newest=None) if "dense side" in name else None
+    past = Past(checkpoints=Checkpoints(tmp_path, Disk()), newest=None) if "dense side" in name else None
     check_refused(TRAINER, *TRAINER_LIES[name], past=past, good=0)
 
 
@@ -449,7 +449,7 @@ DENSE_SIDES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.fixture(scope="module")
 def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
     """A run that has ended with a checkpoint."""
-    checkpoints = Checkpoints(tmp_path_factory.mktemp("run"), RealDisk())
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("run"), Disk())
     HostileRun(PREFETCHER, lambda message, content: None).run(past=Past(checkpoints=checkpoints, newest=None))
     newest = checkpoints.newest_valid(get_logger())
     assert newest is not None
@@ -487,7 +487,7 @@ def test_a_saved_dense_side_whose_checksum_is_of_other_bytes_makes_no_checkpoint
     def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
         return change(message, checksum=message.checksum ^ 1) if isinstance(message, Saved) else None
 
-    checkpoints = Checkpoints(tmp_path, RealDisk())
+    checkpoints = Checkpoints(tmp_path, Disk())
     with pytest.raises(RowcastError, match=facts("model state arrived", "checksum")):
         HostileRun(TRAINER, lie).run(past=Past(checkpoints=checkpoints, newest=None))
     assert not checkpoints.candidates()

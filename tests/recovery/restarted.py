@@ -14,7 +14,7 @@ from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.runtime.crash_points import VARIABLE
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.trainer.report.report_json import read_report
 from tests.support.processes import Process, Session
 
@@ -84,7 +84,7 @@ class Outcome:
 def outcome_of(run_dir: Path) -> Outcome:
     exported = run_dir / "export.safetensors"
     manifest = export_run(run_dir, exported)
-    checkpoints = Checkpoints(run_dir, RealDisk())
+    checkpoints = Checkpoints(run_dir, Disk())
     checkpoints.verify(manifest)
     report = read_report(run_dir / "report.json")
     assert manifest.finished

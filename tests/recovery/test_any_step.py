@@ -8,7 +8,7 @@ import pytest
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings
 
@@ -39,7 +39,7 @@ def run_until(last: int, checkpoints: Checkpoints) -> InProcessRun:
 def test_a_run_that_is_stopped_there_has_the_same_losses_and_evaluations(
     last: int, tmp_path: Path, undisturbed: InProcessRun
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, RealDisk())
+    checkpoints = Checkpoints(tmp_path, Disk())
     stopped = run_until(last, checkpoints)
     assert stopped.writer is not None
     newest = stopped.writer.newest

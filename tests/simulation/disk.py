@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from rowcast.runtime.disk import Content, FileWrite
+from rowcast.runtime.disk import Content, Disk, FileWrite
 from tests.support.recording_disk import Operation, RecordingDisk, power_loss
 
 DiskFaultKind = Literal["ENOSPC", "EIO", "short"]
@@ -25,8 +25,8 @@ class DiskFault:
         return f"{self.kind} at disk operation {self.at}{' and ever after' if self.lasting else ''}"
 
 
-class SimulatedDisk:
-    """Implements `Disk` for the files below `root`."""
+class SimulatedDisk(Disk):
+    """A disk for the files below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.failed: str | None = None  # what the fault has happened to
@@ -90,7 +90,7 @@ class SimulatedDisk:
         self._inner.sync_folder(path)
 
 
-class SimulatedWriting:
+class SimulatedWriting(FileWrite):
     def __init__(self, disk: SimulatedDisk, inner: FileWrite, path: Path) -> None:
         self._disk, self._inner, self._path = disk, inner, path
 

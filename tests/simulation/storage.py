@@ -7,7 +7,7 @@ from typing import Any
 
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.promises import LifeFailed
@@ -77,7 +77,7 @@ class Storage:
 
     def rot(self, chance: random.Random) -> bool:
         """Flips a bit of a file, once in a life: the newest checkpoint without that file is the one to go on from."""
-        self.checkpoints = Checkpoints(self._run_dir, RealDisk())
+        self.checkpoints = Checkpoints(self._run_dir, Disk())
         carry_out(self.checkpoints.settle(Damages()))
         files = sorted(path for path in self._run_dir.rglob("*") if path.is_file() and path.stat().st_size)
         if self._rotten or not files:

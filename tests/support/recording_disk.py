@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rowcast.runtime.disk import Content, Disk, FileWrite, RealDisk
+from rowcast.runtime.disk import Content, Disk, FileWrite
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Operation:
     file: int = 0  # of create, write and sync
 
 
-class RecordingWriting:
+class RecordingWriting(FileWrite):
     def __init__(self, log: list[Operation], inner: FileWrite, path: Path, file: int) -> None:
         self._log, self._inner, self._path, self._file = log, inner, path, file
 
@@ -38,12 +38,12 @@ class RecordingWriting:
         self._inner.close()
 
 
-class RecordingDisk:
+class RecordingDisk(Disk):
     """Does everything for real, but for syncs, which tests need not wait for."""
 
     def __init__(self) -> None:
         self.log: list[Operation] = []
-        self._inner: Disk = RealDisk()
+        self._inner = Disk()
         self._num_files = 0
 
     def mkdir(self, path: Path) -> None:

@@ -12,7 +12,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.schedule import PlacedIds
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, ListSource, Past, Settings
@@ -51,7 +51,7 @@ def broken(run: InProcessRun, step: int, where: Where) -> InProcessRun:
 
 
 def past(folder: Path) -> Past:
-    return Past(checkpoints=Checkpoints(folder, RealDisk()), newest=None)
+    return Past(checkpoints=Checkpoints(folder, Disk()), newest=None)
 
 
 @pytest.mark.parametrize("where", ["ids", "dense"])

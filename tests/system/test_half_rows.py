@@ -20,7 +20,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.kernels.record_views import DTYPES
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
@@ -78,7 +78,7 @@ def assert_kept_as_the_job_says(job: Job, start: dict[str, Tensor], end: dict[st
 def test_a_run_of_half_rows_goes_on_from_its_checkpoint_with_the_same_bits(master: bool, tmp_path: Path) -> None:
     losses, end, batches = reference("adagrad", "multi", "mixed", master)
     job = small_job("adagrad", "multi", dtypes=MIXES["mixed"], master=master, job={"run_dir": str(tmp_path)})
-    checkpoints = Checkpoints(tmp_path, RealDisk())
+    checkpoints = Checkpoints(tmp_path, Disk())
     settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"))
     first = InProcessRun(job, batches[:6], settings, Past(checkpoints=checkpoints, newest=None)).run()
     newest = checkpoints.choose(None, get_logger())

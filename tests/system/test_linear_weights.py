@@ -15,7 +15,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from tests.support.batches import NUM_DENSE, Bags, slots_for, small_batches, small_job
@@ -90,7 +90,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_import_of_its_export_is_export
     runs[0].mkdir()
     batches = small_batches(job, "multi")
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
-    checkpoints = Checkpoints(job.run_dir, RealDisk())
+    checkpoints = Checkpoints(job.run_dir, Disk())
     settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"))
     InProcessRun(job, batches[:6], settings, Past(checkpoints=checkpoints, newest=None)).run()
     past = Past(checkpoints=checkpoints, newest=checkpoints.choose(None, get_logger()))
@@ -113,7 +113,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_import_of_its_export_is_export
 def test_an_export_of_a_table_without_them_is_refused(tmp_path: Path) -> None:
     plain = small_job("sgd", tables=[table("a", 60, 4)], job={"run_dir": str(tmp_path)})
     batches = small_batches(plain, "single", num_steps=1, eval_at=())
-    past = Past(checkpoints=Checkpoints(tmp_path, RealDisk()), newest=None)
+    past = Past(checkpoints=Checkpoints(tmp_path, Disk()), newest=None)
     InProcessRun(plain, batches, Settings(slots=slots_for(group_specs(plain), batches, "more")), past).run()
     export_run(tmp_path, tmp_path / "file")
     job = small_job(

@@ -28,7 +28,7 @@ from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.logs import get_logger
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
@@ -65,7 +65,7 @@ class Restarts:
         self.lives = 0
 
     def newest(self) -> Manifest | None:
-        return Checkpoints(self.run_dir, RealDisk()).newest_for_ranks(None, get_logger())
+        return Checkpoints(self.run_dir, Disk()).newest_for_ranks(None, get_logger())
 
     def live(self, ranks: int, num_steps: int | None = None, *, advances: int | None = None) -> RankedRun:
         """Ends in order after `num_steps` or all, with a checkpoint; or, as if killed, after `advances`."""
@@ -81,7 +81,7 @@ class Restarts:
                 own.restore(newest)
                 if tier_slots is not None:
                     own.begin(tuple(num_slots + RESERVE for num_slots in tier_slots))
-                checkpoints = Checkpoints(self.run_dir, RealDisk())
+                checkpoints = Checkpoints(self.run_dir, Disk())
                 pasts.append(Past(checkpoints=checkpoints, newest=newest, stores=own.stores))
             for number, past in enumerate(pasts):
                 carry_out(past.checkpoints.withdraw(OwnShard(number=number, count=ranks)))
@@ -101,7 +101,7 @@ class Restarts:
         if content:
             content = {**content, "path": str(self.folder / f"tables-{shard.number}")}
         job = msgspec.structs.replace(self.job, store=decode(Store, content))
-        return Tables(job, group_specs(job), Checkpoints(self.run_dir, RealDisk()), self.lives, shard)
+        return Tables(job, group_specs(job), Checkpoints(self.run_dir, Disk()), self.lives, shard)
 
 
 def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor]], folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_tables_that_another_number_of_ranks_left_are_not_taken_for_its_own(tmp_
 
 def test_a_replica_that_drifts_is_named_at_the_next_checkpoint(tmp_path: Path) -> None:
     own = restarts(tmp_path, "adagrad", 4, every=3)
-    pasts = [Past(checkpoints=Checkpoints(own.run_dir, RealDisk()), newest=None) for _ in range(4)]
+    pasts = [Past(checkpoints=Checkpoints(own.run_dir, Disk()), newest=None) for _ in range(4)]
     slots = slots_for(group_specs(own.job), own.batches, "one batch")
     run = RankedRun(own.job, own.batches, Settings(slots=slots), ranks=4, parts=4, pasts=pasts)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.protocol.parts import Rank
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.trainer.device.streams import Work
 from rowcast.trainer.models.collectives import LocalCollectives
@@ -186,7 +186,7 @@ def test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_c
     job = small_job("adagrad", "single", depth=4, horizon=3, checkpoint={"every": 4, "memory": 1})
     batches = small_batches(job, "single", num_steps=12, eval_at=())
     slots = slots_for(group_specs(job), batches, "one batch")
-    past = Past(checkpoints=Checkpoints(tmp_path, RealDisk()), newest=None)
+    past = Past(checkpoints=Checkpoints(tmp_path, Disk()), newest=None)
     run = InProcessRun(job, batches, Settings(slots=slots, seeded_streams=False), past)
     settle(run)
     assert run.trainer.loop.step_done in range(4, 7), "it waits after the first barrier and before the second"

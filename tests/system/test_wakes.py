@@ -21,7 +21,7 @@ from rowcast.prefetcher.stores.store import RowStore
 from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
 from rowcast.protocol.plan import GroupPlan
 from rowcast.protocol.transport.inproc import inproc_pair
-from rowcast.runtime.disk import RealDisk
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage, Wakes
 from tests.support import driver, repeats
@@ -129,7 +129,7 @@ def run_woken(
             links=links,
             harm=harm,
         )
-        return InProcessRun(job, batches, settings, Past(checkpoints=Checkpoints(folder, RealDisk()), newest=None))
+        return InProcessRun(job, batches, settings, Past(checkpoints=Checkpoints(folder, Disk()), newest=None))
 
     return WokenOnly(make_run, tables).to_the_end()
 

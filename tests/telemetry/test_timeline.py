@@ -14,7 +14,7 @@ import rowcast.trainer.step.metrics
 from rowcast.analysis.timeline.recording import Recordings, TimelineRecording, lives, read_recording
 from rowcast.job.tables import group_specs
 from rowcast.protocol.parts import Rank
-from rowcast.runtime.disk import RealWriting
+from rowcast.runtime.disk import FileWrite
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Doorbell, StageThread
 from rowcast.runtime.telemetry.metrics import Process
@@ -147,11 +147,11 @@ def test_a_full_timeline_stops_without_a_hole_and_says_so_once(tmp_path: Path) -
 def test_a_disk_that_is_full_ends_the_recording_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: RealWriting, content: bytes) -> None:
+    def full(self: FileWrite, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     with capture_logs() as logs, Timeline(tmp_path, "trainer") as timeline:
-        monkeypatch.setattr(RealWriting, "write", full)
+        monkeypatch.setattr(FileWrite, "write", full)
         timeline.add("work", "plan", 0.0)
     assert ["No space left on device" in entry["event"] for entry in logs] == [True]
 
