@@ -190,14 +190,14 @@ def move(clocks: Clocks, store: TrackedStore, scheduled: ScheduledBatch, plan: S
     arrays = plan_block(scheduled.batch, plan)
     with clocks.timed("pack the plan's arrays", arrays.nbytes):
         arrays.write(0, rings.arrays[: arrays.nbytes])
-    fetched = rings.fetched[: len(rows.fetch)]
+    fetched = rings.fetched[: len(rows.fetch_keys)]
     with clocks.timed("read rows from the store", fetched.nbytes):
-        finish(store.read(rows.fetch.keys, fetched))
+        finish(store.read(rows.fetch_keys, fetched))
     with clocks.timed("checksum of rows (one piece in 64 is sampled)", fetched.nbytes):
         xxhash.xxh3_64_intdigest(fetched.data)
     dirty = rings.back[: rows.num_dirty]
     with clocks.timed("write rows to the store", dirty.nbytes):
-        finish(store.write(rows.evict.keys[: rows.num_dirty], dirty))
+        finish(store.write(rows.evict_keys[: rows.num_dirty], dirty))
 
 
 def look(clocks: Clocks, check: PlanCheck, scheduled: ScheduledBatch, plan: StepPlan, rings: Rings) -> None:

@@ -99,8 +99,8 @@ def plan_header(
         GroupHeader(
             num_lookups=group.num_lookups,
             num_unique=len(group.unique_slots),
-            num_fetch=len(group.fetch),
-            num_evict=len(group.evict),
+            num_fetch=len(group.fetch_keys),
+            num_evict=len(group.evict_keys),
             num_dirty=group.num_dirty,
             fill_after=group.fill_after,
             sequence_lookups=() if group.sequence_offsets is None else tuple(group.sequence_offsets[:, -1].tolist()),

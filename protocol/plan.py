@@ -12,7 +12,7 @@ from rowcast.runtime.arrays import I32, I64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowMove:
-    """Rows that enter or leave the device: row keys[i] has slot slots[i]; slots are distinct."""
+    """A group's dirty rows at a barrier: row keys[i] has slot slots[i]; slots are distinct."""
 
     keys: I64  # [n]
     slots: I32  # [n]
@@ -52,12 +52,9 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
         return int(self.segment_offsets[-1])
 
     @property
-    def fetch(self) -> RowMove:
-        return RowMove(keys=self.fetch_keys, slots=self.fetch_slots)
-
-    @property
-    def evict(self) -> RowMove:
-        return RowMove(keys=self.evict_keys, slots=self.fetch_slots[: len(self.evict_keys)])
+    def evict_slots(self) -> I32:
+        slots: I32 = self.fetch_slots[: len(self.evict_keys)]
+        return slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

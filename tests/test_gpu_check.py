@@ -301,7 +301,7 @@ def test_the_first_row_that_differs_is_named_with_both_values_and_its_slot() -> 
     run, state = comparison.expected, comparison.expected.state()
     harmed = {name: tensor.clone() for name, tensor in state.items()}
     name = "embedding_bags.narrow_b.weight"
-    row = int(run.plans[0].groups[0].fetch.keys[-1] % 2**48)
+    row = int(run.plans[0].groups[0].fetch_keys[-1] % 2**48)
     harmed[name][row, 3] = 7.0
     found = state_difference(harmed, state)
     assert (found["name"], found["row"], found["column"], found["value"]) == (name, row, 3, 7.0)

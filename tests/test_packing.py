@@ -172,7 +172,9 @@ def test_a_plans_block_holds_its_arrays_and_its_header_their_counts(bags: Any) -
     job = small_job("adagrad", bags, depth=1, horizon=2)
     batches = small_batches(job, bags)
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch"))).run()
-    assert any(group.num_dirty < len(group.evict) for plan in run.plans for group in plan.groups), "no clean victim"
+    assert any(group.num_dirty < len(group.evict_keys) for plan in run.plans for group in plan.groups), (
+        "no clean victim"
+    )
     for scheduled, plan in zip(batches, run.plans, strict=True):
         block = plan_block(scheduled.batch, plan)
         by_name = {spec.name: array for spec, array in zip(block.specs, block.arrays, strict=True)}
@@ -181,13 +183,13 @@ def test_a_plans_block_holds_its_arrays_and_its_header_their_counts(bags: Any) -
         assert by_name["dense"].tobytes() == scheduled.batch.dense.tobytes()
         assert by_name["labels"].tobytes() == scheduled.batch.labels.tobytes()
         for index, group in enumerate(plan.groups):
-            assert by_name[f"{index}.fetch_slots"].tolist() == group.fetch.slots.tolist()
+            assert by_name[f"{index}.fetch_slots"].tolist() == group.fetch_slots.tolist()
             assert (f"{index}.weights" in by_name) == (bags == "weighted")
             assert (f"{index}.offsets" in by_name) == (bags == "weighted")
             counts = header.groups[index]
             assert (counts.num_fetch, counts.num_evict, counts.num_dirty) == (
-                len(group.fetch),
-                len(group.evict),
+                len(group.fetch_keys),
+                len(group.evict_keys),
                 group.num_dirty,
             )
 

@@ -45,7 +45,7 @@ def test_an_examples_staging_is_smaller_than_its_cache_and_holds_what_a_plan_mov
     assert 2 * own.staging_bytes < sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True)) / 2
     plans = list(recorded_plans(job, batches, slots))
     moved = [
-        sum(len(part.fetch) * group.record_bytes for part, group in zip(each.plan.groups, groups, strict=True))
+        sum(len(part.fetch_keys) * group.record_bytes for part, group in zip(each.plan.groups, groups, strict=True))
         for each in plans
     ]
     assert np.median(moved) < own.staging_bytes

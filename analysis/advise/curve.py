@@ -128,7 +128,7 @@ def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Mo
         position = scheduled.step - first
         note(moves, position, step)
         if position >= len(observed) - observed.num_counted:
-            parts[:] += [part_counts(group.fetch.keys) for group in step.levels[0]]
+            parts[:] += [part_counts(group.fetch_keys) for group in step.levels[0]]
         tick()
     return moves, parts
 

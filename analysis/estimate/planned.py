@@ -177,7 +177,7 @@ def planned(
 ) -> Planned:
     pieces = cut(
         plan_block(own, plan).nbytes,
-        [len(group.fetch) for group in plan.groups],
+        [len(group.fetch_keys) for group in plan.groups],
         [group.record_bytes for group in groups],
         largest_payload(wiring.ring_bytes),
         wiring.staging_bytes,

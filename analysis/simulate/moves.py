@@ -103,6 +103,6 @@ def entries(
 
 def note(moves: Moves, position: int, moved: StepMoves) -> None:
     for index, group in enumerate(moved.levels[0]):
-        moves.fetched[position, index] = len(group.fetch)
-        moves.evicted[position, index] = len(group.evict)
+        moves.fetched[position, index] = len(group.fetch_keys)
+        moves.evicted[position, index] = len(group.evict_keys)
         moves.written_back[position, index] = group.num_dirty

@@ -34,11 +34,11 @@ class TierCounter:
         """Applies a step's plan, before `train`. Returns the rows of each group from the cold tier."""
         from_cold = []
         for index, (group, trained) in enumerate(zip(tier, self._trained, strict=True)):
-            keys = group.fetch.keys
+            keys = group.fetch_keys
             from_cold.append(keys[trained.of(keys) != ABSENT])
             self.moves.entered[position, index] = len(keys)
             self.moves.from_cold[position, index] = len(from_cold[-1])
-            self.moves.left[position, index] = len(group.evict)
+            self.moves.left[position, index] = len(group.evict_keys)
         return from_cold
 
     def train(self, keys: Sequence[I64]) -> None:

@@ -157,8 +157,8 @@ def place_of(run: InProcessRun, found: dict[str, Any]) -> dict[str, Any]:
         for table in group.tables:
             if f".{table.name}." in found.get("name", ""):
                 key = table.index << KEY_SHIFT | found["row"]
-                fetched = [own.groups[index].fetch for own in run.plans]
-                slots = [own.slots[own.keys == key] for own in fetched]
+                plans = [own.groups[index] for own in run.plans]
+                slots = [own.fetch_slots[own.fetch_keys == key] for own in plans]
                 return {"group": group.name, "slot": next((int(own[0]) for own in reversed(slots) if len(own)), None)}
     return {}
 

@@ -62,8 +62,8 @@ class Table:
             self._records[first : first + terms.cardinalities[table], : terms.dim] = initial_rows(table, terms)
 
     def move(self, plan: GroupPlan, cache: npt.NDArray[np.float32]) -> None:
-        self._records[self._rows(plan.evict.keys)] = cache[plan.evict.slots]
-        cache[plan.fetch.slots] = self._records[self._rows(plan.fetch.keys)]
+        self._records[self._rows(plan.evict_keys)] = cache[plan.evict_slots]
+        cache[plan.fetch_slots] = self._records[self._rows(plan.fetch_keys)]
 
     def _rows(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         rows: npt.NDArray[np.int64] = self._first[keys >> KEY_SHIFT] + (keys & ROW_MASK)

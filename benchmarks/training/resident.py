@@ -56,9 +56,9 @@ class ResidentRows:
 
     def fill(self, recorded: RecordedPlan) -> None:
         for group, own, records in zip(self._groups, recorded.plan.groups, self.records, strict=True):
-            assert not len(own.evict), f"{len(own.evict)} rows would leave a cache that holds all rows"
-            rows = first_records(group, self._job.job.seed, own.fetch.keys).view(np.float32)
-            records[torch.from_numpy(own.fetch.slots).long().to(records.device)] = torch.from_numpy(rows).to(
+            assert not len(own.evict_keys), f"{len(own.evict_keys)} rows would leave a cache that holds all rows"
+            rows = first_records(group, self._job.job.seed, own.fetch_keys).view(np.float32)
+            records[torch.from_numpy(own.fetch_slots).long().to(records.device)] = torch.from_numpy(rows).to(
                 records.device
             )
 

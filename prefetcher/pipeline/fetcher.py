@@ -139,12 +139,12 @@ class Fetcher:
 
     def _open(self, step: PlannedStep) -> Outgoing:
         plan = step.plan
-        self._writeback.expect(plan.step, None, tuple(group.evict.keys[: group.num_dirty] for group in plan.groups))
+        self._writeback.expect(plan.step, None, tuple(group.evict_keys[: group.num_dirty] for group in plan.groups))
         checked = self._observer.open_plan(plan)
         block = plan_block(step.dense, plan, checked)
         pieces = cut(
             block.nbytes,
-            [len(group.fetch) for group in plan.groups],
+            [len(group.fetch_keys) for group in plan.groups],
             [group.record_bytes for group in self._groups],
             self._ring.max_payload,
             self._limits.staging_bytes,
@@ -173,7 +173,7 @@ class Fetcher:
         return slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
 
     def _read_span(self, plan: StepPlan, span: RowSpan, rows: Records) -> Ticket:
-        keys = plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
+        keys = plan.groups[span.group].fetch_keys[span.start : span.start + span.count]
         return self._stores[span.group].read(keys, rows)
 
     # ring -> trainer

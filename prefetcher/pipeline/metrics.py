@@ -66,8 +66,8 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
             counters.step(
                 num_lookups=group.num_lookups,
                 num_unique=len(group.unique_slots) if group.share is None else group.share.num_own,
-                num_fetch=len(group.fetch),
-                num_evict=len(group.evict),
+                num_fetch=len(group.fetch_keys),
+                num_evict=len(group.evict_keys),
             )
         shares = [group.share for group in plan.groups if group.share is not None]
         if shares:

@@ -16,7 +16,7 @@ are the same for any number of parts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,7 @@ MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 ROWS_A_PART = 16_384  # distinct rows of a batch, at least: with fewer, waking threads takes longer than they save
 ALL_KEYS = np.array([0, np.iinfo(np.int64).max])
 NO_ROWS = np.zeros(0, np.int64)
-NO_MOVE = RowMove(keys=NO_ROWS, slots=np.zeros(0, np.int32))
+NO_SLOTS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +90,26 @@ class GroupMoves:
     """A step's changes in a group's slots; fields as in `GroupPlan`."""
 
     unique_slots: I32
-    fetch: RowMove
-    evict: RowMove
+    fetch_slots: I32
+    fetch_keys: I64
+    evict_keys: I64
     num_dirty: int
     fill_after: int | None
     last_evicted: int | None  # the last known step that evicted one of the fetched rows while dirty
+
+
+def plan_fields(moves: Sequence[GroupMoves]) -> dict[str, Any]:
+    """Returns the fields of `GroupPlan` that fill and empty slots. `moves`: of each level, from the device down."""
+    device, *below = moves
+    return {
+        "fetch_slots": device.fetch_slots,
+        "fetch_keys": device.fetch_keys,
+        "evict_keys": device.evict_keys,
+        "num_dirty": device.num_dirty,
+        "fill_after": device.fill_after,
+        "load_keys": below[0].fetch_keys if below else NO_ROWS,
+        "spill_keys": below[0].evict_keys if below else NO_ROWS,
+    }
 
 
 @dataclass(slots=True)
@@ -257,21 +272,21 @@ class GroupPlanner:
             Residents(part.occurrences, self._oldest, self._head, self._head + num_unique, self._tail, step, last_step)
             for part in self.parts
         ]
-        evict, num_dirty, fill_after = self._evict(num_victims, residents)
+        evict_keys, evict_slots, num_dirty, fill_after = self._evict(num_victims, residents)
         self.guessed = num_victims > 0 and self._num_idle > 0
         num_resident = self._num_resident + starts[-1] - num_victims
         # the victims' slots in the victims' order, then free slots, lowest first
-        slots = np.concatenate([evict.slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
+        fetch_slots = np.concatenate([evict_slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
         self._num_resident = num_resident
-        fetch = RowMove(keys=np.empty(starts[-1], np.int64), slots=slots)
+        fetch_keys = np.empty(starts[-1], np.int64)
         unique_slots = np.empty(num_unique, np.int32)
 
         def use_part(part: Part) -> tuple[int, int, int]:
             first, end = cuts[part.number : part.number + 2]
             own = slice(*starts[part.number : part.number + 2])
             position, rows = self._head + first, part.occurrences
-            last_evicted = fill(rows, position, missing[part.number], slots[own], fetch.keys[own])
-            first_scores = self._policy.first_scores(fetch.keys[own])
+            last_evicted = fill(rows, position, missing[part.number], fetch_slots[own], fetch_keys[own])
+            first_scores = self._policy.first_scores(fetch_keys[own])
             if first_scores is not None:
                 rows.scores[(position + missing[part.number]) % len(rows.scores)] = first_scores
             return last_evicted, *use_rows(step, train, self._policy.per_use, position, rows, unique_slots[first:end])
@@ -283,8 +298,9 @@ class GroupPlanner:
         self._first_step = step + 1
         return GroupMoves(
             unique_slots=unique_slots,
-            fetch=fetch,
-            evict=evict,
+            fetch_slots=fetch_slots,
+            fetch_keys=fetch_keys,
+            evict_keys=evict_keys,
             num_dirty=num_dirty,
             fill_after=fill_after,
             last_evicted=None if max(last_evicted) == NONE else max(last_evicted),
@@ -299,10 +315,11 @@ class GroupPlanner:
         sort_distinct(keys, slots)
         return RowMove(keys=keys, slots=slots)
 
-    def _evict(self, num_victims: int, residents: Sequence[Residents]) -> tuple[RowMove, int, int | None]:
-        """Returns the victims, how many are dirty, and the last step that used one. Their slots must be filled."""
+    def _evict(self, num_victims: int, residents: Sequence[Residents]) -> tuple[I64, I32, int, int | None]:
+        """Returns the victims and their slots, which must be filled, how many are dirty, and the last step that used
+        one."""
         if not num_victims:
-            return NO_MOVE, 0, None
+            return NO_ROWS, NO_SLOTS, 0, None
         victims = new_victims(self.bounds, num_victims)
         choice = self._policy.choose(residents, victims, num_victims)
         chosen = int(victims.counts.sum() + choice.queued.sum())
@@ -323,15 +340,9 @@ class GroupPlanner:
         self._num_idle -= sum(own.num_idle for own in left)
         num_dirty = sum(own.num_dirty for own in left)
         self._num_dirty -= num_dirty
-        evict = RowMove(
-            keys=np.concatenate(
-                [own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]
-            ),
-            slots=np.concatenate(
-                [own.slots[: own.num_dirty] for own in left] + [own.slots[own.num_dirty :] for own in left]
-            ),
-        )
-        return evict, num_dirty, max(own.last_use for own in left)
+        keys = [own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]
+        slots = [own.slots[: own.num_dirty] for own in left] + [own.slots[own.num_dirty :] for own in left]
+        return np.concatenate(keys), np.concatenate(slots), num_dirty, max(own.last_use for own in left)
 
 
 def num_parts(num_rows: int, num_threads: int) -> int:

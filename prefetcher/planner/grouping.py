@@ -82,6 +82,14 @@ class Grouping:
     def num_lookups(self) -> int:
         return len(self.order)
 
+    def bag_order(self, order: I32) -> I32:
+        """Returns the bag of each look-up, in `order`."""
+        if self.offsets is None:
+            return order
+        bags = np.empty(len(order), np.int32)
+        bags_of(order, self.offsets, bags)
+        return bags
+
     @property
     def nbytes(self) -> int:
         arrays = (self.keys, self.order, self.segment_offsets, self.offsets, self.weights, self.sequence_offsets)

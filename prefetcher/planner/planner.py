@@ -8,15 +8,13 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import CheckpointInterval, Policy
 from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.eviction import new_policy
-from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
-from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy
+from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
 from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows, ScheduledLookups
 from rowcast.prefetcher.planner.level import CAPACITY_KEYS, Level, Slots, check_capacity
@@ -24,7 +22,6 @@ from rowcast.prefetcher.planner.rank_share import ShareOfBatch
 from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
-from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
@@ -57,9 +54,9 @@ class PlanCounters:
     def count(self, num_lookups: int, moves: GroupMoves) -> None:
         self.lookups += num_lookups
         self.unique_rows += len(moves.unique_slots)
-        self.hits += len(moves.unique_slots) - len(moves.fetch)
-        self.rows_fetched += len(moves.fetch)
-        self.rows_evicted += len(moves.evict)
+        self.hits += len(moves.unique_slots) - len(moves.fetch_keys)
+        self.rows_fetched += len(moves.fetch_keys)
+        self.rows_evicted += len(moves.evict_keys)
         self.rows_written_back += moves.num_dirty
 
 
@@ -86,18 +83,18 @@ class WholeBatch:
     def plan(self, rows: Grouping, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         own = moves[0].unique_slots
         slots, by_row = (None, None) if rows.is_ordered else self._grouper.arrange(rows, own)
-        lookups: LookupArrays[npt.NDArray[Any]] = LookupArrays(
+        return GroupPlan(
             order=rows.order if rows.is_ordered else None,
             slots=slots,
             unique_slots=own,
             segment_offsets=rows.segment_offsets,
-            bag_order=None if by_row is None else bag_order(rows, by_row),
+            bag_order=None if by_row is None else rows.bag_order(by_row),
             lookup_order=None if rows.weights is None else by_row,
             offsets=rows.offsets,
             weights=rows.weights,
             sequence_offsets=rows.sequence_offsets,
+            **plan_fields(moves),
         )
-        return group_plan(lookups, moves)
 
 
 class RowPlanner:
@@ -304,12 +301,12 @@ class WriteBackWindow:
             return max(
                 (m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None
             )
-        fetched = [group_moves.fetch.keys for group_moves in moves]
+        fetched = [group_moves.fetch_keys for group_moves in moves]
         found = (
             e for e, keys in reversed(self._recent) if any(share_key(*pair) for pair in zip(fetched, keys, strict=True))
         )
         after_step = next(found, None)
-        self._recent.append((step, tuple(group_moves.evict.keys[: group_moves.num_dirty] for group_moves in moves)))
+        self._recent.append((step, tuple(group_moves.evict_keys[: group_moves.num_dirty] for group_moves in moves)))
         return after_step
 
     def settle(self, step: int | None) -> None:

@@ -10,13 +10,11 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.exchange import GroupExchange, exchange_of
-from rowcast.prefetcher.planner.group_plan import bag_order, group_plan
-from rowcast.prefetcher.planner.group_planner import GroupMoves
+from rowcast.prefetcher.planner.group_planner import GroupMoves, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
 from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import GroupPlan, GroupShare
-from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I32, I64
 
@@ -65,10 +63,10 @@ class ShareOfBatch:
         parts, exchange = rows.parts, rows.exchange
         arranged = [self._grouper.arrange(part, own) for part, own in zip(parts, exchange.places, strict=True)]
         orders = [order for _, order in arranged]
-        bags = [bag_order(part, order) for part, order in zip(parts, orders, strict=True)]
+        bags = [part.bag_order(order) for part, order in zip(parts, orders, strict=True)]
         num_bags = [len(part.order) if part.offsets is None else len(part.offsets) - 1 for part in parts]
         lookups = starts([part.num_lookups for part in parts])
-        arrays = LookupArrays(
+        return GroupPlan(
             slots=one_after_another([slots for slots, _ in arranged]),
             unique_slots=one_after_another(exchange.places),
             segment_offsets=joined_offsets([part.segment_offsets for part in parts]),
@@ -81,8 +79,9 @@ class ShareOfBatch:
             if parts[0].weights is None
             else np.concatenate([part.weights for part in parts if part.weights is not None]),
             sequence_offsets=sequences_of(parts),
+            share=share_of(exchange, parts, moves[0], train),
+            **plan_fields(moves),
         )
-        return group_plan(arrays, moves, share_of(exchange, parts, moves[0], train))
 
 
 def share_of(exchange: GroupExchange, parts: Sequence[Grouping], moves: GroupMoves, train: bool) -> GroupShare:

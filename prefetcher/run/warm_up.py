@@ -48,10 +48,10 @@ def plan_and_move() -> None:
         while planner.ready():
             _, plan = planner.plan()
             for store, group, rows in zip(stores, groups, plan.groups, strict=True):
-                records = np.empty((len(rows.fetch), group.record_bytes), np.uint8)
-                finish(store.read(rows.fetch.keys, records))
-                finish(store.write(rows.fetch.keys, records))
-                finish(store.read(rows.fetch.keys, records))
+                records = np.empty((len(rows.fetch_keys), group.record_bytes), np.uint8)
+                finish(store.read(rows.fetch_keys, records))
+                finish(store.write(rows.fetch_keys, records))
+                finish(store.read(rows.fetch_keys, records))
         planner.barrier("warm-up", finished=True)
         for store, group in zip(stores, groups, strict=True):
             keys = store.changed_keys(group.tables[0].index)
@@ -86,7 +86,7 @@ def move_between_tiers(folder: Path) -> None:
         store.stage(plan.step, moves)
         while store.advance(plan.step - 1):
             pass
-        finish(store.write(moves.fetch.keys, records[: len(moves.fetch)]))
+        finish(store.write(moves.fetch_keys, records[: len(moves.fetch_keys)]))
     store.begin(0)
     finish(store.read(keys, records))
     store.close()

@@ -59,8 +59,8 @@ class PlanFacts:
 def plan_facts(plan: StepPlan) -> PlanFacts:
     groups = plan.groups
     return PlanFacts(
-        rows_fetched=tuple(len(group.fetch) for group in groups),
-        rows_evicted=tuple(len(group.evict) for group in groups),
+        rows_fetched=tuple(len(group.fetch_keys) for group in groups),
+        rows_evicted=tuple(len(group.evict_keys) for group in groups),
         rows_written_back=tuple(group.num_dirty for group in groups),
         fill_after=tuple(group.fill_after for group in groups),
         after_step=plan.after_step,

@@ -77,14 +77,14 @@ class Verifier(RowObserver):
     def open_plan(self, plan: StepPlan) -> SlotArrays:
         visits, arrays = [], {}
         for index, group in enumerate(plan.groups):
-            fetched, victims = self._sample(group.fetch.keys), self._sample(group.evict.keys)
+            fetched, victims = self._sample(group.fetch_keys), self._sample(group.evict_keys)
             dirty = int(np.searchsorted(victims, group.num_dirty))
-            arrays[fetched_name(index)] = group.fetch.slots[fetched]
-            arrays[victims_name(index)] = group.evict.slots[victims]
-            keys = group.evict.keys
+            arrays[fetched_name(index)] = group.fetch_slots[fetched]
+            arrays[victims_name(index)] = group.evict_slots[victims]
+            keys = group.evict_keys
             visits.append(
                 GroupVisit(
-                    fetched=new_sample(group.fetch.keys, fetched),
+                    fetched=new_sample(group.fetch_keys, fetched),
                     dirty=new_sample(keys, victims[:dirty]),
                     clean=new_sample(keys, victims[dirty:]),
                 )

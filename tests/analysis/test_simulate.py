@@ -90,8 +90,8 @@ def test_every_step_moves_what_a_run_moves(bags: Bags, way: dict[str, Any]) -> N
     steps, totals = arrays(result), run.trainer.counters.total
     assert steps.step == [plan.step for plan in run.plans]
     assert steps.kind == [plan.kind for plan in run.plans]
-    assert steps.rows_fetched == [sum(len(group.fetch) for group in plan.groups) for plan in run.plans]
-    assert steps.rows_evicted == [sum(len(group.evict) for group in plan.groups) for plan in run.plans]
+    assert steps.rows_fetched == [sum(len(group.fetch_keys) for group in plan.groups) for plan in run.plans]
+    assert steps.rows_evicted == [sum(len(group.evict_keys) for group in plan.groups) for plan in run.plans]
     assert steps.rows_written_back == [sum(group.num_dirty for group in plan.groups) for plan in run.plans]
     assert (result.steps, result.eval_steps) == (20, 3)
     assert result.capacity_rows == sum(slots)
@@ -292,7 +292,7 @@ def test_pinned_rows_stay_as_in_a_run(tmp_path: Path) -> None:
         pinned, batches, Settings(slots=slots, pinned=load_pins(tmp_path / "hot.pins", groups), seeded_streams=False)
     ).run()
     (result,), (without,) = simulated(pinned, batches), simulated(job, batches)
-    assert arrays(result).rows_fetched == [sum(len(group.fetch) for group in plan.groups) for plan in run.plans]
+    assert arrays(result).rows_fetched == [sum(len(group.fetch_keys) for group in plan.groups) for plan in run.plans]
     assert arrays(result).rows_fetched != arrays(without).rows_fetched
     assert result.bound_rows_fetched == without.bound_rows_fetched
 
@@ -336,7 +336,7 @@ def test_every_step_in_every_order_moves_what_a_run_in_it_moves(shuffle: str) ->
     results = simulate(job, Grid(shuffles=ORDERS), lambda own: schedule(own, open_reader(own)), per_step=True)
     assert [result.shuffle for result in results] == list(ORDERS)
     steps = arrays(results[ORDERS.index(shuffle)])
-    assert steps.rows_fetched == [sum(len(group.fetch) for group in plan.groups) for plan in run.plans]
+    assert steps.rows_fetched == [sum(len(group.fetch_keys) for group in plan.groups) for plan in run.plans]
     assert steps.rows_written_back == [sum(group.num_dirty for group in plan.groups) for plan in run.plans]
     assert sum(steps.rows_evicted) > 100
     assert len({tuple(arrays(result).rows_fetched) for result in results}) == 3

@@ -105,7 +105,7 @@ def assert_equal_counts(job: Job, batches: Sequence[ScheduledBatch], settings: S
             for counts, name in ((found.rows_sent, "send_counts"), (found.rows_received, "receive_counts")):
                 others = [n for own in shares for r, n in enumerate(getattr(own, name)) if r != number]
                 assert counts[position][number] == sum(others)
-            assert found.rows_fetched[position][number] == sum(len(group.fetch) for group in plan.groups)
+            assert found.rows_fetched[position][number] == sum(len(group.fetch_keys) for group in plan.groups)
             assert found.rows_written_back[position][number] == sum(group.num_dirty for group in plan.groups)
     assert any(map(sum, found.rows_written_back))
 

@@ -332,7 +332,7 @@ def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
     job, batches = workload()
     plans = save(tmp_path / "a.trace", job, batches)
     (lru,) = settings(job, Grid(policies=("lru",)))
-    first = next(plan.step for plan in plans if any(len(group.evict) for group in plan.groups))
+    first = next(plan.step for plan in plans if any(len(group.evict_keys) for group in plan.groups))
     with TraceReader(tmp_path / "a.trace") as reader:
         replay = Replay(reader, None)
         watched = planned_beside(

@@ -35,7 +35,7 @@ def plans_of(
 
 
 def rows_fetched(plans: list[StepPlan]) -> int:
-    return sum(len(plan.groups[0].fetch) for plan in plans)
+    return sum(len(plan.groups[0].fetch_keys) for plan in plans)
 
 
 @pytest.mark.parametrize("slots", [200, 400, 1000, 2500])

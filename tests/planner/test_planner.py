@@ -125,17 +125,17 @@ def test_a_refusal_by_the_second_group_leaves_the_first_unchanged() -> None:
 
 def test_a_batch_that_fills_every_slot_is_planned() -> None:
     plans = [plan.groups[0] for plan in plans_of([[5, 6], [8, 7], [7, 6]], num_slots=2, horizon=0)]
-    assert [plan.fetch.keys.tolist() for plan in plans] == [[5, 6], [7, 8], [6]]
-    assert [plan.evict.keys.tolist() for plan in plans] == [[], [5, 6], [8]]
+    assert [plan.fetch_keys.tolist() for plan in plans] == [[5, 6], [7, 8], [6]]
+    assert [plan.evict_keys.tolist() for plan in plans] == [[], [5, 6], [8]]
 
 
 def test_unknown_next_use_is_farthest_and_ties_go_by_last_use_then_key() -> None:
     ids = [[9], [3, 4], [8], [50], [3, 9]]
     plans = [plan.groups[0] for plan in plans_of(ids, num_slots=4, horizon=1)]
-    assert plans[3].evict.keys.tolist() == [4], "3 and 9 are used next, 4 is older than 8"
+    assert plans[3].evict_keys.tolist() == [4], "3 and 9 are used next, 4 is older than 8"
     blind = [plan.groups[0] for plan in plans_of(ids, num_slots=4, horizon=0)]
-    assert blind[3].evict.keys.tolist() == [9], "nothing is known, 9 is oldest"
-    assert blind[4].evict.keys.tolist() == [4], "4 and 3 are equally old, 3 is the plan's own"
+    assert blind[3].evict_keys.tolist() == [9], "nothing is known, 9 is oldest"
+    assert blind[4].evict_keys.tolist() == [4], "4 and 3 are equally old, 3 is the plan's own"
 
 
 def test_rows_fetched_again_within_depth_wait_for_their_way_home() -> None:
@@ -187,7 +187,7 @@ def test_evaluation_leaves_rows_clean() -> None:
     for scheduled in schedule(batches, ["train", "eval", "eval"]):
         planner.add(scheduled)
         plans.append(planner.plan()[1].groups[0])
-    assert [(plan.evict.keys.tolist(), plan.num_dirty) for plan in plans] == [([], 0), ([0], 1), ([1, 2], 1)]
+    assert [(plan.evict_keys.tolist(), plan.num_dirty) for plan in plans] == [([], 0), ([0], 1), ([1, 2], 1)]
     assert len(planner.barrier("end", finished=True).dirty[0]) == 0
 
 

@@ -51,7 +51,7 @@ def test_no_choice_of_victims_fetches_less_when_the_whole_future_is_known(ids: l
     trace = single_hot_trace(ids)
     run = Run(groups=one_group(6), slots=(num_slots,), depth=1, horizon=len(trace), trace=trace, barriers=frozenset())
     plans = [entry for entry in entries_of(run) if isinstance(entry, StepPlan)]
-    assert sum(len(plan.groups[0].fetch) for plan in plans) == fewest_fetches([set(row) for row in ids], num_slots)
+    assert sum(len(plan.groups[0].fetch_keys) for plan in plans) == fewest_fetches([set(row) for row in ids], num_slots)
 
 
 class Replay:
@@ -74,10 +74,10 @@ class Replay:
     def step(self, plan: StepPlan, index: int) -> None:
         group = plan.groups[index]
         self.apply_until(max(plan.step - self.depth - 1, -1 if plan.after_step is None else plan.after_step))
-        used = [self.last_use[slot] for slot in group.evict.slots.tolist()]
+        used = [self.last_use[slot] for slot in group.evict_slots.tolist()]
         assert group.fill_after == max(used, default=None)
         assert group.fill_after is None or group.fill_after < plan.step
-        for i, (key, slot) in enumerate(zip(group.evict.keys.tolist(), group.evict.slots.tolist(), strict=True)):
+        for i, (key, slot) in enumerate(zip(group.evict_keys.tolist(), group.evict_slots.tolist(), strict=True)):
             held = self.slots[slot]
             assert held is not None
             assert held[0] == key
@@ -85,7 +85,7 @@ class Replay:
             if i < group.num_dirty:
                 self.on_the_way.append((plan.step, key, held[1]))
             self.slots[slot] = None
-        for key, slot in zip(group.fetch.keys.tolist(), group.fetch.slots.tolist(), strict=True):
+        for key, slot in zip(group.fetch_keys.tolist(), group.fetch_slots.tolist(), strict=True):
             assert self.slots[slot] is None, "a fill would overwrite a row that stays"
             assert self.store.get(key, 0) == self.newest.get(key, 0), "a fetch would read a stale row"
             self.slots[slot] = (key, self.store.get(key, 0))
@@ -153,7 +153,7 @@ def test_moves_are_those_of_the_plans_and_groupings_can_be_shared(run: Run) -> N
             _, moves = planners[1].move()
             assert moves.after_step == plan.after_step
             for planned, moved in zip(plan.groups, moves.levels[0], strict=True):
-                for name in ("unique_slots", "fetch", "evict", "num_dirty", "fill_after"):
+                for name in ("unique_slots", "fetch_slots", "fetch_keys", "evict_keys", "num_dirty", "fill_after"):
                     assert_same(getattr(moved, name), getattr(planned, name), name)
     assert planners[0].counters == planners[1].counters
 

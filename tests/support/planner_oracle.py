@@ -100,10 +100,10 @@ def oracle_entries(run: Run) -> list[Entry]:
     for scheduled in run.trace:
         step = scheduled.step
         plans = tuple(group.plan(scheduled) for group in groups)
-        fetched = {(g, key) for g, plan in enumerate(plans) for key in plan.fetch.keys.tolist()}
+        fetched = {(g, key) for g, plan in enumerate(plans) for key in plan.fetch_keys.tolist()}
         recent = [e for e in range(step - run.depth, step) if written_back.get(e, set()) & fetched]
         written_back[step] = {
-            (g, key) for g, plan in enumerate(plans) for key in plan.evict.keys[: plan.num_dirty].tolist()
+            (g, key) for g, plan in enumerate(plans) for key in plan.evict_keys[: plan.num_dirty].tolist()
         }
         entries.append(
             StepPlan(

@@ -109,7 +109,7 @@ class RankedRun:
             for index, group in enumerate(pair.groups):
                 shards = Shards(group.tables, len(self.pairs))
                 for plan in pair.plans:
-                    assert (shards.owners(plan.groups[index].fetch.keys) == number).all()
+                    assert (shards.owners(plan.groups[index].fetch_keys) == number).all()
 
     def losses(self) -> list[np.float32]:
         """Asserts that all ranks have the same."""

@@ -79,8 +79,8 @@ def header(plan: StepPlan, batch_size: int) -> PlanHeader:
         GroupHeader(
             num_lookups=group.num_lookups,
             num_unique=len(group.unique_slots),
-            num_fetch=len(group.fetch),
-            num_evict=len(group.evict),
+            num_fetch=len(group.fetch_keys),
+            num_evict=len(group.evict_keys),
             num_dirty=group.num_dirty,
             fill_after=group.fill_after,
         )

@@ -132,7 +132,7 @@ def test_every_policy_with_and_without_pinned_rows_gives_the_bits_of_the_plain_l
         run = InProcessRun(job, batches, Settings(slots=slots, seed=seed, pinned=pinned)).run()
         assert_equal_bits(run, losses, end)
         assert_tested_what_it_claims(run, job)
-        evicted = [np.concatenate([plan.groups[g].evict.keys for plan in run.plans]) for g in range(len(groups))]
+        evicted = [np.concatenate([plan.groups[g].evict_keys for plan in run.plans]) for g in range(len(groups))]
         for keys, gone in zip(pinned, evicted, strict=True):
             assert len(keys) == pins
             assert not len(np.intersect1d(keys, gone)), "a pinned row left"

@@ -111,8 +111,8 @@ def assert_slots_hold_the_stores_rows(run: InProcessRun) -> None:
     for index, (records, store) in enumerate(zip(run.records, run.tables, strict=True)):
         resident: dict[int, int] = {}
         for plan in run.plans:
-            fetch = plan.groups[index].fetch
-            resident |= dict(zip(fetch.slots.tolist(), fetch.keys.tolist(), strict=True))
+            group = plan.groups[index]
+            resident |= dict(zip(group.fetch_slots.tolist(), group.fetch_keys.tolist(), strict=True))
         slots = np.array(sorted(resident, key=lambda slot: resident[slot]), np.int64)
         keys = np.array(sorted(resident.values()), np.int64)
         home = np.empty((len(keys), run.groups[index].record_bytes), np.uint8)

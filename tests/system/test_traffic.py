@@ -43,7 +43,9 @@ class Alone:
     groups: tuple[GroupSpec, ...]
 
     def bytes_to_device(self, plan: StepPlan) -> int:
-        return sum(len(group.fetch) * spec.record_bytes for group, spec in zip(plan.groups, self.groups, strict=True))
+        return sum(
+            len(group.fetch_keys) * spec.record_bytes for group, spec in zip(plan.groups, self.groups, strict=True)
+        )
 
     def bytes_from_device(self, plan: StepPlan) -> int:
         return sum(group.num_dirty * spec.record_bytes for group, spec in zip(plan.groups, self.groups, strict=True))
@@ -80,7 +82,7 @@ def assert_moved_as_planned(traffic: Traffic, alone: Alone) -> None:
     assert not back.waiting, "victims were copied that no piece carried"
     for batch, plan in zip(alone.batches, alone.plans, strict=True):
         stamp = plan_stamp(plan.step, 0) >> 20
-        assert sorted(fetch.keys[stamp]) == sorted(key for group in plan.groups for key in group.fetch.keys.tolist())
+        assert sorted(fetch.keys[stamp]) == sorted(key for group in plan.groups for key in group.fetch_keys.tolist())
         assert fetch.row_bytes[stamp] == alone.bytes_to_device(plan)
         assert fetch.all_bytes[stamp] == sum(
             piece.nbytes for piece in pieces_of(batch, plan, alone.groups, traffic.writers[0])
@@ -100,7 +102,7 @@ def pieces_of(batch: ScheduledBatch, plan: StepPlan, groups: tuple[GroupSpec, ..
     block = plan_block(batch.batch, plan)
     return cut(
         block.nbytes,
-        [len(group.fetch) for group in plan.groups],
+        [len(group.fetch_keys) for group in plan.groups],
         [spec.record_bytes for spec in groups],
         ring.max_payload,
     )
@@ -114,18 +116,18 @@ def assert_slots_copied_as_planned(run: InProcessRun, traffic: Traffic, alone: A
     """Slots in the order in which they were copied: each step's moves in the order of the steps, then the barrier's."""
     for index, records in enumerate(run.records):
         plans = [plan.groups[index] for plan in alone.plans]
-        victims = [slot for plan in plans for slot in plan.evict.slots[: plan.num_dirty].tolist()]
+        victims = [slot for plan in plans for slot in plan.evict_slots[: plan.num_dirty].tolist()]
         assert slots_moved(traffic.gathered, records) == victims + alone.barrier.dirty[index].slots.tolist()
-        assert slots_moved(traffic.scattered, records) == [slot for plan in plans for slot in plan.fetch.slots.tolist()]
+        assert slots_moved(traffic.scattered, records) == [slot for plan in plans for slot in plan.fetch_slots.tolist()]
     assert sum(len(slots) for _, slots in traffic.scattered) == sum(
-        len(group.fetch) for plan in alone.plans for group in plan.groups
+        len(group.fetch_keys) for plan in alone.plans for group in plan.groups
     )
 
 
 def assert_stored_as_planned(traffic: Traffic, alone: Alone, *, late: bool) -> None:
     """Plan after plan; within one in any order. A `late` store finishes its writes in any order."""
     expected = [
-        [key for group in plan.groups for key in group.evict.keys[: group.num_dirty].tolist()] for plan in alone.plans
+        [key for group in plan.groups for key in group.evict_keys[: group.num_dirty].tolist()] for plan in alone.plans
     ]
     expected[-1] += [key for move in alone.barrier.dirty for key in move.keys.tolist()]
     if late:
@@ -152,7 +154,7 @@ def test_every_step_moves_what_the_planner_alone_gives(
     assert_slots_copied_as_planned(run, traffic, alone)
     assert_stored_as_planned(traffic, alone, late=how.late_store)
     if capacity != "everything":
-        assert any(len(group.evict) > group.num_dirty > 0 for plan in alone.plans for group in plan.groups), (
+        assert any(len(group.evict_keys) > group.num_dirty > 0 for plan in alone.plans for group in plan.groups), (
             "no clean victim beside dirty"
         )
 
@@ -168,7 +170,9 @@ def test_both_processes_count_what_moved(depth: int, traffic: Traffic) -> None:
         assert counters.total("row_bytes_from_device") == sum(back.row_bytes.values())
         assert counters.total("rows_fetched") == sum(map(len, fetch.keys.values()))
         assert counters.total("rows_written_back") == len(traffic.stored)
-        assert counters.total("rows_evicted") == sum(len(group.evict) for plan in run.plans for group in plan.groups)
+        assert counters.total("rows_evicted") == sum(
+            len(group.evict_keys) for plan in run.plans for group in plan.groups
+        )
 
 
 def touched(job: Job, batches: Sequence[ScheduledBatch], kind: str) -> set[int]:
@@ -245,8 +249,8 @@ def assert_report_agrees(report: Report, alone: Alone) -> None:
     assert report.samples == sum(batch.batch.size for batch in alone.batches if batch.kind == "train")
     assert report.lookups == sum(group.num_lookups for group in groups)
     assert report.unique_rows == sum(len(group.unique_slots) for group in groups)
-    assert report.rows_fetched == sum(len(group.fetch) for group in groups)
-    assert report.rows_evicted == sum(len(group.evict) for group in groups)
+    assert report.rows_fetched == sum(len(group.fetch_keys) for group in groups)
+    assert report.rows_evicted == sum(len(group.evict_keys) for group in groups)
     assert report.rows_flushed == flushed
     assert report.rows_written_back == sum(group.num_dirty for group in groups) + flushed
     assert report.hit_ratio == 1 - report.rows_fetched / report.unique_rows

@@ -99,24 +99,24 @@ def targets(plans: list[StepPlan], share: float, move: str) -> Iterator[Target]:
     """`move`: fetch, dirty or clean."""
     for plan in plans:
         for index, group in enumerate(plan.groups):
-            rows = group.fetch if move == "fetch" else group.evict
-            for place in sampled(rows.keys, share):
+            keys = group.fetch_keys if move == "fetch" else group.evict_keys
+            for place in sampled(keys, share):
                 if move == "fetch" or (place < group.num_dirty) == (move == "dirty"):
-                    key, slot = int(rows.keys[place]), int(rows.slots[place])
+                    key, slot = int(keys[place]), int(group.fetch_slots[place])
                     yield Target(group=index, key=key, slot=slot, place=place, step=plan.step, after=group.fill_after)
 
 
 def fetched_again(plans: list[StepPlan], target: Target) -> int | None:
     """The first step after the target's that brings its row, if there is one."""
     return next(
-        (p.step for p in plans if p.step > target.step and target.key in p.groups[target.group].fetch.keys), None
+        (p.step for p in plans if p.step > target.step and target.key in p.groups[target.group].fetch_keys), None
     )
 
 
 def times_home_before(plans: list[StepPlan], target: Target) -> int:
     """How often the row came home before the target's step."""
     groups = [plan.groups[target.group] for plan in plans[: target.step]]
-    return sum(target.key in group.evict.keys[: group.num_dirty] for group in groups)
+    return sum(target.key in group.evict_keys[: group.num_dirty] for group in groups)
 
 
 def assert_noticed(run: InProcessRun, sentence: str) -> None:

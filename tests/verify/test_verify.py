@@ -58,8 +58,8 @@ def test_nothing_is_reported_where_nothing_is_wrong(first: int) -> None:
         verified = run.prefetcher.counters.rows_verified
         if share == 1.0:
             moves = [group for plan in run.plans for group in plan.groups]
-            assert verified["given"] == verified["filled"] == sum(len(group.fetch) for group in moves)
-            assert verified["dropped"] == sum(len(group.evict) - group.num_dirty for group in moves)
+            assert verified["given"] == verified["filled"] == sum(len(group.fetch_keys) for group in moves)
+            assert verified["dropped"] == sum(len(group.evict_keys) - group.num_dirty for group in moves)
             assert verified["returned"] == run.prefetcher.counters.total("rows_written_back")
             assert verified["kept"] > 0
         assert sum(verified.values()) > 0

@@ -73,7 +73,7 @@ class Packed:
 
 def pack(recorded: RecordedPlan, groups: Sequence[GroupSpec]) -> Packed:
     block = plan_block(recorded.batch, recorded.plan)
-    num_rows = [len(own.fetch) for own in recorded.plan.groups]
+    num_rows = [len(own.fetch_keys) for own in recorded.plan.groups]
     widths = [group.record_bytes for group in groups]
     largest = block.nbytes + sum(map(int.__mul__, num_rows, widths)) + GUARDS
     return Packed(recorded, block, cut(block.nbytes, num_rows, widths, largest))
@@ -136,7 +136,7 @@ class Recording:
     ) -> None:
         self.groups = groups
         packed = [pack(recorded, self.groups) for recorded in plans]
-        self.rows_moved = sum(len(own.fetch) for each in packed for own in each.recorded.plan.groups)
+        self.rows_moved = sum(len(own.fetch_keys) for each in packed for own in each.recorded.plan.groups)
         payloads = [own.pieces[0].nbytes for own in packed]
         self.slots, self.device = slots, device
         self.fetch_buffer = in_memory_buffer(sum(payloads) + GUARDS * len(payloads) + 2 * max(payloads))
@@ -160,7 +160,7 @@ class Recording:
         assert slot is not None, "the ring was made for all plans"
         packed.block.write(0, slot.payload[: packed.block.nbytes])
         for span in piece.rows:
-            keys = plan.groups[span.group].fetch.keys[span.start : span.start + span.count]
+            keys = plan.groups[span.group].fetch_keys[span.start : span.start + span.count]
             rows = first_records(self.groups[span.group], keys)
             slot.payload[span.offset : span.offset + len(rows)] = rows
         return StepReady(

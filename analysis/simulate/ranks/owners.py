@@ -106,6 +106,6 @@ class Owners:
             groups = [by_rank[number].levels[0] for number in range(len(self._planners))]
             yield OwnerMoves(
                 step=step,
-                fetched=np.array([[len(group.fetch) for group in own] for own in groups]),
+                fetched=np.array([[len(group.fetch_keys) for group in own] for own in groups]),
                 written_back=np.array([[group.num_dirty for group in own] for own in groups]),
             )
