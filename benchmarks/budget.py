@@ -31,8 +31,7 @@ import numpy as np
 import torch
 import xxhash
 
-from benchmarks.planner import job, seconds
-from rowcast.job.file import parse_job
+from benchmarks.planner import job, job_over, seconds
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner, groupers_of
@@ -152,13 +151,8 @@ def decode(clocks: Clocks, wide: Job, batches: Sequence[ScheduledBatch]) -> None
         np.save(Path(folder, "day_0_sparse.npy"), ids)
         np.save(Path(folder, "day_0_dense.npy"), np.concatenate([own.batch.dense for own in batches]))
         np.save(Path(folder, "day_0_labels.npy"), np.concatenate([own.batch.labels for own in batches]))
-        tables = [{"name": table.name, "num_embeddings": table.num_embeddings, "embedding_dim": DIM,
-                   "features": list(table.features)} for table in wide.tables]  # fmt: skip
-        npy = parse_job({
-            "job": {"run_dir": folder}, "data": {"format": "criteo-npy", "path": folder, "batch_size":
-            wide.data.batch_size}, "tables": tables, "model": {"bottom_mlp": [DIM], "top_mlp": [1]}, "optimizer":
-            {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}, "cache": {"capacity": "1GiB"},
-        })  # fmt: skip
+        data = {"format": "criteo-npy", "path": folder, "batch_size": wide.data.batch_size}
+        npy = job_over(data, [table.num_embeddings for table in wide.tables], DIM)
         for columns, name in (("all", "decode npy"), ("ids", "- ids")):
             reader = open_reader(npy, columns)  # type: ignore[arg-type]
             for pending in islice(reader.pending("train", 0), len(batches)):

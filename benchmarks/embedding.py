@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_result
 from benchmarks.peers.turns import Seconds, Terms, initial_rows
 from benchmarks.planner import job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES
@@ -46,7 +46,6 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 
 ROOT = Path(__file__).parent.parent
-RESULT = Path(__file__).parent / "results" / "embedding.json"
 PEER_PYTHON = Path(".venv-bench") / "bin" / "python"
 OPTIMIZERS = {"sgd": 0.05, "adagrad": 0.02, "rowwise_adagrad": 0.02}  # learning rates
 MOST_ROWS, DIM, CACHE_SHARE = 1_000_000, 32, 0.05
@@ -265,17 +264,8 @@ def main() -> None:
         )
         results += measure(terms, ids, arguments.rounds, arguments.peer_python, arguments.threads)
     print("\n".join(report(results)))
-    RESULT.parent.mkdir(exist_ok=True)
-    facts = {
-        "touched": touched,
-        "slots": slots,
-        "batch_size": arguments.batch_size,
-        "threads": arguments.threads,
-        "rounds": arguments.rounds,
-    }
-    RESULT.write_text(
-        json.dumps({"machine": machine(), **facts, "results": [asdict(own) for own in results]}, indent=1) + "\n"
-    )
+    facts = {name: getattr(arguments, name) for name in ("batch_size", "threads", "rounds")}
+    write_result("embedding", touched=touched, slots=slots, **facts, results=[asdict(own) for own in results])
 
 
 if __name__ == "__main__":

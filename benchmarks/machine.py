@@ -1,13 +1,22 @@
-"""The machine on which a figure was measured."""
+"""The machine on which a figure was measured, and the file that keeps both."""
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("torch", "numpy", "numba")
+
+
+def write_result(name: str, **content: Any) -> None:
+    """Writes `build/<name>.json`, which also names the machine."""
+    file = Path(__file__).parents[1] / "build" / f"{name}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
 
 
 def machine() -> dict[str, str | int]:

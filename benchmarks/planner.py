@@ -19,20 +19,19 @@ one after the other. So processor time tells what several threads would add and 
 """
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_result
 from rowcast.job.file import parse_job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs
@@ -50,7 +49,6 @@ BATCH_SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 HORIZON, DEPTH = 16, 4
 SPREAD_ROWS = 10**12
 NUM_PARTS = 8
-RESULT = Path(__file__).parent / "results" / "planner.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +79,16 @@ def stream(batch_size: int, num_batches: int, spread: bool) -> tuple[tuple[Group
 
 
 def job(batch_size: int, num_batches: int, cardinalities: Sequence[int], dim: int = 16) -> Job:
+    synthetic = {"samples": batch_size * num_batches, "zipf": 1.05}
+    return job_over({"format": "synthetic", "batch_size": batch_size, "synthetic": synthetic}, cardinalities, dim)
+
+
+def job_over(data: Mapping[str, Any], cardinalities: Sequence[int], dim: int = 16) -> Job:
+    """A job for code that asks for one and trains nothing; `data` is that section of a job file."""
     return parse_job(
         {
             "job": {"run_dir": "unused"},
-            "data": {
-                "format": "synthetic",
-                "batch_size": batch_size,
-                "synthetic": {"samples": batch_size * num_batches, "zipf": 1.05},
-            },
+            "data": dict(data),
             "tables_from": {"cardinalities": list(cardinalities), "embedding_dim": dim},
             "model": {"kind": "dlrm", "bottom_mlp": [dim], "top_mlp": [1]},
             "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
@@ -277,15 +277,8 @@ def main() -> None:
     spun = spin_gain()
     parts = measure_parts(BATCH_SIZES[-1], arguments.rounds, NUM_PARTS)
     print("\n".join(report(times, spread, threaded, alone, spun, parts)))
-    RESULT.parent.mkdir(exist_ok=True)
-    content = {
-        "machine": machine(),
-        "times": [asdict(own) for own in [*times, spread, alone, threaded]],
-        "fit": fit(times),
-        "spin_gain": spun,
-        "parts": asdict(parts),
-    }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    all_times = [asdict(own) for own in [*times, spread, alone, threaded]]
+    write_result("planner", times=all_times, fit=fit(times), spin_gain=spun, parts=asdict(parts))
 
 
 if __name__ == "__main__":

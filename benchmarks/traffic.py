@@ -8,23 +8,22 @@ and 32 batches. Nothing is timed, so the figures do not depend on the machine.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.machine import write_result
+from benchmarks.planner import job_over
 from rowcast.analysis.simulate.grid import POLICIES, Grid
 from rowcast.analysis.simulate.results import Simulation
 from rowcast.analysis.simulate.simulate import simulate
-from rowcast.job.file import parse_job
 from rowcast.job.schema import Horizon, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 
-RESULTS = Path(__file__).parent / "results"
 HORIZONS: tuple[Horizon, ...] = ("auto", 8, 32)
 
 
@@ -34,17 +33,8 @@ def log_cardinalities(folder: Path) -> list[int]:
 
 
 def log_job(folder: Path, batch_size: int) -> Job:
-    return parse_job(
-        {
-            "job": {"run_dir": "unused"},
-            "data": {"format": "criteo-npy", "path": str(folder), "batch_size": batch_size},
-            "tables_from": {"cardinalities": log_cardinalities(folder), "embedding_dim": 16},
-            "model": {"kind": "dlrm", "bottom_mlp": [16], "top_mlp": [1]},
-            "optimizer": {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
-            "cache": {"capacity": "1GiB"},
-        },
-        str(folder),
-    )
+    data = {"format": "criteo-npy", "path": str(folder), "batch_size": batch_size}
+    return job_over(data, log_cardinalities(folder))
 
 
 def rows_touched(job: Job) -> int:
@@ -89,10 +79,7 @@ def main() -> None:
                 print(f"| log | capacity | bound | {' | '.join(columns)} |\n|{'---|' * (3 + len(columns))}")
             cells = " | ".join(f"{lines[-1]['ratios'].get(name, float('nan')):.3f}" for name in columns)
             print(f"| {folder.name} | {percent} % | {bound:,} | {cells} |", flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"traffic-{arguments.folders[0].name.partition('-')[0]}.json").write_text(
-        json.dumps(lines, indent=1) + "\n"
-    )
+    write_result(f"traffic-{arguments.folders[0].name.partition('-')[0]}", lines=lines)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ contestants that train the same thing agree in it.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.machine import machine
+from benchmarks.machine import machine, write_result
 from benchmarks.processes import turns
 from benchmarks.training import ours
 from benchmarks.training.outcome import Outcome
@@ -39,7 +38,6 @@ from rowcast.runtime.cores import usable_cores
 from rowcast.trainer.device.streams import choose_device
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 PEER_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 CAPACITIES = (1.0, 5.0, 10.0, 100.0)  # percent
 Contestant = Callable[[], Outcome]
@@ -154,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--name", required=True, help="of the file in benchmarks/results")
+    parser.add_argument("--name", required=True, help="of the file in build")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--capacity", type=float, action="append", help="percent; repeatable")
@@ -181,15 +179,12 @@ def main() -> None:
     print(table(found))
     print(needs(found))
     print(", ".join(f"{name}: {value:,.0f}" for name, value in need.items()))
-    facts = machine()
-    print(" ".join(f"{name}={value}" for name, value in facts.items()))
+    print(" ".join(f"{name}={value}" for name, value in machine().items()))
     ratios = {name: ratio(found, name) for name in found}
     # the location of the data does not affect the figures
     told = [setting for setting in settings if not setting.startswith("data.path")]
-    content = {"machine": facts, "settings": told, "device": match.device, "need": need, "to_stock": ratios}
-    path = RESULTS / f"training-{options.name}.json"
-    outcomes = {"outcomes": msgspec.to_builtins(found)}
-    path.write_text(json.dumps(content | outcomes, indent=1) + "\n")
+    content = {"settings": told, "device": match.device, "need": need, "to_stock": ratios}
+    write_result(f"training-{options.name}", **content, outcomes=msgspec.to_builtins(found))
 
 
 def peers_folder(folder: Path, match: Match, batches: Sequence[ScheduledBatch]) -> Path | None:

@@ -18,7 +18,6 @@ Ratios are to the faster of the two stocks; those of processor time, with all pr
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -31,13 +30,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_result
 from benchmarks.processes import turns
 from benchmarks.training import ours
 from benchmarks.training.recorded import touched, train_batches
 from rowcast.job.file import load_job
 
-RESULTS = Path(__file__).parents[1] / "results"
 START_S = 120.0
 WARM_STEPS = 8  # before a contestant is stopped for the first time
 SETTLE_S = 0.3  # of a turn, not measured
@@ -212,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--name", required=True, help="of the file in benchmarks/results")
+    parser.add_argument("--name", required=True, help="of the file in build")
     parser.add_argument("--capacity", type=float, default=10.0, help="percent of the rows that an epoch touches")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn")
@@ -232,8 +230,7 @@ def main() -> None:
     print(table(found))
     medians = {name: statistics.median(ratios(found, name)) for name in found}
     speeds = {name: [turn.samples_per_s for turn in own] for name, own in found.items()}
-    content = {"machine": machine(), "settings": [*told, capacity], "to_stock": medians, "samples_per_s": speeds}
-    (RESULTS / f"steady-{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_result(f"steady-{options.name}", settings=[*told, capacity], to_stock=medians, samples_per_s=speeds)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """The table of docs/speed.md: rowcast over stock PyTorch, for two kinds of data, two optimizers and two widths, while
 both train.
 
-Question   how many samples per second do both processes of rowcast train with a cache of a tenth of the rows, compared
-with one process of
-           stock PyTorch with every row in memory, on the same cores
-Method     `steady.py`: turns of about a second, while the others are stopped; ratios within a round, to the faster of
-stock that decodes
-           its batches itself and stock with a DataLoader worker; medians and quartiles
-Data       decoding TSV costs a core much, decoding npy next to nothing
-Reading    look at the free cores first: if they are fewer than the cores, other programs were running and the figures
-are unreliable
+Question: how many samples per second do both processes of rowcast train with a cache of a tenth of the rows, compared
+with one process of stock PyTorch with every row in memory, on the same cores? Method: `steady.py`, turns of about a
+second, while the others are stopped; ratios within a round, to the faster of stock that decodes its batches itself and
+stock with a DataLoader worker; medians and quartiles. Decoding TSV costs a core much, decoding npy next to nothing.
+Look at the free cores first: if they are fewer than the cores, other programs were running and the figures are
+unreliable.
 
     python -m benchmarks.training.table FOLDER --rounds 8        the folder holds train.tsv and day_0_*.npy of one log
 
@@ -19,7 +16,6 @@ takes about 11 minutes on 2 quiet cores; a smoke run of one line: `--rounds 2 --
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -27,11 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_result
 from benchmarks.training import ours
 from benchmarks.training.free_cores import free_cores
 from benchmarks.training.recorded import touched, train_batches
-from benchmarks.training.steady import RESULTS, STOCKS, WARM_STEPS, Turn, commands, faster_stock, in_turn, ratios, speed
+from benchmarks.training.steady import STOCKS, WARM_STEPS, Turn, commands, faster_stock, in_turn, ratios, speed
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.runtime.cores import usable_cores
@@ -118,7 +114,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.2, help="of a turn")
-    parser.add_argument("--name", default="table", help="of the file in benchmarks/results: speed-NAME.json")
+    parser.add_argument("--name", default="table", help="of the file in build: speed-NAME.json")
     parser.add_argument("--only", action="append", default=[], help="npy, tsv, adagrad, sgd, 16 or 64; repeatable")
     options = parser.parse_args()
     if options.rounds < 2:
@@ -135,8 +131,7 @@ def main() -> None:
         "rows touched"
     )
     print("\n".join(lines))
-    results = {"machine": machine(), "rounds": options.rounds, "seconds": options.seconds, "cells": content}
-    (RESULTS / f"speed-{options.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_result(f"speed-{options.name}", rounds=options.rounds, seconds=options.seconds, cells=content)
 
 
 if __name__ == "__main__":
