@@ -1,9 +1,18 @@
 """What a tired engineer might leave out, or get wrong by one; and the test that would notice, the quickest that does.
 
-`find` stands in the product once, whatever the whitespace between its words and signs. In which file, the runner
+Each text below is a table:
+
+    tests/file.py::test             the test that must fail: a file, or one test of it
+    ::test                          another test of the same file
+        what goes wrong             the mutant's name
+            found => replacement    the replacement may be empty, and either may take several lines
+
+What is found stands in the product once, whatever the whitespace between its words and signs. In which file, the runner
 finds out.
 """
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -12,1745 +21,847 @@ class Mutant:
     name: str  # what goes wrong
     find: str
     replace: str
-    test: str  # a file or one test of it
+    test: str
 
 
-BARRIERS = "tests/system/test_barrier_states.py::test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row"
-CHANGED_ROWS = "tests/stores/test_changed_rows.py"
-CHECKSUMS = "tests/system/test_batch_checksums.py"
-CODEC = "tests/protocol/test_codec.py"
-COMPILED = "tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch"
-COUNTED = "tests/telemetry/test_ranks.py::"
-DAMAGE = "tests/checkpoints/test_damage.py"
-DRAWS = "tests/readers/test_draws.py"
-EVERY_STORE = "tests/stores/test_stores.py"
-EXACT = "tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop"
-EARLIER = "tests/trainer/test_earlier_results.py"
-ENDPOINT = "tests/protocol/test_endpoint.py"
-FAULTS = "tests/system/test_faults_ahead.py::test_every_step_before_a_fault_is_trained_and_in_a_checkpoint"
-FOREIGN = "tests/checkpoints/test_foreign.py"
-FROZEN_ROWS = "tests/stores/test_frozen_rows.py"
-GOING_ON = "tests/checkpoints/test_going_on.py"
-FALLBACK = "tests/kernels/test_triton_fallback.py"
-IDENTITY = "tests/checkpoints/test_training_identity.py"
-NUMBERS = "tests/system/test_ranks.py::test_numbers_that_are_no_powers_of_two_have_the_bits_of_as_many_parts"
-LEFT_TABLES = "tests/stores/test_left_tables.py"
-LIVES = "tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop"
-ORDER = "tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers"
-PARTS = "tests/planner/test_parts.py"
-PEERS = "tests/system/test_peers.py"
-PLANNER = "tests/planner/test_planner.py"
-PLANS = "tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field"
-POWER_LOSS = "tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint"
-REJOIN = "tests/recovery/test_rejoin.py"
-REDIS_FAILS = "tests/stores/test_redis_failures.py"
-REDIS_ROWS = "tests/stores/test_redis_rows.py"
-RESTORE = "tests/checkpoints/test_restore.py"
-RING = "tests/protocol/test_ring.py"
-SEGMENT_DISK = "tests/stores/cold/test_segment_file_disk.py"
-SEGMENT_FILE = "tests/stores/cold/test_segment_file.py"
-SESSION = "tests/protocol/test_session.py"
-SIGNALS = "tests/test_signals.py"
-STORES = "tests/stores"
-TIERED = "tests/stores/test_tiered.py"
-STORE_HINTS = "tests/system/test_store_hints.py"
-TIGHT = "tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store"
-TOUCHED_ROWS = "tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table"
-TRITON = "tests/kernels/test_triton.py::test_a_step_of_the_rows_has_the_bits_of_torch"
-TRITON_ROWS = "tests/kernels/test_triton_gpu_check.py"
-VERIFY = "tests/verify/test_verify.py"
-WAITS = "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop"
-WRITER = "tests/checkpoints/test_writer.py"
+ENTRY = re.compile(r"^(\S.*)|^ {4}(\S.*)\n((?: {8}.*\n)+)", re.MULTILINE)  # a test, or a name and its change
 
-PROTOCOL = (
-    Mutant(
-        "a frame that repeats or skips a number is taken",
-        "envelope.sequence != self._num_received",
-        "False",
-        f"{SESSION}::test_repeated_and_missing_frames_are_refused_with_both_numbers",
-    ),
-    Mutant(
-        "a frame of another incarnation is taken",
-        "own not in (0, incarnation) and",
-        "False and",
-        f"{SESSION}::test_a_frame_of_another_incarnation_is_refused_by_both_ends",
-    ),
-    Mutant(
-        "a frame without incarnation is taken for good",
-        "self._peer_knows_incarnation |= own != 0 and",
-        "self._peer_knows_incarnation |= False and",
-        f"{SESSION}::test_frames_without_incarnation_are_accepted_only_before_the_welcome",
-    ),
-    Mutant(
-        "one step more than the depth may be announced",
-        "message.step - oldest <= self.depth",
-        "message.step - oldest <= self.depth + 1",
-        ORDER,
-    ),
-    Mutant(
-        "a step is done before its victims are home",
-        "require(oldest.victims.complete,",
-        "require(True,",
-        ORDER,
-    ),
-    Mutant(
-        "rows may come in any order",
-        "require(span.start == here,",
-        "require(True,",
-        ORDER,
-    ),
-    Mutant(
-        "an array may end outside its block",
-        "spec.offset + nbytes <= arrays_bytes",
-        "spec.offset <= arrays_bytes",
-        f"{CODEC}::test_an_impossible_message_is_refused_by_both_ends_with_what_is_wrong",
-    ),
-    Mutant(
-        "the last span of bytes is as long as the others",
-        "nbytes=min(max_payload, nbytes - offset)",
-        "nbytes=max_payload",
-        "tests/test_packing.py",
-    ),
-    Mutant(
-        "a piece may have more rows than staging",
-        "(limit - offset) // width",
-        "(max_payload - offset) // width",
-        "tests/test_packing.py",
-    ),
-    Mutant(
-        "a later piece begins with the array's first bytes",
-        "source[first - spec.offset : last - spec.offset]",
-        "source[: last - first]",
-        "tests/test_packing.py",
-    ),
-    Mutant(
-        "a ring is full one byte early",
-        "end - self._released > self.capacity",
-        "end - self._released >= self.capacity",
-        f"{RING}::test_any_payload_and_any_two_fit_once_everything_is_released",
-    ),
-    Mutant(
-        "pieces that were read out of order stay in the ring",
-        "while self._open and self._open[0].done:",
-        "if self._open and self._open[0].done:",
-        f"{RING}::test_pieces_finish_in_any_order_and_space_is_released_in_order",
-    ),
-    Mutant(
-        "bytes that were torn while they were read pass",
-        "self._layout.check_guards(piece.ref, piece.stamp)",
-        "pass",
-        f"{RING}::test_a_torn_guard_is_noticed_when_viewed_and_when_done",
-    ),
-    Mutant(
-        "the checksum of a piece is not compared",
-        "(found := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum",
-        "(found := 0)",
-        f"{RING}::test_a_changed_payload_is_noticed_by_its_checksum",
-    ),
-    Mutant(
-        "a message may come with fewer bytes than it announces",
-        "if found != expected:",
-        "if found > expected:",
-        "tests/protocol/test_mirror.py::test_a_message_comes_with_exactly_the_bytes_that_it_announces",
-    ),
-    Mutant(
-        "a broken message is passed over",
-        "self._num_refused += 1 raise",
-        "self._num_refused += 1\n            return True",
-        "tests/protocol/test_mirror.py::test_a_message_comes_with_exactly_the_bytes_that_it_announces",
-    ),
-    Mutant(
-        "the peer's silence has no end",
-        "silent_s <= self._silence_timeout_s",
-        "True",
-        f"{PEERS}::test_a_peer_that_ticks_slowly_is_still_found_silent",
-    ),
-    Mutant(
-        "a pause of this process is held against the peer",
-        "self._listening_since_s = self._last_change_s = now_s",
-        "pass",
-        f"{PEERS}::test_silence_while_this_process_was_stopped_is_not_held_against_the_peer",
-    ),
-    Mutant(
-        "frames that wait to be sent have no bound",
-        "len(self._outbox) >= QUEUE_FRAMES",
-        "False",
-        "tests/protocol/test_zmq_link.py::test_a_queue_beyond_all_credits_is_refused",
-    ),
-    Mutant(
-        "a ring of another size is attached",
-        "or found.st_size != nbytes",
-        "or False",
-        "tests/protocol/test_ring_file.py::test_a_ring_of_another_size_is_refused_with_both_sizes",
-    ),
-    Mutant(
-        "what a disk took only a part of is not written again",
-        "rest = rest[os.write(self._descriptor, rest) :]",
-        "rest = rest[max(len(rest), os.write(self._descriptor, rest)) :]",
-        "tests/checkpoints/test_faults.py::test_a_disk_that_takes_only_a_part_of_each_write_still_gets_everything",
-    ),
-    Mutant(
-        "a file is renamed before it is on the disk",
-        "file.write(content) file.sync()",
-        "file.write(content)",
-        "tests/checkpoints/test_faults.py::test_a_file_that_is_written_durably_is_the_old_one_or_the_new_one",
-    ),
-    Mutant(
-        "the checksum of a manifest is not compared",
-        "if checksum != sealed.checksum:",
-        "if not checksum:",
-        f"{DAMAGE}::test_a_flipped_bit_anywhere_in_the_manifest_is_refused",
-    ),
-    Mutant(
-        "a position forgets how far its epoch is",
-        "train_batch=self.train_batch + 1",
-        "train_batch=self.train_batch",
-        "tests/readers/test_schedule.py::test_going_on_from_any_position_gives_the_same_rest",
-    ),
-    Mutant(
-        "the learning rate is that of the step before",
-        "settings.schedule, train_step + 1",
-        "settings.schedule, train_step",
-        "tests/test_learning_rate.py",
-    ),
-    Mutant(
-        "a slot one beyond the cache passes",
-        'slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE, where=is_arranged)]',
-        'slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE + 1, where=is_arranged)]',
-        "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[slots]",
-    ),
-    Mutant(
-        "a bag one beyond the last passes",
-        "below=G",
-        "below=G + 1",
-        "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[bag_order]",
-    ),
-    Mutant(
-        "a row may be updated twice in a step",
-        "(U,), below=READABLE, distinct=in_one_part",
-        "(U,), below=READABLE",
-        "tests/hostile/test_peers.py::test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[an update twice]",
-    ),
-    Mutant(
-        "weights of look-ups travel as integers",
-        'ArrayLayout("f4", (N,), where=is_present("weights"))',
-        'ArrayLayout("i4", (N,), where=is_present("weights"))',
-        "tests/hostile/test_peers.py::test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends",
-    ),
-    Mutant(
-        "a peer that is lost is awaited although the job does not say so",
-        "if isinstance(error, PeerNeverCame) or not self._rejoin_s:",
-        "if isinstance(error, PeerNeverCame):",
-        f"{REJOIN}::test_nobody_is_awaited_where_the_job_does_not_say_so",
-    ),
-    Mutant(
-        "a second peer is awaited as long as the first",
-        "msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s)",
-        "self.transport",
-        f"{REJOIN}::test_a_peer_that_never_came_is_not_awaited_longer_than_a_user_said",
-    ),
-    Mutant(
-        "a peer that was lost once counts as never lost",
-        "self._waits_again = True",
-        "pass",
-        f"{REJOIN}::test_a_peer_that_never_came_is_not_awaited_longer_than_a_user_said",
-    ),
-    Mutant(
-        "a second attempt has the threads of the first",
-        "self._crew = Crew(self._role, self._signals.bell)",
-        "pass",
-        f"{REJOIN}::test_tables_in_files_and_a_conversation_over_tcp_go_on_too[prefetcher]",
-    ),
-    Mutant(
-        "a failure from before the reader began ends it",
-        "note.boot_id == boot_id() and note.at_s >= since_s",
-        "note.boot_id == boot_id()",
-        f"{PEERS}::test_a_note_of_a_failure_counts_on_this_host_and_after_the_reader_began",
-    ),
-    Mutant(
-        "a failure on another host ends the reader",
-        "note.boot_id == boot_id() and note.at_s >= since_s",
-        "note.at_s >= since_s",
-        f"{PEERS}::test_a_note_of_a_failure_counts_on_this_host_and_after_the_reader_began",
-    ),
-    Mutant(
-        "the peer's own failure is noted as one of this process",
-        "if not is_own or (isinstance(error, RowcastError) and error.is_peers):",
-        "if not is_own:",
-        f"{PEERS}::test_a_failure_that_is_not_a_process_s_own_is_not_noted",
-    ),
-    Mutant(
-        "a process leaves the note of an earlier failure",
-        "failure_path(self.path, self._role).unlink(missing_ok=True)",
-        "pass",
-        f"{PEERS}::test_a_failure_from_before_a_process_was_started_does_not_end_it",
-    ),
-    Mutant(
-        "two processes of a role hold a run directory",
-        "fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "pass",
-        f"{PEERS}::test_a_second_process_of_a_role_is_refused_and_the_first_goes_on",
-    ),
-)
 
-PREFETCHER = (
-    Mutant(
-        "redis: a row is taken from whatever is in its field",
-        'if (found["field"] == fields).all():',
-        "if True:",
-        f"{REDIS_FAILS}::test_a_row_that_another_program_writes_over",
-    ),
-    Mutant(
-        "redis: a freed row is deleted while a reader holds it",
-        "oldest = min(self._holds, default=self._num_holds)",
-        "oldest = self._num_holds",
-        f"{REDIS_ROWS}::test_rows_come_back_as_a_dictionary_has_them",
-    ),
-    Mutant(
-        "redis: rows lose the zero bytes at their end",
-        "np.dtype((np.void, items.itemsize))",
-        "np.dtype((np.bytes_, items.itemsize))",
-        f"{REDIS_ROWS}::test_rows_come_back_as_a_dictionary_has_them",
-    ),
-    Mutant(
-        "redis: a command is sent again when no answer comes",
-        "Retry(NoBackoff(), 0)",
-        "Retry(NoBackoff(), 2)",
-        f"{REDIS_FAILS}::test_a_server_that_never_answers_gets_one_connection_and_one_first_command",
-    ),
-    Mutant(
-        "redis: rows are written after a server was lost",
-        "self._lost = self._lost or error",
-        "self._lost = None",
-        f"{REDIS_FAILS}::test_a_server_that_is_stopped_counts_as_lost_after_one_timeout_and_is_asked_nothing_more",
-    ),
-    Mutant(
-        "redis: a server that was started again is taken for the same",
-        'if info.get("run_id") != node.run_id:',
-        "if False:",
-        f"{REDIS_FAILS}::test_a_server_that_started_again_is_noticed_before_a_row_is_missed",
-    ),
-    Mutant(
-        "redis: a server that may evict is taken",
-        'if policy != "noeviction":',
-        "if False:",
-        f"{REDIS_FAILS}::test_a_server_that_may_evict_is_refused",
-    ),
-    Mutant(
-        "redis: an error repeats the password",
-        'words = words.replace(self._password, "***")',
-        "pass",
-        f"{REDIS_FAILS}::test_a_server_that_repeats_the_password_in_an_error_is_not_quoted",
-    ),
-    Mutant(
-        "redis: a copy of a run deletes the rows of the original",
-        "if earlier is None or earlier.folder != folder.st_ino:",
-        "if earlier is None:",
-        f"{REDIS_ROWS}::test_a_copy_of_a_run_leaves_the_rows_of_the_original_alone",
-    ),
-    Mutant(
-        "redis: a copy of a disk deletes the rows of the original",
-        "earlier.machine not in (None, machine_of(folder))",
-        "False",
-        f"{REDIS_ROWS}::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone",
-    ),
-    Mutant(
-        "redis: closing deletes every run's rows",
-        'rowcast:{{{tag:02x}}}{generation}".encode()',
-        'rowcast:{{{tag:02x}}}{generation[:0]}".encode()',
-        f"{REDIS_ROWS}::test_two_runs_on_one_server_have_rows_of_their_own",
-    ),
-    Mutant(
-        "redis: rows that a killed process left stay",
-        "if earlier.server != server:",
-        "if True:",
-        f"{REDIS_ROWS}::test_the_next_process_deletes_what_a_killed_one_left",
-    ),
-    Mutant(
-        "the model state is read from the ring before the rows that were sent first",
-        "is_next = self._dense and not self._writeback.has_arrived",
-        "is_next = self._dense",
-        "tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop[60]",
-    ),
-    Mutant(
-        "the horizon is a batch short",
-        "max(0, self.num_batches + 1 - len(self._known))",
-        "max(0, self.num_batches - len(self._known))",
-        f"{PLANNER}::test_a_plan_waits_until_its_horizon_is_complete",
-    ),
-    Mutant(
-        "training does not make a row dirty",
-        "(DIRTY if train else 0)",
-        "0",
-        PLANS,
-    ),
-    Mutant(
-        "a row loses its dirty flag on the way to its next use",
-        'target["slot"], target["use"] = source["slot"], source["use"]',
-        'target["slot"], target["use"] = source["slot"], source["use"] & ~DIRTY',
-        PLANS,
-    ),
-    Mutant(
-        "a row that came home at a barrier stays dirty",
-        'row["use"] &= ~DIRTY',
-        "pass",
-        f"{PLANNER}::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending",
-    ),
-    Mutant(
-        "rows that the next step needs are evicted first",
-        "at, size = (rows.last_step - s) & (heads.shape[1] - 1), 0",
-        "at, size = (rows.step + 1 + s) & (heads.shape[1] - 1), 0",
-        PLANS,
-    ),
-    Mutant(
-        "a slot is filled before its victim's last use",
-        "int(left.last_uses.max(initial=NONE))",
-        "int(left.last_uses[0]) if count else NONE",
-        PLANS,
-    ),
-    Mutant(
-        "a queue's youngest rows leave first",
-        'row["use"] >> FLAG_BITS <= last_use',
-        'row["use"] >> FLAG_BITS >= last_use',
-        f"{PARTS}::test_the_rows_used_longest_ago_leave_first_whatever_part_they_are_in",
-    ),
-    Mutant(
-        "victims of parts are joined part by part, not dirty ones first",
-        "[own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]",
-        "[own.keys for own in left]",
-        f"{PARTS}::test_plans_and_barriers_are_the_same_for_any_number_of_parts",
-    ),
-    Mutant(
-        "every thread reads the first rows of a piece",
-        "gather(self._words, self._marks, numbers[first:end], words[first:end])",
-        "gather(self._words, self._marks, numbers[: end - first], words[first:end])",
-        EVERY_STORE,
-    ),
-    Mutant(
-        "every thread numbers the first rows of a piece",
-        "self._find(keys[slice(*own)], numbers[slice(*own)])",
-        "self._find(keys[slice(*own)], numbers[: own[1] - own[0]])",
-        EVERY_STORE,
-    ),
-    Mutant(
-        "an order that names a look-up twice passes",
-        'require(table < 0, f"{name} is no permutation',
-        'require(True, f"{name} is no permutation',
-        "tests/hostile/test_peers.py",
-    ),
-    Mutant(
-        "every batch draws the same negatives",
-        "(seed, int(is_eval), 0 if is_eval else epoch, batch)",
-        "(seed, int(is_eval), 0 if is_eval else epoch)",
-        DRAWS,
-    ),
-    Mutant(
-        "log-uniform draws an id beyond the last",
-        "(chance * point < np.uint64(2**63)) & (ids < n)",
-        "(chance * point < np.uint64(2**63)) & (ids <= n)",
-        DRAWS,
-    ),
-    Mutant(
-        "new rows of a version share places with the next ones",
-        "self._first_new += count return out",
-        "return out",
-        "tests/serving/test_versions.py::test_every_row_has_the_bits_of_the_checkpoint_in_every_version",
-    ),
-    Mutant(
-        "victims are chosen in the order of the line, not by score",
-        "sort_pairs(ranks, order)",
-        "pass",
-        PLANS,
-    ),
-    Mutant(
-        "a pinned row may leave",
-        'count += row["slot"] >= 0 and not row["use"] & PINNED',
-        'count += row["slot"] >= 0',
-        PLANS,
-    ),
-    Mutant(
-        "a row forgets that it left dirty",
-        'rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED',
-        "UNUSED",
-        PLANS,
-    ),
-    Mutant(
-        "victims of a step are in the order of their choice",
-        "sort_pairs(by_key, which)",
-        "pass",
-        PLANS,
-    ),
-    Mutant(
-        "a policy that does not look ahead knows later batches",
-        "horizon if EVICTION_POLICIES[policy].looks_ahead else 0",
-        "horizon",
-        PLANS,
-    ),
-    Mutant(
-        "a row lies in its neighbour's slot",
-        'unique_slots[u] = row["slot"]',
-        'unique_slots[u] = rows[(position + u + 1) & last]["slot"]',
-        PLANS,
-    ),
-    Mutant(
-        "a victim of the oldest plan under way counts as home",
-        "max(step - self._depth, 0 if",
-        "max(step - self._depth + 1, 0 if",
-        PLANS,
-    ),
-    Mutant(
-        "victims before a barrier count as under way",
-        "self._write_backs.settle(self._last_planned)",
-        "pass",
-        f"{PLANNER}::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending",
-    ),
-    Mutant(
-        "a search ends at the hole that a forgotten row left",
-        "if ((cell - begin) & mask) >= ((cell - hole) & mask):",
-        "if ((cell - begin) & mask) > ((cell - hole) & mask):",
-        "tests/planner/test_directory.py::test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_tracked",
-    ),
-    Mutant(
-        "the horizon grows beyond its bytes",
-        "proposed * known_bytes <= self._budget_bytes * num_known",
-        "known_bytes <= self._budget_bytes",
-        "tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget",
-    ),
-    Mutant(
-        "the horizon ends where the device has nothing to guess",
-        "[group for level in self._levels for group in level.groups]",
-        "self._levels[0].groups",
-        "tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either",
-    ),
-    Mutant(
-        "a store is not told of plans",
-        "store.stage(step, group)",
-        "pass",
-        STORE_HINTS,
-    ),
-    Mutant(
-        "rows are said to be home once they were sent",
-        "home_through = self.writeback.applied_through",
-        "home_through = self.fetcher.sent_through",
-        STORE_HINTS,
-    ),
-    Mutant(
-        "a plan is made a step too early",
-        "return 2 * depth + 2",
-        "return 2 * depth + 3",
-        "tests/system/test_ahead.py::test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done",
-    ),
-    Mutant(
-        "a stop goes on a step late",
-        "self._position_after.get(next_step - 1)",
-        "self._position_after.get(next_step)",
-        "tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there",
-    ),
-    Mutant(
-        "rows are read before their victims are home",
-        "needed = max(needed, plan.after_step)",
-        "needed = min(needed, plan.after_step)",
-        f"{EXACT}[adagrad-multi-2]",
-    ),
-    Mutant(
-        "a step is sent a credit early",
-        "oldest = self._limits.before(plan.step)",
-        "oldest = self._limits.before(plan.step) - 1",
-        "tests/system/test_ahead.py::test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive",
-    ),
-    Mutant(
-        "a piece is announced before the store has read it",
-        "self.tickets = [ticket for ticket in self.tickets if not ticket.done()] return not self.tickets",
-        "[ticket.done() for ticket in self.tickets]\n        return True",
-        f"{EXACT}[adagrad-multi-2]",
-    ),
-    Mutant(
-        "a barrier does not wait for rows on their way home",
-        "and reached(self._writeback.applied_through, after)",
-        "",
-        "tests/system/test_ahead.py::test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store",
-    ),
-    Mutant(
-        "rows count as home before the store has written them",
-        "return self.arrived_last and self.tickets_open == 0",
-        "return self.arrived_last",
-        f"{EXACT}[adagrad-multi-2]",
-    ),
-    Mutant(
-        "the end is told before the last checkpoint is on disk",
-        "self._barrier.last and self._checkpointer.busy",
-        "False",
-        f"{LIVES}[0]",
-    ),
-    Mutant(
-        "a barrier does not wait until its rows are home",
-        "(S.FLUSHING, E.FLUSHED, S.RETURNING)",
-        "(S.FLUSHING, E.FLUSHED, S.VERIFYING)",
-        BARRIERS,
-    ),
-    Mutant(
-        "every barrier needs a checkpoint",
-        "(S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING),",
-        "",
-        BARRIERS,
-    ),
-    Mutant(
-        "a checkpoint begins while the one before is being written",
-        "not self._checkpointer.busy and self._open_flush()",
-        "self._open_flush()",
-        f"{LIVES}[0]",
-    ),
-    Mutant(
-        "the dense side is handed on, and rows are frozen, before they are home",
-        "self.state is not PrefetcherState.SAVING or not",
-        "not",
-        f"{LIVES}[0]",
-    ),
-    Mutant(
-        "steps that the trainer passes over count as trained",
-        "return barrier if self._cut is None else barrier.cut(*self._cut)",
-        "return barrier",
-        "tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there",
-    ),
-    Mutant(
-        "a later piece of rows is written to the first rows' keys",
-        "expected.keys[span.group][span.start : span.start + span.count]",
-        "expected.keys[span.group][: span.count]",
-        TIGHT,
-    ),
-    Mutant(
-        "a barrier's number counts one less",
-        "self.applied_barriers = expected.barrier + 1",
-        "self.applied_barriers = expected.barrier",
-        f"{EXACT}[sgd-single-2]",
-    ),
-    Mutant(
-        "a difference between rows is not looked at",
-        "entries.known & (entries.checksums != found)",
-        "entries.known & False",
-        f"{VERIFY}::test_a_write_that_the_store_loses_is_noticed_when_the_row_is_read_again",
-    ),
-    Mutant(
-        "rows that the store took are not read back",
-        "self._mark_unread(cells, to=True)",
-        "self._mark_unread(cells, to=False)",
-        f"{VERIFY}::test_a_lost_write_is_noticed_at_the_end_where_its_row_is_not_read_again",
-    ),
-    Mutant(
-        "a row that was written is not marked as changed",
-        "set_bits(self._changed, numbers)",
-        "pass",
-        f"{CHANGED_ROWS}::test_a_row_has_changed_from_its_write_until_the_store_is_settled",
-    ),
-    Mutant(
-        "a row that was written counts as absent",
-        "marks[row] = PRESENT for word in range(width):",
-        "marks[row] |= 0\n        for word in range(width):",
-        f"{STORES}/test_stores.py::test_a_row_has_the_bytes_that_were_written_last_and_its_neighbours_keep_theirs",
-    ),
-    Mutant(
-        "rows that passed the caches are reported before they are seen",
-        "    end_stores()",
-        "    pass",
-        f"{STORES}/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_caches",
-    ),
-    Mutant(
-        "a segment is written while an array of the planner uses it",
-        "weakref.finalize(lease, self._freed.append, head.segment).atexit = False",
-        "self._freed.append(head.segment)",
-        "tests/readers/test_shared_arrays.py::test_what_is_kept_is_never_overwritten",
-    ),
-    Mutant(
-        "an absent row keeps the bytes that lay there",
-        "self._out[absent] = self._store.first_values(self._keys[absent])",
-        "pass",
-        f"{CHANGED_ROWS}::test_a_row_that_was_never_written_has_its_first_value",
-    ),
-    Mutant(
-        "a forgotten row keeps its values",
-        "finish(self.store.write(own, self.first_values(own)))",
-        "pass",
-        f"{CHANGED_ROWS}::test_a_forgotten_row_reads_as_if_it_was_never_written",
-    ),
-    Mutant(
-        "a forgotten row has still changed",
-        "clear_bits(self._changed, self._numbers.of(keys))",
-        "pass",
-        f"{CHANGED_ROWS}::test_a_forgotten_row_reads_as_if_it_was_never_written",
-    ),
-    Mutant(
-        "a search for changed rows skips the rest of a word",
-        "row += BITS - (row & 63)",
-        "row += BITS",
-        f"{CHANGED_ROWS}::test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set",
-    ),
-    Mutant(
-        "tables of a group share their rows",
-        "self._shifts = ends[:-1] - self._first_keys",
-        "self._shifts = -self._first_keys",
-        f"{STORES}/test_stores.py::test_tables_of_a_group_do_not_share_rows",
-    ),
-    Mutant(
-        "rows whose cells are alike have buckets side by side",
-        "size = REACH << int(self._layout.implied)",
-        "size = REACH",
-        f"{STORES}/test_touched_rows.py::test_rows_whose_cells_are_alike_are_told_apart",
-    ),
-    Mutant(
-        "buckets that grow leave a row behind",
-        "for i in range(moved):",
-        "for i in range(moved - 1):",
-        f"{STORES}/test_touched_rows.py::test_rows_keep_the_numbers_in_which_they_were_first_added",
-    ),
-    Mutant(
-        "a row lies across the frontier of a growth",
-        "or is_full(cells, sizes[FRONTIER] - 1)",
-        "",
-        f"{STORES}/test_touched_rows.py::test_rows_that_are_added_beside_the_frontier_of_a_growth_are_found_again",
-    ),
-    Mutant(
-        "the frontier of a growth stops behind a full bucket",
-        "while start > 0 and is_full(cells, start - 1):",
-        "while False:",
-        f"{STORES}/test_touched_rows.py::test_rows_keep_their_numbers_at_every_frontier_of_a_growth",
-    ),
-    Mutant(
-        "a row that moves while keys are sought is found twice",
-        "low >> HIGH <= hashed >> HIGH <= high >> HIGH",
-        "True",
-        f"{STORES}/test_touched_rows.py::test_keys_are_found_while_rows_are_added",
-    ),
-    Mutant(
-        "a row that lies after its own bucket gets another row's key",
-        "return hashed if bucket_in(hashed, size) <= bucket else hashed - (ONE << top)",
-        "return hashed",
-        f"{STORES}/test_touched_rows.py::test_a_cell_leads_back_to_its_row_wherever_it_lies_within_reach",
-    ),
-    Mutant(
-        "a checkpoint's rows come in the order of their hashes",
-        "found.sort()",
-        "",
-        f"{STORES}/test_changed_rows.py",
-    ),
-    Mutant(
-        "a row is read while its bytes are on their way",
-        "elif states[slot] == LOADING:",
-        "elif False:",
-        f"{TIERED}::test_a_row_that_is_loading_comes_once_it_is_loaded",
-    ),
-    Mutant(
-        "a load undoes a write that came meanwhile",
-        "if states[slots[i]] == LOADING: states[slots[i]] = CLEAN",
-        "if True:\n            states[slots[i]] = CLEAN",
-        f"{TIERED}::test_a_write_wins_over_a_load_under_way",
-    ),
-    Mutant(
-        "a spill forgets a write that came meanwhile",
-        "if states[slots[i]] != SPILLING:",
-        "if False:",
-        f"{TIERED}::test_a_write_wins_over_a_spill_under_way",
-    ),
-    Mutant(
-        "the older copy of a row that is written keeps its place",
-        "if states[slot] == CLEAN or states[slot] == LOADING:",
-        "if False:",
-        f"{TIERED}::test_a_write_wins_over_a_load_under_way",
-    ),
-    Mutant(
-        "a row that is needed again leaves all the same",
-        "leaves_after[slot] = STAYS continue",
-        "continue",
-        f"{TIERED}::test_a_row_that_is_needed_again_before_it_has_left_stays",
-    ),
-    Mutant(
-        "rows leave the memory before their step's rows are home",
-        "self._leaving[0].step > home_through",
-        "False",
-        f"{TIERED}::test_a_planned_row_is_in_memory_when_it_is_read_and_leaves_once_its_step_is_home",
-    ),
-    Mutant(
-        "a row that got a slot while it was written keeps its older bytes there",
-        "places = self.cold.write(keys, rows) with self._lock: left = self._overwrite(keys, numbers, rows)",
-        "places = self.cold.write(keys, rows)\n        with self._lock:\n            left = np.arange(len(keys))",
-        f"{TIERED}::test_a_row_that_gets_a_slot_while_it_is_written_past_memory_has_the_written_bytes",
-    ),
-    Mutant(
-        "a row that the cold tier moved loses its new place",
-        "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), old[i]",
-        "whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), new[i]",
-        f"{TIERED}::test_a_new_attempt_begins_with_an_empty_memory_of_any_size_and_all_rows[3]",
-    ),
-    Mutant(
-        "memory has no room for rows that wait to leave",
-        "min(n + spare, group.num_rows, MOST_SLOTS)",
-        "min(n, group.num_rows, MOST_SLOTS)",
-        "tests/system/test_late_rows.py::test_no_row_is_late_with_a_memory_of_less_than_a_tenth",
-    ),
-    Mutant(
-        "a table file vouches for rows that are not on the disk",
-        "memory.flush() self._file.sync()",
-        "pass",
-        f"{STORES}/test_mapped_disk.py::test_rows_are_on_the_disk_before_the_header_that_vouches_for_them",
-    ),
-    Mutant(
-        "a table file of another checkpoint is taken",
-        "if header.closed_at != checkpoint:",
-        "if not checkpoint:",
-        f"{STORES}/test_mapped.py::test_a_file_closed_at_another_checkpoint_is_made_anew",
-    ),
-    Mutant(
-        "pages are read for a step that the trainer has passed",
-        "if home_through is None or step > home_through:",
-        "if True:",
-        f"{STORES}/test_mapped_ahead.py::test_a_step_that_the_trainer_has_passed_is_not_read",
-    ),
-    Mutant(
-        "pages that are written are not read ahead",
-        "plan.evict_keys[: plan.num_dirty]",
-        "plan.evict_keys[:0]",
-        f"{STORES}/test_mapped_ahead.py",
-    ),
-    Mutant(
-        "a table file has holes",
-        "reserve(self._open, 0, nbytes)",
-        "os.ftruncate(self._open, nbytes)",
-        f"{STORES}/test_mapped_disk.py::test_the_whole_file_is_reserved_at_once",
-    ),
-    Mutant(
-        "a cold row's place is used again while it is read",
-        "while self._emptied and (not self._holds or next(iter(self._holds)) > self._emptied[0][0]):",
-        "while self._emptied:",
-        f"{SEGMENT_FILE}::test_a_freed_place_stays_readable_within_a_hold_and_is_used_again_after_it",
-    ),
-    Mutant(
-        "a cold row that was written again while it was moved gets its old bytes",
-        "with self._tidying, self.hold():",
-        "with self._tidying:",
-        f"{SEGMENT_FILE}::test_a_row_is_not_settled_at_an_old_place_where_it_was_written_again",
-    ),
-    Mutant(
-        "a page of a segment's earlier use passes for one of now",
-        "segments.uses[self._segment] * segments.count * segments.num_pages",
-        "0",
-        f"{SEGMENT_DISK}::test_a_page_that_the_disk_forgot_to_write_is_found_although_it_has_older_bytes_of_the_same_rows",
-    ),
-    Mutant(
-        "the rest of a short write is lost",
-        "rest, offset = rest[written:], offset + written",
-        "rest = rest[len(rest) :]",
-        f"{SEGMENT_DISK}::test_a_disk_that_takes_a_part_of_what_is_written_gets_the_rest",
-    ),
-    Mutant(
-        "a checkpoint leaves its rows changed",
-        "changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)",
-        "changed = self._changed.copy()",
-        f"{FROZEN_ROWS}::test_a_frozen_store_has_no_changed_row_until_one_is_written",
-    ),
-    Mutant(
-        "a checkpoint's rows are written over",
-        "frozen.set_aside(keys, numbers)",
-        "pass",
-        f"{GOING_ON}::test_a_checkpoint_that_is_written_late_has_the_rows_of_its_barrier",
-    ),
-    Mutant(
-        "a row that is written over twice has the later bytes in a checkpoint",
-        "left = found_rows(numbers, self._pending, self._aside)",
-        "left = found_rows(numbers, self._pending, np.zeros_like(self._pending))",
-        f"{FROZEN_ROWS}::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]",
-    ),
-    Mutant(
-        "a row that a checkpoint has is set aside",
-        "clear_bits(self._pending, numbers[stored])",
-        "pass",
-        f"{FROZEN_ROWS}::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]",
-    ),
-    Mutant(
-        "rows are set aside while a checkpoint copies them",
-        "with self._lock: left = found_rows(numbers, self._pending, self._aside)",
-        "if True:\n            left = found_rows(numbers, self._pending, self._aside)",
-        f"{FROZEN_ROWS}::test_two_threads_give_the_same_rows_as_one",
-    ),
-    Mutant(
-        "rows come home where there is no room beside a checkpoint's",
-        "if not self._inbox or self.waits_for_checkpoint:",
-        "if not self._inbox:",
-        "tests/system/test_stalls.py"
-        "::test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint",
-    ),
-    Mutant(
-        "a row file is named before it is on the disk",
-        'file.sync() crash_point("row file written")',
-        'pass\n        crash_point("row file written")',
-        POWER_LOSS,
-    ),
-    Mutant(
-        "the dense file is named before it is on the disk",
-        "dense.sync()",
-        "pass",
-        POWER_LOSS,
-    ),
-    Mutant(
-        "a manifest is renamed before it is on the disk",
-        "file.write(render(manifest)) yield True file.sync()",
-        "file.write(render(manifest))",
-        POWER_LOSS,
-    ),
-    Mutant(
-        "a manifest names files of a folder that is not on the disk",
-        "yield from self._sync_folders(folder)",
-        "yield True",
-        POWER_LOSS,
-    ),
-    Mutant(
-        "a checkpoint more than asked for stays",
-        "if manifest is not None][: n - 1]",
-        "if manifest is not None][:n]",
-        f"{WRITER}::test_so_many_checkpoints_stay_and_each_of_them_is_whole",
-    ),
-    Mutant(
-        "the oldest value of a row wins a merge",
-        "for layer in reversed(layers)]",
-        "for layer in layers]",
-        f"{WRITER}::test_deltas_with_more_rows_than_the_base_are_merged_into_it_and_what_changed_last_stays",
-    ),
-    Mutant(
-        "a dense side that changed on its way becomes a checkpoint",
-        "if dense.checksum != item.dense_checksum:",
-        "if not dense.checksum:",
-        f"{WRITER}::test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint",
-    ),
-    Mutant(
-        "a queue of rows has no room again once it was full",
-        "self._taken_bytes += item.nbytes",
-        "pass",
-        f"{WRITER}::test_a_full_queue_takes_nothing_until_something_was_written",
-    ),
-    Mutant(
-        "a queue takes more than its bytes",
-        "waiting + item.nbytes > QUEUE_BYTES",
-        "waiting > QUEUE_BYTES",
-        f"{WRITER}::test_what_waits_in_the_queue_never_exceeds_its_bytes",
-    ),
-    Mutant(
-        "files of a checkpoint with a damaged manifest are garbage",
-        "may_clean = folder.name not in unclear and (is_shared or shard.number == 0)",
-        "may_clean = is_shared or shard.number == 0",
-        f"{WRITER}::test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable",
-    ),
-    Mutant(
-        "rows that no layer has keep what was trained",
-        "if len(keys): store.forget(keys)",
-        "if len(keys):\n            pass",
-        f"{RESTORE}::test_only_rows_that_changed_are_written_and_new_ones_forgotten",
-    ),
-    Mutant(
-        "a damaged row file is restored",
-        "found = size, xxhash.xxh3_64_hexdigest(content.data)",
-        "found = size, file.checksum",
-        f"{DAMAGE}::test_flipped_bits_are_detected_and_never_restored",
-    ),
-    Mutant(
-        "a restart takes other contents of the same size",
-        "elif same_sizes and before.checksum != file.checksum:",
-        "elif False:",
-        f"{IDENTITY}::test_other_data_is_named",
-    ),
-    Mutant(
-        "a new key makes every checkpoint one of another job",
-        "before = was[name] if name in was else msgspec.to_builtins(default_of(field))",
-        "before = was.get(name)",
-        f"{IDENTITY}::test_a_key_that_a_later_version_adds_had_its_default",
-    ),
-    Mutant(
-        "a digest forgets the keys of other models",
-        "content[name] |= defaults_of_other_kinds(section)",
-        "pass",
-        f"{IDENTITY}::test_the_training_digests_of_6aa9055_are_those_of_today",
-    ),
-    Mutant(
-        "the range of a key is not checked",
-        "return is_number(value, number) and is_within(number, value)",
-        "return is_number(value, number)",
-        "tests/test_job.py::test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence",
-    ),
-    Mutant(
-        "a key of another kind is taken",
-        "if type(value) is type(default) and value == default:",
-        "if True:",
-        "tests/test_job.py::test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence",
-    ),
-    Mutant(
-        "the last block of a file is not sampled",
-        "start = (nbytes - block_bytes) * index // (num_blocks - 1)",
-        "start = (nbytes - block_bytes) * index // num_blocks",
-        "tests/readers/test_file_samples.py",
-    ),
-    Mutant(
-        "an error of the data set is swallowed",
-        "except RowcastError as error: sender.send(error)",
-        "except RowcastError:\n            sender.send(EndOfBatches())",
-        "tests/readers/test_worker.py::test_a_data_error_arrives_after_the_batches_before_it",
-    ),
-    Mutant(
-        "an unsigned id of 64 bits wraps to a negative one",
-        "ids.dtype == np.uint64 and int(ids.max()) > LARGEST_ID",
-        "False",
-        "tests/readers/test_ids_everywhere.py::test_ids_that_are_replaced_are_replaced_alike",
-    ),
-    Mutant(
-        "one odd cell makes text of a column of numbers",
-        """if numbers + cells["no number"] >= enough:""",
-        """if numbers + cells["no number"] == self._num_values:""",
-        "tests/analysis/test_odd_files.py",
-    ),
-    Mutant(
-        "the first odd cell is placed in the line before it",
-        """return lambda i: f"{file}, line {first + i}\"""",
-        """return lambda i: f"{file}, line {first + i - 1}\"""",
-        "tests/analysis/test_odd_files.py",
-    ),
-    Mutant(
-        "an id may be as large as its table",
-        "(np.array(largest, np.uint64) < self._limits).all()",
-        "(np.array(largest, np.uint64) <= self._limits).all()",
-        "tests/readers/test_parquet.py",
-    ),
-    Mutant(
-        "every epoch is shuffled alike",
-        "[seed, epoch * 2**32 + block]",
-        "[seed, block]",
-        "tests/readers/test_conformance.py::test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block",
-    ),
-    Mutant(
-        "a run that goes on waits for the first decoder",
-        "self._next_step = (start or Position()).step",
-        "self._next_step = 0",
-        "tests/readers/test_worker.py::test_a_run_goes_on_where_another_stopped",
-    ),
-    Mutant(
-        "an evaluation comes a step early",
-        "at.train_step % self._eval_every == 0",
-        "(at.train_step + 1) % self._eval_every == 0",
-        "tests/readers/test_schedule.py::test_evaluations_follow_every_n_steps_and_each_epoch_but_never_twice",
-    ),
-)
+def mutants_of(table: str) -> Iterator[Mutant]:
+    test = ""
+    for named, name, change in ENTRY.findall(table):
+        if named:
+            test = test.partition("::")[0] + named if named.startswith("::") else named
+        else:
+            find, replace = re.sub("^ {8}", "", change, flags=re.MULTILINE).split("=>")
+            yield Mutant(name, find.strip(), replace.strip(), test)
 
-TRAINER = (
-    Mutant(
-        "a fill does not wait for the victims' last step",
-        'fill.wait(self._computed[after], "fill_after")',
-        "pass",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "a fill is issued before the step that it waits for",
-        "after > self._last_issued",
-        "after > self._last_issued + 1",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "a fill does not wait for the copy to staging",
-        'fill.wait(arrived.copied[message.piece], "copied")',
-        "pass",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "rows are copied over rows still in fill staging",
-        'stream.wait(room.after, "fill_staging")',
-        "pass",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "victims are gathered over victims still in evict staging",
-        'fill.wait(room.after, "evict_staging")',
-        "pass",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "a look-up does not wait for its rows",
-        'self._streams.compute.wait(step.filled[-1], "filled")',
-        "pass",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "victims are copied home before they are gathered",
-        'stream.wait(task.gathered, "gathered")',
-        "pass",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "rows are announced before they are in the ring",
-        'if not self._streams.done(flight.task.room.used, "sent"):',
-        "if not flight.task:",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "the ring is released before it was copied",
-        'self._streams.done(self._copying[0][1], "released")',
-        "self._copying[0]",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "a script's own streams are not waited for",
-        'self._compute.wait(event, "used")',
-        "pass",
-        "tests/adopt/test_streams.py::test_every_use_of_a_step_is_awaited_before_the_step_is_reported",
-    ),
-    Mutant(
-        "a place in staging is taken again while it is in use",
-        "span.begin < begin + size - self.nbytes",
-        "span.begin < begin - self.nbytes",
-        "tests/trainer/test_staging.py",
-    ),
-    Mutant(
-        "arrays of a plan are overwritten by a later plan's",
-        "PlanMemory(streams, self._groups) for _ in range(depth + 2)",
-        "PlanMemory(streams, self._groups) for _ in range(depth)",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "consecutive plans share their memory",
-        "self._plans[step % len(self._plans)]",
-        "self._plans[step // 2 % len(self._plans)]",
-        "tests/trainer/test_plan_memory.py",
-    ),
-    Mutant(
-        "chunks of long rows lie over the plan's arrays",
-        "self._block[header.arrays_bytes : header.arrays_bytes + nbytes]",
-        "self._block[:nbytes]",
-        "tests/trainer/test_plan_memory.py",
-    ),
-    Mutant(
-        "a row whose look-ups fill one chunk counts as long",
-        "np.flatnonzero(lengths > CHUNK_LOOKUPS)",
-        "np.flatnonzero(lengths >= CHUNK_LOOKUPS)",
-        "tests/kernels/test_chunks.py",
-    ),
-    Mutant(
-        "there is no room for the last chunk of each long row",
-        "num_lookups // CHUNK_LOOKUPS + long_rows",
-        "num_lookups // CHUNK_LOOKUPS",
-        "tests/kernels/test_chunks.py",
-    ),
-    Mutant(
-        "look-ups that are made without a planner name the bags in the batch's order",
-        "counts)[order]",
-        "counts)",
-        PLANS,
-    ),
-    Mutant(
-        "a row's padding is trained with it",
-        "if WIDTH > D:",
-        "if WIDTH < D:",
-        "tests/kernels/test_triton.py::test_padding_and_other_slots_are_never_changed",
-    ),
-    Mutant(
-        "the check lets through what is not a number",
-        "if not torch.all((own - expected).abs() <= allowed):",
-        "if torch.any((own - expected).abs() > allowed):",
-        f"{FALLBACK}::test_an_update_that_is_not_a_number_is_found",
-    ),
-    Mutant(
-        "Triton's kernels are chosen although they differ",
-        "return triton_ops if found is None else",
-        "return triton_ops if found is not None else",
-        f"{FALLBACK}::test_long_rows_that_are_not_trained_are_found",
-    ),
-    Mutant(
-        "the bytes before a piece's rows are staged too",
-        "message.payload.nbytes - message.rows[0].offset",
-        "message.payload.nbytes",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "later rows take the slots of the first ones, and later victims leave them",
-        "arrived.arrays[names[span.group]][span.start : span.start + span.count]",
-        "arrived.arrays[names[span.group]][: span.count]",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "a step is done before its last victims are home",
-        "task.step <= step for task in heads",
-        "task.step < step for task in heads",
-        f"{WAITS}[0]",
-    ),
-    Mutant(
-        "the dense side goes home before the barrier's rows",
-        "if not self._dense or self._sender.queued:",
-        "if not self._dense:",
-        f"{LIVES}[0]",
-    ),
-    Mutant(
-        "a barrier without a checkpoint has no end",
-        "(S.GATHERING, E.GATHERED, S.RUNNING),",
-        "",
-        BARRIERS,
-    ),
-    Mutant(
-        "a barrier without a checkpoint packs the dense side",
-        "TrainerEvent.MUST_SAVE if flush.header.checkpoint else TrainerEvent.GATHERED",
-        "TrainerEvent.MUST_SAVE",
-        BARRIERS,
-    ),
-    Mutant(
-        "later slots of a barrier lie over the first ones",
-        "self._open.block[message.span.offset : message.span.offset + message.span.nbytes]",
-        "self._open.block[: message.span.nbytes]",
-        BARRIERS,
-    ),
-    Mutant(
-        "later rows of a barrier are gathered from the first ones' slots",
-        '[f"{span.group}.slots"][span.start : span.start + span.count]',
-        '[f"{span.group}.slots"][: span.count]',
-        TIGHT,
-    ),
-    Mutant(
-        "an error of the trainer is not told to the prefetcher",
-        "if error is not None: self.send_failure(error)",
-        "pass",
-        "tests/system/test_bad_input.py::test_a_loss_that_is_not_finite_ends_both_naming_the_train_step",
-    ),
-    Mutant(
-        "a prefetcher that fails before the two have met is awaited",
-        "None if began_s is None else failure_since",
-        "None if True else failure_since",
-        f"{PEERS}::test_a_prefetcher_that_fails_before_the_two_have_met_ends_a_waiting_trainer",
-    ),
-    Mutant(
-        "a kill leaves the rings in shared memory",
-        "Path(ring.path).unlink(missing_ok=True)",
-        "pass",
-        f"{PEERS}::test_a_killed_peer_ends_the_other_and_nothing_is_left[prefetcher]",
-    ),
-    Mutant(
-        "an evaluation does not end where training goes on",
-        'self._training.evaluating and step.header.kind == "train"',
-        "False",
-        f"{EXACT}[sgd-single-1]",
-    ),
-    Mutant(
-        "a run that goes on forgets the random numbers",
-        "restore_random(self.device, tensors)",
-        "pass",
-        f"{LIVES}[0]",
-    ),
-    Mutant(
-        "a run that goes on forgets the dense optimizer",
-        "restore_optimizer(self.model, self._side.optimizer, tensors)",
-        "pass",
-        f"{LIVES}[0]",
-    ),
-    Mutant(
-        "a run that goes on forgets its evaluations",
-        "self.restore_evaluations(tensors)",
-        "pass",
-        "tests/telemetry/test_history.py::test_all_evaluations_come_back_from_a_checkpoint",
-    ),
-    Mutant(
-        "a run that goes on forgets that it was evaluating",
-        "self.evaluating = self.model.restore(tensors)",
-        "self.model.restore(tensors)",
-        "tests/recovery/test_any_step.py",
-    ),
-    Mutant(
-        "the file of losses begins with the run that goes on",
-        "self._write(self._losses.tobytes())",
-        "pass",
-        "tests/telemetry/test_history.py::test_the_file_of_losses_begins_with_those_of_the_checkpoint",
-    ),
-    Mutant(
-        "a loss that is not a number is passed over",
-        "if not math.isfinite(loss):",
-        "if loss is None:",
-        "tests/system/test_bad_input.py::test_a_loss_that_is_not_finite_ends_both_naming_the_train_step",
-    ),
-    Mutant(
-        "a dense side of other bytes is taken",
-        "if found != message.checksum:",
-        "if not found:",
-        "tests/hostile/test_peers.py::test_a_dense_side_whose_checksum_is_of_other_bytes_is_refused",
-    ),
-    Mutant(
-        "a slot beyond the cache is looked up",
-        "np.flatnonzero(largest >= self.limits).tolist()",
-        "[]",
-        "tests/hostile/test_peers.py::"
-        "test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]",
-    ),
-    Mutant(
-        "a value one beyond its range passes",
-        "largest >= self.limits",
-        "largest > self.limits",
-        "tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused",
-    ),
-    Mutant(
-        "an empty bag is divided by its look-ups",
-        "counts.clamp(min=1)",
-        "counts",
-        "tests/trainer/test_embedding.py::test_bags_are_summed_or_averaged_and_empty_bags_are_zero",
-    ),
-    Mutant(
-        "the bias correction of Adam is a step behind",
-        "step=train_step + 1,",
-        "step=max(1, train_step),",
-        TOUCHED_ROWS,
-    ),
-    Mutant(
-        "Adagrad divides by the sum of squares itself",
-        "state.sqrt().add_(rule.eps), value=-rule.lr",
-        "state.add(rule.eps), value=-rule.lr",
-        TOUCHED_ROWS,
-    ),
-    Mutant(
-        "Adagrad divides by the root alone",
-        "state.sqrt().add_(rule.eps)",
-        "state.sqrt()",
-        TOUCHED_ROWS,
-    ),
-    Mutant(
-        "row-wise Adagrad takes the sum of squares",
-        "state += (row_grads * row_grads).mean(1, keepdim=True)",
-        "state += (row_grads * row_grads).sum(1, keepdim=True)",
-        TOUCHED_ROWS,
-    ),
-    Mutant(
-        "row-wise Adagrad divides by the root alone",
-        "(state.sqrt() + rule.eps)",
-        "state.sqrt()",
-        TOUCHED_ROWS,
-    ),
-    Mutant(
-        "Adam does not correct its second moment",
-        "math.sqrt(1 - beta2**rule.step)",
-        "math.sqrt(1 - beta2)",
-        TOUCHED_ROWS,
-    ),
-    Mutant(
-        "Adam divides by the root alone",
-        "exp_avg_sq.sqrt().add_(rule.eps)",
-        "exp_avg_sq.sqrt()",
-        TOUCHED_ROWS,
-    ),
-    Mutant(
-        "a compiled step of SGD is rounded twice",
-        "multiply_add(scratch[U(c)], -lr, weights.flat[row + U(c)])",
-        "weights.flat[row + U(c)] - lr * scratch[U(c)]",
-        COMPILED,
-    ),
-    Mutant(
-        "a multiply-add rounds its product",
-        "builder.fma(*arguments)",
-        "builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])",
-        COMPILED,
-    ),
-    Mutant(
-        "a compiled sum of squares is rounded twice",
-        "multiply_add(grad, grad, states.flat[row + U(c)])",
-        "grad * grad + states.flat[row + U(c)]",
-        COMPILED,
-    ),
-    Mutant(
-        "a compiled sum of means begins again in every step",
-        "states.flat[row] += means[at]",
-        "states.flat[row] = means[at]",
-        COMPILED,
-    ),
-    Mutant(
-        "compiled Adagrad divides by the root alone",
-        "(roots[at + U(c)] + eps)",
-        "roots[at + U(c)]",
-        COMPILED,
-    ),
-    Mutant(
-        "compiled row-wise Adagrad divides by the root alone",
-        "roots[U(u - block)] + eps",
-        "roots[U(u - block)]",
-        COMPILED,
-    ),
-    Mutant(
-        "a compiled gradient is weighted before it is divided",
-        "out[at + U(c)] += grads.flat[grad + U(c)] / divisor * weight",
-        "out[at + U(c)] += grads.flat[grad + U(c)] * weight",
-        COMPILED,
-    ),
-    Mutant(
-        "an error in a kernel's thread is swallowed",
-        "return [work(parts[0]), *(task.result() for task in running)]",
-        "return [work(parts[0])]",
-        "tests/kernels/test_compiled.py::test_an_error_in_a_thread_is_raised_for_the_caller",
-    ),
-    Mutant(
-        "Triton takes rows whose parts lie in several memories",
-        "not 0 < offset < record_bytes",
-        "False",
-        f"{TRITON_ROWS}::test_rows_whose_parts_lie_in_several_memories_are_refused",
-    ),
-    Mutant(
-        "Triton takes parts of another stride",
-        "stride != record_bytes or",
-        "False or",
-        f"{TRITON_ROWS}::test_a_master_of_another_stride_is_refused",
-    ),
-    Mutant(
-        "Adagrad in Triton divides by the root alone",
-        "tl.div_rn(grads * -rate, tl.sqrt_rn(state) + CONSTANTS[0])",
-        "tl.div_rn(grads * -rate, tl.sqrt_rn(state))",
-        TRITON,
-    ),
-    Mutant(
-        "row-wise Adagrad in Triton takes the sum of squares",
-        "tl.div_rn(row_sums(grads * grads), D * 1.0)",
-        "row_sums(grads * grads)",
-        TRITON,
-    ),
-    Mutant(
-        "Adam in Triton divides by the root alone",
-        "tl.sqrt_rn(square) + CONSTANTS[0]",
-        "tl.sqrt_rn(square)",
-        TRITON,
-    ),
-    Mutant(
-        "the rest of an epoch is shown twice",
-        "self.completed <= start.epoch",
-        "self.completed < start.epoch",
-        "tests/adopt/test_epoch_count.py",
-    ),
-    Mutant(
-        "the last micro-batch is left out",
-        "width = -(-batch_size // number)",
-        "width = batch_size // number",
-        "tests/adopt/test_slices.py::test_a_batch_is_cut_as_torch_chunk_cuts",
-    ),
-    Mutant(
-        "gradients of two batches are accumulated",
-        "not self.is_trained and self._count_at_training == count",
-        "False",
-        "tests/adopt/test_module.py::test_gradients_are_not_accumulated_over_batches",
-    ),
-)
 
-DEPLOY = (
-    Mutant(
-        "a port that nobody serves is healthy",
-        "len(statuses) >= expected and set(statuses)",
-        "set(statuses)",
-        "tests/deploy/test_health.py::test_a_port_that_was_named_must_be_served",
-    ),
-    Mutant(
-        "the launcher ends with another code than its child",
-        "error.exit_code = child.code or 1",
-        "error.exit_code = 1",
-        "tests/system/test_stopping.py::test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher",
-    ),
-    Mutant(
-        "one healthy process of two is enough",
-        "set(statuses) == {200}",
-        "200 in statuses",
-        "tests/deploy/test_health.py::test_two_processes_on_one_network_must_both_be_healthy",
-    ),
-)
+PROTOCOL = """\
+tests/protocol/test_session.py::test_repeated_and_missing_frames_are_refused_with_both_numbers
+    a frame that repeats or skips a number is taken
+        envelope.sequence != self._num_received => False
+::test_a_frame_of_another_incarnation_is_refused_by_both_ends
+    a frame of another incarnation is taken
+        own not in (0, incarnation) and => False and
+::test_frames_without_incarnation_are_accepted_only_before_the_welcome
+    a frame without incarnation is taken for good
+        self._peer_knows_incarnation |= own != 0 and => self._peer_knows_incarnation |= False and
+tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers
+    one step more than the depth may be announced
+        message.step - oldest <= self.depth => message.step - oldest <= self.depth + 1
+    a step is done before its victims are home
+        require(oldest.victims.complete, => require(True,
+    rows may come in any order
+        require(span.start == here, => require(True,
+tests/protocol/test_codec.py::test_an_impossible_message_is_refused_by_both_ends_with_what_is_wrong
+    an array may end outside its block
+        spec.offset + nbytes <= arrays_bytes => spec.offset <= arrays_bytes
+tests/test_packing.py
+    the last span of bytes is as long as the others
+        nbytes=min(max_payload, nbytes - offset) => nbytes=max_payload
+    a piece may have more rows than staging
+        (limit - offset) // width => (max_payload - offset) // width
+    a later piece begins with the array's first bytes
+        source[first - spec.offset : last - spec.offset] => source[: last - first]
+tests/protocol/test_ring.py::test_any_payload_and_any_two_fit_once_everything_is_released
+    a ring is full one byte early
+        end - self._released > self.capacity => end - self._released >= self.capacity
+::test_pieces_finish_in_any_order_and_space_is_released_in_order
+    pieces that were read out of order stay in the ring
+        while self._open and self._open[0].done: => if self._open and self._open[0].done:
+::test_a_torn_guard_is_noticed_when_viewed_and_when_done
+    bytes that were torn while they were read pass
+        self._layout.check_guards(piece.ref, piece.stamp) => pass
+::test_a_changed_payload_is_noticed_by_its_checksum
+    the checksum of a piece is not compared
+        (found := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum => (found := 0)
+tests/protocol/test_mirror.py::test_a_message_comes_with_exactly_the_bytes_that_it_announces
+    a message may come with fewer bytes than it announces
+        if found != expected: => if found > expected:
+    a broken message is passed over
+        self._num_refused += 1 raise
+        => self._num_refused += 1
+                    return True
+tests/system/test_peers.py::test_a_peer_that_ticks_slowly_is_still_found_silent
+    the peer's silence has no end
+        silent_s <= self._silence_timeout_s => True
+::test_silence_while_this_process_was_stopped_is_not_held_against_the_peer
+    a pause of this process is held against the peer
+        self._listening_since_s = self._last_change_s = now_s => pass
+::test_a_note_of_a_failure_counts_on_this_host_and_after_the_reader_began
+    a failure from before the reader began ends it
+        note.boot_id == boot_id() and note.at_s >= since_s => note.boot_id == boot_id()
+    a failure on another host ends the reader
+        note.boot_id == boot_id() and note.at_s >= since_s => note.at_s >= since_s
+::test_a_failure_that_is_not_a_process_s_own_is_not_noted
+    the peer's own failure is noted as one of this process
+        if not is_own or (isinstance(error, RowcastError) and error.is_peers): => if not is_own:
+::test_a_failure_from_before_a_process_was_started_does_not_end_it
+    a process leaves the note of an earlier failure
+        failure_path(self.path, self._role).unlink(missing_ok=True) => pass
+::test_a_second_process_of_a_role_is_refused_and_the_first_goes_on
+    two processes of a role hold a run directory
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB) => pass
+tests/protocol/test_zmq_link.py::test_a_queue_beyond_all_credits_is_refused
+    frames that wait to be sent have no bound
+        len(self._outbox) >= QUEUE_FRAMES => False
+tests/protocol/test_ring_file.py::test_a_ring_of_another_size_is_refused_with_both_sizes
+    a ring of another size is attached
+        or found.st_size != nbytes => or False
+tests/checkpoints/test_faults.py::test_a_disk_that_takes_only_a_part_of_each_write_still_gets_everything
+    what a disk took only a part of is not written again
+        rest = rest[os.write(self._descriptor, rest) :]
+        => rest = rest[max(len(rest), os.write(self._descriptor, rest)) :]
+::test_a_file_that_is_written_durably_is_the_old_one_or_the_new_one
+    a file is renamed before it is on the disk
+        file.write(content) file.sync() => file.write(content)
+tests/checkpoints/test_damage.py::test_a_flipped_bit_anywhere_in_the_manifest_is_refused
+    the checksum of a manifest is not compared
+        if checksum != sealed.checksum: => if not checksum:
+tests/readers/test_schedule.py::test_going_on_from_any_position_gives_the_same_rest
+    a position forgets how far its epoch is
+        train_batch=self.train_batch + 1 => train_batch=self.train_batch
+tests/test_learning_rate.py
+    the learning rate is that of the step before
+        settings.schedule, train_step + 1 => settings.schedule, train_step
+tests/hostile/test_peers.py::test_a_value_one_beyond_its_range_is_refused[slots]
+    a slot one beyond the cache passes
+        slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE, where=is_arranged)]
+        => slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE + 1, where=is_arranged)]
+::test_a_value_one_beyond_its_range_is_refused[bag_order]
+    a bag one beyond the last passes
+        below=G => below=G + 1
+::test_a_trainer_ends_with_a_sentence_when_its_prefetcher_sends[an update twice]
+    a row may be updated twice in a step
+        (U,), below=READABLE, distinct=in_one_part => (U,), below=READABLE
+::test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends
+    weights of look-ups travel as integers
+        ArrayLayout("f4", (N,), where=is_present("weights")) => ArrayLayout("i4", (N,), where=is_present("weights"))
+tests/recovery/test_rejoin.py::test_nobody_is_awaited_where_the_job_does_not_say_so
+    a peer that is lost is awaited although the job does not say so
+        if isinstance(error, PeerNeverCame) or not self._rejoin_s: => if isinstance(error, PeerNeverCame):
+::test_a_peer_that_never_came_is_not_awaited_longer_than_a_user_said
+    a second peer is awaited as long as the first
+        msgspec.structs.replace(self.transport, connect_timeout=self._rejoin_s) => self.transport
+    a peer that was lost once counts as never lost
+        self._waits_again = True => pass
+::test_tables_in_files_and_a_conversation_over_tcp_go_on_too[prefetcher]
+    a second attempt has the threads of the first
+        self._crew = Crew(self._role, self._signals.bell) => pass
+"""
 
-RANKS = (
-    Mutant(
-        "a small batch leaves the last parts empty",
-        "[part * batch_size // parts for part in range(parts + 1)]",
-        "[min(batch_size, part * -(-batch_size // parts)) for part in range(parts + 1)]",
-        "tests/trainer/test_parts.py::test_parts_one_after_the_other_are_the_samples_of_the_batch_in_their_order",
-    ),
-    Mutant(
-        "the blocks of a table are spread by a hash alone",
-        "(blocks >> np.uint64(RUN_BITS)) * GOLDEN",
-        "blocks * GOLDEN",
-        "tests/protocol/test_shards.py",
-    ),
-    Mutant(
-        "rows come by key instead of by owner",
-        'order = np.argsort(owners, kind="stable")',
-        "order = np.arange(len(owners))",
-        "tests/planner/test_exchange.py",
-    ),
-    Mutant(
-        "the bags of a rank's parts lie on each other",
-        "one_after_another(bags, starts(num_bags))",
-        "one_after_another(bags)",
-        f"{NUMBERS}[3-6]",
-    ),
-    Mutant(
-        "parts are added one after the other",
-        "pairs = [level[first : first + 2] for first in range(0, len(level), 2)]",
-        "pairs = [level[:2], *[[own] for own in level[2:]]]",
-        f"{NUMBERS}[5-5]",
-    ),
-    Mutant(
-        "every part counts the same, however large",
-        "torch.tensor(size / shared.batch_size, device=self.device)",
-        "torch.tensor(1 / self._rank.parts, device=self.device)",
-        f"{NUMBERS}[3-3]",
-    ),
-    Mutant(
-        "an owner trains on the gradient of one rank",
-        "add_levels(returned, share.to, share.of, share.header.levels)",
-        "pass",
-        f"{NUMBERS}[3-3]",
-    ),
-    Mutant(
-        "a rank sends back the gradient of one part",
-        "add_levels(gradients, share.home_to, share.home_of, share.header.home_levels)",
-        "pass",
-        f"{NUMBERS}[3-6]",
-    ),
-    Mutant(
-        "a weight that no part uses has a gradient of zeros",
-        "vector[first:end].view_as(weight).clone() if parts else None",
-        "vector[first:end].view_as(weight).clone()",
-        "tests/system/test_ranks.py::test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting"
-        "[weights that few parts use]",
-    ),
-    Mutant(
-        "the parts of two ranks drop out the same inputs",
-        "part_seed(self._job.job.seed, shared.step.header.train_step, number)",
-        "part_seed(self._job.job.seed, shared.step.header.train_step, part)",
-        "tests/system/test_ranks.py::test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting[dropout]",
-    ),
-)
+PREFETCHER = """\
+tests/stores/test_redis_failures.py::test_a_row_that_another_program_writes_over
+    redis: a row is taken from whatever is in its field
+        if (found["field"] == fields).all(): => if True:
+::test_a_server_that_never_answers_gets_one_connection_and_one_first_command
+    redis: a command is sent again when no answer comes
+        Retry(NoBackoff(), 0) => Retry(NoBackoff(), 2)
+::test_a_server_that_is_stopped_counts_as_lost_after_one_timeout_and_is_asked_nothing_more
+    redis: rows are written after a server was lost
+        self._lost = self._lost or error => self._lost = None
+::test_a_server_that_started_again_is_noticed_before_a_row_is_missed
+    redis: a server that was started again is taken for the same
+        if info.get("run_id") != node.run_id: => if False:
+::test_a_server_that_may_evict_is_refused
+    redis: a server that may evict is taken
+        if policy != "noeviction": => if False:
+::test_a_server_that_repeats_the_password_in_an_error_is_not_quoted
+    redis: an error repeats the password
+        words = words.replace(self._password, "***") => pass
+tests/stores/test_redis_rows.py::test_rows_come_back_as_a_dictionary_has_them
+    redis: a freed row is deleted while a reader holds it
+        oldest = min(self._holds, default=self._num_holds) => oldest = self._num_holds
+    redis: rows lose the zero bytes at their end
+        np.dtype((np.void, items.itemsize)) => np.dtype((np.bytes_, items.itemsize))
+::test_a_copy_of_a_run_leaves_the_rows_of_the_original_alone
+    redis: a copy of a run deletes the rows of the original
+        if earlier is None or earlier.folder != folder.st_ino: => if earlier is None:
+::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone
+    redis: a copy of a disk deletes the rows of the original
+        earlier.machine not in (None, machine_of(folder)) => False
+::test_two_runs_on_one_server_have_rows_of_their_own
+    redis: closing deletes every run's rows
+        rowcast:{{{tag:02x}}}{generation}".encode() => rowcast:{{{tag:02x}}}{generation[:0]}".encode()
+::test_the_next_process_deletes_what_a_killed_one_left
+    redis: rows that a killed process left stay
+        if earlier.server != server: => if True:
+tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop[60]
+    the model state is read from the ring before the rows that were sent first
+        is_next = self._dense and not self._writeback.has_arrived => is_next = self._dense
+tests/planner/test_planner.py::test_a_plan_waits_until_its_horizon_is_complete
+    the horizon is a batch short
+        max(0, self.num_batches + 1 - len(self._known)) => max(0, self.num_batches - len(self._known))
+::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending
+    a row that came home at a barrier stays dirty
+        row["use"] &= ~DIRTY => pass
+    victims before a barrier count as under way
+        self._write_backs.settle(self._last_planned) => pass
+tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field
+    training does not make a row dirty
+        (DIRTY if train else 0) => 0
+    a row loses its dirty flag on the way to its next use
+        target["slot"], target["use"] = source["slot"], source["use"]
+        => target["slot"], target["use"] = source["slot"], source["use"] & ~DIRTY
+    rows that the next step needs are evicted first
+        at, size = (rows.last_step - s) & (heads.shape[1] - 1), 0
+        => at, size = (rows.step + 1 + s) & (heads.shape[1] - 1), 0
+    a slot is filled before its victim's last use
+        int(left.last_uses.max(initial=NONE)) => int(left.last_uses[0]) if count else NONE
+    victims are chosen in the order of the line, not by score
+        sort_pairs(ranks, order) => pass
+    a pinned row may leave
+        count += row["slot"] >= 0 and not row["use"] & PINNED => count += row["slot"] >= 0
+    a row forgets that it left dirty
+        rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED => UNUSED
+    victims of a step are in the order of their choice
+        sort_pairs(by_key, which) => pass
+    a policy that does not look ahead knows later batches
+        horizon if EVICTION_POLICIES[policy].looks_ahead else 0 => horizon
+    a row lies in its neighbour's slot
+        unique_slots[u] = row["slot"] => unique_slots[u] = rows[(position + u + 1) & last]["slot"]
+    a victim of the oldest plan under way counts as home
+        max(step - self._depth, 0 if => max(step - self._depth + 1, 0 if
+tests/planner/test_parts.py::test_the_rows_used_longest_ago_leave_first_whatever_part_they_are_in
+    a queue's youngest rows leave first
+        row["use"] >> FLAG_BITS <= last_use => row["use"] >> FLAG_BITS >= last_use
+::test_plans_and_barriers_are_the_same_for_any_number_of_parts
+    victims of parts are joined part by part, not dirty ones first
+        [own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]
+        => [own.keys for own in left]
+tests/stores/test_stores.py
+    every thread reads the first rows of a piece
+        gather(self._words, self._marks, numbers[first:end], words[first:end])
+        => gather(self._words, self._marks, numbers[: end - first], words[first:end])
+    every thread numbers the first rows of a piece
+        self._find(keys[slice(*own)], numbers[slice(*own)]) => self._find(keys[slice(*own)], numbers[: own[1] - own[0]])
+::test_a_row_has_the_bytes_that_were_written_last_and_its_neighbours_keep_theirs
+    a row that was written counts as absent
+        marks[row] = PRESENT for word in range(width):
+        => marks[row] |= 0
+                for word in range(width):
+::test_tables_of_a_group_do_not_share_rows
+    tables of a group share their rows
+        self._shifts = ends[:-1] - self._first_keys => self._shifts = -self._first_keys
+tests/hostile/test_peers.py
+    an order that names a look-up twice passes
+        require(table < 0, f"{name} is no permutation => require(True, f"{name} is no permutation
+tests/readers/test_draws.py
+    every batch draws the same negatives
+        (seed, int(is_eval), 0 if is_eval else epoch, batch) => (seed, int(is_eval), 0 if is_eval else epoch)
+    log-uniform draws an id beyond the last
+        (chance * point < np.uint64(2**63)) & (ids < n) => (chance * point < np.uint64(2**63)) & (ids <= n)
+tests/serving/test_versions.py::test_every_row_has_the_bits_of_the_checkpoint_in_every_version
+    new rows of a version share places with the next ones
+        self._first_new += count return out => return out
+tests/planner/test_directory.py::test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_tracked
+    a search ends at the hole that a forgotten row left
+        if ((cell - begin) & mask) >= ((cell - hole) & mask): => if ((cell - begin) & mask) > ((cell - hole) & mask):
+tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget
+    the horizon grows beyond its bytes
+        proposed * known_bytes <= self._budget_bytes * num_known => known_bytes <= self._budget_bytes
+tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either
+    the horizon ends where the device has nothing to guess
+        [group for level in self._levels for group in level.groups] => self._levels[0].groups
+tests/system/test_store_hints.py
+    a store is not told of plans
+        store.stage(step, group) => pass
+    rows are said to be home once they were sent
+        home_through = self.writeback.applied_through => home_through = self.fetcher.sent_through
+tests/system/test_ahead.py::test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done
+    a plan is made a step too early
+        return 2 * depth + 2 => return 2 * depth + 3
+::test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive
+    a step is sent a credit early
+        oldest = self._limits.before(plan.step) => oldest = self._limits.before(plan.step) - 1
+::test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store
+    a barrier does not wait for rows on their way home
+        and reached(self._writeback.applied_through, after) =>
+tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there
+    a stop goes on a step late
+        self._position_after.get(next_step - 1) => self._position_after.get(next_step)
+    steps that the trainer passes over count as trained
+        return barrier if self._cut is None else barrier.cut(*self._cut) => return barrier
+tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop[adagrad-multi-2]
+    rows are read before their victims are home
+        needed = max(needed, plan.after_step) => needed = min(needed, plan.after_step)
+    a piece is announced before the store has read it
+        self.tickets = [ticket for ticket in self.tickets if not ticket.done()] return not self.tickets
+        => [ticket.done() for ticket in self.tickets]
+                return True
+    rows count as home before the store has written them
+        return self.arrived_last and self.tickets_open == 0 => return self.arrived_last
+::test_every_way_to_train_gives_the_bits_of_the_plain_loop[sgd-single-2]
+    a barrier's number counts one less
+        self.applied_barriers = expected.barrier + 1 => self.applied_barriers = expected.barrier
+tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop[0]
+    the end is told before the last checkpoint is on disk
+        self._barrier.last and self._checkpointer.busy => False
+    a checkpoint begins while the one before is being written
+        not self._checkpointer.busy and self._open_flush() => self._open_flush()
+    the dense side is handed on, and rows are frozen, before they are home
+        self.state is not PrefetcherState.SAVING or not => not
+tests/system/test_barrier_states.py::test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row
+    a barrier does not wait until its rows are home
+        (S.FLUSHING, E.FLUSHED, S.RETURNING) => (S.FLUSHING, E.FLUSHED, S.VERIFYING)
+    every barrier needs a checkpoint
+        (S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING), =>
+tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store
+    a later piece of rows is written to the first rows' keys
+        expected.keys[span.group][span.start : span.start + span.count] => expected.keys[span.group][: span.count]
+tests/verify/test_verify.py::test_a_write_that_the_store_loses_is_noticed_when_the_row_is_read_again
+    a difference between rows is not looked at
+        entries.known & (entries.checksums != found) => entries.known & False
+::test_a_lost_write_is_noticed_at_the_end_where_its_row_is_not_read_again
+    rows that the store took are not read back
+        self._mark_unread(cells, to=True) => self._mark_unread(cells, to=False)
+tests/stores/test_changed_rows.py
+    a checkpoint's rows come in the order of their hashes
+        found.sort() =>
+::test_a_row_has_changed_from_its_write_until_the_store_is_settled
+    a row that was written is not marked as changed
+        set_bits(self._changed, numbers) => pass
+::test_a_row_that_was_never_written_has_its_first_value
+    an absent row keeps the bytes that lay there
+        self._out[absent] = self._store.first_values(self._keys[absent]) => pass
+::test_a_forgotten_row_reads_as_if_it_was_never_written
+    a forgotten row keeps its values
+        finish(self.store.write(own, self.first_values(own))) => pass
+    a forgotten row has still changed
+        clear_bits(self._changed, self._numbers.of(keys)) => pass
+::test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set
+    a search for changed rows skips the rest of a word
+        row += BITS - (row & 63) => row += BITS
+tests/stores/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_caches
+    rows that passed the caches are reported before they are seen
+        end_stores() => pass
+tests/readers/test_shared_arrays.py::test_what_is_kept_is_never_overwritten
+    a segment is written while an array of the planner uses it
+        weakref.finalize(lease, self._freed.append, head.segment).atexit = False => self._freed.append(head.segment)
+tests/stores/test_touched_rows.py::test_rows_whose_cells_are_alike_are_told_apart
+    rows whose cells are alike have buckets side by side
+        size = REACH << int(self._layout.implied) => size = REACH
+::test_rows_keep_the_numbers_in_which_they_were_first_added
+    buckets that grow leave a row behind
+        for i in range(moved): => for i in range(moved - 1):
+::test_rows_that_are_added_beside_the_frontier_of_a_growth_are_found_again
+    a row lies across the frontier of a growth
+        or is_full(cells, sizes[FRONTIER] - 1) =>
+::test_rows_keep_their_numbers_at_every_frontier_of_a_growth
+    the frontier of a growth stops behind a full bucket
+        while start > 0 and is_full(cells, start - 1): => while False:
+::test_keys_are_found_while_rows_are_added
+    a row that moves while keys are sought is found twice
+        low >> HIGH <= hashed >> HIGH <= high >> HIGH => True
+::test_a_cell_leads_back_to_its_row_wherever_it_lies_within_reach
+    a row that lies after its own bucket gets another row's key
+        return hashed if bucket_in(hashed, size) <= bucket else hashed - (ONE << top) => return hashed
+tests/stores/test_tiered.py::test_a_row_that_is_loading_comes_once_it_is_loaded
+    a row is read while its bytes are on their way
+        elif states[slot] == LOADING: => elif False:
+::test_a_write_wins_over_a_load_under_way
+    a load undoes a write that came meanwhile
+        if states[slots[i]] == LOADING: states[slots[i]] = CLEAN
+        => if True:
+                    states[slots[i]] = CLEAN
+    the older copy of a row that is written keeps its place
+        if states[slot] == CLEAN or states[slot] == LOADING: => if False:
+::test_a_write_wins_over_a_spill_under_way
+    a spill forgets a write that came meanwhile
+        if states[slots[i]] != SPILLING: => if False:
+::test_a_row_that_is_needed_again_before_it_has_left_stays
+    a row that is needed again leaves all the same
+        leaves_after[slot] = STAYS continue => continue
+::test_a_planned_row_is_in_memory_when_it_is_read_and_leaves_once_its_step_is_home
+    rows leave the memory before their step's rows are home
+        self._leaving[0].step > home_through => False
+::test_a_row_that_gets_a_slot_while_it_is_written_past_memory_has_the_written_bytes
+    a row that got a slot while it was written keeps its older bytes there
+        places = self.cold.write(keys, rows) with self._lock: left = self._overwrite(keys, numbers, rows)
+        => places = self.cold.write(keys, rows)
+                with self._lock:
+                    left = np.arange(len(keys))
+::test_a_new_attempt_begins_with_an_empty_memory_of_any_size_and_all_rows[3]
+    a row that the cold tier moved loses its new place
+        whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), old[i]
+        => whereabouts[numbers[i]], freed[i] = new[i] + np.uint32(1), new[i]
+tests/system/test_late_rows.py::test_no_row_is_late_with_a_memory_of_less_than_a_tenth
+    memory has no room for rows that wait to leave
+        min(n + spare, group.num_rows, MOST_SLOTS) => min(n, group.num_rows, MOST_SLOTS)
+tests/stores/test_mapped_disk.py::test_rows_are_on_the_disk_before_the_header_that_vouches_for_them
+    a table file vouches for rows that are not on the disk
+        memory.flush() self._file.sync() => pass
+::test_the_whole_file_is_reserved_at_once
+    a table file has holes
+        reserve(self._open, 0, nbytes) => os.ftruncate(self._open, nbytes)
+tests/stores/test_mapped.py::test_a_file_closed_at_another_checkpoint_is_made_anew
+    a table file of another checkpoint is taken
+        if header.closed_at != checkpoint: => if not checkpoint:
+tests/stores/test_mapped_ahead.py
+    pages that are written are not read ahead
+        plan.evict_keys[: plan.num_dirty] => plan.evict_keys[:0]
+::test_a_step_that_the_trainer_has_passed_is_not_read
+    pages are read for a step that the trainer has passed
+        if home_through is None or step > home_through: => if True:
+tests/stores/cold/test_segment_file.py::test_a_freed_place_stays_readable_within_a_hold_and_is_used_again_after_it
+    a cold row's place is used again while it is read
+        while self._emptied and (not self._holds or next(iter(self._holds)) > self._emptied[0][0]):
+        => while self._emptied:
+::test_a_row_is_not_settled_at_an_old_place_where_it_was_written_again
+    a cold row that was written again while it was moved gets its old bytes
+        with self._tidying, self.hold(): => with self._tidying:
+tests/stores/cold/test_segment_file_disk.py
+::test_a_page_that_the_disk_forgot_to_write_is_found_although_it_has_older_bytes_of_the_same_rows
+    a page of a segment's earlier use passes for one of now
+        segments.uses[self._segment] * segments.count * segments.num_pages => 0
+::test_a_disk_that_takes_a_part_of_what_is_written_gets_the_rest
+    the rest of a short write is lost
+        rest, offset = rest[written:], offset + written => rest = rest[len(rest) :]
+tests/stores/test_frozen_rows.py::test_a_frozen_store_has_no_changed_row_until_one_is_written
+    a checkpoint leaves its rows changed
+        changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)
+        => changed = self._changed.copy()
+::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]
+    a row that is written over twice has the later bytes in a checkpoint
+        left = found_rows(numbers, self._pending, self._aside)
+        => left = found_rows(numbers, self._pending, np.zeros_like(self._pending))
+    a row that a checkpoint has is set aside
+        clear_bits(self._pending, numbers[stored]) => pass
+::test_two_threads_give_the_same_rows_as_one
+    rows are set aside while a checkpoint copies them
+        with self._lock: left = found_rows(numbers, self._pending, self._aside)
+        => if True:
+                    left = found_rows(numbers, self._pending, self._aside)
+tests/checkpoints/test_going_on.py::test_a_checkpoint_that_is_written_late_has_the_rows_of_its_barrier
+    a checkpoint's rows are written over
+        frozen.set_aside(keys, numbers) => pass
+tests/system/test_stalls.py::test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint
+    rows come home where there is no room beside a checkpoint's
+        if not self._inbox or self.waits_for_checkpoint: => if not self._inbox:
+tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint
+    a row file is named before it is on the disk
+        file.sync() crash_point("row file written")
+        => pass
+                crash_point("row file written")
+    the dense file is named before it is on the disk
+        dense.sync() => pass
+    a manifest is renamed before it is on the disk
+        file.write(render(manifest)) yield True file.sync() => file.write(render(manifest))
+    a manifest names files of a folder that is not on the disk
+        yield from self._sync_folders(folder) => yield True
+tests/checkpoints/test_writer.py::test_so_many_checkpoints_stay_and_each_of_them_is_whole
+    a checkpoint more than asked for stays
+        if manifest is not None][: n - 1] => if manifest is not None][:n]
+::test_deltas_with_more_rows_than_the_base_are_merged_into_it_and_what_changed_last_stays
+    the oldest value of a row wins a merge
+        for layer in reversed(layers)] => for layer in layers]
+::test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint
+    a dense side that changed on its way becomes a checkpoint
+        if dense.checksum != item.dense_checksum: => if not dense.checksum:
+::test_a_full_queue_takes_nothing_until_something_was_written
+    a queue of rows has no room again once it was full
+        self._taken_bytes += item.nbytes => pass
+::test_what_waits_in_the_queue_never_exceeds_its_bytes
+    a queue takes more than its bytes
+        waiting + item.nbytes > QUEUE_BYTES => waiting > QUEUE_BYTES
+::test_a_damaged_checkpoint_is_dropped_only_when_a_newer_one_is_durable
+    files of a checkpoint with a damaged manifest are garbage
+        may_clean = folder.name not in unclear and (is_shared or shard.number == 0)
+        => may_clean = is_shared or shard.number == 0
+tests/checkpoints/test_restore.py::test_only_rows_that_changed_are_written_and_new_ones_forgotten
+    rows that no layer has keep what was trained
+        if len(keys): store.forget(keys)
+        => if len(keys):
+                    pass
+tests/checkpoints/test_damage.py::test_flipped_bits_are_detected_and_never_restored
+    a damaged row file is restored
+        found = size, xxhash.xxh3_64_hexdigest(content.data) => found = size, file.checksum
+tests/checkpoints/test_training_identity.py::test_other_data_is_named
+    a restart takes other contents of the same size
+        elif same_sizes and before.checksum != file.checksum: => elif False:
+::test_a_key_that_a_later_version_adds_had_its_default
+    a new key makes every checkpoint one of another job
+        before = was[name] if name in was else msgspec.to_builtins(default_of(field)) => before = was.get(name)
+::test_the_training_digests_of_6aa9055_are_those_of_today
+    a digest forgets the keys of other models
+        content[name] |= defaults_of_other_kinds(section) => pass
+tests/test_job.py::test_a_job_file_that_cannot_be_trained_is_refused_with_one_sentence
+    the range of a key is not checked
+        return is_number(value, number) and is_within(number, value) => return is_number(value, number)
+    a key of another kind is taken
+        if type(value) is type(default) and value == default: => if True:
+tests/readers/test_file_samples.py
+    the last block of a file is not sampled
+        start = (nbytes - block_bytes) * index // (num_blocks - 1)
+        => start = (nbytes - block_bytes) * index // num_blocks
+tests/readers/test_worker.py::test_a_data_error_arrives_after_the_batches_before_it
+    an error of the data set is swallowed
+        except RowcastError as error: sender.send(error)
+        => except RowcastError:
+                    sender.send(EndOfBatches())
+::test_a_run_goes_on_where_another_stopped
+    a run that goes on waits for the first decoder
+        self._next_step = (start or Position()).step => self._next_step = 0
+tests/readers/test_ids_everywhere.py::test_ids_that_are_replaced_are_replaced_alike
+    an unsigned id of 64 bits wraps to a negative one
+        ids.dtype == np.uint64 and int(ids.max()) > LARGEST_ID => False
+tests/analysis/test_odd_files.py
+    one odd cell makes text of a column of numbers
+        if numbers + cells["no number"] >= enough: => if numbers + cells["no number"] == self._num_values:
+    the first odd cell is placed in the line before it
+        return lambda i: f"{file}, line {first + i}" => return lambda i: f"{file}, line {first + i - 1}"
+tests/readers/test_parquet.py
+    an id may be as large as its table
+        (np.array(largest, np.uint64) < self._limits).all() => (np.array(largest, np.uint64) <= self._limits).all()
+tests/readers/test_conformance.py::test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block
+    every epoch is shuffled alike
+        [seed, epoch * 2**32 + block] => [seed, block]
+tests/readers/test_schedule.py::test_evaluations_follow_every_n_steps_and_each_epoch_but_never_twice
+    an evaluation comes a step early
+        at.train_step % self._eval_every == 0 => (at.train_step + 1) % self._eval_every == 0
+"""
 
-SEEN = (
-    Mutant(
-        "what a rank gives itself counts as exchanged",
-        "sum(share.send_counts) - share.send_counts[rank]",
-        "sum(share.send_counts)",
-        f"{COUNTED}test_a_rank_counts_the_rows_and_bytes_that_brute_force_moves",
-    ),
-    Mutant(
-        "evaluations exchange gradients",
-        "self.gradient_bytes if trains else 0",
-        "self.gradient_bytes",
-        f"{COUNTED}test_a_rank_counts_the_rows_and_bytes_that_brute_force_moves",
-    ),
-    Mutant(
-        "a rank counts the distinct rows that it received",
-        "num_unique=group.num_unique if share is None else share.num_own,",
-        "num_unique=group.num_unique,",
-        f"{COUNTED}test_what_ranks_share_out_adds_up_to_the_batch",
-    ),
-    Mutant(
-        "waits for other ranks are no stall",
-        'self.stalled("ranks", seconds, step, ended_s)',
-        "pass",
-        "tests/system/test_stalls.py::test_ranks_that_are_too_slow_are_counted_under_ranks",
-    ),
-    Mutant(
-        "every rank says that it is the first",
-        "by_name[name].add_metric((str(rank), *labels), value)",
-        'by_name[name].add_metric(("0", *labels), value)',
-        "tests/telemetry/test_metrics.py::test_the_metrics_of_a_rank_carry_its_number",
-    ),
-    Mutant(
-        "pairs of two hosts keep their own clocks",
-        "by_ns = wall_offset(header) - wall_offset(first.header)",
-        "by_ns = 0",
-        "tests/analysis/test_timeline.py::test_pairs_of_two_hosts_are_put_together_by_the_wall_clock",
-    ),
-    Mutant(
-        "the report of all ranks has the waits of the first",
-        "waited_s = max(own.trainer_wait_s for own in ranks)",
-        "waited_s = ranks[0].trainer_wait_s",
-        "tests/telemetry/test_report.py::test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_did",
-    ),
-)
+TRAINER = """\
+tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop[0]
+    a fill does not wait for the victims' last step
+        fill.wait(self._computed[after], "fill_after") => pass
+    a fill is issued before the step that it waits for
+        after > self._last_issued => after > self._last_issued + 1
+    a fill does not wait for the copy to staging
+        fill.wait(arrived.copied[message.piece], "copied") => pass
+    rows are copied over rows still in fill staging
+        stream.wait(room.after, "fill_staging") => pass
+    victims are gathered over victims still in evict staging
+        fill.wait(room.after, "evict_staging") => pass
+    a look-up does not wait for its rows
+        self._streams.compute.wait(step.filled[-1], "filled") => pass
+    victims are copied home before they are gathered
+        stream.wait(task.gathered, "gathered") => pass
+    rows are announced before they are in the ring
+        if not self._streams.done(flight.task.room.used, "sent"): => if not flight.task:
+    the ring is released before it was copied
+        self._streams.done(self._copying[0][1], "released") => self._copying[0]
+    arrays of a plan are overwritten by a later plan's
+        PlanMemory(streams, self._groups) for _ in range(depth + 2)
+        => PlanMemory(streams, self._groups) for _ in range(depth)
+    the bytes before a piece's rows are staged too
+        message.payload.nbytes - message.rows[0].offset => message.payload.nbytes
+    later rows take the slots of the first ones, and later victims leave them
+        arrived.arrays[names[span.group]][span.start : span.start + span.count]
+        => arrived.arrays[names[span.group]][: span.count]
+    a step is done before its last victims are home
+        task.step <= step for task in heads => task.step < step for task in heads
+tests/adopt/test_streams.py::test_every_use_of_a_step_is_awaited_before_the_step_is_reported
+    a script's own streams are not waited for
+        self._compute.wait(event, "used") => pass
+tests/trainer/test_staging.py
+    a place in staging is taken again while it is in use
+        span.begin < begin + size - self.nbytes => span.begin < begin - self.nbytes
+tests/trainer/test_plan_memory.py
+    consecutive plans share their memory
+        self._plans[step % len(self._plans)] => self._plans[step // 2 % len(self._plans)]
+    chunks of long rows lie over the plan's arrays
+        self._block[header.arrays_bytes : header.arrays_bytes + nbytes] => self._block[:nbytes]
+tests/kernels/test_chunks.py
+    a row whose look-ups fill one chunk counts as long
+        np.flatnonzero(lengths > CHUNK_LOOKUPS) => np.flatnonzero(lengths >= CHUNK_LOOKUPS)
+    there is no room for the last chunk of each long row
+        num_lookups // CHUNK_LOOKUPS + long_rows => num_lookups // CHUNK_LOOKUPS
+tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field
+    look-ups that are made without a planner name the bags in the batch's order
+        counts)[order] => counts)
+tests/kernels/test_triton.py::test_padding_and_other_slots_are_never_changed
+    a row's padding is trained with it
+        if WIDTH > D: => if WIDTH < D:
+::test_a_step_of_the_rows_has_the_bits_of_torch
+    Adagrad in Triton divides by the root alone
+        tl.div_rn(grads * -rate, tl.sqrt_rn(state) + CONSTANTS[0]) => tl.div_rn(grads * -rate, tl.sqrt_rn(state))
+    row-wise Adagrad in Triton takes the sum of squares
+        tl.div_rn(row_sums(grads * grads), D * 1.0) => row_sums(grads * grads)
+    Adam in Triton divides by the root alone
+        tl.sqrt_rn(square) + CONSTANTS[0] => tl.sqrt_rn(square)
+tests/kernels/test_triton_fallback.py::test_an_update_that_is_not_a_number_is_found
+    the check lets through what is not a number
+        if not torch.all((own - expected).abs() <= allowed): => if torch.any((own - expected).abs() > allowed):
+::test_long_rows_that_are_not_trained_are_found
+    Triton's kernels are chosen although they differ
+        return triton_ops if found is None else => return triton_ops if found is not None else
+tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop[0]
+    the dense side goes home before the barrier's rows
+        if not self._dense or self._sender.queued: => if not self._dense:
+    a run that goes on forgets the random numbers
+        restore_random(self.device, tensors) => pass
+    a run that goes on forgets the dense optimizer
+        restore_optimizer(self.model, self._side.optimizer, tensors) => pass
+tests/system/test_barrier_states.py::test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row
+    a barrier without a checkpoint has no end
+        (S.GATHERING, E.GATHERED, S.RUNNING), =>
+    a barrier without a checkpoint packs the dense side
+        TrainerEvent.MUST_SAVE if flush.header.checkpoint else TrainerEvent.GATHERED => TrainerEvent.MUST_SAVE
+    later slots of a barrier lie over the first ones
+        self._open.block[message.span.offset : message.span.offset + message.span.nbytes]
+        => self._open.block[: message.span.nbytes]
+tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store
+    later rows of a barrier are gathered from the first ones' slots
+        [f"{span.group}.slots"][span.start : span.start + span.count] => [f"{span.group}.slots"][: span.count]
+tests/system/test_bad_input.py::test_a_loss_that_is_not_finite_ends_both_naming_the_train_step
+    an error of the trainer is not told to the prefetcher
+        if error is not None: self.send_failure(error) => pass
+    a loss that is not a number is passed over
+        if not math.isfinite(loss): => if loss is None:
+tests/system/test_peers.py::test_a_prefetcher_that_fails_before_the_two_have_met_ends_a_waiting_trainer
+    a prefetcher that fails before the two have met is awaited
+        None if began_s is None else failure_since => None if True else failure_since
+::test_a_killed_peer_ends_the_other_and_nothing_is_left[prefetcher]
+    a kill leaves the rings in shared memory
+        Path(ring.path).unlink(missing_ok=True) => pass
+tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop[sgd-single-1]
+    an evaluation does not end where training goes on
+        self._training.evaluating and step.header.kind == "train" => False
+tests/telemetry/test_history.py::test_all_evaluations_come_back_from_a_checkpoint
+    a run that goes on forgets its evaluations
+        self.restore_evaluations(tensors) => pass
+::test_the_file_of_losses_begins_with_those_of_the_checkpoint
+    the file of losses begins with the run that goes on
+        self._write(self._losses.tobytes()) => pass
+tests/recovery/test_any_step.py
+    a run that goes on forgets that it was evaluating
+        self.evaluating = self.model.restore(tensors) => self.model.restore(tensors)
+tests/hostile/test_peers.py::test_a_dense_side_whose_checksum_is_of_other_bytes_is_refused
+    a dense side of other bytes is taken
+        if found != message.checksum: => if not found:
+::test_a_trainer_with_weighted_bags_ends_with_a_sentence_when_its_prefetcher_sends[a look-up far outside]
+    a slot beyond the cache is looked up
+        np.flatnonzero(largest >= self.limits).tolist() => []
+::test_a_value_one_beyond_its_range_is_refused
+    a value one beyond its range passes
+        largest >= self.limits => largest > self.limits
+tests/trainer/test_embedding.py::test_bags_are_summed_or_averaged_and_empty_bags_are_zero
+    an empty bag is divided by its look-ups
+        counts.clamp(min=1) => counts
+tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table
+    the bias correction of Adam is a step behind
+        step=train_step + 1, => step=max(1, train_step),
+    Adagrad divides by the sum of squares itself
+        state.sqrt().add_(rule.eps), value=-rule.lr => state.add(rule.eps), value=-rule.lr
+    Adagrad divides by the root alone
+        state.sqrt().add_(rule.eps) => state.sqrt()
+    row-wise Adagrad takes the sum of squares
+        state += (row_grads * row_grads).mean(1, keepdim=True) => state += (row_grads * row_grads).sum(1, keepdim=True)
+    row-wise Adagrad divides by the root alone
+        (state.sqrt() + rule.eps) => state.sqrt()
+    Adam does not correct its second moment
+        math.sqrt(1 - beta2**rule.step) => math.sqrt(1 - beta2)
+    Adam divides by the root alone
+        exp_avg_sq.sqrt().add_(rule.eps) => exp_avg_sq.sqrt()
+tests/kernels/test_compiled.py::test_steps_have_the_bits_of_torch
+    a compiled step of SGD is rounded twice
+        multiply_add(scratch[U(c)], -lr, weights.flat[row + U(c)]) => weights.flat[row + U(c)] - lr * scratch[U(c)]
+    a multiply-add rounds its product
+        builder.fma(*arguments) => builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])
+    a compiled sum of squares is rounded twice
+        multiply_add(grad, grad, states.flat[row + U(c)]) => grad * grad + states.flat[row + U(c)]
+    a compiled sum of means begins again in every step
+        states.flat[row] += means[at] => states.flat[row] = means[at]
+    compiled Adagrad divides by the root alone
+        (roots[at + U(c)] + eps) => roots[at + U(c)]
+    compiled row-wise Adagrad divides by the root alone
+        roots[U(u - block)] + eps => roots[U(u - block)]
+    a compiled gradient is weighted before it is divided
+        out[at + U(c)] += grads.flat[grad + U(c)] / divisor * weight
+        => out[at + U(c)] += grads.flat[grad + U(c)] * weight
+::test_an_error_in_a_thread_is_raised_for_the_caller
+    an error in a kernel's thread is swallowed
+        return [work(parts[0]), *(task.result() for task in running)] => return [work(parts[0])]
+tests/kernels/test_triton_gpu_check.py::test_rows_whose_parts_lie_in_several_memories_are_refused
+    Triton takes rows whose parts lie in several memories
+        not 0 < offset < record_bytes => False
+::test_a_master_of_another_stride_is_refused
+    Triton takes parts of another stride
+        stride != record_bytes or => False or
+tests/adopt/test_epoch_count.py
+    the rest of an epoch is shown twice
+        self.completed <= start.epoch => self.completed < start.epoch
+tests/adopt/test_slices.py::test_a_batch_is_cut_as_torch_chunk_cuts
+    the last micro-batch is left out
+        width = -(-batch_size // number) => width = batch_size // number
+tests/adopt/test_module.py::test_gradients_are_not_accumulated_over_batches
+    gradients of two batches are accumulated
+        not self.is_trained and self._count_at_training == count => False
+"""
 
-DATA = (
-    Mutant(
-        "a restart reads other ids",
-        "expected is not None and expected.ids != checksum",
-        "False",
-        f"{CHECKSUMS}::test_a_restart_compares_ids_and_the_dense_parts_that_were_known",
-    ),
-    Mutant(
-        "a checksum of batches is one batch short",
-        "values[self._num_added : self.ahead + 1]",
-        "values[self._num_added : self.ahead]",
-        f"{CHECKSUMS}::test_a_chain_has_seen_as_far_ahead_as_it_says",
-    ),
-    Mutant(
-        "ranks do not compare the first batches",
-        "start.first_batches != first.first_batches",
-        "False",
-        "tests/trainer/test_meeting.py::test_ranks_that_have_read_other_batches_name_what_differs",
-    ),
-    Mutant(
-        "ranks do not compare the batches of a step",
-        "if len(differing):",
-        "if False:",
-        "tests/system/test_ranks_read_the_same.py::test_a_batch_that_differs_is_never_trained",
-    ),
-    Mutant(
-        "a fault in the data ends the run as its end does",
-        "if barrier.fault is not None:",
-        "if False:",
-        FAULTS,
-    ),
-    Mutant(
-        "a stop before a fault raises it",
-        "fault=self._fault if self._data_is_planned else None",
-        "fault=self._fault",
-        "tests/system/test_faults_ahead.py::test_a_stop_before_the_fault_is_a_stop",
-    ),
-)
+DEPLOY = """\
+tests/deploy/test_health.py::test_a_port_that_was_named_must_be_served
+    a port that nobody serves is healthy
+        len(statuses) >= expected and set(statuses) => set(statuses)
+::test_two_processes_on_one_network_must_both_be_healthy
+    one healthy process of two is enough
+        set(statuses) == {200} => 200 in statuses
+tests/system/test_stopping.py::test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher
+    the launcher ends with another code than its child
+        error.exit_code = child.code or 1 => error.exit_code = 1
+"""
 
-KEPT = (
-    Mutant(
-        "a link that is named as a file of ours is taken for one",
-        "stat.S_ISREG(path.lstat().st_mode)",
-        "stat.S_ISREG(path.stat().st_mode)",
-        FOREIGN,
-    ),
-    Mutant(
-        "a checkpoint of another run is taken for one of this run",
-        "if found not in (None, run_id):",
-        "if False:",
-        f"{FOREIGN}::test_another_runs_checkpoint_stays_whole_and_is_not_counted_among_those_kept",
-    ),
-    Mutant(
-        "a checkpoint takes the place of another run's",
-        "if run_of(folder) not in (None, self._run_id):",
-        "if False:",
-        f"{FOREIGN}::test_a_checkpoint_never_takes_the_place_of_another_runs",
-    ),
-    Mutant(
-        "files go although the removal of their manifest may be lost",
-        "self._unsynced.add(folder)",
-        "pass",
-        f"{FOREIGN}::test_files_go_only_after_the_removal_of_their_manifest_is_on_the_disk",
-    ),
-    Mutant(
-        "checkpoints of several runs are cleared away as those of one",
-        "if len(runs) <= 1:",
-        "if True:",
-        f"{FOREIGN}::test_checkpoints_of_two_runs_are_both_left_where_nobody_knows_which_was_replaced",
-    ),
-    Mutant(
-        "a fresh run uses a folder earlier/ of somebody else",
-        "if self._results() and not is_free and self._held() is None:",
-        "if False:",
-        f"{EARLIER}::test_a_folder_that_is_not_ours_is_never_used",
-    ),
-    Mutant(
-        "results that are on their way to earlier/ are forgotten",
-        "for note in (self._owner, self._moving) if",
-        "for note in (self._owner,) if",
-        f"{EARLIER}::test_a_kill_while_results_are_set_aside_loses_none",
-    ),
-    Mutant(
-        "the socket of a process that lives is removed",
-        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) found = os.fstat(descriptor)",
-        "found = os.fstat(descriptor)",
-        f"{ENDPOINT}::test_a_start_removes_the_sockets_of_killed_runs_and_of_no_others",
-    ),
-    Mutant(
-        "a start gives up at a lock that is being removed",
-        "if time.monotonic() < refused_s:",
-        "if False:",
-        f"{ENDPOINT}::test_a_run_whose_dead_lock_is_being_removed_starts_all_the_same",
-    ),
-    Mutant(
-        "the rows of a rank that is still at work are deleted",
-        "if folder != job.run_dir:",
-        "if False:",
-        f"{LEFT_TABLES}::test_keys_of_a_prefetcher_that_is_still_at_work_stay",
-    ),
-    Mutant(
-        "a copied disk deletes the rows of the original",
-        "elif earlier.machine not in (None, machine_of(folder)):",
-        "elif False:",
-        f"{REDIS_ROWS}::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone",
-    ),
-    Mutant(
-        "nobody looks for what another number of ranks has left",
-        "remove_left_tables(job)",
-        "pass",
-        "tests/recovery/test_left_behind.py::test_a_start_looks_for_what_ranks_and_other_stores_have_left",
-    ),
-    Mutant(
-        "an index that is full blames memory",
-        "self._limit = limit if most <= indexed else INDEX_LIMIT",
-        "self._limit = limit",
-        f"{STORES}/test_touched_rows.py::test_more_rows_than_the_index_numbers_are_refused_by_that_cause",
-    ),
-)
+RANKS = """\
+tests/trainer/test_parts.py::test_parts_one_after_the_other_are_the_samples_of_the_batch_in_their_order
+    a small batch leaves the last parts empty
+        [part * batch_size // parts for part in range(parts + 1)]
+        => [min(batch_size, part * -(-batch_size // parts)) for part in range(parts + 1)]
+tests/protocol/test_shards.py
+    the blocks of a table are spread by a hash alone
+        (blocks >> np.uint64(RUN_BITS)) * GOLDEN => blocks * GOLDEN
+tests/planner/test_exchange.py
+    rows come by key instead of by owner
+        order = np.argsort(owners, kind="stable") => order = np.arange(len(owners))
+tests/system/test_ranks.py::test_numbers_that_are_no_powers_of_two_have_the_bits_of_as_many_parts[3-6]
+    the bags of a rank's parts lie on each other
+        one_after_another(bags, starts(num_bags)) => one_after_another(bags)
+    a rank sends back the gradient of one part
+        add_levels(gradients, share.home_to, share.home_of, share.header.home_levels) => pass
+::test_numbers_that_are_no_powers_of_two_have_the_bits_of_as_many_parts[5-5]
+    parts are added one after the other
+        pairs = [level[first : first + 2] for first in range(0, len(level), 2)]
+        => pairs = [level[:2], *[[own] for own in level[2:]]]
+::test_numbers_that_are_no_powers_of_two_have_the_bits_of_as_many_parts[3-3]
+    every part counts the same, however large
+        torch.tensor(size / shared.batch_size, device=self.device)
+        => torch.tensor(1 / self._rank.parts, device=self.device)
+    an owner trains on the gradient of one rank
+        add_levels(returned, share.to, share.of, share.header.levels) => pass
+::test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting[weights that few parts use]
+    a weight that no part uses has a gradient of zeros
+        vector[first:end].view_as(weight).clone() if parts else None => vector[first:end].view_as(weight).clone()
+::test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting[dropout]
+    the parts of two ranks drop out the same inputs
+        part_seed(self._job.job.seed, shared.step.header.train_step, number)
+        => part_seed(self._job.job.seed, shared.step.header.train_step, part)
+"""
 
-CALLERS = "tests/telemetry/test_slow_callers.py"
-MEETING = "tests/trainer/test_meeting.py"
-LIMITS = (
-    Mutant(
-        "a new caller of the metrics port takes nobody's place",
-        "return len(self._callers) == MOST_CALLERS",
-        "return False",
-        f"{CALLERS}::test_a_new_caller_takes_the_place_of_the_oldest",
-    ),
-    Mutant(
-        "a caller that sends a byte now and then stays",
-        "late_s = time.monotonic() - REQUEST_S",
-        "late_s = 0.0",
-        f"{CALLERS}::test_a_byte_now_and_then_gives_no_more_time",
-    ),
-    Mutant(
-        "greetings are counted for ever",
-        "if count > MOST_GREETINGS:",
-        "if count > 10**13:",
-        f"{MEETING}::test_a_counter_beyond_all_processes_is_not_counted_to",
-    ),
-    Mutant(
-        "a rank's texts are shown as they are",
-        "return cleaned(value)",
-        "return value",
-        f"{MEETING}::test_texts_of_a_peer_are_shown_without_control_characters",
-    ),
-    Mutant(
-        "a stopped peer on this host is waited for",
-        'found.state not in "TZX"',
-        'found.state not in "ZX"',
-        "tests/protocol/test_other_process.py::test_a_peer_runs_until_a_signal_stops_it_and_again_after_that",
-    ),
-    Mutant(
-        "a busy peer on this host is given up",
-        "if not self._link.peer_runs:",
-        "if True:",
-        f"{PEERS}::test_a_silent_peer_that_runs_has_until_the_stall_timeout",
-    ),
-    Mutant(
-        "restarts count for ever",
-        "if now_s - time_s < WITHIN_S",
-        "if True",
-        "tests/recovery/test_restart_limit.py::test_rare_kills_of_a_run_of_weeks_never_end_it",
-    ),
-)
+SEEN = """\
+tests/telemetry/test_ranks.py::test_a_rank_counts_the_rows_and_bytes_that_brute_force_moves
+    what a rank gives itself counts as exchanged
+        sum(share.send_counts) - share.send_counts[rank] => sum(share.send_counts)
+    evaluations exchange gradients
+        self.gradient_bytes if trains else 0 => self.gradient_bytes
+::test_what_ranks_share_out_adds_up_to_the_batch
+    a rank counts the distinct rows that it received
+        num_unique=group.num_unique if share is None else share.num_own, => num_unique=group.num_unique,
+tests/system/test_stalls.py::test_ranks_that_are_too_slow_are_counted_under_ranks
+    waits for other ranks are no stall
+        self.stalled("ranks", seconds, step, ended_s) => pass
+tests/telemetry/test_metrics.py::test_the_metrics_of_a_rank_carry_its_number
+    every rank says that it is the first
+        by_name[name].add_metric((str(rank), *labels), value) => by_name[name].add_metric(("0", *labels), value)
+tests/analysis/test_timeline.py::test_pairs_of_two_hosts_are_put_together_by_the_wall_clock
+    pairs of two hosts keep their own clocks
+        by_ns = wall_offset(header) - wall_offset(first.header) => by_ns = 0
+tests/telemetry/test_report.py::test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_did
+    the report of all ranks has the waits of the first
+        waited_s = max(own.trainer_wait_s for own in ranks) => waited_s = ranks[0].trainer_wait_s
+"""
 
-STOPS = (
-    Mutant(
-        "a signal of the same moment is a second one",
-        "time.sleep(TOGETHER_S)",
-        "pass",
-        f"{SIGNALS}::test_signals_within_a_second_are_one_and_what_a_parent_passes_on_is_never_another",
-    ),
-    Mutant(
-        "what a parent passes on is a second signal",
-        "leave_at_once(128 + self._next(STOPS))",
-        "leave_at_once(128 + self._next(HELD))",
-        f"{SIGNALS}::test_signals_within_a_second_are_one_and_what_a_parent_passes_on_is_never_another",
-    ),
-    Mutant(
-        "a signal kills a process that is leaving",
-        "atexit.register(ignore_signals)",
-        "pass",
-        f"{SIGNALS}::test_a_signal_while_a_process_is_leaving_changes_nothing",
-    ),
-    Mutant(
-        "a parent that was killed early is missed",
-        "if os.getppid() != parent:",
-        "if False:",
-        f"{SIGNALS}::test_a_child_learns_that_its_parent_was_killed_before_it_could_ask_to_be_told",
-    ),
-)
+DATA = """\
+tests/system/test_batch_checksums.py::test_a_restart_compares_ids_and_the_dense_parts_that_were_known
+    a restart reads other ids
+        expected is not None and expected.ids != checksum => False
+::test_a_chain_has_seen_as_far_ahead_as_it_says
+    a checksum of batches is one batch short
+        values[self._num_added : self.ahead + 1] => values[self._num_added : self.ahead]
+tests/trainer/test_meeting.py::test_ranks_that_have_read_other_batches_name_what_differs
+    ranks do not compare the first batches
+        start.first_batches != first.first_batches => False
+tests/system/test_ranks_read_the_same.py::test_a_batch_that_differs_is_never_trained
+    ranks do not compare the batches of a step
+        if len(differing): => if False:
+tests/system/test_faults_ahead.py::test_every_step_before_a_fault_is_trained_and_in_a_checkpoint
+    a fault in the data ends the run as its end does
+        if barrier.fault is not None: => if False:
+::test_a_stop_before_the_fault_is_a_stop
+    a stop before a fault raises it
+        fault=self._fault if self._data_is_planned else None => fault=self._fault
+"""
 
-MUTANTS = (*PROTOCOL, *PREFETCHER, *TRAINER, *DEPLOY, *RANKS, *DATA, *STOPS, *SEEN, *KEPT, *LIMITS)
+KEPT = """\
+tests/checkpoints/test_foreign.py
+    a link that is named as a file of ours is taken for one
+        stat.S_ISREG(path.lstat().st_mode) => stat.S_ISREG(path.stat().st_mode)
+::test_another_runs_checkpoint_stays_whole_and_is_not_counted_among_those_kept
+    a checkpoint of another run is taken for one of this run
+        if found not in (None, run_id): => if False:
+::test_a_checkpoint_never_takes_the_place_of_another_runs
+    a checkpoint takes the place of another run's
+        if run_of(folder) not in (None, self._run_id): => if False:
+::test_files_go_only_after_the_removal_of_their_manifest_is_on_the_disk
+    files go although the removal of their manifest may be lost
+        self._unsynced.add(folder) => pass
+::test_checkpoints_of_two_runs_are_both_left_where_nobody_knows_which_was_replaced
+    checkpoints of several runs are cleared away as those of one
+        if len(runs) <= 1: => if True:
+tests/trainer/test_earlier_results.py::test_a_folder_that_is_not_ours_is_never_used
+    a fresh run uses a folder earlier/ of somebody else
+        if self._results() and not is_free and self._held() is None: => if False:
+::test_a_kill_while_results_are_set_aside_loses_none
+    results that are on their way to earlier/ are forgotten
+        for note in (self._owner, self._moving) if => for note in (self._owner,) if
+tests/protocol/test_endpoint.py::test_a_start_removes_the_sockets_of_killed_runs_and_of_no_others
+    the socket of a process that lives is removed
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) found = os.fstat(descriptor)
+        => found = os.fstat(descriptor)
+::test_a_run_whose_dead_lock_is_being_removed_starts_all_the_same
+    a start gives up at a lock that is being removed
+        if time.monotonic() < refused_s: => if False:
+tests/stores/test_left_tables.py::test_keys_of_a_prefetcher_that_is_still_at_work_stay
+    the rows of a rank that is still at work are deleted
+        if folder != job.run_dir: => if False:
+tests/stores/test_redis_rows.py::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone
+    a copied disk deletes the rows of the original
+        elif earlier.machine not in (None, machine_of(folder)): => elif False:
+tests/recovery/test_left_behind.py::test_a_start_looks_for_what_ranks_and_other_stores_have_left
+    nobody looks for what another number of ranks has left
+        remove_left_tables(job) => pass
+tests/stores/test_touched_rows.py::test_more_rows_than_the_index_numbers_are_refused_by_that_cause
+    an index that is full blames memory
+        self._limit = limit if most <= indexed else INDEX_LIMIT => self._limit = limit
+"""
+
+LIMITS = """\
+tests/telemetry/test_slow_callers.py::test_a_new_caller_takes_the_place_of_the_oldest
+    a new caller of the metrics port takes nobody's place
+        return len(self._callers) == MOST_CALLERS => return False
+::test_a_byte_now_and_then_gives_no_more_time
+    a caller that sends a byte now and then stays
+        late_s = time.monotonic() - REQUEST_S => late_s = 0.0
+tests/trainer/test_meeting.py::test_a_counter_beyond_all_processes_is_not_counted_to
+    greetings are counted for ever
+        if count > MOST_GREETINGS: => if count > 10**13:
+::test_texts_of_a_peer_are_shown_without_control_characters
+    a rank's texts are shown as they are
+        return cleaned(value) => return value
+tests/protocol/test_other_process.py::test_a_peer_runs_until_a_signal_stops_it_and_again_after_that
+    a stopped peer on this host is waited for
+        found.state not in "TZX" => found.state not in "ZX"
+tests/system/test_peers.py::test_a_silent_peer_that_runs_has_until_the_stall_timeout
+    a busy peer on this host is given up
+        if not self._link.peer_runs: => if True:
+tests/recovery/test_restart_limit.py::test_rare_kills_of_a_run_of_weeks_never_end_it
+    restarts count for ever
+        if now_s - time_s < WITHIN_S => if True
+"""
+
+STOPS = """\
+tests/test_signals.py::test_signals_within_a_second_are_one_and_what_a_parent_passes_on_is_never_another
+    a signal of the same moment is a second one
+        time.sleep(TOGETHER_S) => pass
+    what a parent passes on is a second signal
+        leave_at_once(128 + self._next(STOPS)) => leave_at_once(128 + self._next(HELD))
+::test_a_signal_while_a_process_is_leaving_changes_nothing
+    a signal kills a process that is leaving
+        atexit.register(ignore_signals) => pass
+::test_a_child_learns_that_its_parent_was_killed_before_it_could_ask_to_be_told
+    a parent that was killed early is missed
+        if os.getppid() != parent: => if False:
+"""
+
+TABLES = (PROTOCOL, PREFETCHER, TRAINER, DEPLOY, RANKS, DATA, STOPS, SEEN, KEPT, LIMITS)
+MUTANTS = tuple(mutant for table in TABLES for mutant in mutants_of(table))
