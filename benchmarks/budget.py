@@ -137,7 +137,8 @@ def measure(batch_size: int, rounds: int) -> dict[str, tuple[int, float]]:
             clocks.watch(memory.numbers, "added", "- find to write")
             clocks.watch(memory, "_scatter", "- scatter")
         with clocks.timed("plan: move and arrange", 0):
-            planned, plan = planner.plan()
+            plan = planner.plan()
+        planned = batches[plan.step - batches[0].step]
         move(clocks, store, planned, plan, rings)
         look(clocks, check, planned, plan, rings)
     store.close()

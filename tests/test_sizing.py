@@ -71,7 +71,7 @@ def test_a_rank_expects_the_arrays_of_its_own_parts_and_of_the_exchange() -> Non
         planner.add(scheduled)
     planner.end()
     while planner.ready():
-        plan = planner.plan()[1]
+        plan = planner.plan()
         shares = [(share, EXCHANGE_ARRAYS) for group in plan.groups if (share := group.share) is not None]
         arrays = [(group, GROUP_ARRAYS) for group in plan.groups]
         found = [getattr(each, name) for each, names in [*arrays, *shares] for name in names]

@@ -137,9 +137,7 @@ def plan_first(
     observed: Observed, belonging: Belonging, depth: int, slots: tuple[int, ...], num_threads: int
 ) -> tuple[list[float], list[int]]:
     """Returns for each batch the seconds to plan it while another enters the horizon, and its arrays' bytes."""
-    planner = RowPlanner(
-        observed.groups, [slots], depth, depth, num_threads=num_threads, keep_ids=True, rank=observed.rank
-    )
+    planner = RowPlanner(observed.groups, [slots], depth, depth, num_threads=num_threads, rank=observed.rank)
     of_batches, nbytes = list[float](), list[int]()
     left = iter(observed.measured)
     while True:
@@ -150,8 +148,9 @@ def plan_first(
             planner.end()
         if not planner.ready():
             return of_batches, nbytes
-        scheduled, plan = planner.plan()
+        plan = planner.plan()
         of_batches.append(time.perf_counter() - began_s)
+        scheduled = observed.measured[len(nbytes)]
         _, dense = divide(scheduled.batch)
         samples = samples_of(scheduled.batch.size, observed.rank)
         own = dense.of_samples(arrays_of_samples(scheduled.batch, samples, belonging))

@@ -124,11 +124,10 @@ def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Mo
         if isinstance(entry, BarrierPlan):
             moves.flushed[:] += [len(move) for move in entry.dirty]
             continue
-        scheduled, step = entry
-        position = scheduled.step - first
-        note(moves, position, step)
+        position = entry.step - first
+        note(moves, position, entry)
         if position >= len(observed) - observed.num_counted:
-            parts[:] += [part_counts(group.fetch_keys) for group in step.levels[0]]
+            parts[:] += [part_counts(group.fetch_keys) for group in entry.levels[0]]
         tick()
     return moves, parts
 

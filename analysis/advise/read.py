@@ -24,7 +24,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, batch_features, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
 from rowcast.prefetcher.planner.grouping import Grouping
-from rowcast.prefetcher.planner.horizon import KnownBatch
+from rowcast.prefetcher.planner.horizon import id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, Part, join_parts
 from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
@@ -236,7 +236,7 @@ class Observer:
             unique_rows=tuple(grouping.num_unique for grouping in groupings),
             most_rows=most_rows,
             num_samples=batch.batch.size,
-            id_bytes=KnownBatch(scheduled=batch, groups=groupings, slots_needed=(), num_levels=1).id_bytes,
+            id_bytes=id_bytes(groupings, num_levels=1),
         )
         self._steps.append(seen)
         self._kept_bytes += seen.keys_bytes

@@ -158,8 +158,8 @@ class TierTrials:
         for entry in entries(observed.recording.steps, planner):
             if isinstance(entry, BarrierPlan):
                 continue
-            position = entry[0].step - first
-            from_cold = note_tier(counter, position, entry[1].levels[1], observed.recording.steps[position])
+            position = entry.step - first
+            from_cold = note_tier(counter, position, entry.levels[1], observed.recording.steps[position])
             if position >= len(observed) - observed.num_counted:
                 parts[:] += [part_counts(keys) for keys in from_cold]
             tick()

@@ -4,6 +4,7 @@ Of a job of several ranks, the first rank's plans are made, as its prefetcher ma
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -44,7 +45,6 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         job_levels(job, groups, measured, slots, rank),
         measured,
         num_threads=stage_threads(job),
-        keep_ids=True,
         rank=rank,
     )
     num_decoders = job.prefetcher.workers if can_share(job) else 1
@@ -91,6 +91,7 @@ def planned_steps(
     rank = rank_of(ranks, 0)
     first: int | None = None
     before: Planned | None = None
+    added: deque[ScheduledBatch] = deque()  # not planned
     seen: list[set[int]] = [set() for _ in groups]  # keys that were fetched
     while True:
         plan_s = 0.0
@@ -99,6 +100,7 @@ def planned_steps(
             began_s = time.process_time()
             planner.add(scheduled)
             plan_s += time.process_time() - began_s
+            added.append(scheduled)
         if planner.wants_batch:
             planner.end()
         if not planner.ready() or first is None:
@@ -109,7 +111,7 @@ def planned_steps(
         if before is not None:
             yield before
         known, began_s = planner.num_known, time.process_time()
-        scheduled, plan = planner.plan()
+        scheduled, plan = added.popleft(), planner.plan()
         _, whole = divide(scheduled.batch)
         samples = samples_of(scheduled.batch.size, rank)
         own = whole.of_samples(arrays_of_samples(scheduled.batch, samples, belonging))

@@ -40,12 +40,10 @@ def new_planner(
     groups: tuple[GroupSpec, ...],
     slots: Sequence[Slots],
     first_batches: Sequence[ScheduledBatch],
-    *,
-    keep_ids: bool = False,
 ) -> RowPlanner:
     pin = setting.job.cache.pin
     pinned = None if pin is None else load_pins(Path(pin), groups)
-    return job_planner(setting.job, groups, slots, first_batches, pinned=pinned, keep_ids=keep_ids)
+    return job_planner(setting.job, groups, slots, first_batches, pinned=pinned)
 
 
 def bound_planner(recording: RunRecording, slots: Sequence[Slots]) -> RowPlanner:
@@ -60,9 +58,9 @@ def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> M
         if isinstance(entry, BarrierPlan):
             moves.flushed[:] += [len(move) for move in entry.dirty]
             continue
-        position = entry[0].step - recording.steps[0].scheduled.step
-        note(moves, position, entry[1])
-        for tier in entry[1].levels[1:]:
+        position = entry.step - recording.steps[0].scheduled.step
+        note(moves, position, entry)
+        for tier in entry.levels[1:]:
             counter = counter or tier_counter(recording)
             note_tier(counter, position, tier, recording.steps[position])
         tick()
@@ -82,12 +80,10 @@ def note_tier(counter: TierCounter, position: int, tier: Sequence[GroupMoves], s
     return from_cold
 
 
-def entries(
-    steps: Iterable[RecordedStep], planner: RowPlanner
-) -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
+def entries(steps: Iterable[RecordedStep], planner: RowPlanner) -> Iterator[StepMoves | BarrierPlan]:
     """Yields all plans and barriers of a new planner for these steps, in order, the last barrier included."""
 
-    def ready() -> Iterator[tuple[ScheduledBatch, StepMoves] | BarrierPlan]:
+    def ready() -> Iterator[StepMoves | BarrierPlan]:
         while planner.ready():
             if planner.checkpoint_due:
                 yield planner.barrier("checkpoint", finished=False)

@@ -5,6 +5,7 @@ data or trace --> batches --> planner of one setting --> batches, to be recorded
                                     +--> TraceWriter, or comparison with the plans of the trace
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
@@ -50,32 +51,37 @@ def planned_beside(
     """Yields `batches` unchanged and plans them as they pass. A batch that does not fit ends the planning, not the
     batches."""
     flushed: list[Counts] = []
+    known: deque[ScheduledBatch] = deque()  # not planned
     fits = True
     for scheduled in batches:
         if fits:
             planner.add(scheduled)
-            fits = plan_ready(planner, watchers, flushed)
+            known.append(scheduled)
+            fits = plan_ready(planner, known, watchers, flushed)
         yield scheduled
     if fits:
         planner.end()
         for watcher in watchers:
             watcher.data_ended()
-        if plan_ready(planner, watchers, flushed):
+        if plan_ready(planner, known, watchers, flushed):
             flushed.append(counts(planner.barrier("end of data", finished=True)))
             for watcher in watchers:
                 watcher.ended(tuple(map(sum, zip(*flushed, strict=True))))
 
 
-def plan_ready(planner: RowPlanner, watchers: Sequence[PlanWatcher], flushed: list[Counts]) -> bool:
+def plan_ready(
+    planner: RowPlanner, known: deque[ScheduledBatch], watchers: Sequence[PlanWatcher], flushed: list[Counts]
+) -> bool:
     """Adds the checkpoints' barriers to `flushed`. Returns False if a batch does not fit; the simulation of the setting
     reports it."""
     while planner.ready():
         if planner.checkpoint_due:
             flushed.append(counts(planner.barrier("checkpoint", finished=False)))
         try:
-            scheduled, plan = planner.plan()
+            plan = planner.plan()
         except ConfigError:
             return False
+        scheduled = known.popleft()
         for watcher in watchers:
             watcher.plan(scheduled, plan)
     return True

@@ -112,7 +112,7 @@ class Simulator:
         for capacity, setting in pairs:
             slots = capacity.slots_of(setting)
             if watchers := self._watch(setting, slots):
-                planner = new_planner(setting, self._groups, slots, measured, keep_ids=True)
+                planner = new_planner(setting, self._groups, slots, measured)
                 batches = planned_beside(batches, planner, *watchers)
         return batches
 

@@ -48,14 +48,13 @@ def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[i
 
 
 def recorded_plans(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Iterator[RecordedPlan]:
-    planner = job_planner(job, group_specs(job), [slots], batches[:MEASURED_BATCHES], keep_ids=True)
+    planner = job_planner(job, group_specs(job), [slots], batches[:MEASURED_BATCHES])
     coming = iter(batches)
-    for _ in batches:
+    for scheduled in batches:
         while planner.wants_batch:
             following = next(coming, None)
             planner.end() if following is None else planner.add(following)
-        scheduled, plan = planner.plan()
-        yield RecordedPlan(scheduled.batch, plan)
+        yield RecordedPlan(scheduled.batch, planner.plan())
 
 
 def record(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device) -> Recording:

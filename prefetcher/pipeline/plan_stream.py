@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import dataclass, replace
 
-from rowcast.prefetcher.planner.horizon import ScheduledLookups
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.runtime.checkpoint_manifest import BatchChecksum
@@ -13,7 +12,6 @@ from rowcast.runtime.position import Position
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    ids: ScheduledLookups
     dense: DenseBatch  # of this rank's parts
     plan: StepPlan
     batches: int  # the checksum that ranks compare, see `BatchShare`

@@ -102,9 +102,11 @@ class PlanningStage:
         self._barrier_sent = False
         self._pace = pace
         self._rank, self._belonging, self._announced = rank, belonging, announced
-        self._cuts: deque[Cut] = deque()  # of the batches in the horizon, whose ids the planner drops
+        # of each batch in the horizon, whose ids the planner drops: the position after it, and its arrays' cut
+        self._known: deque[tuple[Position, Cut]] = deque()
         self._start = start
         self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
+        self.on_ids: Callable[[PlacedIds], None] = lambda ids: None
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
         # called once, with the train steps between checkpoints
         self.on_interval: Callable[[int], None] = lambda steps: None
@@ -157,7 +159,8 @@ class PlanningStage:
                 self._checksums.add_ids(ids)
                 self._planner.add(ids)
                 samples = samples_of(ids.batch.size, self._rank)
-                self._cuts.append(arrays_of_samples(ids.batch, samples, self._belonging))
+                self._known.append((ids.point.following, arrays_of_samples(ids.batch, samples, self._belonging)))
+                self.on_ids(ids)
             return True
         return self._source.ended and self._end("the end")
 
@@ -229,18 +232,18 @@ class PlanningStage:
         if step > done + self._ahead or not self._has_dense():
             return False
         with self._counters.timed("plan", step):
-            ids, plan = self._planner.plan()
+            plan = self._planner.plan()
             for store, group in zip(self._stores, plan.groups, strict=True):
                 store.stage(step, group)
         crash_point("plan made")
-        assert isinstance(ids, PlacedIds), "the planner must return the batches that it was given"
-        dense = self._dense_batches.popleft().of_samples(self._cuts.popleft())
-        planned = PlannedStep(ids=ids, dense=dense, plan=plan, batches=self._checksums.planned())
+        following, cut = self._known.popleft()
+        dense = self._dense_batches.popleft().of_samples(cut)
+        planned = PlannedStep(dense=dense, plan=plan, batches=self._checksums.planned())
         self._counters.planned(plan, len(dense.labels))
         self.on_plan(planned)
         self._plans.append(planned)
         self.planned_through = step
-        self._position = self._position_after[step] = ids.point.following
+        self._position = self._position_after[step] = following
         self._position_after.pop(step - self._ahead - 1, None)
         return True
 

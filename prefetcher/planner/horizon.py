@@ -19,6 +19,7 @@ more than 5/8 full: so it has room for 1.6 to 3.2 times its rows.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -103,15 +104,25 @@ class NeededRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBatch:
-    scheduled: ScheduledLookups
+    """What a planner keeps of a batch: not its ids."""
+
+    step: int
+    kind: Kind
+    train_step: int
+    epoch: int
+    size: int  # samples over all ranks
     groups: tuple[NeededRows, ...]
     slots_needed: tuple[int, ...]  # by group: its distinct rows, and the pinned ones
     num_levels: int  # each has separate occurrences
 
     @property
     def id_bytes(self) -> int:
-        each = self.num_levels * OCCURRENCE_BYTES
-        return sum(grouping.nbytes + grouping.num_unique * each for grouping in self.groups)
+        return id_bytes(self.groups, self.num_levels)
+
+
+def id_bytes(groups: Sequence[NeededRows], num_levels: int) -> int:
+    """Returns what a known batch with these rows counts in lookahead.id_bytes."""
+    return sum(rows.nbytes + rows.num_unique * num_levels * OCCURRENCE_BYTES for rows in groups)
 
 
 class Horizon:
@@ -135,10 +146,10 @@ class Horizon:
         )
 
     def append(self, batch: KnownBatch) -> None:
-        self.check_next(batch.scheduled.step)
+        self.check_next(batch.step)
         self._known.append(batch)
         self.id_bytes += batch.id_bytes
-        self._following = batch.scheduled.step + 1
+        self._following = batch.step + 1
 
     def end(self) -> None:
         self._ended = True
@@ -158,7 +169,7 @@ class Horizon:
 
     @property
     def last_step(self) -> int:
-        return self._known[-1].scheduled.step
+        return self._known[-1].step
 
     @property
     def num_known(self) -> int:

@@ -21,7 +21,6 @@ def job_planner(
     *,
     pinned: tuple[I64, ...] | None = None,
     num_threads: int = 1,
-    keep_ids: bool = False,
     checkpoint_every: CheckpointInterval | None = None,
     rank: Rank = UNDIVIDED,
 ) -> RowPlanner:
@@ -36,7 +35,6 @@ def job_planner(
         first_batches=first_batches,
         pinned=pinned,
         num_threads=num_threads,
-        keep_ids=keep_ids,
         checkpoint_every=job.checkpoint.interval if checkpoint_every is None else checkpoint_every,
         rank=rank,
     )

@@ -32,7 +32,7 @@ class Level:
 
     def move(self, batch: KnownBatch, last_step: int) -> tuple[GroupMoves, ...]:
         """Plans the oldest batch, whose rows must fit. `last_step` is the last one entered."""
-        step, train = batch.scheduled.step, self.trains and batch.scheduled.kind == "train"
+        step, train = batch.step, self.trains and batch.kind == "train"
         return tuple(
             group.move(own.num_unique, step, last_step, train)
             for group, own in zip(self.groups, batch.groups, strict=True)
@@ -40,14 +40,14 @@ class Level:
 
     def check_integrity(self, known: Sequence[KnownBatch]) -> None:
         for index, group in enumerate(self.groups):
-            check_group(group, [(batch.scheduled.step, batch.groups[index].keys) for batch in known])
+            check_group(group, [(batch.step, batch.groups[index].keys) for batch in known])
 
 
 def check_capacity(levels: Sequence[Level], batch: KnownBatch) -> None:
     """Raises ConfigError if the batch does not fit the device. If it fits there, it fits every level."""
     for index, needed in enumerate(batch.slots_needed):
         if needed > levels[0].groups[index].num_slots:
-            raise ConfigError(refusal(levels, index, batch.scheduled.step, needed))
+            raise ConfigError(refusal(levels, index, batch.step, needed))
 
 
 def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> str:

@@ -3,7 +3,7 @@
 import operator
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ NO_IDS = np.zeros(0, np.int64)
 class StepMoves:
     """A step's changes in the slots of each level."""
 
+    step: int
     after_step: int | None  # as in StepPlan
     levels: tuple[tuple[GroupMoves, ...], ...]  # of each level, from the device down, by group
 
@@ -105,8 +106,7 @@ class RowPlanner:
     they do not depend on when batches are added. policy: a name in EVICTION_POLICIES. Policies that do not look ahead
     have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with several levels. pinned: for each
     group, ascending keys of rows that never leave once they are resident; a rank keeps those of its shard.
-    num_threads: changes no plan. keep_ids: `plan` returns batches with their ids; by default they are dropped once they
-    are grouped, as nothing after the planner needs them. checkpoint_every: the interval between checkpoints, each a
+    num_threads: changes no plan. checkpoint_every: the interval between checkpoints, each a
     `barrier` that the caller makes when `checkpoint_due`; it may be set between two plans.
     """
 
@@ -121,7 +121,6 @@ class RowPlanner:
         first_batches: Sequence[ScheduledLookups] = (),
         pinned: tuple[I64, ...] | None = None,
         num_threads: int = 1,
-        keep_ids: bool = False,
         checkpoint_every: CheckpointInterval = 0,
         rank: Rank = UNDIVIDED,
     ) -> None:
@@ -130,7 +129,6 @@ class RowPlanner:
             assert all(map(operator.le, above, below)), f"a level of {below} slots below one of {above}"
         assert depth >= 1, f"a depth of {depth} steps"
         self._pool = ThreadPool(num_threads, name="planner")
-        self._keep_ids = keep_ids
         self._arrangers: list[Arranger] = [
             ShareOfBatch(group, grouper, rank) if rank.is_divided else WholeBatch(grouper)
             for group, grouper in zip(groups, groupers_of(groups, self._pool), strict=True)
@@ -160,7 +158,7 @@ class RowPlanner:
         self._last_planned: int | None = None
         self._num_barriers = 0
         self.checkpoint_every: CheckpointInterval = checkpoint_every
-        self._before: ScheduledLookups | None = None  # the batch planned last; None if a barrier came after it
+        self._before: KnownBatch | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
     def group(self, batch: Batch | IdsBatch) -> tuple[NeededRows, ...]:
@@ -179,11 +177,17 @@ class RowPlanner:
         groupings = groupings or self.group(scheduled.batch)
         # first the lowest, which keeps track of most rows, so that a refusal comes before anything has changed
         *_, needed = (level.enter(groupings, scheduled.step) for level in reversed(self._levels))
-        if not self._keep_ids:
-            scheduled = without_ids(scheduled)
-        self._horizon.append(
-            KnownBatch(scheduled=scheduled, groups=groupings, slots_needed=needed, num_levels=len(self._levels))
+        known = KnownBatch(
+            step=scheduled.step,
+            kind=scheduled.kind,
+            train_step=scheduled.train_step,
+            epoch=scheduled.epoch,
+            size=scheduled.batch.size,
+            groups=groupings,
+            slots_needed=needed,
+            num_levels=len(self._levels),
         )
+        self._horizon.append(known)
 
     def end(self) -> None:
         self._horizon.end()
@@ -211,46 +215,44 @@ class RowPlanner:
         return (
             self._before is not None
             and self.ready()
-            and is_due(self.checkpoint_every, self._before, self._horizon.next.scheduled)
+            and is_due(self.checkpoint_every, self._before, self._horizon.next)
         )
 
-    def plan(self) -> tuple[Any, StepPlan]:
-        """Plans the next step. Returns its batch, as it was added, and the plan.
+    def plan(self) -> StepPlan:
+        """Plans the next step.
 
         Raises ConfigError, with nothing changed, if a group has fewer slots than the batch has rows.
         """
-        groupings = self._horizon.next.groups
-        scheduled, moves = self.move()
+        known = self._horizon.next
+        moves = self.move()
         plans = tuple(
-            arranger.plan(rows, of_levels, scheduled.kind == "train")
-            for arranger, rows, *of_levels in zip(self._arrangers, groupings, *moves.levels, strict=True)
+            arranger.plan(rows, of_levels, known.kind == "train")
+            for arranger, rows, *of_levels in zip(self._arrangers, known.groups, *moves.levels, strict=True)
         )
-        plan = StepPlan(
-            step=scheduled.step,
-            kind=scheduled.kind,
-            train_step=scheduled.train_step,
-            epoch=scheduled.epoch,
-            batch_size=scheduled.batch.size,
+        return StepPlan(
+            step=known.step,
+            kind=known.kind,
+            train_step=known.train_step,
+            epoch=known.epoch,
+            batch_size=known.size,
             after_step=moves.after_step,
             groups=plans,
         )
-        return scheduled, plan
 
-    def move(self) -> tuple[Any, StepMoves]:
+    def move(self) -> StepMoves:
         """Plans like `plan`, but makes no array with an element per look-up."""
         known = self._horizon.next
         check_capacity(self._levels, known)
-        scheduled = known.scheduled
         moves = tuple(level.move(known, self._horizon.last_step) for level in self._levels)
-        after_step = self._write_backs.after_step(scheduled.step, moves[0], self._horizon.num_batches)
+        after_step = self._write_backs.after_step(known.step, moves[0], self._horizon.num_batches)
         if self._auto is not None:
             groups = [group for level in self._levels for group in level.groups]
             self._horizon.num_batches = self._auto.grow(groups, self._horizon.id_bytes, self._horizon.num_known)
         self._horizon.advance()
-        self._last_planned, self._before = scheduled.step, scheduled
+        self._last_planned, self._before = known.step, known
         for grouping, group_moves in zip(known.groups, moves[0], strict=True):
             self.counters.count(grouping.num_lookups, group_moves)
-        return scheduled, StepMoves(after_step=after_step, levels=moves)
+        return StepMoves(step=known.step, after_step=after_step, levels=moves)
 
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:
         """Returns a barrier after the last planned step. After it, every row is in the store, or
@@ -275,7 +277,7 @@ class RowPlanner:
             level.check_integrity(self._horizon.batches)
 
 
-def is_due(every: CheckpointInterval, before: ScheduledLookups, following: ScheduledLookups) -> bool:
+def is_due(every: CheckpointInterval, before: KnownBatch, following: KnownBatch) -> bool:
     if every == "epoch":
         return before.epoch != following.epoch
     return every > 0 and before.kind == "train" and (before.train_step + 1) % every == 0
@@ -313,11 +315,6 @@ class WriteBackWindow:
         """Notes that all rows evicted up to `step` are home."""
         self._recent.clear()
         self._settled = step
-
-
-def without_ids(scheduled: Any) -> Any:
-    # Any: a dataclass, as all scheduled batches are
-    return replace(scheduled, batch=replace(scheduled.batch, ids=NO_IDS, offsets=None, weights=None))
 
 
 def groupers_of(groups: tuple[GroupSpec, ...], pool: ThreadPool | None = None) -> tuple[Grouper, ...]:

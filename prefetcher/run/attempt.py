@@ -282,7 +282,6 @@ class PrefetcherAttempt:
             measured,
             pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
             num_threads=stage_threads(self._job),
-            keep_ids=self._run.options.save_trace is not None,
             checkpoint_every=self._interval.known,
             rank=self._run.rank,
         )

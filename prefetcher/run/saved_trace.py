@@ -1,5 +1,6 @@
 """Saves the plans of an attempt as a trace, for `--save-trace`."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,6 +9,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.plan_stream import PlannedStep
+from rowcast.prefetcher.readers.schedule import PlacedIds
 from rowcast.prefetcher.traces.header import trace_header
 from rowcast.prefetcher.traces.writer import TraceWriter
 
@@ -19,8 +21,10 @@ def save_plans(
     writer = stack.enter_context(TraceWriter(path, trace_header(job, groups, engine.planner.slots)))
     before = [group.rows_flushed for group in engine.counters.groups.values()]  # by earlier attempts
 
+    known: deque[PlacedIds] = deque()  # batches that are not planned
+
     def on_plan(planned: PlannedStep) -> None:
-        writer.add(planned.ids, planned.plan)
+        writer.add(known.popleft(), planned.plan)
 
     def finish() -> None:
         if engine.finished:
@@ -28,5 +32,5 @@ def save_plans(
             flushed = tuple(group.rows_flushed - earlier for group, earlier in counted)
             writer.finish(flushed, finished=engine.barrier.finished)
 
-    engine.planning.on_plan = on_plan
+    engine.planning.on_ids, engine.planning.on_plan = known.append, on_plan
     return finish

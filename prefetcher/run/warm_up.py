@@ -46,7 +46,7 @@ def plan_and_move() -> None:
             planner.add(tiny_batch(step, multi_hot=multi_hot))
         planner.end()
         while planner.ready():
-            _, plan = planner.plan()
+            plan = planner.plan()
             for store, group, rows in zip(stores, groups, plan.groups, strict=True):
                 records = np.empty((len(rows.fetch_keys), group.record_bytes), np.uint8)
                 finish(store.read(rows.fetch_keys, records))
@@ -81,7 +81,7 @@ def move_between_tiers(folder: Path) -> None:
         planner.add(tiny_batch(step, multi_hot=False, num_features=1))
     planner.end()
     while planner.ready():
-        _, plan = planner.plan()
+        plan = planner.plan()
         [moves] = plan.groups
         store.stage(plan.step, moves)
         while store.advance(plan.step - 1):

@@ -48,7 +48,7 @@ from rowcast.job.server_url import PASSWORD
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import job_slots
-from rowcast.prefetcher.planner.horizon import KnownBatch
+from rowcast.prefetcher.planner.horizon import id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import schedule
@@ -279,10 +279,7 @@ def test_a_thinned_batch_weighs_as_much_as_the_whole_one() -> None:
     for turn in schedule(job, open_reader(job)):
         groupings = tuple(grouper.group(grouper.lookups(turn.batch)) for grouper in groupers_of(group_specs(job)))
         thin = tuple(thinned(grouping, 0.1) for grouping in groupings)
-        whole, weight = (
-            KnownBatch(scheduled=turn, groups=some, slots_needed=(), num_levels=1).id_bytes
-            for some in (groupings, thin)
-        )
+        whole, weight = (id_bytes(some, num_levels=1) for some in (groupings, thin))
         assert 0 <= whole - weight <= 2 * len(groupings)
         assert sum(grouping.num_unique for grouping in thin) < 0.2 * sum(grouping.num_unique for grouping in groupings)
 

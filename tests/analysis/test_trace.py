@@ -65,9 +65,7 @@ def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPl
     groups, slots = group_specs(job), slots_of(job, batches)
     with TraceWriter(path, trace_header(job, groups, [slots])) as writer:
         noting = Noting(writer)
-        for _ in planned_beside(
-            batches, new_planner(the_setting(job), groups, [slots], batches[:32], keep_ids=True), noting
-        ):
+        for _ in planned_beside(batches, new_planner(the_setting(job), groups, [slots], batches[:32]), noting):
             pass
     return noting.plans
 
@@ -75,13 +73,14 @@ def save(path: Path, job: Job, batches: Sequence[ScheduledBatch]) -> list[StepPl
 def save_stopped(path: Path, job: Job, batches: Sequence[ScheduledBatch], num_plans: int) -> None:
     """As a run that is stopped after that many plans: it knew more batches than it planned."""
     groups, slots = group_specs(job), slots_of(job, batches)
-    planner = new_planner(the_setting(job), groups, [slots], batches[:32], keep_ids=True)
+    planner = new_planner(the_setting(job), groups, [slots], batches[:32])
     left = list(batches)
     with TraceWriter(path, trace_header(job, groups, [slots])) as writer:
         for _ in range(num_plans):
             while planner.wants_batch:
                 planner.add(left.pop(0))
-            writer.add(*planner.plan())
+            plan = planner.plan()
+            writer.add(batches[plan.step], plan)
         writer.finish(counts(planner.barrier("stop", finished=False)), finished=False)
 
 
@@ -94,7 +93,7 @@ def compare(path: Path, job: Job, max_steps: int | None = None) -> int:
         replay = Replay(reader, max_steps)
         comparing = Comparing(replay)
         for _ in planned_beside(
-            replay.batches(), new_planner(the_setting(job), groups, [slots], batches[:32], keep_ids=True), comparing
+            replay.batches(), new_planner(the_setting(job), groups, [slots], batches[:32]), comparing
         ):
             pass
         return comparing.num_compared

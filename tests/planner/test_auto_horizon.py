@@ -28,7 +28,7 @@ def plans_of(
     plans, horizons = [], []
     feed(planner, left, eager)
     while planner.ready():
-        plans.append(planner.plan()[1])
+        plans.append(planner.plan())
         horizons.append(planner.horizon)
         feed(planner, left, eager)
     return plans, horizons

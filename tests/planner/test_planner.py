@@ -44,10 +44,10 @@ def plans_of(ids: list[list[int]], num_slots: int, horizon: int, depth: int = 1)
     for scheduled in single_hot_trace(ids):
         planner.add(scheduled)
         if planner.ready():
-            yield planner.plan()[1]
+            yield planner.plan()
     planner.end()
     while planner.ready():
-        yield planner.plan()[1]
+        yield planner.plan()
 
 
 def state_of(planner: RowPlanner) -> list[bytes]:
@@ -75,7 +75,7 @@ def test_a_plan_waits_until_its_horizon_is_complete() -> None:
 
 def test_after_the_end_the_known_batches_are_planned_and_no_more() -> None:
     planner = planner_over([[0], [1]], num_slots=2, horizon=5)
-    assert [planner.plan()[1].step, planner.plan()[1].step] == [0, 1]
+    assert [planner.plan().step, planner.plan().step] == [0, 1]
     assert not planner.ready()
     assert planner.wants_batch == 0
 
@@ -155,7 +155,7 @@ def test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending() -> None:
     assert (barrier.barrier, barrier.after_step, barrier.reason, barrier.finished) == (1, 1, "checkpoint", False)
     assert barrier.dirty[0].keys.tolist() == [1, 4]
     assert planner.occupancy[0].num_dirty == 0
-    _, plan = planner.plan()
+    plan = planner.plan()
     assert plan.after_step is None, "the victims of step 1 are home since the barrier"
     assert plan.groups[0].num_dirty == 0, "row 1 was clean"
     last = planner.barrier("end", finished=True)
@@ -186,7 +186,7 @@ def test_evaluation_leaves_rows_clean() -> None:
     plans = []
     for scheduled in schedule(batches, ["train", "eval", "eval"]):
         planner.add(scheduled)
-        plans.append(planner.plan()[1].groups[0])
+        plans.append(planner.plan().groups[0])
     assert [(plan.evict_keys.tolist(), plan.num_dirty) for plan in plans] == [([], 0), ([0], 1), ([1, 2], 1)]
     assert len(planner.barrier("end", finished=True).dirty[0]) == 0
 
@@ -211,7 +211,7 @@ def test_a_batch_without_look_ups_is_planned() -> None:
     )
     planner = RowPlanner(one_group(3), [(0,)], 1, 0)
     planner.add(schedule([empty], ["train"])[0])
-    plan = planner.plan()[1].groups[0]
+    plan = planner.plan().groups[0]
     assert (plan.num_lookups, len(plan.unique_slots), plan.segment_offsets.tolist()) == (0, 0, [0])
     assert plan.offsets is not None
     assert plan.offsets.tolist() == [0, 0, 0]

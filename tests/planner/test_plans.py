@@ -149,8 +149,8 @@ def test_moves_are_those_of_the_plans_and_groupings_can_be_shared(run: Run) -> N
             for planner in planners:
                 planner.end()
         while planners[0].ready():
-            _, plan = planners[0].plan()
-            _, moves = planners[1].move()
+            plan = planners[0].plan()
+            moves = planners[1].move()
             assert moves.after_step == plan.after_step
             for planned, moved in zip(plan.groups, moves.levels[0], strict=True):
                 for name in ("unique_slots", "fetch_slots", "fetch_keys", "evict_keys", "num_dirty", "fill_after"):

@@ -137,7 +137,7 @@ def loads_and_horizons(slots: int, tier_slots: int, horizon: int | AutoHorizon) 
     feed(planner, left, True)
     while planner.ready():
         known_bytes.append(planner._horizon.id_bytes)
-        loaded += len(planner.plan()[1].groups[0].load_keys)
+        loaded += len(planner.plan().groups[0].load_keys)
         horizons.append(planner.horizon)
         feed(planner, left, True)
     return loaded, horizons, known_bytes
@@ -225,7 +225,7 @@ def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_n
     tier.parts[0].directory.num_tracked[0] = 2
     planner.check_integrity()
     planner.add(second)
-    assert planner.plan()[1].groups[0].load_keys.tolist() == [2, 3, 4]
+    assert planner.plan().groups[0].load_keys.tolist() == [2, 3, 4]
 
 
 def test_a_batch_beyond_the_device_alone_is_refused_without_a_word_on_memory() -> None:

@@ -220,11 +220,11 @@ def entries_of(run: Run, eager: bool = True, check: bool = False, horizon: AutoH
     planner, left, entries = run.planner(horizon), list(run.trace), list[Entry]()
     feed(planner, left, eager)
     while planner.ready():
-        scheduled, plan = planner.plan()
+        plan = planner.plan()
         entries.append(replace(plan, groups=tuple(map(arranged, plan.groups, run.groups))))
         if eager:
             feed(planner, left, eager)
-        if scheduled.step in run.barriers:
+        if plan.step in run.barriers:
             entries.append(planner.barrier("checkpoint", finished=False))
         if check:
             planner.check_integrity()

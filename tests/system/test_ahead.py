@@ -204,9 +204,9 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     planning.stop("a barrier in the middle")
     assert planning.plan_next()
     planner.end()
-    batch, plan = planner.plan()
+    plan = planner.plan()
     assert any(len(group.fetch_keys) for group in plan.groups), "the later plan has nothing to read"
-    prefetcher.plans.append(PlannedStep(ids=batch, dense=planning._dense_batches[0], plan=plan, batches=0))
+    prefetcher.plans.append(PlannedStep(dense=planning._dense_batches[0], plan=plan, batches=0))
     run.advance_until(lambda: prefetcher.barrier.ended)
     assert (fetcher.sent_through, fetcher.reading, len(prefetcher.plans)) == (last, 0, 1)
     assert [plan.step for plan in run.plans] == list(range(last + 1))

@@ -92,10 +92,10 @@ def test_look_ups_of_the_batch_are_whole_in_every_part_so_that_parts_have_one_lo
 def plan_of(job: Job, batch: ScheduledBatch, rank: Rank) -> tuple[PlanCheck, PlanHeader, Bytes]:
     groups = group_specs(job)
     slots = tuple(group.num_rows for group in groups)
-    planner = job_planner(job, groups, [slots], [batch], keep_ids=True, rank=rank)
+    planner = job_planner(job, groups, [slots], [batch], rank=rank)
     planner.add(batch)
     planner.end()
-    _, plan = planner.plan()
+    plan = planner.plan()
     _, whole = divide(batch.batch)
     own = whole.of_samples(arrays_of_samples(batch.batch, samples_of(batch.batch.size, rank), belonging(job)))
     block = plan_block(own, plan)

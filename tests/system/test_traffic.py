@@ -58,10 +58,10 @@ def plan_alone(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ..
     for batch in batches:
         planner.add(batch)
         while planner.ready():
-            plans.append(planner.plan()[1])
+            plans.append(planner.plan())
     planner.end()
     while planner.ready():
-        plans.append(planner.plan()[1])
+        plans.append(planner.plan())
     return Alone(list(batches), plans, planner.barrier("end of data", finished=True), groups)
 
 

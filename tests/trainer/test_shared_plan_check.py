@@ -33,7 +33,7 @@ def plan_of_rank(rank: Rank = RANK) -> tuple[PlanHeader, Bytes]:
     planner = job_planner(job, GROUPS, [SLOTS], batches, rank=rank)
     planner.add(batches[0])
     planner.end()
-    _, plan = planner.plan()
+    plan = planner.plan()
     batch = batches[0].batch
     own = samples_of(batch.size, rank)
     block = plan_block(share := Batch(dense=batch.dense[own], labels=batch.labels[own], ids=batch.ids), plan)

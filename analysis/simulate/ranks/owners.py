@@ -93,8 +93,8 @@ class Owners:
         while planner.ready():
             if planner.checkpoint_due:
                 self._barrier(number, planner, "checkpoint", finished=False)
-            scheduled, moves = planner.move()
-            self._moves.setdefault(scheduled.step, {})[number] = moves
+            moves = planner.move()
+            self._moves.setdefault(moves.step, {})[number] = moves
 
     def _barrier(self, number: int, planner: RowPlanner, reason: str, *, finished: bool) -> None:
         self.flushed[number] += [len(move) for move in planner.barrier(reason, finished).dirty]
