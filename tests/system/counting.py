@@ -16,7 +16,7 @@ from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.arrays import I64
 from rowcast.trainer.device import streams
 from rowcast.trainer.step import engine
-from tests.support import driver
+from tests.support import driver, seeded_streams
 
 
 @dataclass(frozen=True)
@@ -111,5 +111,6 @@ def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     for module in (driver, engine):  # the prefetcher's end, and then the trainer's
         monkeypatch.setattr(module, "RingWriter", make_writer)
     for function in (copy, gather, scatter):
-        monkeypatch.setattr(streams, function.__name__, function)
+        for module in (streams, seeded_streams):
+            monkeypatch.setattr(module, function.__name__, function)
     return traffic
