@@ -2,8 +2,8 @@
 
 Trains examples/demo.toml with both processes. Each records the functions of ours that are called while a few hundred
 steps pass: between a batch's reading and its StepDone, with decoding processes and all threads, without those that
-serve metrics. No checkpoint or evaluation falls into this time. Bodies of compiled loops call nothing that Python can
-see, so their file is listed only if another function of it is called.
+serve metrics. No checkpoint or evaluation is made. Bodies of compiled loops call nothing that Python can see, so their
+file is listed only if another function of it is called.
 
     python -m benchmarks.step_path
     python -m benchmarks.step_path --root ANOTHER_CHECKOUT
@@ -65,7 +65,7 @@ def recorded(root: Path, folder: Path) -> set[Path]:
         "STEP_PATH_ROOT": str(root),
     }
     shared = ["--config", "examples/demo.toml", f'--set=job.run_dir="{folder / "run"}"', "--set=data.epochs=1000"]
-    shared += [f"--set=metrics.{name}=127.0.0.1:0" for name in PROCESSES]
+    shared += ["--set=data.eval_fraction=0.0", *(f"--set=metrics.{name}=127.0.0.1:0" for name in PROCESSES)]
     processes = {}
     for name in PROCESSES:
         with (folder / f"{name}.log").open("wb") as log:
