@@ -20,11 +20,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.prefetcher.planner.directory import Records
+from rowcast.prefetcher.planner.directory import AHEAD, Records
 from rowcast.prefetcher.planner.grouping import sort_pairs
-from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, OCCURRENCES_AHEAD, PINNED, UNUSED, Occurrences
+from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, UNUSED, Occurrences
 from rowcast.runtime.arrays import I32, I64
-from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
+from rowcast.runtime.compiled import compiled, compiled_loop, prefetch_to_write
 
 NEVER = 2**31 - 1  # instead of a step: no known batch uses the row
 
@@ -166,8 +166,8 @@ def pick(row: np.void, position: int, victims: Victims, k: int) -> int:
 
 @compiled_loop
 def take_queued(rows: Residents, counts: I64, positions: I64, taken: int) -> int:
-    """Adds the heads of a part's queues to its victims, `taken` until now: counts[s] of step last_step - s. Returns how
-    many victims it has."""
+    """Moves the heads of a part's queues to its victims, `taken` until now: counts[s] of step last_step - s. Returns
+    how many victims it has."""
     queued, last_known = rows.occurrences.queued, len(rows.occurrences.queued) - 1
     for s in range(len(counts)):
         at = (rows.last_step - s) & (len(rows.occurrences.first) - 1)
@@ -175,16 +175,18 @@ def take_queued(rows: Residents, counts: I64, positions: I64, taken: int) -> int
         for i in range(first + head, first + head + counts[s]):
             positions[taken] = first + queued[i & last_known]
             taken += 1
+        rows.occurrences.heads[at] += counts[s]
     return taken
 
 
 @compiled_loop
-def leave(rows: Residents, positions: I64, left: Left) -> int:
-    """Removes the rows of a part at these positions and fills `left` with them. Returns how many were idle."""
+def leave(rows: Residents, positions: I64, num_taken: int, left: Left) -> int:
+    """Removes the rows of a part at these positions and fills `left` with them. The last `num_taken` have already left
+    their queues. Returns how many were idle."""
     records, last, num_idle = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
     for i in range(len(positions)):
-        if i + OCCURRENCES_AHEAD < len(positions):
-            prefetch(records, positions[i + OCCURRENCES_AHEAD] & last)
+        if i + AHEAD < len(positions):
+            prefetch_to_write(records, positions[i + AHEAD] & last)
         row = records[positions[i] & last]
         left.keys[i], left.slots[i] = row["key"], row["slot"]
         left.last_uses[i], left.dirty[i] = row["use"] >> FLAG_BITS, row["use"] & DIRTY
@@ -192,7 +194,7 @@ def leave(rows: Residents, positions: I64, left: Left) -> int:
         num_idle += positions[i] < rows.head
         if positions[i] >= rows.head:
             row["use"] = rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED
-    leave_queues(rows, len(positions) - num_idle)
+    leave_queues(rows, len(positions) - num_idle - num_taken)
     return num_idle
 
 

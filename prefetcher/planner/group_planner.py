@@ -329,7 +329,7 @@ class GroupPlanner:
             k, rows = part.number, residents[part.number]
             count = take_queued(rows, choice.queued[k], victims.positions[k], victims.counts[k])
             positions, left = victims.positions[k, :count], new_left(count)
-            num_idle = leave(rows, positions, left)
+            num_idle = leave(rows, positions, count - victims.counts[k], left)
             forget_before(self._head, *part.directory, left.keys, positions)
             keys, slots = np.empty(count, np.int64), np.empty(count, np.int32)
             num_dirty = in_order(left, keys, slots)

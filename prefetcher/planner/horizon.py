@@ -40,7 +40,7 @@ from rowcast.prefetcher.planner.directory import (
 from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.protocol.batch import Batch, IdsBatch, Kind
 from rowcast.runtime.arrays import I32, I64, U64
-from rowcast.runtime.compiled import compiled, compiled_loop, prefetch
+from rowcast.runtime.compiled import compiled, compiled_loop, prefetch, prefetch_to_write
 
 NONE = -1  # no slot or no step; only inside the planner's arrays
 DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never leaves
@@ -400,8 +400,8 @@ def use_rows(
     last, last_known, last_step = len(rows) - 1, len(next_in) - 1, len(occurrences.first) - 1
     num_dirtied = num_idle = 0
     for u in range(len(unique_slots)):
-        ahead = position + u + OCCURRENCES_AHEAD
-        prefetch(rows, (ahead + next_in[ahead & last_known]) & last)
+        ahead = position + u + AHEAD
+        prefetch_to_write(rows, (ahead + next_in[ahead & last_known]) & last)
         row = rows[(position + u) & last]
         unique_slots[u] = row["slot"]
         num_dirtied += train and not row["use"] & DIRTY

@@ -43,16 +43,16 @@ def pick_idle(rows: Residents, victims: Victims, num_victims: int) -> int:
     records, last, taken, k = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0, 0
     oldest = rows.head
     for position in range(rows.oldest, rows.head):
-        row = records[position & last]
-        if row["slot"] < 0:
-            continue
         if taken == num_victims:
             return min(oldest, position)
-        if row["use"] & PINNED:
+        row = records[position & last]
+        is_resident, is_pinned = row["slot"] >= 0, row["use"] & PINNED != 0
+        leaves = is_resident & (not is_pinned)
+        k = pick(row, position, victims, k)
+        victims.counts[k] -= not leaves  # no branch: the processor cannot predict where the gaps are
+        taken += leaves
+        if is_resident & is_pinned:
             oldest = min(oldest, position)
-        else:
-            k = pick(row, position, victims, k)
-            taken += 1
     return oldest
 
 
