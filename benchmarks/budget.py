@@ -45,7 +45,7 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.inputs import batch_specs
 from rowcast.protocol.messages import StepReady
-from rowcast.protocol.packing import plan_block, plan_header
+from rowcast.protocol.packing import ARRAY_ALIGNMENT, plan_block, plan_header
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.trainer.step.plan_check import PlanCheck
@@ -105,7 +105,9 @@ class Rings:
     def __init__(self, largest: int, record_bytes: int) -> None:
         """`largest`: the rows of a plan, at most."""
         self.arrays: Bytes = np.ones(2**26, np.uint8)
-        self.fetched: Bytes = np.ones((largest, record_bytes), np.uint8)
+        fetched = np.ones(largest * record_bytes + ARRAY_ALIGNMENT, np.uint8)
+        start = -fetched.ctypes.data % ARRAY_ALIGNMENT  # as rows in a ring
+        self.fetched: Bytes = fetched[start : start + largest * record_bytes].reshape(largest, record_bytes)
         self.back: Bytes = np.random.default_rng(7).integers(0, 256, (largest, record_bytes), np.uint8)
 
 

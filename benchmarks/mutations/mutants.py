@@ -335,7 +335,9 @@ tests/stores/test_changed_rows.py
         row += BITS - (row & 63) => row += BITS
 tests/stores/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_caches
     rows that passed the caches are reported before they are seen
-        end_stores() => pass
+        new, i * width + word) end_stores() => new, i * width + word)
+    rows that were read past the caches are reported before they are seen
+        flat, row * width + word) end_stores() => flat, row * width + word)
 tests/readers/test_shared_arrays.py::test_what_is_kept_is_never_overwritten
     a segment is written while an array of the planner uses it
         weakref.finalize(lease, self._freed.append, head.segment).atexit = False => self._freed.append(head.segment)

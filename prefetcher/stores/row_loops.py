@@ -27,6 +27,8 @@ BITS = 64  # per word
 
 ROWS_AHEAD = 8  # how many rows ahead the processor prefetches
 ROWS_AHEAD_TO_STORE = 16  # the same where only a row's first line is prefetched
+ROWS_AHEAD_TO_PASS = 12  # the same where rows pass the caches
+LEAST_TO_PASS = 2**25  # bytes that are read at once: fewer may still be in a cache when the trainer needs them
 LINE_WORDS = 8  # per cache line
 LINE_BYTES = 8 * LINE_WORDS
 LEAST_LINES = 3  # per record: shorter ones are stored faster through the caches (docs/log/stores.md)
@@ -52,14 +54,43 @@ def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
     return num_absent
 
 
+@compiled_loop
+def gather_lines(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
+    """Does what `gather` does. The rows are more than the caches hold, so they pass them."""
+    width, flat, target = words.shape[1], words.reshape(-1), out.reshape(-1)
+    num_absent = 0
+    for i in range(len(positions)):
+        if i + ROWS_AHEAD_TO_PASS < len(positions) and positions[i + ROWS_AHEAD_TO_PASS] >= 0:
+            prefetch(marks, positions[i + ROWS_AHEAD_TO_PASS])
+            for word in range(0, width, LINE_WORDS):
+                prefetch(flat, positions[i + ROWS_AHEAD_TO_PASS] * width + word)
+        row = positions[i]
+        if row < 0 or marks[row] == 0:
+            num_absent += 1
+            continue
+        for word in range(0, width, LINE_WORDS):
+            store_line(target, i * width + word, flat, row * width + word)
+    end_stores()
+    return num_absent
+
+
+Gather = Callable[[Words, Marks, Positions, Words], int]
 Scatter = Callable[[Words, Positions, Words, Marks], None]
+
+
+def gather_for(out: Words) -> Gather:
+    """Returns the faster loop for this target. Fewer rows stay in the caches, where the trainer finds them."""
+    return gather_lines if out.nbytes >= LEAST_TO_PASS and is_whole_lines(out) else gather
 
 
 def scatter_for(words: Words) -> Scatter:
     """Returns the faster loop for records that are some whole cache lines."""
-    num_lines, rest = divmod(words.shape[1], LINE_WORDS)
-    aligned = rest == 0 and words.ctypes.data % LINE_BYTES == 0
-    return scatter_lines if STORES_PAST_CACHES and aligned and num_lines >= LEAST_LINES else scatter
+    return scatter_lines if is_whole_lines(words) and words.shape[1] >= LEAST_LINES * LINE_WORDS else scatter
+
+
+def is_whole_lines(words: Words) -> bool:
+    """Whether each record is some whole cache lines that this processor can store past its caches."""
+    return STORES_PAST_CACHES and words.shape[1] % LINE_WORDS == 0 and words.ctypes.data % LINE_BYTES == 0
 
 
 @compiled_loop

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rowcast.prefetcher.stores.row_loops import Marks, Words, gather, scatter_for
+from rowcast.prefetcher.stores.row_loops import Marks, Words, gather_for, scatter_for
 from rowcast.prefetcher.stores.store import ABSENT, FINISHED, Finished, Keys, Records, RowNumbers, RowStore
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.thread_pool import ThreadPool
@@ -21,6 +21,7 @@ class TableStore(RowStore):
 
     def read(self, keys: Keys, out: Records) -> Finished:
         numbers, words = self._numbers_for(keys).of(keys), out.view(np.uint64)
+        gather = gather_for(words)
 
         def work(first: int, end: int) -> int:
             return gather(self._words, self._marks, numbers[first:end], words[first:end])

@@ -1,13 +1,23 @@
-"""Both loops write rows where they belong, and a fence ends the one whose rows pass the caches."""
+"""Both loops of a kind read or write rows where they belong, and a fence ends those whose rows pass the caches."""
 
 import re
+from typing import Any
 
 import numba
 import numpy as np
 import pytest
 
 from rowcast.prefetcher.stores import row_loops
-from rowcast.prefetcher.stores.row_loops import LINE_WORDS, scatter, scatter_for, scatter_lines
+from rowcast.prefetcher.stores.row_loops import (
+    LEAST_TO_PASS,
+    LINE_WORDS,
+    gather,
+    gather_for,
+    gather_lines,
+    scatter,
+    scatter_for,
+    scatter_lines,
+)
 from rowcast.runtime.arrays import U64
 from rowcast.runtime.compiled import STORES_PAST_CACHES
 
@@ -38,6 +48,31 @@ def test_both_loops_write_the_same_rows(num_rows: int, width: int) -> None:
 
 
 @past_caches
+@pytest.mark.parametrize("num_rows", [0, 1, 11, 12, 13, 500])
+@pytest.mark.parametrize("width", [8, 24, 64, 72])
+def test_both_loops_read_the_same_rows(num_rows: int, width: int) -> None:
+    random = np.random.default_rng(num_rows + width)
+    words = random.integers(0, 2**63, (1000, width), np.uint64)
+    marks, positions = random.integers(0, 2, 1000, np.uint8), random.integers(-1, 1000, num_rows)
+    read = [aligned(num_rows, width), aligned(num_rows, width)]
+    absent = [loop(words, marks, positions, out) for loop, out in zip((gather, gather_lines), read, strict=True)]
+    present = (positions >= 0) & (marks[positions] == 1)
+    assert absent == [num_rows - present.sum()] * 2
+    for out in read:
+        assert np.array_equal(out, np.where(present[:, None], words[positions], 0))
+
+
+@past_caches
+def test_only_many_whole_cache_lines_are_read_past_the_caches() -> None:
+    width = 64
+    num_rows = LEAST_TO_PASS // (8 * width)
+    assert gather_for(aligned(num_rows, width)) is gather_lines
+    assert gather_for(aligned(num_rows - 1, width)) is gather
+    assert gather_for(aligned(num_rows, width, shift=1)) is gather
+    assert gather_for(aligned(num_rows, width + 1)) is gather
+
+
+@past_caches
 def test_only_long_records_of_whole_cache_lines_pass_the_caches() -> None:
     assert scatter_for(aligned(10, 64)) is scatter_lines
     assert scatter_for(aligned(10, 24)) is scatter_lines
@@ -52,9 +87,12 @@ def test_other_processors_take_the_ordinary_loop(monkeypatch: pytest.MonkeyPatch
 
 
 @past_caches
-def test_a_fence_follows_the_last_store_past_the_caches() -> None:
-    again = numba.njit(nogil=True, _nrt=False)(scatter_lines.py_func)  # type: ignore[attr-defined]
-    again(aligned(3, 64), np.arange(3), aligned(3, 64), np.zeros(3, np.uint8))
+@pytest.mark.parametrize("loop", [gather_lines, scatter_lines])
+def test_a_fence_follows_the_last_store_past_the_caches(loop: Any) -> None:
+    again = numba.njit(nogil=True, _nrt=False)(loop.py_func)
+    rows, positions, marks = aligned(3, 64), np.arange(3), np.ones(3, np.uint8)
+    of_gather, of_scatter = (rows, marks, positions, aligned(3, 64)), (aligned(3, 64), positions, rows, marks)
+    again(*(of_gather if loop is gather_lines else of_scatter))
     (code,) = again.inspect_asm().values()
     instructions = re.findall(r"^\s+(v?movnt\w+|sfence|ret\w*)\b", code, re.MULTILINE)
     stores = [at for at, name in enumerate(instructions) if "movnt" in name]
