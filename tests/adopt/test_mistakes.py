@@ -33,7 +33,7 @@ def test_a_script_that_its_own_prefetcher_imports_is_told_to_guard_itself(
 def test_a_warning_leaves_the_scripts_standard_output_alone(
     tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rowcast.trainer.kernels.choose, "difference", lambda *others: "made up")
+    monkeypatch.setattr(rowcast.trainer.kernels.choose, "differing", lambda *others: "made up")
     model, optimizer = make(tmp_path)
     train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, max_steps=2))
     out, err = capfd.readouterr()
