@@ -801,7 +801,7 @@ tests/checkpoints/test_foreign.py
     checkpoints of several runs are cleared away as those of one
         if len(runs) <= 1: => if True:
 tests/trainer/test_earlier_results.py::test_a_folder_that_is_not_ours_is_never_used
-    a fresh run uses a folder earlier/ of somebody else
+    a fresh run writes into somebody else's folder earlier/
         if self._results() and not is_free and self._held() is None: => if False:
 ::test_a_kill_while_results_are_set_aside_loses_none
     results that are on their way to earlier/ are forgotten

@@ -102,7 +102,7 @@ class PlanningStage:
         self._barrier_sent = False
         self._pace = pace
         self._rank, self._belonging, self._announced = rank, belonging, announced
-        # of each batch in the horizon, whose ids the planner drops: the position after it, and its arrays' cut
+        # one pair per batch in the horizon: the position after it, and this rank's samples and look-ups of its arrays
         self._known: deque[tuple[Position, Cut]] = deque()
         self._start = start
         self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
