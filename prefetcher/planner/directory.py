@@ -32,7 +32,7 @@ CELL_BYTES = 8
 LINE_BYTES = 64
 MOST_CELLS = 2**31  # as many as 31 bits of a hash distinguish
 MOST_ROWS = int(MOST_CELLS / CELLS_A_ROW)  # that can be tracked
-AHEAD = 24  # how many cells ahead the processor prefetches
+AHEAD = 24  # how many cells or rows ahead the processor prefetches
 
 
 class Directory(NamedTuple):
