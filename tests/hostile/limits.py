@@ -1,5 +1,5 @@
 """A second check of every limit of a frame, over plain values. Fields have the messages' names and types; their limits
-and how they depend on each other are written here a second time, and `rowcast.protocol.codec` shares no code with it.
+and how they depend on each other are written here a second time: of `rowcast.protocol.codec` it takes one number only.
 """
 
 import functools
@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from rowcast.protocol.codec import MAX_DIMENSIONS
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.plan_layout import ITEM_BYTES
 
@@ -124,7 +125,7 @@ def plan_fits(message: Plain) -> bool:
 
 def specs_fit(specs: list[Plain], nbytes: int) -> bool:
     inside = all(
-        len(spec["shape"]) <= 2
+        len(spec["shape"]) <= MAX_DIMENSIONS
         and spec["offset"] % 64 == 0
         and spec["offset"] + math.prod(spec["shape"]) * ITEM_BYTES[spec["dtype"]] <= nbytes
         for spec in specs

@@ -12,14 +12,14 @@ from types import FrameType
 import msgspec
 import pytest
 
-from rowcast.protocol.codec import MAX_FRAME_BYTES
+from rowcast.protocol.codec import MAX_DIMENSIONS, MAX_FRAME_BYTES
 from rowcast.protocol.codec import decode as decode_frame
 from rowcast.protocol.messages import Envelope
 from rowcast.protocol.session import ROLES, Session, State
 from rowcast.runtime.errors import MAX_PEER_SENTENCE, DataError, Mismatch, RemoteProtocolError, peer_failure
 from tests.hostile.ends import End, every_end, remembered
 from tests.hostile.limits import within_limits
-from tests.hostile.mutate import Mutator, encode
+from tests.hostile.mutate import Mutator, decode, encode
 from tests.support.repeats import count
 
 NUM_FRAMES = count(40_000, 2_000_000)
@@ -31,7 +31,7 @@ GROWTH_A_BYTE = 64  # ... so much a byte of the frame
 HANG_S = 60  # for one frame: only a hang takes as long
 
 ENDS = every_end()
-FRAMES = list({frame for end in ENDS for frame in end.frames})
+FRAMES = sorted({frame for end in ENDS for frame in end.frames})
 
 
 def resident_bytes() -> int:
@@ -93,6 +93,13 @@ def test_every_state_is_there_at_both_ends() -> None:
 
 def test_the_second_check_takes_every_real_frame() -> None:
     assert all(decoded(frame) is not None for frame in FRAMES)
+
+
+@pytest.mark.parametrize("dimensions", [1, MAX_DIMENSIONS, MAX_DIMENSIONS + 1])
+def test_both_checks_take_arrays_of_as_many_dimensions(dimensions: int) -> None:
+    number, sequence, message = next(plain for plain in map(decode, FRAMES) if plain[2].get("plan"))
+    message["plan"]["arrays"][0]["shape"] = [1] * dimensions
+    assert (decoded(encode([number, sequence, message])) is not None) == (dimensions <= MAX_DIMENSIONS)
 
 
 @pytest.mark.timeout(count(300, 2400))
