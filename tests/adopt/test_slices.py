@@ -38,7 +38,7 @@ def train_in_slices(model: Model, optimizer: torch.optim.Optimizer, loader: Any)
     return losses
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [2, 3, 8])
 def test_micro_batches_train_rows_as_one_batch_does(number: int, tmp_path: Path, launches: Launches) -> None:
     """A script that looks up the whole batch and calls backward once for each slice's loss has the same bits."""
     model, optimizer = make(tmp_path / "slices", optimizer="adam")

@@ -147,7 +147,7 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Sequence[Tensor])
             file.write(len(head).to_bytes(8, "little") + head)
             for weight, dtype in zip(weights, dtypes, strict=True):
                 for rows in torch.split(weight.detach(), BLOCK_ROWS):
-                    block = rows.to("cpu", dtype).contiguous()
+                    block = rows.to("cpu", dtype).clone(memory_format=torch.contiguous_format)
                     file.write(block.view(torch.uint8).numpy().data)
         partial.rename(path)
     except OSError as error:

@@ -44,7 +44,7 @@ Inputs = tuple[Tensor, *tuple[Sequence[Embedded], ...]]  # dense, embeddings, an
 
 
 def align_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Aligns a model's inputs: on the CPU, the bits of a matrix product depend on alignment."""
+    """Aligns a model's inputs: on the CPU, the bits of a matrix product depend on alignment and strides."""
     if torch.compiler.is_compiling():
         return inputs  # `JobModel` has aligned them
     dense, *lists = inputs
@@ -58,7 +58,8 @@ def aligned_embedding(embedding: Embedded) -> Embedded:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous() and tensor.data_ptr() % MATRIX_ALIGNMENT == 0:
+    # a dimension of 1 may have any stride, and products read it
+    if tensor.is_contiguous() and 1 not in tensor.shape and tensor.data_ptr() % MATRIX_ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -10,16 +10,18 @@ from torch import Tensor
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Returns the parts [n, D] one after the other: a view if they are neighbours in one memory, otherwise a copy."""
-    first = parts[0]
-    together = (sum(len(part) for part in parts), *first.shape[1:])
     if all(part.is_contiguous() for part in parts) and all(follows(*pair) for pair in pairwise(parts)):
-        return first.as_strided(together, first.stride())
+        # the strides of a part say nothing: a dimension of 0 or 1 may have any
+        flat = parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
+        return flat.view(sum(len(part) for part in parts), *parts[0].shape[1:])
     return torch.cat(list(parts))
 
 
 def follows(part: Tensor, following: Tensor) -> bool:
+    own, others = part.untyped_storage(), following.untyped_storage()
     return (
-        part.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+        own.data_ptr() == others.data_ptr()
+        and own.nbytes() == others.nbytes()
         and part.dtype == following.dtype
         and part.shape[1:] == following.shape[1:]
         and part.storage_offset() + part.numel() == following.storage_offset()
