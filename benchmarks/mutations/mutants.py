@@ -154,7 +154,9 @@ tests/recovery/test_rejoin.py::test_nobody_is_awaited_where_the_job_does_not_say
 PREFETCHER = """\
 tests/stores/test_redis_failures.py::test_a_row_that_another_program_writes_over
     redis: a row is taken from whatever is in its field
-        if (found["field"] == fields).all(): => if True:
+        if whole_pages(found, found.view(np.int32), self._constants, identities) == len(keys): => if True:
+    redis: a value's checksum does not say which write wrote it
+        (mix(self._seed + places.astype(np.uint64) * GOLDEN) + keys.view(np.uint64)) => keys.copy()
 ::test_a_server_that_never_answers_gets_one_connection_and_one_first_command
     redis: a command is sent again when no answer comes
         Retry(NoBackoff(), 0) => Retry(NoBackoff(), 2)
@@ -174,7 +176,7 @@ tests/stores/test_redis_rows.py::test_rows_come_back_as_a_dictionary_has_them
     redis: a freed row is deleted while a reader holds it
         oldest = min(self._holds, default=self._num_holds) => oldest = self._num_holds
     redis: rows lose the zero bytes at their end
-        np.dtype((np.void, items.itemsize)) => np.dtype((np.bytes_, items.itemsize))
+        np.dtype((np.void, rows[0].nbytes)) => np.dtype((np.bytes_, rows[0].nbytes))
 ::test_a_copy_of_a_run_leaves_the_rows_of_the_original_alone
     redis: a copy of a run deletes the rows of the original
         if earlier is None or earlier.folder != folder.st_ino: => if earlier is None:

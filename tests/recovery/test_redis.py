@@ -2,6 +2,7 @@
 same after a restart. Keys of others stay as they are. No output names the password."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -222,6 +223,38 @@ def test_a_server_that_fails_while_rows_move_ends_both_with_one_sentence(
     assert sentence in trainer.ended(END_TIMEOUT_S).refused(PEER_LOST)
     assert session.remains() == []
     failure.repair(place)
+
+
+Values = dict[tuple[bytes, bytes], bytes]  # by hash and field
+ALTERS: dict[str, Callable[[Values, Values], Values]] = {
+    "alters": lambda now, earlier: {at: value[:2] + bytes([value[2] ^ 1]) + value[3:] for at, value in now.items()},
+    "swaps": lambda now, earlier: dict(zip(now, [*now.values()][1:], strict=False)),
+    "replays": lambda now, earlier: {at: earlier[at[1][:8]] for at in now if at[1][:8] in earlier},
+}
+
+
+@pytest.mark.parametrize("what", ALTERS)
+def test_a_client_that_changes_rows_under_a_run_ends_both_before_a_row_of_it_is_trained(
+    what: str, place: Place, session: Session
+) -> None:
+    session.write_job(**ALONE | {"data": {**ALONE["data"], "epochs": 10_000}}, **place.store)
+    prefetcher, trainer = session.start_training()
+    earlier: dict[bytes, bytes] = {}  # the first value of each row
+    with place.server.client() as client:
+        while prefetcher.running:
+            now = values_on(client)
+            for (name, field), value in ALTERS[what](now, earlier).items():
+                if value != now[name, field]:
+                    client.hset(name, field, value)
+            earlier = {field[:8]: value for (_, field), value in now.items()} | earlier
+    sentence = prefetcher.ended(END_TIMEOUT_S).refused(PEER_LOST)
+    assert re.search(r"has bytes for row \d+ of table (one|two) that another program has written", sentence), sentence
+    assert sentence in trainer.ended(END_TIMEOUT_S).refused(PEER_LOST)
+
+
+def values_on(client: Any) -> Values:
+    names = set(client.keys("rowcast:*")) - set(FOREIGN)
+    return {(name, field): value for name in names for field, value in client.hgetall(name).items()}
 
 
 def test_a_replica_that_lags_takes_over_and_the_run_goes_on_there_with_the_same_bits(

@@ -421,31 +421,65 @@ def test_a_primary_that_becomes_a_replica(tmp_path: Path) -> None:
             rows.write(KEYS, NEWER)
 
 
-ROW, OTHER = field(KEYS[1], 0), field(KEYS[0], 0)
+ROW, OTHER, OLDER = field(KEYS[1], 1), field(KEYS[0], 1), field(KEYS[1], 0)
 WRITTEN_OVER = "bytes for row 1 of table first that another program has written"
 HARM: dict[str, tuple[Callable[[Any, bytes], object], str]] = {
     "a key": (lambda client, name: client.set(name, b"x"), "has written to a key of this run (WRONGTYPE"),
     "too few bytes": (lambda client, name: client.hset(name, ROW, b"x"), WRITTEN_OVER),
     "more bytes": (lambda client, name: client.hset(name, ROW, b"x" + client.hget(name, ROW)), WRITTEN_OVER),
-    "another row": (
-        lambda client, name: client.hset(name, ROW, client.hget(name, ROW).replace(ROW, OTHER)),
-        WRITTEN_OVER,
-    ),
-    "another write": (
-        lambda client, name: client.hset(name, ROW, client.hget(name, ROW)[:-1] + b"\1"),
-        WRITTEN_OVER,
-    ),
+    "another row": (lambda client, name: client.hset(name, ROW, value_of(client, OTHER)), WRITTEN_OVER),
+    "an older value": (lambda client, name: client.hset(name, ROW, value_of(client, OLDER)), WRITTEN_OVER),
 }
+
+
+def value_of(client: Any, field: bytes) -> Any:
+    return next(filter(None, (client.hget(name, field) for name in client.keys("rowcast:*"))))
 
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_row_that_another_program_writes_over(harm: str, tmp_path: Path) -> None:
     do, words = HARM[harm]
     with RedisServer(tmp_path / "server") as server, server.client() as client, opened(server, tmp_path) as rows:
-        places = rows.write(KEYS, ROWS)
-        do(client, next(name for _, name in rows._hashes if client.hexists(name, ROW)))
+        rows.write(KEYS, ROWS)
+        places = rows.write(KEYS, ROWS)  # the same bytes again
+        do(client, name_of(rows, client, ROW))
         with refused(StoreLost, words):
             rows.read(KEYS, places, ROWS.copy())
+
+
+def name_of(rows: RedisRows, client: Any, field: bytes) -> bytes:
+    return next(name for _, name in rows._hashes if client.hexists(name, field))
+
+
+def test_a_value_of_an_earlier_start_is_another_programs(tmp_path: Path) -> None:
+    """Of the same row, by the same write, with the same bytes: only its generation differs."""
+    with RedisServer(tmp_path / "server") as server, server.client() as client:
+        with opened(server, tmp_path) as before:
+            before.write(KEYS, ROWS)
+            value = value_of(client, OLDER)
+        with opened(server, tmp_path) as rows:
+            places = rows.write(KEYS, ROWS)
+            client.hset(name_of(rows, client, OLDER), OLDER, value)
+            with refused(StoreLost, "bytes for row 1 of table first that another program has written"):
+                rows.read(KEYS, places, ROWS.copy())
+
+
+def test_each_of_400_flipped_bits_is_refused_and_its_row_is_named(tmp_path: Path) -> None:
+    chance = np.random.default_rng(0)
+    with RedisServer(tmp_path / "server") as server, server.client() as client, opened(server, tmp_path) as rows:
+        places = rows.write(KEYS, ROWS)
+        for _ in range(400):
+            row = int(chance.integers(len(KEYS)))
+            name, at = name_of(rows, client, field(KEYS[row], 0)), field(KEYS[row], 0)
+            value = client.hget(name, at)
+            place = int(chance.integers(8 * len(value)))
+            flipped = bytearray(value)
+            flipped[place // 8] ^= 1 << place % 8
+            client.hset(name, at, bytes(flipped))
+            with refused(StoreLost, f"{GROUP.row_name(int(KEYS[row]))} that another program has written"):
+                rows.read(KEYS, places, ROWS.copy())
+            client.hset(name, at, value)
+            rows._servers._lost = None  # as a new start, on the same rows
 
 
 def test_rows_remain_and_are_named_in_the_log_when_the_server_is_gone_at_the_end(tmp_path: Path) -> None:

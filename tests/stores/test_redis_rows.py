@@ -26,7 +26,7 @@ from tests.support.repeats import count
 
 pytestmark = needs_redis
 COMMANDS = ("hset", "hmget", "hdel")
-VALUE_BYTES = GROUP.record_bytes + 12
+VALUE_BYTES = GROUP.record_bytes + 8
 
 
 @pytest.fixture(scope="module", params=["one server", "a cluster of three"])

@@ -55,18 +55,17 @@ def checksum(halves: I32, page: int, constants: I64, identity: int) -> int:
 
 
 @compiled_loop
-def seal(pages: U64, halves: I32, constants: I64, identity: int) -> None:
-    """Sets the pages' checksums. `halves`: the same memory as `pages`. `identity`: of the first page; the others have
-    the next ones."""
+def seal(pages: U64, halves: I32, constants: I64, identities: I64) -> None:
+    """Sets the pages' checksums. `halves`: the same memory as `pages`."""
     for page in range(len(pages)):
-        pages[page, 0] = checksum(halves, page, constants, identity + page)
+        pages[page, 0] = checksum(halves, page, constants, identities[page])
 
 
 @compiled_loop
-def whole_pages(pages: U64, halves: I32, constants: I64, identity: int) -> int:
+def whole_pages(pages: U64, halves: I32, constants: I64, identities: I64) -> int:
     """Returns how many pages there are before the first one with a wrong checksum."""
     for page in range(len(pages)):
-        if pages[page, 0] != np.uint64(checksum(halves, page, constants, identity + page)):
+        if pages[page, 0] != np.uint64(checksum(halves, page, constants, identities[page])):
             return page
     return len(pages)
 

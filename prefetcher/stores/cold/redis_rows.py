@@ -2,7 +2,10 @@
 
     key     rowcast:{<tag>}<generation>    tag: 00 to ff; the braces decide which server of a cluster has it
     field   the row's key, 8 bytes | number of the `write` that wrote it, 4 bytes, the row's place
-    value   record | the same 12 bytes
+    value   checksum, 8 bytes | record
+
+The checksum (`page_loops.py`) starts from generation, key and write. So it detects changed bytes, another row's value
+and an older one, but not a value that somebody forged on purpose.
 
 A field is written once and deleted once. A row that is written again therefore stays readable at its older place until
 that is freed and no hold covers it. A missing field is a lost row: the server evicted it or restarted without it, or a
@@ -28,13 +31,15 @@ import numpy.typing as npt
 from rowcast.job.server_url import ServerUrl
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
+from rowcast.prefetcher.stores.cold.page_loops import WORD_BYTES, seal, whole_pages
 from rowcast.prefetcher.stores.cold.redis_keys import NUM_HASHES, delete, keys_of, new_generation, pattern_of
 from rowcast.prefetcher.stores.cold.redis_note import note_path
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.runtime.arrays import I64, Bytes
+from rowcast.protocol.row_checksum import column_constants
+from rowcast.runtime.arrays import I64, U64, Bytes
 from rowcast.runtime.errors import RowcastError, StoreLost
-from rowcast.runtime.splitmix import GOLDEN
+from rowcast.runtime.splitmix import GOLDEN, mix
 from rowcast.runtime.telemetry.logs import get_logger
 
 HASH_SHIFT = np.uint64(56)
@@ -75,7 +80,9 @@ class RedisRows:
         self.used_bytes = self.garbage_bytes = 0  # of values, without the servers' overhead
         self.generation = generation
         self._servers, self._group, self._note = servers, group, note
-        self._value = np.dtype([("record", np.uint8, group.record_bytes), ("field", FIELD)])
+        self._value_bytes = WORD_BYTES + group.record_bytes
+        self._constants = column_constants(self._value_bytes // 4)
+        self._seed = np.uint64(int(generation, 16))
         names = sorted(keys_of(generation), key=servers.node_of)
         self._hashes = [(servers.node_of(name), name) for name in names]  # in the order of the nodes, as answers come
         self._lock = threading.Lock()  # for what follows and the counters
@@ -136,7 +143,7 @@ class RedisRows:
         fields = fields_of(keys, places)
         with self._lock:
             self._freed.append(Freed(self._num_holds, fields))
-            self.garbage_bytes += len(keys) * self._value.itemsize
+            self.garbage_bytes += len(keys) * self._value_bytes
 
     def tidy(self) -> bool:
         """Deletes freed rows, and checks the servers' counters from time to time. Raises StoreLost, or ConfigError if a
@@ -150,8 +157,8 @@ class RedisRows:
         order, ends = self._by_hash(fields["key"])
         deleted = sum(self._servers.ask(self._commands(b"HDEL", as_bytes(fields[order]), ends)))
         with self._lock:
-            self.used_bytes -= len(fields) * self._value.itemsize
-            self.garbage_bytes -= len(fields) * self._value.itemsize
+            self.used_bytes -= len(fields) * self._value_bytes
+            self.garbage_bytes -= len(fields) * self._value_bytes
         if deleted != len(fields):
             self._servers.check()  # if a server says why, its error is raised
             raise self._servers.fails(
@@ -203,11 +210,12 @@ class RedisRows:
 
     def _write(self, keys: Keys, records: Records, number: int) -> None:
         order, ends = self._by_hash(keys)
-        values = np.empty(len(keys), self._value)
-        values["record"] = records[order]
-        values["field"] = fields = fields_of(keys[order], np.full(len(keys), number, np.uint32))
+        keys, places = keys[order], np.full(len(keys), number, np.uint32)
+        values: U64 = np.empty((len(keys), self._value_bytes // WORD_BYTES), np.uint64)
+        values[:, 1:] = records.view(np.uint64)[order]
+        seal(values, values.view(np.int32), self._constants, self._identities(keys, places))
         arguments: list[bytes] = [b""] * (2 * len(keys))
-        arguments[::2] = as_bytes(fields)
+        arguments[::2] = as_bytes(fields_of(keys, places))
         arguments[1::2] = as_bytes(values)
         self._servers.ask(self._commands(b"HSET", arguments, 2 * ends))
         with self._lock:
@@ -217,41 +225,44 @@ class RedisRows:
 
     def _read(self, keys: Keys, places: Places, out: Records) -> None:
         order, ends = self._by_hash(keys)
-        fields = fields_of(keys[order], places[order])
-        commands = self._commands(b"HMGET", as_bytes(fields), ends)
+        keys, places = keys[order], places[order]
+        commands = self._commands(b"HMGET", as_bytes(fields_of(keys, places)), ends)
         began_s = time.perf_counter()
         answers = self._servers.ask(commands)
         seconds = time.perf_counter() - began_s
-        found = self._checked(fields, list(chain.from_iterable(answers)))
-        out[order] = found["record"]
+        found = self._checked(keys, places, list(chain.from_iterable(answers)))
+        out[order] = found[:, 1:].view(np.uint8)
         with self._lock:
             self.rows_read += len(keys)
             self.bytes_read += found.nbytes
             self.read_seconds += seconds
 
-    def _checked(self, fields: Fields, values: list[bytes | None]) -> npt.NDArray[np.void]:
-        """Returns the values as an array. Raises StoreLost if one is not as it was written."""
-        with suppress(TypeError):  # None is a row that the server does not have
-            joined = b"".join(values)  # type: ignore[arg-type]
-            if len(joined) == len(fields) * self._value.itemsize:
-                found = np.frombuffer(joined, self._value)
-                if (found["field"] == fields).all():
-                    return found
-        wrong = next(filter(None, map(self._wrong, fields, as_bytes(fields), values)))
+    def _checked(self, keys: Keys, places: Places, values: list[bytes | None]) -> U64:
+        """Returns the values as words, u64 [n, words]. Raises StoreLost if one is not as it was written."""
+        with suppress(TypeError, ValueError):  # a missing value is None; one of another length leaves a wrong size
+            joined = bytearray().join(values)  # type: ignore[arg-type]
+            found = np.frombuffer(joined, np.uint64).reshape(len(keys), len(self._constants) // 2)
+            identities = self._identities(keys, places)
+            if whole_pages(found, found.view(np.int32), self._constants, identities) == len(keys):
+                return found
+        if len(keys) > 1:  # the first wrong one raises
+            for i in range(len(keys)):
+                self._checked(keys[i : i + 1], places[i : i + 1], values[i : i + 1])
         self._servers.check()  # if a server says why, its error is raised
-        raise self._servers.fails(StoreLost(f"{wrong}; {NEXT_START}"))
+        raise self._servers.fails(StoreLost(f"{self._wrong(int(keys[0]), int(places[0]), values[0])}; {NEXT_START}"))
 
-    def _wrong(self, field: np.void, as_written: bytes, value: bytes | None) -> str | None:
-        """Describes what is wrong with a row's value; None if it is as written."""
-        if value is not None and len(value) == self._value.itemsize and value.endswith(as_written):
-            return None
-        key, write = int(field["key"]), int(field["write"])
+    def _wrong(self, key: int, write: int, value: bytes | None) -> str:
+        """Describes what is wrong with a row's value."""
         node, _ = self._hashes[int(hash_of(np.array([key]))[0])]
         at = f"Redis server {self._servers.nodes[node].name} (store.url)"
         row = self._group.row_name(key)
         if value is None:
             return f"{at} has lost {row} as write {write} brought it"
         return f"{at} has bytes for {row} that another program has written"
+
+    def _identities(self, keys: Keys, places: Places) -> I64:
+        """A number for each value that no other row, write or generation has, but for one chance in 2^64."""
+        return (mix(self._seed + places.astype(np.uint64) * GOLDEN) + keys.view(np.uint64)).view(np.int64)
 
     def _by_hash(self, keys: Keys) -> tuple[I64, I64]:
         """Returns the rows' order by hash, and each hash's end in it."""
@@ -279,7 +290,7 @@ def fields_of(keys: Keys, places: Places) -> Fields:
     return fields
 
 
-def as_bytes(items: npt.NDArray[Any]) -> list[bytes]:
-    """Returns each element's bytes. numpy's type S would drop zero bytes at the end."""
-    found: list[bytes] = items.view(np.dtype((np.void, items.itemsize))).tolist()
+def as_bytes(rows: npt.NDArray[Any]) -> list[bytes]:
+    """Returns the bytes of each row, or element. numpy's type S would drop zero bytes at the end."""
+    found: list[bytes] = rows.view(np.dtype((np.void, rows[0].nbytes))).ravel().tolist()
     return found

@@ -295,7 +295,8 @@ class SegmentFile:
     def _write_buffer(self) -> None:
         num_pages = self._buffer_rows // self._page.num_rows
         identity = self._identities[self._segment] + self._first_page - self._segment * self._segments.num_pages
-        seal(self._buffer[:num_pages], self._halves[:num_pages], self._constants, identity)
+        identities = np.arange(identity, identity + num_pages)
+        seal(self._buffer[:num_pages], self._halves[:num_pages], self._constants, identities)
         try:
             write_all(self._file.fileno(), self._buffer[:num_pages], self._first_page * self._page.nbytes)
         except OSError as error:
@@ -344,7 +345,8 @@ class SegmentFile:
         if nbytes < pages.nbytes:
             raise self._unreadable(first + nbytes // self._page.nbytes, "it ends before")
         identity = int(self._identities[piece.segment]) + piece.first_page
-        num_whole = whole_pages(pages, pages.view(np.int32), self._constants, identity)
+        identities = np.arange(identity, identity + piece.num_pages)
+        num_whole = whole_pages(pages, pages.view(np.int32), self._constants, identities)
         if num_whole < piece.num_pages:
             raise self._changed(first + num_whole)
         with self._lock:
