@@ -226,7 +226,7 @@ def test_a_server_that_fails_while_rows_move_ends_both_with_one_sentence(
 
 
 Values = dict[tuple[bytes, bytes], bytes]  # by hash and field
-ALTERS: dict[str, Callable[[Values, Values], Values]] = {
+ALTERS: dict[str, Callable[[Values, dict[bytes, bytes]], Values]] = {
     "alters": lambda now, earlier: {at: value[:2] + bytes([value[2] ^ 1]) + value[3:] for at, value in now.items()},
     "swaps": lambda now, earlier: dict(zip(now, [*now.values()][1:], strict=False)),
     "replays": lambda now, earlier: {at: earlier[at[1][:8]] for at in now if at[1][:8] in earlier},

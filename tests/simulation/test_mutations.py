@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import rowcast.prefetcher.run.tables
@@ -15,10 +14,13 @@ from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
-from rowcast.prefetcher.stores.cold.redis_rows import Fields, RedisRows
+from rowcast.prefetcher.stores.cold.cold_rows import Places
+from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
+from rowcast.prefetcher.stores.store import Keys
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
+from rowcast.runtime.arrays import U64
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.trainer.models.model_state import Tensors
 from tests.simulation.life import LifeFailed, run_life
@@ -95,8 +97,9 @@ def accept_any_incarnation(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_rows_that_a_server_lost_for_zeros(patch: pytest.MonkeyPatch) -> None:
-    def as_they_come(self: RedisRows, fields: Fields, values: list[bytes | None]) -> npt.NDArray[np.void]:
-        return np.frombuffer(b"".join(value or bytes(self._value.itemsize) for value in values), self._value)
+    def as_they_come(self: RedisRows, keys: Keys, places: Places, values: list[bytes | None]) -> U64:
+        joined = b"".join(value or bytes(self._value_bytes) for value in values)
+        return np.frombuffer(joined, np.uint64).reshape(len(keys), -1)
 
     patch.setattr(RedisRows, "_checked", as_they_come)
 

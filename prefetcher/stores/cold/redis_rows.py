@@ -292,5 +292,5 @@ def fields_of(keys: Keys, places: Places) -> Fields:
 
 def as_bytes(rows: npt.NDArray[Any]) -> list[bytes]:
     """Returns the bytes of each row, or element. numpy's type S would drop zero bytes at the end."""
-    found: list[bytes] = rows.view(np.dtype((np.void, rows[0].nbytes))).ravel().tolist()
+    found: list[bytes] = rows.view(f"V{rows[0].nbytes}").ravel().tolist()
     return found
