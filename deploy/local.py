@@ -13,8 +13,9 @@ if __name__ == "__main__":
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from typer import Option
@@ -25,7 +26,10 @@ from rowcast.runtime.child import Child
 from rowcast.runtime.children import StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, Timeline, Verify
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals, run_until_stopped
+from rowcast.runtime.run_directory import Role
+from rowcast.runtime.starting import note_start
 
 RESTARTS = 3  # how often the trainers of several ranks are restarted when one ends
 
@@ -81,6 +85,8 @@ def run_both(
         start_child("prefetcher", "rowcast.prefetcher", ["run", *of_prefetcher], job.run_dir / "prefetcher.log"),
         start_trainers(job.ranks.count, [command, *of_trainer]),
     ]
+    for rank, (role, child) in product(range(job.ranks.count), zip(get_args(Role), children, strict=True)):
+        note_start(pair_folder(job.run_dir, rank, job.ranks.count), role, child.process.pid)
     first = ended_together(children, meanwhile=StopsChildren(signals, children).advance)
     if first is not None:
         raise ended_badly(first)

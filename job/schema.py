@@ -192,7 +192,8 @@ class Transport(Section, frozen=True, kw_only=True):
     # host bytes of each of the two rings; `"auto"` is `lookahead.depth` + 1 typical plans, at least 2 MiB, and 64 MiB
     # over tcp
     ring: Size = "auto"
-    connect_timeout: str | float = "60s"  # how long each process waits for the other to connect
+    # how long each process waits for the other to connect; it counts while the other is not seen to start on this host
+    connect_timeout: str | float = "60s"
     stall_timeout: str | float = "300s"  # how long both processes may be without progress before they give up
     # how long a peer may be silent before a process gives up; a peer that is seen to run on this host has until
     # `stall_timeout`

@@ -59,8 +59,10 @@ class PeerWatch:
         progress: Callable[[], ProcessProgress],
         connected: Callable[[], bool],
         failure: Callable[[], RowcastError | None],
+        is_starting: Callable[[], bool],
     ) -> None:
-        """`failure` returns the error of a peer that failed before it could connect, or None."""
+        """`failure` returns the error of a peer that failed before it could connect, or None. `is_starting`: whether
+        the peer is seen to start."""
         self._peer = peer
         self._conversation = conversation
         self._link = link
@@ -69,7 +71,7 @@ class PeerWatch:
         self._silence_timeout_s = parse_seconds(transport.silence_timeout)
         self._progress = progress
         self._connected = connected
-        self._failure = failure
+        self._failure, self._is_starting = failure, is_starting
         self._peer_waits_for = "nothing yet"
         self._peer_progress: tuple[int | None, ...] = ()
         self._started_s = time.monotonic()
@@ -120,10 +122,10 @@ class PeerWatch:
             raise failure
 
     def _check_coming(self, progress: ProcessProgress, now_s: float) -> None:
-        """Checks the time-out, which starts when this side is ready and again at each frame of a peer that is not ready
-        yet."""
+        """Checks the time-out, which starts when this side is ready, and again whenever the peer is seen to start and
+        at each frame of a peer that is not ready yet."""
         self._last_change_s = now_s
-        if not progress.ready:
+        if not progress.ready or self._is_starting():
             self._started_s = now_s
         if now_s - max(self._started_s, self._link.last_received_s or 0.0) > self._connect_timeout_s:
             raise PeerNeverCame(

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 CREDENTIALS = struct.Struct("3i")  # ucred: process, user, group
 AFTER_COMMAND = 3  # the fields of /proc/PID/stat are counted from 1, and the second may contain any text
-STATE, START = 3, 22
+STATE, USER_TIME, SYSTEM_TIME, START = 3, 14, 15, 22
 
 
 class Stat(NamedTuple):
     state: str  # one letter: T if a signal such as SIGSTOP has stopped it, Z if it has ended; t if a debugger holds it
     start: str  # in clock ticks since the host's
+    ticks: int  # processor time of all its threads
 
 
 def stat_of(pid: int) -> Stat | None:
@@ -22,7 +23,8 @@ def stat_of(pid: int) -> Stat | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return Stat(fields[STATE - AFTER_COMMAND], fields[START - AFTER_COMMAND])
+    ticks = sum(int(fields[number - AFTER_COMMAND]) for number in (USER_TIME, SYSTEM_TIME))
+    return Stat(fields[STATE - AFTER_COMMAND], fields[START - AFTER_COMMAND], ticks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,19 @@ class OtherProcess:
     @property
     def runs(self) -> bool:
         """Returns whether it lives and no signal has stopped it."""
+        return self.processor_ticks is not None
+
+    @property
+    def processor_ticks(self) -> int | None:
+        """Returns the processor time that it has used; None unless it `runs`."""
         found = stat_of(self.pid)
-        return found is not None and found.start == self.start and found.state not in "TZX"
+        runs = found is not None and found.start == self.start and found.state not in "TZX"
+        return found.ticks if found is not None and runs else None
+
+
+def seen(pid: int) -> OtherProcess | None:
+    found = stat_of(pid)
+    return None if found is None else OtherProcess(pid, found.start)
 
 
 def at_other_end(descriptor: int) -> OtherProcess | None:
@@ -51,5 +64,4 @@ def at_other_end(descriptor: int) -> OtherProcess | None:
         return None
     finally:
         connection.detach()
-    found = stat_of(pid) if pid else None
-    return None if found is None else OtherProcess(pid, found.start)
+    return seen(pid) if pid else None

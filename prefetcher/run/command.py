@@ -1,5 +1,6 @@
 """Implements `prefetcher run`. Reads the job file before its other imports, to refuse a bad one at once."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -18,7 +19,9 @@ from rowcast.runtime.command_options import (
     Timeline,
     Verify,
 )
+from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
+from rowcast.runtime.starting import note_start
 from rowcast.runtime.telemetry.logs import setup_logging
 
 DEFAULT_VERIFY_SHARE = 0.05
@@ -54,6 +57,9 @@ def run(
     def main(signals: Signals) -> int:
         setup_logging("prefetcher", log_level, log_json or None, rank=rank)
         job = load_own_job("prefetcher", config, tuple(overrides or ()))
+        count, on_host = job.ranks.count, job.ranks.on_host
+        for own in range(count)[host * on_host :][:on_host] if rank is None else [rank]:
+            note_start(pair_folder(job.run_dir, own, count), "prefetcher", os.getpid())
         from rowcast.prefetcher.run.options import RunOptions
         from rowcast.prefetcher.run.prefetcher_run import run_prefetcher
 

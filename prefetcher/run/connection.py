@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from rowcast.job.schema import Transport
+from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.pipeline.engine import WAKES, PrefetcherEngine
 from rowcast.prefetcher.run.gauges import stall_clocks
 from rowcast.prefetcher.run.sizing import check_shared_memory
@@ -32,6 +33,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, Stage
+from rowcast.runtime.starting import PeerStart, has_started
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline, recorded_stages
@@ -88,8 +90,10 @@ class Connection:
             lambda: progress_of(self.engine, work()),
             lambda: self.met,
             lambda: failure_since(self._folder, "trainer", self._signals.began_s),
+            PeerStart(self._folder, "trainer", parse_seconds(self._transport.stall_timeout)).goes_on,
         )
         self._crew.start({"watch": watch}, {})
+        has_started(self._folder, "prefetcher")
         self.stack.callback(self._crew.stop)
 
     def open_rings(self, nbytes: int) -> Rings:

@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -294,7 +295,13 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
 
-def watch_of(link: FakeLink, *, connected: bool = True, makes_progress: bool = False) -> PeerWatch:
+def watch_of(
+    link: FakeLink,
+    *,
+    connected: bool = True,
+    makes_progress: bool = False,
+    is_starting: Callable[[], bool] = lambda: False,
+) -> PeerWatch:
     near, _ = inproc_pair()
     conversation, steps = Conversation(Talk("trainer"), near), count()
 
@@ -303,7 +310,9 @@ def watch_of(link: FakeLink, *, connected: bool = True, makes_progress: bool = F
             step_begun=1, step_done=1, work=next(steps) if makes_progress else 0, waiting_for="rows", ended=False
         )
 
-    return PeerWatch("prefetcher", conversation, link, Transport(), progress, lambda: connected, lambda: None)
+    return PeerWatch(
+        "prefetcher", conversation, link, Transport(), progress, lambda: connected, lambda: None, is_starting
+    )
 
 
 def pass_time(clock: Clock, watch: PeerWatch, seconds: float, tick_s: float = 0.05) -> None:

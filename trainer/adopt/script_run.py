@@ -27,6 +27,7 @@ from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_fai
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stages import Doorbell
+from rowcast.runtime.starting import note_start
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt.script_state import ScriptState
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
@@ -103,8 +104,10 @@ class ScriptRun:
         self.stack.callback(self._signals.close)
         self._signals.open()
         self.metrics_address = self.telemetry.serve(self.stack)
+        note_start(self._job.run_dir, "trainer", os.getpid())
         if self._parts.start_child is not None:
             self._child, began_s = self._parts.start_child(), None  # its exit tells more than its failure note
+            note_start(self._job.run_dir, "prefetcher", self._child.process.pid)
             self.stack.callback(self._child.terminate, CHILD_END_S)
         kernels = choose_kernels(self._device, self._job)  # in parallel with the prefetcher's start
         self.stack.enter_context(self.connection)

@@ -13,7 +13,9 @@ from rowcast.job.file import load_own_job
 from rowcast.job.schema import Job
 from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Timeline
+from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals, leave_at_once, run_until_stopped
+from rowcast.runtime.starting import note_start
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.run.launch import rank_in_log, read_launch
 
@@ -30,10 +32,13 @@ def run_until_left(process: str, main: Callable[[Signals], int | None]) -> int:
 
 
 def begin(config: Path, overrides: list[str] | None, log_level: str, log_json: bool) -> Job:
-    if read_launch(os.environ).has_agent:
+    launch = read_launch(os.environ)
+    if launch.has_agent:
         stop_with_parent(os.getppid())  # torchrun, which cannot notify its trainers if it is killed
     setup_logging("trainer", log_level, log_json or None, rank_in_log(os.environ))
-    return load_own_job("trainer", config, tuple(overrides or ()))
+    job = load_own_job("trainer", config, tuple(overrides or ()))
+    note_start(pair_folder(job.run_dir, launch.rank, launch.world_size), "trainer", os.getpid())
+    return job
 
 
 def run(

@@ -25,6 +25,7 @@ import torch
 
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
+from rowcast.job.units import parse_seconds
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, Mode, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank
@@ -36,6 +37,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
+from rowcast.runtime.starting import PeerStart, has_started
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import recorded_stages
@@ -111,8 +113,10 @@ class Connection:
             lambda: parts.adjust_progress(progress_of(self.engine)),
             lambda: bool(arrived),
             lambda: None if began_s is None else failure_since(parts.folder, "prefetcher", began_s),
+            PeerStart(parts.folder, "prefetcher", parse_seconds(parts.transport.stall_timeout)).goes_on,
         )
         conversation.send(hello(parts.job, parts.rank, parts.mode, torch.get_num_threads(), parts.device))
+        has_started(parts.folder, "trainer")
         crash_point("Hello sent")
         parts.health.state = "connecting"
         get_logger().info("waiting for the prefetcher", run_dir=str(parts.folder.resolve()))
