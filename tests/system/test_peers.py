@@ -4,23 +4,17 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import pytest
 
-from rowcast.job.schema import Transport
-from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S, PeerWatch, ProcessProgress
-from rowcast.protocol.session import Session as Talk
-from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S
 from rowcast.runtime import run_directory
 from rowcast.runtime.errors import ConfigError, PeerLost, PeerNeverCame, peer_failure
 from rowcast.runtime.run_directory import Role, RunDirectory, failure_path, failure_since
 from tests.support.facts import facts
 from tests.support.processes import Process, Session, proc_text
+from tests.support.watched import Clock, FakeLink, pass_time, watch_of
 
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 SILENCE_S, STALL_S = 7.0, 300.0  # transport.silence_timeout and stall_timeout by default
@@ -279,46 +273,6 @@ def test_two_processes_without_progress_give_up_and_say_what_they_waited_for(ses
 
 
 # the watch alone
-
-
-@dataclass
-class FakeLink:
-    peer_gone: bool = False
-    peer_runs: bool = False
-    pending: int = 0
-    last_received_s: float | None = None
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-
-
-def watch_of(
-    link: FakeLink,
-    *,
-    connected: bool = True,
-    makes_progress: bool = False,
-    is_starting: Callable[[], bool] = lambda: False,
-) -> PeerWatch:
-    near, _ = inproc_pair()
-    conversation, steps = Conversation(Talk("trainer"), near), count()
-
-    def progress() -> ProcessProgress:
-        return ProcessProgress(
-            step_begun=1, step_done=1, work=next(steps) if makes_progress else 0, waiting_for="rows", ended=False
-        )
-
-    return PeerWatch(
-        "prefetcher", conversation, link, Transport(), progress, lambda: connected, lambda: None, is_starting
-    )
-
-
-def pass_time(clock: Clock, watch: PeerWatch, seconds: float, tick_s: float = 0.05) -> None:
-    for _ in range(round(seconds / tick_s)):
-        clock.now_s += tick_s
-        watch.advance()
 
 
 def test_silence_is_counted_while_this_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:

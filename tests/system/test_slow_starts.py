@@ -11,7 +11,7 @@ import pytest
 from rowcast.runtime.run_directory import Role
 from rowcast.runtime.starting import PeerStart, has_started, note_path, note_start
 from tests.support.processes import Process, Session
-from tests.system.test_peers import Clock, FakeLink, pass_time, watch_of
+from tests.support.watched import Clock, FakeLink, pass_time, watch_of
 
 SLOW = 15  # seconds before a process executes the first line of its program
 STARTED = (
