@@ -12,6 +12,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
+from rowcast.prefetcher.readers.fp32 import EVERY_WIDE, to_fp32
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.id_check import (
     LARGEST_ID,
@@ -36,12 +37,13 @@ class RowDecoder:
 
     def dense(self, table: Any, location: Location) -> DenseBatch:
         roles = self._roles
-        with np.errstate(over="ignore"):  # values beyond fp32 become infinite, and the checks refuse them
-            labels, dense = ([floats(table[name]) for name in names] for names in (roles.labels, roles.dense))
-        stacked = np.stack(dense, axis=1) if dense else np.zeros((table.num_rows, 0), np.float32)
+        labels, dense = ([found(table[name]) for name in names] for names in (roles.labels, roles.dense))
+        stacked = np.stack([to_fp32(own) for own in dense], axis=1) if dense else np.zeros((table.num_rows, 0), "f4")
         return DenseBatch(
-            dense=check_dense(stacked, roles.dense, location),
-            labels=check_labels(self._labels(labels, table.num_rows), self._columns, location),
+            dense=check_dense(stacked, dense, roles.dense, location),
+            labels=check_labels(
+                self._labels([to_fp32(own) for own in labels], table.num_rows), labels, self._columns, location
+            ),
             inputs=dict(self._input(table, name, location) for name in roles.inputs),
         )
 
@@ -94,9 +96,9 @@ def feature_weights(table: Any, feature: Feature, lengths: Ids | None, location:
     if feature.weights_column is None:
         return None
     values = lookup_values(table, feature.weights_column, feature, lengths, location)
-    with np.errstate(over="ignore"):  # as dense values
-        weights = floats(values)
-    check_dense(weights[:, None], [feature.weights_column], lookup_location(lengths, location))
+    given = found(values)
+    weights = to_fp32(given)
+    check_dense(weights[:, None], [given], [feature.weights_column], lookup_location(lengths, location))
     return weights
 
 
@@ -118,8 +120,20 @@ def numbers(values: Any, name: str, location: Location) -> npt.NDArray[Any]:
     if values.null_count and not pa.types.is_floating(values.type):
         at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(f"{location(at)}, column {name}: the value is missing; give missing ones a value of their own")
-    found: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return found
+    return found(values)
+
+
+def found(values: Any) -> npt.NDArray[Any]:
+    """Returns numbers unchanged: integers with nulls as fp64 with NaN, or as objects if fp64 cannot hold them."""
+    if values.null_count and pa.types.is_integer(values.type) and largest(values) >= EVERY_WIDE:
+        return np.array(values.to_pylist(), object)
+    array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return array
+
+
+def largest(values: Any) -> float:
+    ends = pc.min_max(values.flatten() if is_list(values.type) else values).as_py().values()
+    return max((abs(own) for own in ends if own is not None), default=0)
 
 
 def counts_of(lengths: Ids | None, num_samples: int) -> Ids:
@@ -151,11 +165,6 @@ def integers(values: Any, feature: Feature, location: Location) -> Ids:
     wide = values.cast(pa.int64())
     ids: Ids = (wide.fill_null(MISSING) if wide.null_count else wide).to_numpy(zero_copy_only=False)
     return ids
-
-
-def floats(values: Any) -> Floats:
-    numbers: Floats = values.to_numpy(zero_copy_only=False).astype(np.float32)
-    return numbers
 
 
 def is_list(kind: Any) -> bool:

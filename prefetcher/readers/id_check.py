@@ -1,6 +1,6 @@
 """Checks ids, dense values and labels before they are used."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +10,7 @@ import numpy as np
 from rowcast.job.formats import Columns, formats_with
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
+from rowcast.prefetcher.readers.fp32 import Array, is_kept, refuse_changed
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
@@ -129,8 +130,12 @@ def refusal(row: int, feature: Feature, location: str) -> DataError:
     )
 
 
-def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
-    """Returns `dense` f32 [n, D]. Raises DataError with the location of a value that is NaN or infinite."""
+def check_dense(dense: Floats, given: Sequence[Array], names: list[str], location: Location) -> Floats:
+    """Returns `dense` f32 [n, D]; `given` are its columns before the cast. Raises DataError with the location of a
+    value that is not finite, or that fp32 changes (`fp32.py`)."""
+    if is_kept(dense):
+        return dense
+    refuse_changed(given, dense, lambda row, column: f"{location(row)}, column {names[column]}")
     finite = np.isfinite(dense)
     if not finite.all():
         row, column = divmod(int(np.argmin(finite)), dense.shape[1])
@@ -141,21 +146,23 @@ def check_dense(dense: Floats, names: list[str], location: Location) -> Floats:
     return dense
 
 
-def check_labels(labels: Floats, columns: Columns, location: Location) -> Floats:
-    """Returns `labels` f32 [n], or [n, T] with data.columns.labels. Raises DataError for one that `columns` does not
-    allow."""
+def check_labels(labels: Floats, given: Sequence[Array], columns: Columns, location: Location) -> Floats:
+    """Returns `labels` f32 [n], or [n, T] with data.columns.labels; `given` are its columns before the cast. Raises
+    DataError for one that `columns` does not allow, or that fp32 changes (`fp32.py`)."""
     if columns.label_values == "none":
         return labels
-    is_binary = columns.label_values == "binary"
+    names, is_binary = columns.label_names, columns.label_values == "binary"
     valid = (labels == 0) | (labels == 1) if is_binary else np.isfinite(labels)
     if columns.labels:
         valid |= np.isnan(labels)  # unknown
+    if not is_binary and not is_kept(labels):
+        by_name = labels.reshape(-1, len(names))
+        refuse_changed(given, by_name, lambda row, column: f"{location(row)}, column {names[column]}")
     if not valid.all():
-        row, column = divmod(int(np.argmin(valid)), len(columns.label_names))
+        row, column = divmod(int(np.argmin(valid)), len(names))
         allowed = "0 or 1" if is_binary else "finite in fp32"
         raise DataError(
-            f"{location(row)}, column {columns.label_names[column]}: label {labels.flat[np.argmin(valid)]} is not "
-            f"{allowed}"
+            f"{location(row)}, column {names[column]}: label {labels.flat[np.argmin(valid)]} is not {allowed}"
         )
     return labels
 

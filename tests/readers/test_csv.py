@@ -117,7 +117,7 @@ def test_a_byte_order_mark_windows_line_ends_and_an_unended_last_line_are_fine(t
 LINE_BREAK = ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"
 NO_INTEGER = "is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"
 INVALID_ID = 'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
-
+CHANGED = "scale it, or make it an array (data.columns.inputs, or another key of a data set's batch)"
 
 QUOTED = ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
 
@@ -140,7 +140,7 @@ QUOTED = ": a quoted field continues in the next line; remove line breaks within
         (4, ",1.5,2,5,1", ", column label: the cell is empty; it must be 0 or 1"),
         (4, "1,n/a,2,5,1", ", column int_0: 'n/a' is not a number"),
         (4, "1,,2,5,1", ", column int_0: value nan is not finite in fp32; replace missing values before training"),
-        (4, "1,1e39,2,5,1", ", column int_0: value inf is not finite in fp32; replace missing values before training"),
+        (4, "1,1e39,2,5,1", f", column int_0: value 1e+39 is inf in fp32; {CHANGED}, which keeps its dtype"),
         (4, "1,1.5,bob,5,1", f", column a: 'bob' {NO_INTEGER}"),
         (4, "1,1.5,2.0,5,1", f", column a: '2.0' {NO_INTEGER}"),
         (4, f"1,1.5,{2**63},5,1", f", column a: '{2**63}' {NO_INTEGER}"),

@@ -36,7 +36,7 @@ def keyed(lengths: bool = True, weights: Any = None, **changed: Any) -> SimpleNa
 
 SHAPES: dict[str, Any] = {
     "a tuple of arrays": (DENSE, IDS, LABELS),
-    "a tuple of tensors": (torch.from_numpy(DENSE).double(), torch.from_numpy(IDS), torch.tensor([[0], [1]])),
+    "a tuple of tensors": (torch.from_numpy(DENSE).double(), torch.from_numpy(IDS), torch.tensor([0, 1])),
     "a list with lists": [DENSE.tolist(), [[1, 4], [2, 5], [3, 6]], [False, True]],
     "lists of bags": (DENSE, [[[1], [4]], [[2], [5]], [[3], [6]]], LABELS),
     "ids and offsets": (DENSE, {name: (IDS[:, f], np.arange(2)) for f, name in enumerate(FEATURES)}, LABELS),
@@ -121,7 +121,7 @@ def test_weights_of_a_keyed_tensor_are_taken_in_the_jobs_order() -> None:
         ((DENSE, [IDS[:1, 0], IDS[:, 1], IDS[:, 2]], LABELS), "feature cat_3 has 1 bags for 2 samples"),
         ((DENSE, keyed(values=torch.arange(5)), LABELS), "sparse has 5 ids in 8 bags for 4 features of 2 samples"),
         ((DENSE, keyed(keys=["cat_0"]), LABELS), "sparse has no feature cat_3, only cat_0"),
-        ((object(), IDS, LABELS), "dense of type object cannot be read as an array"),
+        ((object(), IDS, LABELS), "dense of object are no numbers"),
     ],
 )
 def test_what_is_no_batch_is_named(offered: Any, sentence: str) -> None:

@@ -19,6 +19,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, decode_part
 from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
+from rowcast.prefetcher.readers.fp32 import to_fp32
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     check_dense,
@@ -85,13 +86,16 @@ class NpyRows:
     def _dense(self, taken: FileRows) -> DenseBatch:
         name, dense, _, labels = self._days[taken.file]
         where = as_slice(taken.rows)
-        with np.errstate(over="ignore"):  # a label beyond fp32 becomes infinite, which the check refuses
-            own_labels = labels[where].astype(np.float32).reshape(-1, *self._label_columns.label_shape)
+        own_dense, given = np.array(dense[where]), labels[where].reshape(len(taken.rows), -1)
+        dense_location, label_location = (row_location(part_path(name, part), taken.rows) for part in PARTS[::2])
         return DenseBatch(
-            dense=check_dense(
-                np.array(dense[where]), dense_names(self.num_dense), row_location(part_path(name, "dense"), taken.rows)
+            dense=check_dense(own_dense, [*own_dense.T], dense_names(self.num_dense), dense_location),
+            labels=check_labels(
+                to_fp32(given).reshape(-1, *self._label_columns.label_shape),
+                [*given.T],
+                self._label_columns,
+                label_location,
             ),
-            labels=check_labels(own_labels, self._label_columns, row_location(part_path(name, "labels"), taken.rows)),
         )
 
     def _checked_ids(self, taken: FileRows) -> IdsBatch:

@@ -8,7 +8,8 @@ No framework is imported: `numpy.asarray` converts tensors.
                                                    label); every other key is an array for the model
     (dense, sparse, labels)                        a tuple or list
 
-where `labels` are [B], or [B, T] with data.columns.labels; a mapping may have none,
+where `labels` are [B], or [B, T] with data.columns.labels, and a mapping may have none;
+dense features, labels and weights become fp32, and what that changes is refused (`fp32.py`);
 
 `sparse` is one of
 
@@ -30,9 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.prefetcher.readers.columns import Column, join_columns
+from rowcast.prefetcher.readers.fp32 import is_kept, refuse_changed, to_fp32
 from rowcast.prefetcher.readers.id_check import LARGEST_ID
 from rowcast.protocol.batch import Batch
-from rowcast.runtime.arrays import I64
+from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.errors import DataError
 
 NAMES = (("dense", "dense_features"), ("sparse", "sparse_features"), ("labels", "label"))
@@ -42,10 +44,15 @@ SHAPES = (
     "a tuple (docs/adopt.md)"
 )
 
+LABELS = (
+    "give [B], such as labels.reshape(-1), and compare them with predictions [B]; labels [B, T] need names, such as "
+    'data.columns.labels = ["click", "buy"]'
+)
+
 
 def as_batch(offered: Any, features: Sequence[str], where: str, label_shape: tuple[int, ...], whole: Set[str]) -> Batch:
-    """`features`: names in the job's order; `whole`: those whose look-ups are the batch's. With a `label_shape` of (),
-    labels of any shape become [B]. Raises DataError that starts with `where`; `BatchCheck` checks values.
+    """`features`: names in the job's order; `whole`: those whose look-ups are the batch's. Labels are [B], or [B, T]
+    with a `label_shape` of (T,). Raises DataError that starts with `where`; `BatchCheck` checks values.
     """
     if isinstance(offered, Batch):
         return offered
@@ -55,11 +62,11 @@ def as_batch(offered: Any, features: Sequence[str], where: str, label_shape: tup
     dense, sparse, labels = parts
     if labels is None:
         labels = np.full((num_samples(dense, sparse, features, whole, where), *label_shape), np.nan, np.float32)
-    own_labels = as_array(labels, np.float32, f"{where}: labels")
-    own_labels = np.atleast_1d(own_labels) if label_shape else own_labels.reshape(-1)
-    own_dense = (
-        np.zeros((len(own_labels), 0), np.float32) if dense is None else as_array(dense, np.float32, f"{where}: dense")
-    )
+    own_labels = as_floats(labels, f"{where}: labels")
+    if own_labels.ndim != 1 and not label_shape:
+        raise DataError(f"{where}: labels have shape {list(own_labels.shape)}; {LABELS}")
+    own_labels = np.atleast_1d(own_labels)
+    own_dense = np.zeros((len(own_labels), 0), np.float32) if dense is None else as_floats(dense, f"{where}: dense")
     in_first_bag = {name: first_bag(sparse[name], len(own_labels)) for name in whole & keys_of(sparse)}
     columns, weighted = columns_of(
         {**sparse, **in_first_bag} if in_first_bag else sparse, features, len(own_labels), f"{where}: sparse"
@@ -118,7 +125,9 @@ def parts_of(offered: Any) -> tuple[Any, Any, Any] | None:
 
 
 def as_array(value: Any, dtype: type[np.generic] | None, what: str) -> npt.NDArray[Any]:
-    """Raises DataError if numpy cannot read it, or if ids are not integers."""
+    """Raises DataError if numpy cannot read it or would drop a mask, or if ids are not integers."""
+    if any(isinstance(own, np.ma.MaskedArray) for own in (value, *(value[:1] if isinstance(value, list) else ()))):
+        raise DataError(f"{what} is a masked array, whose mask would be lost; give an array, such as .filled(value)")
     try:
         array = np.asarray(value)
         if dtype is np.int64 and array.size:
@@ -129,6 +138,28 @@ def as_array(value: Any, dtype: type[np.generic] | None, what: str) -> npt.NDArr
         raise DataError(
             f"{what} of type {type(value).__name__} cannot be read as an array ({sentence}); give CPU tensors or arrays"
         ) from None
+
+
+def as_floats(value: Any, what: str) -> F32:
+    """Raises DataError for what is no number, and for a number that fp32 changes (`fp32.py`)."""
+    array = as_array(value, None, what)
+    array = np.asarray(array.tolist()) if array.dtype.kind == "O" else array  # such as integers of Python
+    if array.dtype.kind not in "biuf":
+        raise DataError(
+            f"{what} of {array.dtype} are no numbers; give bool, integers or floats, NaN where one is unknown"
+        )
+    cast = to_fp32(array)
+    if array.dtype != cast.dtype and not is_kept(cast):
+        refuse_changed([array.ravel()], cast.reshape(-1, 1), lambda i, _: f"{what}{index_of(i, array)}")
+    return cast
+
+
+def index_of(i: int, array: npt.NDArray[Any]) -> list[int]:
+    return [int(at) for at in np.unravel_index(i, array.shape)]
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
 
 
 def as_input(value: Any, what: str) -> npt.NDArray[Any]:
@@ -191,7 +222,7 @@ def keyed_columns(sparse: Any, features: Sequence[str], size: int, what: str) ->
             f"{what} has {len(values)} ids in {len(lengths)} bags for {len(keys)} features of {size} samples"
         )
     given: Callable[[], Any] = getattr(sparse, "weights_or_none", lambda: None)
-    weights = None if given() is None else as_array(given(), np.float32, f"{what}, weights")
+    weights = None if given() is None else as_floats(given(), f"{what}, weights")
     ends = np.concatenate([[0], np.cumsum(lengths)])[::size]
     columns = []
     for at in map(keys.index, features):

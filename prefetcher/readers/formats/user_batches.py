@@ -10,7 +10,7 @@ import numpy as np
 from rowcast.job.models import NO_MODEL
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
-from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_by_position
+from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_array, is_by_position
 from rowcast.prefetcher.readers.formats.user_inputs import check_inputs
 from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, check_labels, dense_names, job_features
 from rowcast.protocol.batch import Batch
@@ -82,7 +82,7 @@ class BatchCheck:
         check_inputs(batch, self._of, where)
 
     def _check_values(self, batch: Batch, where: str) -> None:
-        check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_location(where))
+        check_dense(batch.dense, [], dense_names(batch.dense.shape[1]), sample_location(where))  # cast by `as_floats`
         are_missing = bool(np.isnan(batch.labels).all()) and not self._columns.labels
         if are_missing and not self._label_may_miss:
             raise DataError(
@@ -90,11 +90,11 @@ class BatchCheck:
                 "loss"
             )
         if self._columns.labels:
-            check_labels(batch.labels, self._columns, sample_location(where))
+            check_labels(batch.labels, [], self._columns, sample_location(where))
         elif not are_missing:  # a label may be any number: the data set knows what the model's loss takes
-            check_dense(batch.labels[:, None], ["label"], sample_location(where))
+            check_dense(batch.labels[:, None], [], ["label"], sample_location(where))
         if batch.weights is not None:
-            check_dense(batch.weights[:, None], ["weights"], lookup_location(where, 0))
+            check_dense(batch.weights[:, None], [], ["weights"], lookup_location(where, 0))
 
     def _checked_ids(self, batch: Batch, where: str) -> Ids:
         ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch.ids, batch.offsets)[:: batch.size]
@@ -130,9 +130,9 @@ def lookup_location(where: str, first: int) -> Location:
 
 def require_array(array: Any, what: str, dtype: str, shape: tuple[int | None, ...]) -> None:
     """Raises DataError unless `array` is of `dtype` and `shape`, in which None matches any number."""
-    fits = isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == len(shape)
+    fits = is_array(array) and array.dtype == dtype and array.ndim == len(shape)
     if not fits or any(need is not None and need != size for need, size in zip(shape, array.shape, strict=True)):
-        found = typed_shape(str(array.dtype), array.shape) if isinstance(array, np.ndarray) else type(array).__name__
+        found = typed_shape(str(array.dtype), array.shape) if is_array(array) else type(array).__name__
         raise DataError(f"{what} are {found}; give {typed_shape(dtype, shape)}")
 
 

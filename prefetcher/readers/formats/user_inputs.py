@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets
+from rowcast.prefetcher.readers.formats.user_arrays import is_array
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.codec import MAX_DIMENSIONS
 from rowcast.protocol.inputs import Belonging
@@ -57,7 +58,7 @@ def check_first_bag(feature: str, lengths: Ids, where: str) -> None:
 def check_array(name: str, array: Any, where: str) -> None:
     if not isinstance(name, str) or "." in name or not name.isprintable():
         raise DataError(f"{where}: the array {name!r} needs a name that is printable text without a dot; rename it")
-    dtype = array.dtype if isinstance(array, np.ndarray) else None
+    dtype = array.dtype if is_array(array) else None
     if dtype is None or dtype.str[1:] not in ITEM_BYTES or not dtype.isnative:
         raise DataError(
             f"{where}: {name} is {type(array).__name__ if dtype is None else dtype}; give an array of bool, integers "
