@@ -13,8 +13,8 @@ from pathlib import Path
 source, target, *command = sys.argv[1:]
 copy = command or ["rsync", "-a"]
 newest = (Path(source) / "CURRENT").read_text()  # read first: later versions wait for the next copy
-version = json.loads((Path(source) / newest.strip() / "version.json").read_bytes())
-for number in range(version["base"], version["number"] + 1):
+version = json.loads((Path(source) / newest.split()[0] / "version.json").read_bytes())
+for number in [*(number for number, _ in version["below"]), version["number"]]:
     subprocess.run([*copy, f"{source}/v{number:012d}/", f"{target}/v{number:012d}/"], check=True)
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "CURRENT").write_text(newest)

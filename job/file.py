@@ -1,6 +1,7 @@
 """Reads a job file (TOML or JSON), applies `--set` overrides, and checks the sections together."""
 
 import tomllib
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import msgspec
 
 from rowcast.job.batch_arrays import check_batch_arrays
 from rowcast.job.embedding_tables import Table
+from rowcast.job.formats import Columns
 from rowcast.job.model_inputs import check_model_inputs
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job
@@ -97,17 +99,17 @@ def resolve_tables(job: Job) -> list[Table]:
     ]
 
 
-def check_whole(job: Job) -> None:
-    """Checks the sections together. Raises ValueError."""
-    if not job.tables:
+def check_tables(tables: list[Table], columns: Columns) -> dict[str, Table]:
+    """Returns the table of each feature. Raises ValueError for tables and columns that do not fit together."""
+    if not tables:
         raise ValueError("no tables; give [[tables]] or [tables_from]")
-    if len(job.tables) > MAX_TABLES:
-        raise ValueError(f"{len(job.tables)} tables are more than {MAX_TABLES}")
-    for kind, names in (("table", [table.name for table in job.tables]), ("feature", job.features)):
-        for name in sorted({name for name in names if names.count(name) > 1}):
+    if len(tables) > MAX_TABLES:
+        raise ValueError(f"{len(tables)} tables are more than {MAX_TABLES}")
+    features = [feature for table in tables for feature in table.features]
+    for kind, names in (("table", [table.name for table in tables]), ("feature", features)):
+        for name in sorted(name for name, count in Counter(names).items() if count > 1):
             raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
-    by_feature = {feature: table for table in job.tables for feature in table.features}
-    columns = job.data.columns
+    by_feature = {feature: table for table in tables for feature in table.features}
     hashed = [] if isinstance(columns.hash, bool) else columns.hash
     for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
         for feature in features:
@@ -121,6 +123,12 @@ def check_whole(job: Job) -> None:
             raise ValueError(
                 f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
             )
+    return by_feature
+
+
+def check_whole(job: Job) -> None:
+    """Checks the sections together. Raises ValueError."""
+    by_feature = check_tables(job.tables, job.data.columns)
     check_batch_arrays(job.data, by_feature)
     check_model_inputs(job)
     for table in job.tables:

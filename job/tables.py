@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from rowcast.job.embedding_tables import RowType
+from rowcast.job.embedding_tables import RowType, Table
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_bytes, parse_rows
@@ -134,6 +134,10 @@ def record_parts(optimizer: SparseOptimizer, dtype: RowType, dim: int) -> tuple[
 
 
 def table_specs(job: Job) -> tuple[TableSpec, ...]:
+    return specs_of(job.tables, job.data.batch_features)
+
+
+def specs_of(tables: list[Table], batch_features: frozenset[str]) -> tuple[TableSpec, ...]:
     return tuple(
         TableSpec(
             index=index,
@@ -145,9 +149,9 @@ def table_specs(job: Job) -> tuple[TableSpec, ...]:
             init=table.init,
             dtype=table.dtype,
             linear=table.linear,
-            batch_features=tuple(name for name in table.features if name in job.data.batch_features),
+            batch_features=tuple(name for name in table.features if name in batch_features),
         )
-        for index, table in enumerate(job.tables)
+        for index, table in enumerate(tables)
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 import xxhash
 
 from rowcast.runtime.errors import DataError
+from rowcast.runtime.regular_files import open_regular
 
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +35,8 @@ def seal(content: AnySealed) -> AnySealed:
 def read_sealed(path: Path, kinds: Mapping[int, type[AnySealed]], name: str) -> AnySealed:
     """`kinds`: the type of each version. `name`: the file's name in errors. Raises DataError if it has a different
     version or changed since it was written, and OSError."""
-    content = path.read_bytes()
+    with open_regular(path) as file:
+        content = file.read()
     try:
         found = msgspec.json.decode(content, type=Versioned).version
         if found not in kinds:

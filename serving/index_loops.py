@@ -159,6 +159,18 @@ def put_all(index: Index, rows: I64, places: I64) -> None:
 
 
 @compiled_loop
+def is_index(index: Index, num_rows: int) -> bool:
+    """Returns whether there is a cell for each row, with a place below `num_rows`; so some cell is empty."""
+    count = 0
+    for i in range(len(index.tags)):
+        if index.tags[i] != 0:
+            count += 1
+            if index.places[i] >= num_rows:
+                return False
+    return count == num_rows
+
+
+@compiled_loop
 def address_of(found: Found, place: int) -> np.uint64:
     version = 0
     while place >= load_i64(found.starts, 8 * version + 8):

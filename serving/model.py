@@ -1,6 +1,7 @@
 """The newest published version, for processes that answer requests: no torch, no sockets, no cache of its own."""
 
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ from rowcast.job.units import parse_bytes
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import DataError
 from rowcast.serving.snapshot import CHECKS, Counts, Snapshot, open_snapshot
-from rowcast.serving.version_file import VersionFile, current_number, version_name
+from rowcast.serving.version_file import CURRENT, VersionFile, read_current, read_version, version_name
 
 TRIES = 5  # versions may be removed between CURRENT and their opening
+
+UNBOUND = (
+    "{}: an earlier rowcast wrote these versions without checksums of those they stand on, so a version that another "
+    "one has replaced is not noticed; the next `prefetcher publish` writes a whole version"
+)
 
 
 class Model:
@@ -66,27 +72,41 @@ class Model:
     def refresh(self) -> bool:
         """Opens the newest version if there is a newer one, beside the present one. Returns whether it did.
 
-        Raises DataError if that version is damaged; the present one stays.
+        Raises DataError if that version is damaged, or if CURRENT went back or names another version under the present
+        one's number; the present one stays.
         """
         with self._lock:
-            before = self._now
-            if current_number(self._folder) <= before.version.number:
+            before, named = self._now, read_current(self._folder)
+            own = before.version.named
+            if named.number == own.number and not named.checksum:
+                named = read_version(self._folder, named).named
+            if named.number < own.number or (named != own and named.number == own.number):
+                raise DataError(
+                    f"{self._folder / CURRENT}: it names version {named.number} {named.checksum}, but this reader has "
+                    f"version {own.number} {own.checksum}, and numbers ascend; open the folder again"
+                )
+            if named == own:
                 return False
             self._now = self._open(before)
             return True
 
     def _open(self, before: Snapshot | None) -> Snapshot:
         for attempt in range(TRIES):
-            number = current_number(self._folder)
-            if not number:
+            named = read_current(self._folder)
+            if not named.number:
                 raise DataError(
                     f"{self._folder} holds no version yet; `prefetcher publish --to {self._folder}` writes one"
                 )
             try:
-                return open_snapshot(self._folder, number, before, self._check, self._counts)
+                found = open_snapshot(self._folder, named, before, self._check, self._counts)
             except (DataError, OSError) as error:
-                if attempt + 1 == TRIES or current_number(self._folder) == number:
+                if attempt + 1 == TRIES or read_current(self._folder) == named:
                     if isinstance(error, OSError):
-                        raise DataError(f"{self._folder / version_name(number)} cannot be read ({error})") from None
+                        path = self._folder / version_name(named.number)
+                        raise DataError(f"{path} cannot be read ({error})") from None
                     raise
+            else:
+                if not found.is_bound and (before is None or before.is_bound):
+                    warnings.warn(UNBOUND.format(self._folder), stacklevel=3)
+                return found
         raise AssertionError("the last try returns or raises")

@@ -18,10 +18,19 @@ import xxhash
 
 from rowcast.job.file import parse_job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, UNKNOWN, Manifest, RowLayer, sync_folder, write_durably
+from rowcast.runtime.checkpoint_manifest import (
+    MANIFEST_NAME,
+    RUN_ID,
+    UNKNOWN,
+    Manifest,
+    RowLayer,
+    sync_folder,
+    write_durably,
+)
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.own_files import is_own_file
 from rowcast.runtime.sealed import render, seal
 from rowcast.serving.raw_ids import id_rules
 from rowcast.serving.row_layout import DType
@@ -32,15 +41,18 @@ from rowcast.serving.version_file import (
     FORMAT,
     MOST_STACKED,
     VERSION_NAME,
+    Named,
     VersionFile,
-    current_number,
+    read_current,
     read_version,
     version_name,
 )
 from rowcast.serving.version_writer import Content, write_dense, write_tables
 
 LOCK = ".publisher"
-OWN_FOLDER = re.compile(r"\.?v([0-9]{12})(?:\.partial|\.removed)?")
+NUMBERED = re.compile(r"\.?v([0-9]{12})(?:\.partial|\.removed)?")
+OWN_FILE = re.compile(r"[0-9]{3,}\.(?:rows|index)|dense\.safetensors|version\.json(?:\.partial)?")  # in a version
+MOST_NUMBER = 10**12 - 1
 TRIES = 5  # checkpoints may be removed while they are read
 
 
@@ -69,6 +81,7 @@ class Publisher:
         self._run_dir, self._to, self._dtype, self._keep, self._log = run_dir, to, dtype, keep, log
         self._before: Snapshot | None = None
         self._damage = ""
+        self._left = set[Path]()  # folders that were not removed, and told
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -90,21 +103,21 @@ class Publisher:
     def check(self) -> None:
         """Reads all versions, and warns of damaged ones. If the newest needs one, the next version is a whole one."""
         needed = self._chain()
-        for number in self._numbers():
+        for number in self._versions():
             try:
-                open_snapshot(self._to, number, None, "all", Counts())
+                open_snapshot(self._to, Named(number, ""), None, "all", Counts())
             except (DataError, OSError) as error:
                 self._log.warning("a version is damaged", version=version_name(number), damage=str(error))
                 if number in needed:
                     self._damage = str(error)
 
-    def _chain(self) -> range:
+    def _chain(self) -> list[int]:
         try:
-            number = current_number(self._to)
-            return range(read_version(self._to, number).base, number + 1) if number else range(0)
+            named = read_current(self._to)
+            return [own.number for own in (named, *read_version(self._to, named).stands_on)] if named.number else []
         except DataError as error:
             self._damage = str(error)
-            return range(0)
+            return []
 
     def publish(self, *, fresh: bool = False) -> VersionFile | None:
         """Writes the newest checkpoint; None if it is published already, or if there is none yet.
@@ -144,18 +157,21 @@ class Publisher:
 
     def _publish(self, manifest: Manifest, *, fresh: bool) -> VersionFile | None:
         current = self._current()
+        self._check(manifest, current, fresh=fresh)
+        if current is not None and read_current(self._to).number == 0:
+            self._name(current)  # CURRENT was lost, or is not copied yet
         if current is not None and current.checkpoint == manifest.checksum and not self._damage:
             self.behind_since = 0.0
             return None
         self._note_behind(manifest)
-        self._check(manifest, current, fresh=fresh)
+        number = 1 + max(self._numbers(NUMBERED), default=0)
+        if number > MOST_NUMBER:
+            raise ConfigError(f"--to {self._to} holds version {MOST_NUMBER}, the last number; name another folder")
         self._clear(current)
-        numbers = self._numbers()
-        number = 1 + max([0 if current is None else current.number, *numbers])
         before = self._view(manifest, current)
         changes = self._changes(manifest, None if before is None else before.version, current)
         version = self._write(manifest, number, changes, before)
-        self._before = self._open(number, before)
+        self._before = self._open(version.named, before)
         self._damage = ""
         self._remove_old(version)
         self.counts[version.kind] += 1
@@ -175,12 +191,25 @@ class Publisher:
 
     def _current(self) -> VersionFile | None:
         try:
-            number = current_number(self._to)
-            return read_version(self._to, number) if number else None
+            named = read_current(self._to)
+            if named.number:
+                return read_version(self._to, named)
         except DataError as error:
             if not self._damage:
                 raise DataError(f"{error}; add --check, which writes a whole version") from None
             return None
+        newest = max(
+            (int(match[1]) for path in self._to.iterdir() if (match := FOLDER_NAME.fullmatch(path.name))), default=0
+        )
+        if not newest:
+            return None
+        try:
+            return open_snapshot(self._to, Named(newest, ""), None, "all", Counts()).version
+        except (DataError, OSError) as error:
+            raise ConfigError(
+                f"--to {self._to} holds no {CURRENT}, and its newest version is not whole ({error}); copy it again, or "
+                "name another folder"
+            ) from None
 
     def _check(self, manifest: Manifest, current: VersionFile | None, *, fresh: bool) -> None:
         if manifest.dense is None or manifest.trained_on is None or manifest.trained_on.num_dense == UNKNOWN:
@@ -207,13 +236,13 @@ class Publisher:
             return None
         if self._before is None or self._before.version.checksum != current.checksum:
             try:
-                self._before = self._open(current.number, None)
+                self._before = self._open(current.named, None)
             except DataError as error:
                 raise DataError(f"{error}; add --check, which writes a whole version") from None
         return self._before
 
-    def _open(self, number: int, before: Snapshot | None) -> Snapshot:
-        found = open_snapshot(self._to, number, before, "changed", Counts())
+    def _open(self, named: Named, before: Snapshot | None) -> Snapshot:
+        found = open_snapshot(self._to, named, before, "changed", Counts())
         for own in found.versions:
             own.bring_neighbours()  # changed rows are spread over all of them
         return found
@@ -223,10 +252,12 @@ class Publisher:
             return Changes(layers=(), reason="a version is damaged")
         if before is None:
             return Changes(layers=(), reason="the first version" if current is None else "another run")
+        if before.version != FORMAT:
+            return Changes(layers=(), reason="an earlier rowcast wrote the version before")
         layers = layers_since(manifest, before)
         if layers is None:
             return Changes(layers=(), reason="a layer was merged, or training went back")
-        stacked = [read_version(self._to, number) for number in range(before.base, before.number + 1)]
+        stacked = [before, *(read_version(self._to, own) for own in before.stands_on)][::-1]
         changed = sum(own.num_rows for own in stacked[1:]) + sum(layer.num_rows for layer in layers)
         if len(stacked) == MOST_STACKED:
             return Changes(layers=layers, reason=f"{MOST_STACKED} versions are stacked")
@@ -248,11 +279,13 @@ class Publisher:
         )
         partial.mkdir()
         assert manifest.trained_on is not None, "such a checkpoint is refused"
+        below = () if changes.reason or before is None else tuple(own.file.named for own in before.versions[::-1])
         version = seal(
             VersionFile(
                 version=FORMAT,
                 number=number,
-                base=number if changes.reason or before is None else before.version.base,
+                base=below[0].number if below else number,
+                below=below,
                 reason=changes.reason,
                 dtype=self._dtype,
                 run_id=manifest.run_id,
@@ -272,44 +305,72 @@ class Publisher:
         partial.rename(folder)
         sync_folder(self._to)
         crash_point("version renamed")
-        write_durably(self._to / CURRENT, f"{folder.name}\n".encode())
+        self._name(version)
         crash_point("version named")
         return version
+
+    def _name(self, version: VersionFile) -> None:
+        write_durably(self._to / CURRENT, f"{version_name(version.number)} {version.checksum}\n".encode())
 
     def _clear(self, current: VersionFile | None) -> None:
         """Removes what a killed publisher left: folders under another name, and versions that were never named."""
         newest = 0 if current is None else current.number
         for path in sorted(self._to.iterdir()):
-            match = OWN_FOLDER.fullmatch(path.name)
-            if match and path.is_dir() and not path.is_symlink():
-                is_named = FOLDER_NAME.fullmatch(path.name) and (int(match[1]) <= newest or self._damage)
-                if not is_named:
-                    remove_version(path)
+            match = NUMBERED.fullmatch(path.name)
+            if match and not (FOLDER_NAME.fullmatch(path.name) and (int(match[1]) <= newest or self._damage)):
+                self._remove(path)
 
-    def _numbers(self) -> list[int]:
-        return sorted(int(match[1]) for path in self._to.iterdir() if (match := FOLDER_NAME.fullmatch(path.name)))
+    def _numbers(self, names: re.Pattern[str]) -> list[int]:
+        """Of everything that has such a name, also of what is no version."""
+        return sorted(int(match[1]) for path in self._to.iterdir() if (match := names.fullmatch(path.name)))
+
+    def _versions(self) -> list[int]:
+        return [own for own in self._numbers(FOLDER_NAME) if (self._to / version_name(own) / VERSION_NAME).exists()]
 
     def _remove_old(self, newest: VersionFile) -> None:
         """Keeps the newest `keep` whole versions and what is after them. A damaged one counts as changed."""
-        bases = []
-        for number in self._numbers():
+        numbers, bases = self._versions(), [newest.base]
+        for number in numbers:
             with suppress(DataError):
-                bases.append(read_version(self._to, number).base)
-        kept = sorted({*bases, newest.base})[-self._keep :]
-        for number in self._numbers():
+                bases.append(read_version(self._to, Named(number, "")).base)
+        kept = sorted(set(bases))[-self._keep :]
+        for number in numbers:
             if number < kept[0]:
-                try:
-                    remove_version(self._to / version_name(number))
-                except OSError as error:
-                    self._log.warning("an old version could not be removed", path=error.filename, error=error.strerror)
+                self._remove(self._to / version_name(number))
                 crash_point("old version removed")
 
+    def _remove(self, folder: Path) -> None:
+        """Removes a version, and leaves what no publisher wrote, with one warning."""
+        try:
+            left = what_stays(folder)
+        except OSError as error:
+            left = f"{error.filename}: {error.strerror}"
+        if left and folder not in self._left:
+            self._left.add(folder)
+            self._log.warning("an old version is not removed", path=str(folder), because=left)
 
-def remove_version(folder: Path) -> None:
-    """Removes a folder. Readers that have its files open keep them."""
-    for path in (folder / VERSION_NAME, *sorted(folder.iterdir())):
-        path.unlink(missing_ok=True)
-    folder.rmdir()
+
+def what_stays(folder: Path) -> str:
+    """Removes the files of a version in a folder, and then the folder. Returns why it stays, or "". Readers that have
+    its files open keep them. Raises OSError."""
+    if folder.is_symlink() or not folder.is_dir():
+        return "it is a link or no folder"
+    if FOLDER_NAME.fullmatch(folder.name) and not is_described(folder):
+        return f"its {VERSION_NAME} is of no publisher"
+    entries = sorted(folder.iterdir(), key=lambda path: path.name == VERSION_NAME)  # last: it says whose the rest is
+    foreign = [path.name for path in entries if not is_own_file(path, OWN_FILE)]
+    for path in entries:
+        if path.name not in foreign:
+            path.unlink(missing_ok=True)
+    if not foreign:
+        folder.rmdir()
+    return f"no publisher wrote {', '.join(foreign)} in it" if foreign else ""
+
+
+def is_described(folder: Path) -> bool:
+    """Returns whether a publisher wrote the description, even if it is damaged or of another format."""
+    path = folder / VERSION_NAME
+    return is_own_file(path, OWN_FILE) and path.exists() and RUN_ID.search(path.read_bytes()) is not None
 
 
 def layer_name(layer: RowLayer) -> str:

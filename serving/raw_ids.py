@@ -7,7 +7,8 @@ unsigned remainder   the same of all bits of an integer, as in npy files
 row                  the id is the row; data.on_invalid_id decides about others and missing ones
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +19,14 @@ from rowcast.prefetcher.readers.hashed_ids import can_hash, hashed_rows
 from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, job_features
 from rowcast.runtime.arrays import I64
 from rowcast.serving import index_loops
-from rowcast.serving.version_file import IdRule
+from rowcast.serving.version_file import IdRule, Rule
 
-HASH, HASH_TEXT, REMAINDER, UNSIGNED, ROW = "hash", "hash of text", "remainder", "unsigned remainder", "row"
-DIVISIONS = {REMAINDER: index_loops.REMAINDER, ROW: index_loops.ROW}
+HASH: Final = "hash"
+HASH_TEXT: Final = "hash of text"
+REMAINDER: Final = "remainder"
+UNSIGNED: Final = "unsigned remainder"
+ROW: Final = "row"
+DIVISIONS: dict[str, int] = {REMAINDER: index_loops.REMAINDER, ROW: index_loops.ROW}
 
 
 def id_rules(job: Job) -> tuple[IdRule, ...]:
@@ -38,7 +43,7 @@ def id_rules(job: Job) -> tuple[IdRule, ...]:
     )
 
 
-def rule_of(form: str, *, hashed: bool, unsigned: bool) -> str:
+def rule_of(form: str, *, hashed: bool, unsigned: bool) -> Rule:
     if hashed:
         return HASH_TEXT if format_of(form).text_cells else HASH
     return REMAINDER if form == "criteo-tsv" else UNSIGNED if unsigned else ROW
@@ -68,9 +73,11 @@ def rows_of(rule: IdRule, num_embeddings: int, ids: Any) -> I64:
 
 
 def arrow_of(rule: IdRule, ids: Any) -> Any:
+    if isinstance(ids, str | bytes | bytearray | Mapping):  # pyarrow takes their letters, or keys
+        raise ValueError(f"feature {rule.feature}: ids are {type(ids).__name__}; give a list or an array of ids")
     try:
         values = ids if isinstance(ids, pa.Array | pa.ChunkedArray) else pa.array(ids)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"feature {rule.feature}: ids are no array of one type ({error})") from None
     if pa.types.is_null(values.type):
         return values.cast(pa.string() if rule.rule in (HASH, HASH_TEXT) else pa.int64())

@@ -1,6 +1,7 @@
 """One version, open for look-ups: it never changes, and any thread may use it."""
 
 import mmap
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,21 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors import SafetensorError
+from safetensors.numpy import load
 
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
-from rowcast.job.tables import TableSpec, table_specs
+from rowcast.job.tables import TableSpec
+from rowcast.prefetcher.readers.id_check import check_dense, check_offsets, lookup_location, require_weights
 from rowcast.prefetcher.stores.elements import rounded, widened
 from rowcast.prefetcher.stores.first_values import table_initializer
 from rowcast.prefetcher.stores.pages_ahead import PAGE, ask_for, touch
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.runtime.arrays import F32, I64, U64, Bytes
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.regular_files import open_regular
 from rowcast.serving.index_loops import (
     AS_IS,
     PAGES_MISSING,
     Index,
     fill,
+    is_index,
     join,
     look_up,
     num_cells,
@@ -33,11 +39,14 @@ from rowcast.serving.index_loops import (
 )
 from rowcast.serving.raw_ids import divided_by, rows_of
 from rowcast.serving.row_layout import row_layout
+from rowcast.serving.served_job import ServedJob, served_job
 from rowcast.serving.version_file import (
     CHECK_BYTES,
     DENSE_NAME,
+    VERSION_NAME,
     CheckedFile,
     IdRule,
+    Named,
     TableFiles,
     VersionFile,
     blocks_of,
@@ -75,7 +84,8 @@ class OpenVersion:
     """The mapped files of a version."""
 
     def __init__(self, folder: Path, file: VersionFile, check: str) -> None:
-        """`check`: "all", or "changed": of a whole version only sizes and indexes. Raises DataError and OSError."""
+        """`file` passed `check_chain`. `check`: "all", or "changed": of a whole version only sizes and indexes. Raises
+        DataError and OSError."""
         self.file = file
         self.path = folder / version_name(file.number)
         for own in file.files:
@@ -86,17 +96,33 @@ class OpenVersion:
         self._maps: list[mmap.mmap] = []
         self.rows = [self._mapped(table.rows) for table in file.tables]
         self.indexes = [self._index(table) for table in file.tables]
-        self.dense = load_file(self.path / DENSE_NAME)
+        self.dense = self._dense()
+
+    def _dense(self) -> dict[str, Any]:
+        with open_regular(self.path / DENSE_NAME) as file:
+            content = file.read()
+        try:
+            return load(content)
+        except (SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise DataError(f"{self.path / DENSE_NAME}: not the dense weights of a version ({error})") from None
 
     def _index(self, table: TableFiles) -> Index:
         content, cells = self._mapped(table.index), num_cells(table.num_rows)
-        return Index(content[: 4 * cells].view(np.uint32), content[4 * cells :].view(np.uint16))
+        index = Index(content[: 4 * cells].view(np.uint32), content[4 * cells :].view(np.uint16))
+        if not is_index(index, table.num_rows):
+            raise DataError(
+                f"{self.path / table.index.name}: not an index of {table.num_rows} rows, though its checksum is right; "
+                "`prefetcher publish --check` writes a whole version"
+            )
+        return index
 
     def _mapped(self, own: CheckedFile) -> Bytes:
         """Returns u8 [nbytes], mapped for reading at random."""
         if not own.nbytes:
             return np.empty(0, np.uint8)
-        with (self.path / own.name).open("rb") as file:
+        with open_regular(self.path / own.name) as file:
+            if os.fstat(file.fileno()).st_size != own.nbytes:
+                raise DataError(f"{self.path / own.name}: its size has changed; copy versions by rename only")
             memory = mmap.mmap(file.fileno(), own.nbytes, prot=mmap.PROT_READ)
         memory.madvise(mmap.MADV_RANDOM)
         self._maps.append(memory)
@@ -125,10 +151,13 @@ class TableView:
         given = (self._joined, self._whole, self.starts, self._addresses)
         self.words = words_of(*given, table.num_embeddings, layout, table_initializer(seed, table))
         self._stride = layout.stride
-        for version, at in zip(versions[:-1], self.starts.tolist(), strict=False):  # newest first
+        for version, at, end in zip(
+            versions[:-1], self.starts.tolist(), self.starts.tolist()[1:], strict=False
+        ):  # newest first
             path = version.path / version.file.tables[table.index].rows.name
             for block in blocks_of(path, CHECK_BYTES // layout.stride * layout.stride):
-                rows = np.frombuffer(block, np.int64)[:: layout.stride // 8].copy()
+                count = min(len(block) // layout.stride, end - at)  # if the file has grown meanwhile
+                rows = np.frombuffer(block, np.int64, count * (layout.stride // 8))[:: layout.stride // 8].copy()
                 join(self._joined, self.words, at, rows)
                 at += len(rows)
 
@@ -174,6 +203,7 @@ class Feature:
     view: TableView
     number: int  # of the version's features
     division: int  # `divided_by`
+    is_weighted: bool  # whether training multiplied its rows by weights
 
     def rows(self, ids: Any) -> I64:
         return rows_of(self.rule, self.view.table.num_embeddings, ids)
@@ -213,28 +243,37 @@ def looked_up(features: list[Feature], given: list[I64], rules: list[int], words
 class Snapshot:
     """One version. `version` says which step of which run it is."""
 
-    def __init__(self, versions: list[OpenVersion], counts: Counts) -> None:
+    def __init__(self, versions: list[OpenVersion], job: ServedJob, counts: Counts) -> None:
         """`versions`: newest first, the last is whole."""
         self.version = versions[0].file
         self.versions = versions
         self._counts = counts
-        job = self.job
-        self.tables = {table.name: TableView(table, job.job.seed, versions) for table in table_specs(job)}
+        self.tables = {table.name: TableView(table, job.seed, versions) for table in job.tables}
         self._features = {
             rule.feature: Feature(
                 rule=rule,
                 view=self.tables[rule.table],
                 number=number,
                 division=divided_by(rule),
+                is_weighted=rule.feature in job.weighted,
             )
             for number, rule in enumerate(self.version.ids)
         }
         self._words = np.stack([one.view.words for one in self._features.values()])
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether each version is the one on which those above it were made."""
+        return self.version.is_bound or self.version.is_whole
+
     @cached_property
     def job(self) -> Job:
-        """The job file of the run (`rowcast.Job`)."""
-        return parse_job(self.version.job, "version.json")
+        """The job file of the run (`rowcast.Job`). Raises DataError if it has keys of a newer rowcast; look-ups do not
+        need it."""
+        try:
+            return parse_job(self.version.job, VERSION_NAME)
+        except (ConfigError, LookupError, TypeError) as error:
+            raise DataError(str(error)) from None
 
     def rows(self, feature: str, ids: Any) -> F32:
         """Returns the rows of raw ids, f32 [n, width]; a linear weight is the last column.
@@ -249,7 +288,7 @@ class Snapshot:
         features, given, rules = list[Feature](), list[I64](), list[int]()
         for name, own in ids.items():
             one = self._of(name)
-            is_quick = isinstance(own, np.ndarray) and own.dtype == INT64 and own.ndim == 1
+            is_quick = type(own) is np.ndarray and own.dtype == INT64 and own.ndim == 1  # a masked array is not
             rules.append(one.division if is_quick else AS_IS)
             given.append(own if rules[-1] != AS_IS else one.rows(own))
             features.append(one)
@@ -261,20 +300,31 @@ class Snapshot:
     def bags(self, feature: str, ids: Any, offsets: Any, weights: Any = None) -> F32:
         """Returns the pooled rows of bags, f32 [bags, width], with the bits of training.
 
-        Bag b has ids[offsets[b] : offsets[b + 1]]; `offsets` i64 [bags + 1] ascend from 0 to n. `weights`: f32 [n].
-        Raises as `rows`, and ValueError for impossible offsets and for a table with pooling = "none".
+        Bag b has ids[offsets[b] : offsets[b + 1]]; `offsets` i64 [bags + 1] ascend from 0 to n. `weights`: f32 [n],
+        only and always for a feature of data.columns.weights. Raises as `rows`, and ValueError for impossible offsets
+        or weights and for a table with pooling = "none".
         """
-        view = self._of(feature).view
+        one, where = self._of(feature), f"feature {feature}"
+        view = one.view
         if view.table.pooling == "none":
             raise ValueError(f'feature {feature}: table {view.table.name} has pooling = "none"; take rows')
         found = self.rows(feature, ids)
-        bounds = np.ascontiguousarray(offsets, np.int64)
-        ends = (bounds[0], bounds[-1]) if bounds.ndim == 1 and len(bounds) else ()
-        if ends != (0, len(found)) or (np.diff(bounds) < 0).any():
-            raise ValueError(f"feature {feature}: offsets must ascend from 0 to {len(found)}, the number of ids")
-        own = NO_WEIGHTS if weights is None else np.ascontiguousarray(weights, np.float32)
-        if weights is not None and own.shape != (len(found),):
-            raise ValueError(f"feature {feature}: {own.shape} weights for {len(found)} ids")
+        bounds = numbers_of(offsets, "iu", np.int64, f"{where}: offsets are not integers")
+        own = (
+            NO_WEIGHTS
+            if weights is None
+            else numbers_of(weights, "fiu", np.float32, f"{where}: weights are not numbers")
+        )
+        if not len(bounds):
+            raise ValueError(f"{where}: offsets are empty; give one more than bags")
+        try:
+            require_weights(one.is_weighted, weights is not None, where)
+            check_offsets(bounds, len(found), where)
+            check_dense(own[:, None], ["weights"], lookup_location(where, 0))
+        except DataError as error:
+            raise ValueError(str(error)) from None
+        if weights is not None and len(own) != len(found):
+            raise ValueError(f"{where}: {len(own)} weights for {len(found)} ids")
         out = np.empty((len(bounds) - 1, found.shape[1]), np.float32)
         pool(found, bounds, own, view.table.pooling == "mean", out)
         return out
@@ -301,12 +351,49 @@ class Snapshot:
             raise KeyError(f"no feature {feature!r}; there is {', '.join(self._features)}") from None
 
 
-def open_snapshot(folder: Path, number: int, before: "Snapshot | None", check: str, counts: Counts) -> Snapshot:
-    """Opens a version. Takes what `before` has already open. Raises DataError."""
-    newest = read_version(folder, number)
+def numbers_of(values: Any, kinds: str, dtype: type[np.generic], wrong: str) -> Any:
+    """Returns an array [n] of numbers of these kinds of numpy. Raises ValueError that starts with `wrong`."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{wrong} ({error})") from None
+    if array.ndim != 1 or array.dtype.kind not in kinds or np.ma.isMaskedArray(values):
+        raise ValueError(f"{wrong} in an array [n], but {array.dtype} {list(array.shape)}")
+    with np.errstate(over="ignore"):  # what fp32 cannot hold is infinite, and refused
+        return np.ascontiguousarray(array, dtype)
+
+
+def open_snapshot(folder: Path, named: Named, before: "Snapshot | None", check: str, counts: Counts) -> Snapshot:
+    """Opens a version. Takes what `before` has already open. Raises DataError and OSError."""
+    newest = read_version(folder, named)
+    files = [newest, *(read_version(folder, own) for own in newest.stands_on)]
+    job = check_chain(folder, files)
     held = {} if before is None else {own.file.checksum: own for own in before.versions}
-    versions = []
-    for own in range(number, newest.base - 1, -1):
-        file = newest if own == number else read_version(folder, own)
-        versions.append(held.get(file.checksum) or OpenVersion(folder, file, check))
-    return Snapshot(versions, counts)
+    return Snapshot([held.get(file.checksum) or OpenVersion(folder, file, check) for file in files], job, counts)
+
+
+def check_chain(folder: Path, files: list[VersionFile]) -> ServedJob:
+    """`files`: newest first. Raises DataError unless all of them are versions of one run with the newest's layout."""
+    newest = files[0]
+    try:
+        job = served_job(newest.job)
+        rules = [(rule.feature, rule.table) for rule in newest.ids]
+        if rules != [(feature, table.name) for table in job.tables for feature in table.features]:
+            raise ValueError(f"ids has rules of {len(rules)} features, which are not those of the tables")
+    except ValueError as error:
+        raise DataError(f"{folder / version_name(newest.number) / VERSION_NAME}: {error}") from None
+    layout = [(table.name, row_layout(newest.dtype, table).stride) for table in job.tables]
+    expected = newest.run_id, newest.dtype, newest.base, layout
+    for file in files:
+        found = file.run_id, file.dtype, file.base, [(table.name, table.stride) for table in file.tables]
+        path = folder / version_name(file.number) / VERSION_NAME
+        for name, own, needed in zip(("run_id", "dtype", "base", "tables"), found, expected, strict=True):
+            if own != needed:
+                raise DataError(
+                    f"{path}: {name} is {own}, but version {newest.number} needs {needed}; copy both from one folder, "
+                    "or write a whole version by `prefetcher publish --check`"
+                )
+        for table, spec in zip(file.tables, job.tables, strict=True):
+            if table.num_rows > spec.num_embeddings:
+                raise DataError(f"{path}: {table.num_rows} rows of table {table.name}, which has {spec.num_embeddings}")
+    return job

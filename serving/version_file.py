@@ -1,20 +1,21 @@
 """Describes a version: one step of a run, in a folder that never changes.
 
-    served/CURRENT                      the newest version's name, written last
+    served/CURRENT                      the newest version's name and checksum, written last
            v000000000007/version.json   sealed: what follows, with checksums of all files
                          user.rows      `row_layout.py`, newest rows first
                          user.index     places u32 [cells], tags u16 [cells]
                          dense.safetensors
 
 A *whole* version has all rows. A *changed* one has the rows that changed since the version before; a reader maps all
-from the whole one on. They have numbers in a row.
+from the whole one on, which it names with their checksums. Earlier rowcasts wrote format 1, without these names: there
+they have numbers in a row.
 """
 
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -22,16 +23,27 @@ import xxhash
 from rowcast.runtime.checkpoint_manifest import CHECKSUM, check_position
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
+from rowcast.runtime.regular_files import open_regular
 from rowcast.runtime.sealed import Sealed, read_sealed
 from rowcast.serving.index_loops import CELL_BYTES, num_cells
 from rowcast.serving.row_layout import DType
 
-FORMAT = 1
+FORMAT = 2
 CURRENT, VERSION_NAME, DENSE_NAME = "CURRENT", "version.json", "dense.safetensors"
 FOLDER_NAME = re.compile(r"v([0-9]{12})")
+CURRENT_TEXT = re.compile(r"v([0-9]{12})(?: ([0-9a-f]{16}))?\n")
+CURRENT_BYTES = 64  # more than it ever has
 FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(?:rows|index|safetensors)")
+Rule = Literal["hash", "hash of text", "remainder", "unsigned remainder", "row"]  # `raw_ids.py`
 CHECK_BYTES = 4 * 2**20  # of a file, per checksum
 MOST_STACKED = 16  # versions that a reader maps
+
+
+class Named(NamedTuple):
+    """A version, by number and contents."""
+
+    number: int  # 0: there is none yet
+    checksum: str  # of its version.json; "" where an earlier rowcast wrote the name: any contents
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +69,8 @@ class IdRule(Part, frozen=True, kw_only=True):
 
     feature: str
     table: str
-    rule: str  # of `raw_ids.py`
-    on_invalid: str  # of "row": data.on_invalid_id
+    rule: Rule
+    on_invalid: Literal["error", "modulo", "zero"]  # of "row": data.on_invalid_id
 
 
 class TableFiles(Part, frozen=True, kw_only=True):
@@ -80,6 +92,7 @@ class TableFiles(Part, frozen=True, kw_only=True):
 class VersionFile(Sealed, frozen=True, kw_only=True):
     number: int  # ascends
     base: int  # the whole version that it needs; itself if it is whole
+    below: tuple[Named, ...] = ()  # the versions from `base` on, below this one; () in format 1
     reason: str  # why it is whole; "" if it is not
     dtype: DType
     run_id: str
@@ -94,8 +107,27 @@ class VersionFile(Sealed, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_position(self.position)
-        if not 1 <= self.base <= self.number < self.base + MOST_STACKED:
-            raise ValueError(f"version {self.number} after the whole version {self.base} is impossible")
+        numbers = [*(own.number for own in self.stands_on[::-1]), self.number]
+        if numbers[0] != self.base or self.base < 1 or len(numbers) > MOST_STACKED or numbers != sorted(set(numbers)):
+            raise ValueError(f"version {self.number} on versions {numbers[:-1]} and the whole version {self.base}")
+        if not self.num_dense >= 0:
+            raise ValueError(f"num_dense = {self.num_dense} must be at least 0")
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it names the contents of what it stands on."""
+        return self.version >= 2
+
+    @property
+    def named(self) -> Named:
+        return Named(self.number, self.checksum)
+
+    @property
+    def stands_on(self) -> list[Named]:
+        """The versions below it, newest first."""
+        if self.is_bound:
+            return list(self.below[::-1])
+        return [Named(own, "") for own in range(self.number - 1, max(self.base, self.number - MOST_STACKED) - 1, -1)]
 
     @property
     def is_whole(self) -> bool:
@@ -125,36 +157,46 @@ def version_name(number: int) -> str:
     return f"v{number:012d}"
 
 
-def read_version(folder: Path, number: int) -> VersionFile:
-    """Raises DataError if the file is missing, changed or of another format."""
-    path = folder / version_name(number) / VERSION_NAME
+def read_version(folder: Path, named: Named) -> VersionFile:
+    """Raises DataError if the file is missing, changed or of another format, or of another version than the named."""
+    path = folder / version_name(named.number) / VERSION_NAME
     try:
-        found = read_sealed(path, {FORMAT: VersionFile}, "version")
+        found = read_sealed(path, {1: VersionFile, FORMAT: VersionFile}, "version")
     except OSError as error:
-        raise DataError(f"{path}: a file of the version cannot be read ({error.strerror})") from None
-    if found.number != number:
+        raise unreadable(path, error) from None
+    if found.number != named.number:
         raise DataError(f"{path}: version {found.number} is in the folder of another")
+    if found.checksum != (named.checksum or found.checksum):
+        raise DataError(
+            f"{path}: the version has checksum {found.checksum}, but what names it says {named.checksum}: another "
+            "version took its place; `prefetcher publish --check` writes a whole version"
+        )
     return found
 
 
-def current_number(folder: Path) -> int:
-    """Returns the number of the newest version; 0 if there is none yet. Raises DataError if CURRENT is no name."""
+def read_current(folder: Path) -> Named:
+    """Returns the newest version. Raises DataError if CURRENT is no name."""
     path = folder / CURRENT
     try:
-        text = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read(CURRENT_BYTES)
     except FileNotFoundError:
-        return 0
+        return Named(0, "")
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})") from None
-    match = FOLDER_NAME.fullmatch(text.decode("ascii", "replace").removesuffix("\n"))
-    if match is None or not text.endswith(b"\n"):
-        raise DataError(f"{path}: {text[:40]!r} names no version; run `prefetcher publish --check`")
-    return int(match[1])
+        raise unreadable(path, error) from None
+    match = CURRENT_TEXT.fullmatch(content.decode("ascii", "replace"))
+    if match is None:
+        raise DataError(f"{path}: {content[:40]!r} names no version; run `prefetcher publish --check`")
+    return Named(int(match[1]), match[2] or "")
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: a file of the version cannot be read ({error.strerror})")
 
 
 def blocks_of(path: Path, nbytes: int = CHECK_BYTES) -> Iterator[bytes]:
     """Yields a file in blocks, and leaves no page in memory that was not mapped. Raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(nbytes):
             yield block
             os.posix_fadvise(file.fileno(), file.tell() - len(block), len(block), os.POSIX_FADV_DONTNEED)
@@ -171,7 +213,7 @@ def check_file(folder: Path, file: CheckedFile) -> None:
     try:
         found = checksums_of(path)
     except OSError as error:
-        raise DataError(f"{path}: a file of the version cannot be read ({error.strerror})") from None
+        raise unreadable(path, error) from None
     for number, (own, expected) in enumerate(zip(found, file.checksums, strict=False)):
         if own != expected:
             raise DataError(
@@ -185,7 +227,7 @@ def check_size(folder: Path, file: CheckedFile) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise DataError(f"{path}: a file of the version cannot be read ({error.strerror})") from None
+        raise unreadable(path, error) from None
     if size != file.nbytes:
         raise DataError(
             f"{path}: {size} bytes, but version.json says {file.nbytes}; `prefetcher publish --check` writes a whole "

@@ -40,7 +40,7 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
     "prefetcher": ("planner readers stores", "traces", "pipeline", "checkpoints verify", "run", "__main__"),
     "serving": (
         "row_layout",
-        "index_loops order",
+        "index_loops order served_job",
         "version_file",
         "raw_ids",
         "snapshot",

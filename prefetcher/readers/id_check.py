@@ -169,3 +169,28 @@ def check_labels(labels: Floats, given: Sequence[Array], columns: Columns, locat
 
 def dense_names(num_dense: int) -> list[str]:
     return [f"int_{i}" for i in range(num_dense)]
+
+
+# also the rules of `Snapshot.bags`
+
+
+def lookup_location(where: str, first: int) -> Location:
+    return lambda i: f"{where}, look-up {first + i}"
+
+
+def check_offsets(offsets: Ids, num_ids: int, where: str) -> None:
+    if offsets[0] != 0 or offsets[-1] != num_ids or (offsets[1:] < offsets[:-1]).any():
+        raise DataError(
+            f"{where}: offsets must rise from 0 to the {num_ids} ids, but go from {offsets[0]} to {offsets[-1]}"
+        )
+
+
+def require_weights(are_named: bool, are_given: bool, where: str) -> None:
+    """Raises DataError unless weights are given where data.columns.weights names them, and only there."""
+    if are_named and not are_given:
+        raise DataError(f"{where}: weights are missing, but data.columns.weights names weights, so give f32[N]")
+    if are_given and not are_named:
+        raise DataError(
+            f"{where}: weights are given, but data.columns.weights names none: name them there to multiply rows by "
+            "them, or give an array with an entry for each look-up (data.of) if only the model needs them"
+        )

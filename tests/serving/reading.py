@@ -16,7 +16,7 @@ import xxhash
 
 from examples.serving import Scorer
 from rowcast.serving.model import Model
-from rowcast.serving.version_file import current_number
+from rowcast.serving.version_file import read_current
 
 POLL_S = 0.005
 
@@ -24,7 +24,7 @@ POLL_S = 0.005
 def main() -> None:
     folder, samples, end = Path(sys.argv[1]), np.load(sys.argv[2]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    while not current_number(folder):
+    while not read_current(folder).number:
         time.sleep(POLL_S)
     model, seen = Model(folder, check="all"), 0
     while not end.exists() or model.version.number != seen:

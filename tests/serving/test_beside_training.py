@@ -14,7 +14,7 @@ from pyarrow import csv, table
 from rowcast.deploy.score import chosen_of, scoring_job
 from rowcast.runtime.crash_points import VARIABLE
 from rowcast.serving.model import Model
-from rowcast.serving.version_file import current_number
+from rowcast.serving.version_file import read_current, version_name
 from tests.recovery.crashes import OF_A_PUBLISHER
 from tests.serving.reading import checksum
 from tests.support import jobs
@@ -141,13 +141,13 @@ def test_readers_see_whole_versions_in_order_whoever_is_killed(point: str, sessi
     for process in trainers:
         process.signal(signal.SIGKILL)
         assert process.ended().code == KILLED
-    before = current_number(served.to)
+    before = read_current(served.to).number
     processes = [*served.train(), served.follow()]
-    served.until(processes, lambda: current_number(served.to) >= before + 3, "three more versions")
+    served.until(processes, lambda: read_current(served.to).number >= before + 3, "three more versions")
     served.end(*processes)
     served.publish().ended().quiet()
     assert "published already" in served.publish().ended().quiet().stderr
     assert_read_what_was_trained(served, served.said(readers), count(1, 99))
     left = {path.name for path in served.to.iterdir() if path.is_dir()}
     newest = Model(served.to, check="all").version
-    assert left == {f"v{number:012d}" for number in range(newest.base, newest.number + 1)}
+    assert left == {version_name(own.number) for own in (newest.named, *newest.stands_on)}

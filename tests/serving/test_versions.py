@@ -13,7 +13,7 @@ from rowcast.runtime import crash_points
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.serving.model import Model
 from rowcast.serving.snapshot import Snapshot
-from rowcast.serving.version_file import current_number
+from rowcast.serving.version_file import read_current, version_name
 from tests.checkpoints.fake_ranks import FakeRanks
 from tests.serving.served_run import NUM_DENSE, TABLES, ServedRun, Told, publish, publisher_of, serving_job
 from tests.support.facts import facts
@@ -222,7 +222,7 @@ def test_a_damaged_version_is_not_taken_and_a_check_replaces_it(run: ServedRun, 
     for name in ("000.rows", "001.index", "dense.safetensors", "version.json"):
         trained(run, 0.05)
         publish(run, served)
-        path = served / f"v{current_number(served):012d}" / name
+        path = served / f"v{read_current(served).number:012d}" / name
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 4
         path.write_bytes(content)
@@ -275,7 +275,7 @@ def test_a_publisher_that_stops_anywhere_leaves_the_version_before_or_the_new_on
     assert model.refresh()
     assert_serves(model, run)
     left = {path.name for path in served.iterdir() if path.is_dir()}
-    assert left == {f"v{number:012d}" for number in range(model.version.base, model.version.number + 1)}
+    assert left == {version_name(own.number) for own in (model.version.named, *model.version.stands_on)}
 
 
 def test_a_request_of_26_tables_sees_one_version_and_never_an_older_one(tmp_path: Path) -> None:

@@ -12,7 +12,17 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
 from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_array, is_by_position
 from rowcast.prefetcher.readers.formats.user_inputs import check_inputs
-from rowcast.prefetcher.readers.id_check import IdCheck, Location, check_dense, check_labels, dense_names, job_features
+from rowcast.prefetcher.readers.id_check import (
+    IdCheck,
+    Location,
+    check_dense,
+    check_labels,
+    check_offsets,
+    dense_names,
+    job_features,
+    lookup_location,
+    require_weights,
+)
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.inputs import belonging
 from rowcast.runtime.errors import DataError
@@ -67,16 +77,7 @@ class BatchCheck:
         if batch.offsets is not None:
             require_array(batch.offsets, f"{where}: offsets", "int64", (num_bags + 1,))
             check_offsets(batch.offsets, len(batch.ids), where)
-        if self._weighted != (batch.weights is not None):
-            expected = (
-                "names weights, so give f32[N]"
-                if self._weighted
-                else "names none: name them there to multiply rows by them, or give an array with an entry for each "
-                "look-up (data.of) if only the model needs them"
-            )
-            raise DataError(
-                f"{where}: weights are {'missing' if self._weighted else 'given'}, but data.columns.weights {expected}"
-            )
+        require_weights(self._weighted, batch.weights is not None, where)
         if batch.weights is not None:
             require_array(batch.weights, f"{where}: weights", "float32", (len(batch.ids),))
         check_inputs(batch, self._of, where)
@@ -124,10 +125,6 @@ def sample_location(where: str) -> Location:
     return lambda i: f"{where}, sample {i}"
 
 
-def lookup_location(where: str, first: int) -> Location:
-    return lambda i: f"{where}, look-up {first + i}"
-
-
 def require_array(array: Any, what: str, dtype: str, shape: tuple[int | None, ...]) -> None:
     """Raises DataError unless `array` is of `dtype` and `shape`, in which None matches any number."""
     fits = is_array(array) and array.dtype == dtype and array.ndim == len(shape)
@@ -138,10 +135,3 @@ def require_array(array: Any, what: str, dtype: str, shape: tuple[int | None, ..
 
 def typed_shape(dtype: str, shape: tuple[int | None, ...]) -> str:
     return f"{dtype}[{', '.join('any' if size is None else str(size) for size in shape)}]"
-
-
-def check_offsets(offsets: Ids, num_ids: int, where: str) -> None:
-    if offsets[0] != 0 or offsets[-1] != num_ids or (np.diff(offsets) < 0).any():
-        raise DataError(
-            f"{where}: offsets must rise from 0 to the {num_ids} ids, but go from {offsets[0]} to {offsets[-1]}"
-        )
