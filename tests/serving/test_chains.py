@@ -117,6 +117,7 @@ def test_after_a_chain_of_an_earlier_rowcast_comes_a_whole_version(tmp_path: Pat
     for share in (0.6, 0.1):
         run.train_some(share)
         run.checkpoint()
+    assert run.writer.newest is not None
     shutil.copytree(TODAY, folder)
     for number, file in ((1, folder / name(1)), (2, folder / name(2))):  # of this run's checkpoints
         resealed(

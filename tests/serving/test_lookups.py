@@ -142,7 +142,7 @@ GOOD_IDS: list[Any] = [
     pa.chunked_array([IDS[:1], IDS[1:]]),
     pd.Series(IDS),
     np.array([IDS, IDS]).T[:, 0],
-    np.ma.array(IDS, mask=False),
+    np.ma.masked_array(np.array(IDS), False),
     *(np.array(IDS, dtype) for dtype in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")),
 ]
 BAD_IDS: list[Any] = [
@@ -164,7 +164,7 @@ BAD_IDS: list[Any] = [
         [1, "a"],
     ),
     *(np.array(IDS, dtype) for dtype in ("f2", "f4", "f8", "?", "c8", "M8[s]", "m8[s]", "S3", "U3", ">i8")),
-    np.ma.array(IDS, mask=[0, 1, 0, 0]),
+    np.ma.masked_equal(IDS, 0),
     pa.array(["3"]).dictionary_encode(),
     pa.table({"a": IDS}),
 ]
@@ -192,7 +192,7 @@ BAD_OFFSETS: list[Any] = [
     *([1, N], [0, N + 1], [0, N - 1], [0, 3, 2, N], [0, -1, N], [0, 2**63], [0, 2**64], [0, 2**63, N], [-(2**63), N]),
     *([0, 2**63 - 1, -2, N], [0, float("nan"), N], np.empty(0, np.int64), np.array(N), np.array([0, N], "?")),
     *(np.array([0, N], dtype) for dtype in ("f4", "c8", "U1", "M8[s]", "O")),
-    np.ma.array([0, 1, N], mask=[0, 1, 0]),
+    np.ma.masked_equal([0, 1, N], 1),
 ]
 GOOD_WEIGHTS: list[Any] = [
     *([1.0, 0.0, -2.5, 1e-45], [1, 2, 3, 4], pa.array([0.5] * N), torch.ones(N), pd.Series([0.5] * N)),
@@ -214,7 +214,7 @@ BAD_WEIGHTS: list[Any] = [
     ),
     *([1, 1, 1, bad] for bad in (float("nan"), float("inf"), -float("inf"), 1e39, 2**400)),
     *(np.ones(N, dtype) for dtype in ("?", "c8", "U3", "M8[s]", "O")),
-    np.ma.array([1.0] * N, mask=[0, 1, 0, 0]),
+    np.ma.masked_equal([1, 2, 3, 4], 2),
 ]
 
 
