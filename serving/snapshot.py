@@ -16,6 +16,7 @@ from safetensors.numpy import load
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec
+from rowcast.prefetcher.readers.fp32 import to_fp32
 from rowcast.prefetcher.readers.id_check import check_dense, check_offsets, lookup_location, require_weights
 from rowcast.prefetcher.stores.elements import rounded, widened
 from rowcast.prefetcher.stores.first_values import table_initializer
@@ -309,18 +310,15 @@ class Snapshot:
         if view.table.pooling == "none":
             raise ValueError(f'feature {feature}: table {view.table.name} has pooling = "none"; take rows')
         found = self.rows(feature, ids)
-        bounds = numbers_of(offsets, "iu", np.int64, f"{where}: offsets are not integers")
-        own = (
-            NO_WEIGHTS
-            if weights is None
-            else numbers_of(weights, "fiu", np.float32, f"{where}: weights are not numbers")
-        )
+        bounds = numbers_of(offsets, "iu", f"{where}: offsets are not integers").astype(np.int64)
+        given = NO_WEIGHTS if weights is None else numbers_of(weights, "biuf", f"{where}: weights are not numbers")
+        own = to_fp32(given)
         if not len(bounds):
             raise ValueError(f"{where}: offsets are empty; give one more than bags")
         try:
             require_weights(one.is_weighted, weights is not None, where)
             check_offsets(bounds, len(found), where)
-            check_dense(own[:, None], ["weights"], lookup_location(where, 0))
+            check_dense(own[:, None], [given], ["weights"], lookup_location(where, 0))
         except DataError as error:
             raise ValueError(str(error)) from None
         if weights is not None and len(own) != len(found):
@@ -351,7 +349,7 @@ class Snapshot:
             raise KeyError(f"no feature {feature!r}; there is {', '.join(self._features)}") from None
 
 
-def numbers_of(values: Any, kinds: str, dtype: type[np.generic], wrong: str) -> Any:
+def numbers_of(values: Any, kinds: str, wrong: str) -> Any:
     """Returns an array [n] of numbers of these kinds of numpy. Raises ValueError that starts with `wrong`."""
     try:
         array = np.asarray(values)
@@ -359,8 +357,7 @@ def numbers_of(values: Any, kinds: str, dtype: type[np.generic], wrong: str) -> 
         raise ValueError(f"{wrong} ({error})") from None
     if array.ndim != 1 or array.dtype.kind not in kinds or np.ma.isMaskedArray(values):
         raise ValueError(f"{wrong} in an array [n], but {array.dtype} {list(array.shape)}")
-    with np.errstate(over="ignore"):  # what fp32 cannot hold is infinite, and refused
-        return np.ascontiguousarray(array, dtype)
+    return np.ascontiguousarray(array)
 
 
 def open_snapshot(folder: Path, named: Named, before: "Snapshot | None", check: str, counts: Counts) -> Snapshot:

@@ -196,7 +196,7 @@ BAD_OFFSETS: list[Any] = [
 ]
 GOOD_WEIGHTS: list[Any] = [
     *([1.0, 0.0, -2.5, 1e-45], [1, 2, 3, 4], pa.array([0.5] * N), torch.ones(N), pd.Series([0.5] * N)),
-    *(np.array([1, 0, 2, 3], dtype) for dtype in ("f2", "f4", "f8", "i1", "i8", "u8", ">f4")),
+    *(np.array([1, 0, 2, 3], dtype) for dtype in ("f2", "f4", "f8", "i1", "i8", "u8", "?", ">f4")),
 ]
 BAD_WEIGHTS: list[Any] = [
     *(
@@ -208,12 +208,11 @@ BAD_WEIGHTS: list[Any] = [
         ["1"] * N,
         [None] * N,
         [1.0, None, 1, 1],
-        [True] * N,
         [1j] * N,
         [[1.0] * N],
     ),
-    *([1, 1, 1, bad] for bad in (float("nan"), float("inf"), -float("inf"), 1e39, 2**400)),
-    *(np.ones(N, dtype) for dtype in ("?", "c8", "U3", "M8[s]", "O")),
+    *([1, 1, 1, bad] for bad in (float("nan"), float("inf"), -float("inf"), 1e39, 2**400, 2**24 + 1)),
+    *(np.ones(N, dtype) for dtype in ("c8", "U3", "M8[s]", "O")),
     np.ma.masked_equal([1, 2, 3, 4], 2),
 ]
 
@@ -251,7 +250,7 @@ def test_the_door_refuses_everything_else_with_the_name_of_the_feature(model: Mo
     ]
     for feature, ids, offsets, weights in requests:
         with pytest.raises(ValueError, match=f"feature {feature}"):
-            model.bags(feature, ids, offsets, weights)
+            pytest.fail(f"{(ids, offsets, weights)} gave {model.bags(feature, ids, offsets, weights)}")
     for feature, ids in itertools.product(("user", "item", "weighed", "kept"), BAD_IDS):
         for call in (model.rows, lambda feature, ids: model.look_up({feature: ids})):
             if feature in ("user", "item") and isinstance(ids, list) and ids == [50]:
