@@ -15,7 +15,7 @@ from rowcast.job.file import apply_override, parse_job
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import Manifest, checkpoint_folders, read_manifest
-from rowcast.runtime.command_options import CheckpointName, Overrides, RunFolder
+from rowcast.runtime.command_options import CheckpointName, Overrides, Probability, RunFolder
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.format_numbers import plural
@@ -29,6 +29,7 @@ def score(
     data: Annotated[Path, Option(help="The samples: a file, a folder or a glob, in the format of the training data.")],
     out: Annotated[Path, Option(help="A new file for the scores.", metavar="FILE.csv|FILE.parquet")],
     checkpoint: CheckpointName = None,
+    probability: Probability = False,
     overrides: Overrides = None,
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
@@ -41,7 +42,8 @@ def score(
             given = ["--config", str(config)]
             try:
                 named = [] if checkpoint is None else [f"--checkpoint={checkpoint}"]
-                run_both(job, [*given, "--eval", *named], "eval", [*given, f"--scores={out}"], signals)
+                kind = ["--probability"] if probability else []
+                run_both(job, [*given, "--eval", *named], "eval", [*given, f"--scores={out}", *kind], signals)
             finally:
                 partial_of(out).unlink(missing_ok=True)
         if not out.exists():

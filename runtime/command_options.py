@@ -15,6 +15,10 @@ MaxSteps = Annotated[int | None, Option("--max-steps", min=0, help="End the run 
 SaveTrace = Annotated[Path | None, Option(help="Save ids and plans for `simulate --trace`.", metavar="FILE")]
 RunFolder = Annotated[Path, Option("--run", help="The run directory.", metavar="DIR")]
 CheckpointName = Annotated[str | None, Option(help="Which, such as step-000000000100.", show_default=False)]
+Probability = Annotated[
+    bool,
+    Option("--probability", help="Write probabilities, column `probability`, in place of logits, column `logit`."),
+]
 Source = Annotated[
     Path | None,
     Option("--from", help="Begin a new run with the model of another run, or of an exported file.", metavar="RUN|FILE"),

@@ -95,7 +95,7 @@ def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
     predicted = run(blocks("sh")[1], folder)
     assert predicted.returncode == 0, predicted.stderr
     scores, labels = (
-        1 / (1 + np.exp(-pd.read_csv(folder / "scores.csv")["score"].to_numpy())),
+        pd.read_csv(folder / "scores.csv")["probability"].to_numpy(),
         pd.read_csv(folder / "clicks.csv")["clicked"].to_numpy(),
     )
     held_out = slice(len(labels) - len(labels) // 10, None)

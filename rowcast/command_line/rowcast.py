@@ -15,8 +15,8 @@ SUBCOMMANDS = {
     ),
     "score": Subcommand(
         "rowcast.deploy.score:score",
-        "Write a trained model's prediction for each row of a file, in the file's order: --run runs/clicks "
-        "--data rows.csv --out scores.parquet",
+        "Write a trained model's logit, or with --probability its probability, for each row of a file, in the file's "
+        "order: --run runs/clicks --data rows.csv --out scores.parquet",
         run_until_stopped,
     ),
 }

@@ -35,6 +35,15 @@ class HingeModel(SmallModel):
         return (self.margin.square() - (2 * labels - 1) * outputs).relu().mean() + (1 - self.margin).square()
 
 
+class SignedModel(HingeModel):
+    def logits(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+
+class PricedModel(HingeModel):
+    score_name = "price"
+
+
 class TwoTowerModel(nn.Module):
     """A vector of the first two features and one of the others; in a batch each is to find its own."""
 
@@ -78,6 +87,14 @@ def ranking_model(job: Job, num_dense: int) -> nn.Module:
 
 def hinge_model(job: Job, num_dense: int) -> nn.Module:
     return HingeModel(small_width(job, num_dense))
+
+
+def signed_model(job: Job, num_dense: int) -> nn.Module:
+    return SignedModel(small_width(job, num_dense))
+
+
+def priced_model(job: Job, num_dense: int) -> nn.Module:
+    return PricedModel(small_width(job, num_dense))
 
 
 def two_tower_model(job: Job, num_dense: int) -> nn.Module:

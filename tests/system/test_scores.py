@@ -21,7 +21,8 @@ from rowcast.runtime.process import Signals
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.report.report_json import read_report
-from tests.support.batches import SEVERAL_LABELS
+from rowcast.trainer.report.score_file import ScoreFile
+from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, small_job
 from tests.support.facts import facts
 from tests.support.jobs import table
 from tests.support.processes import Ended, Session
@@ -53,9 +54,9 @@ def write_job(session: Session, form: str, labels: list[str], **sections: Any) -
     )
 
 
-def scored(session: Session, data: Path, out: Path) -> Ended:
+def scored(session: Session, data: Path, out: Path, *options: str) -> Ended:
     return session.start_module(
-        "rowcast", "score", f"--run={session.run_dir}", f"--data={data}", f"--out={out}"
+        "rowcast", "score", f"--run={session.run_dir}", f"--data={data}", f"--out={out}", *options
     ).ended()
 
 
@@ -100,12 +101,16 @@ def test_scores_are_the_predictions_of_an_evaluation_row_by_row(
     as_parquet, as_csv = session.folder / "scores.parquet", session.folder / "scores.csv"
     said = scored(session, new, as_parquet).quiet().stdout
     assert said.splitlines()[-1] == f"scored 1,003 rows of {new} to {as_parquet}, by the model after 16 train steps"
-    assert f"scored 1,003 rows of {labelled} to {as_csv}, " in scored(session, labelled, as_csv).quiet().stdout
+    said = scored(session, labelled, as_csv, "--probability").quiet().stdout
+    assert f"scored 1,003 rows of {labelled} to {as_csv}, " in said
     columns = pq.read_table(as_parquet)
-    assert columns.column_names == (["score"] if len(labels) == 1 else labels)
+    assert columns.column_names == (["logit"] if len(labels) == 1 else ["click_logit", "buy_logit"])
+    header = as_csv.read_text().partition("\n")[0]
+    assert header == ('"probability"' if len(labels) == 1 else '"click_probability","buy_probability"')
     scores = np.stack([column.to_numpy() for column in columns.columns], axis=1)
     assert scores.dtype == np.float32
-    assert np.loadtxt(as_csv, np.float32, delimiter=",", skiprows=1, ndmin=2).tobytes() == scores.tobytes()
+    likely = np.loadtxt(as_csv, np.float32, delimiter=",", skiprows=1, ndmin=2)
+    np.testing.assert_allclose(likely, torch.sigmoid(torch.tensor(scores).double()).numpy(), rtol=1e-7)
 
     found = torch.tensor(scores if len(labels) > 1 else scores[:, 0])
     assert torch.equal(plain_logits(session, new, parts).view(torch.int32), found.view(torch.int32))
@@ -118,6 +123,35 @@ def test_scores_are_the_predictions_of_an_evaluation_row_by_row(
     result = metrics.compute()
     assert (evaluated.auc, evaluated.accuracy) == (result.auc, result.accuracy)
     assert evaluated.logloss == pytest.approx(result.logloss, rel=1e-12)
+
+
+MODELS = {
+    **dict.fromkeys(["dropout_model", "signed_model"], "logit"),
+    **dict.fromkeys(["hinge_model", "two_tower_model"], "score"),
+    "priced_model": "price",
+}
+
+
+@pytest.mark.parametrize("labels", [[], ["click", "buy"]], ids=["one", "two"])
+@pytest.mark.parametrize("probability", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_columns_say_what_the_model_gives(model: str, probability: bool, labels: list[str], tmp_path: Path) -> None:
+    name = JobModel(small_job("sgd", model={"kind": f"tests.system.odd_models:{model}"}), NUM_DENSE).score_name
+    assert name == MODELS[model]
+    file = ScoreFile(tmp_path / "scores.parquet", labels, probability=probability)
+    if probability and name != "logit":
+        with pytest.raises(ConfigError, match=facts("--probability", repr(name), "logits(outputs)")):
+            file.begin(name)
+        return
+    file.begin(name)
+    logits = np.array([[0.0, -800.0, 800.0, np.nan]] * max(1, len(labels)), np.float32).T
+    file.write(logits)
+    file.finish()
+    own, found = "probability" if probability else name, pq.read_table(tmp_path / "scores.parquet")
+    assert found.column_names == ([own] if not labels else [f"click_{own}", f"buy_{own}"])
+    for column, values in zip(found.columns, logits.T, strict=True):
+        expected = np.array([0.5, 0, 1, np.nan], np.float32) if probability else values
+        np.testing.assert_array_equal(column.to_numpy(), expected)
 
 
 def test_a_file_that_cannot_be_scored_leaves_nothing(session: Session) -> None:

@@ -112,6 +112,7 @@ def test_an_evaluation_scores_each_samples_own_item() -> None:
         outputs = side.forward(dense, embeddings, {}, training=False)
         logits, loss = side.logits(outputs), side.loss(outputs, LABELS)
     torch.testing.assert_close(logits, (outputs.users @ outputs.items.T).diagonal() / 0.2)
+    assert side.score_name == "score", "a softmax over other users' items gives no logit"
     metrics.update(logits, LABELS, loss)
     result = metrics.compute()
     pairs = [(p > n) + 0.5 * (p == n) for p in logits[LABELS == 1] for n in logits[LABELS == 0]]

@@ -64,6 +64,9 @@ class JobModel:
         self._own_logits: Callable[[Any], Tensor] | None = (
             None if self.own_loss is None else getattr(self.model, "logits", None)
         )
+        # what a value of `logits` is: a column of `rowcast score` has this name
+        is_logit = self.own_loss is None or self._own_logits is not None
+        self.score_name = str(getattr(self.model, "score_name", "logit" if is_logit else "score"))
         self.optimizer = build_dense_optimizer(job, self.model.parameters())
         self._linear = tuple(table.linear for table in job.tables for _ in table.features)
         self._inputs = ModelInputs(job, self.model)

@@ -12,8 +12,8 @@ from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedS
 
 
 class Scores(Protocol):
-    def begin(self) -> None:
-        """Drops what an earlier attempt has written."""
+    def begin(self, name: str) -> None:
+        """Drops what an earlier attempt has written. `name`: what a score is, such as "logit". Raises ConfigError."""
 
     def write(self, scores: F32) -> None:
         """Takes the scores [B], or [B, T] with several labels, of the next samples."""
@@ -22,10 +22,10 @@ class Scores(Protocol):
 class Pending:
     """Predictions of issued steps, on their way to the host."""
 
-    def __init__(self, scores: Scores) -> None:
+    def __init__(self, scores: Scores, name: str) -> None:
         self._scores = scores
         self._steps: dict[int, list[Tensor]] = {}
-        scores.begin()
+        scores.begin(name)
 
     def add(self, step: int, logits: Any, labels: Tensor) -> None:
         """Raises ConfigError if these are not numbers for each of the `labels`."""
@@ -48,7 +48,7 @@ class ScoringRunner(EvaluationRunner):
     def __init__(self, scores: Scores, *arguments: Any) -> None:
         """`arguments`: of `EvaluationRunner`."""
         super().__init__(*arguments)
-        self._pending = Pending(scores)
+        self._pending = Pending(scores, self._side.score_name)
 
     def count(self, step: StepInputs, outputs: Any) -> None:
         self._pending.add(step.step, self._side.logits(outputs), step.arrays["labels"])
@@ -65,7 +65,7 @@ class SharedScoringRunner(SharedEvaluationRunner):
     def __init__(self, scores: Scores, *arguments: Any) -> None:
         """`arguments`: of `SharedEvaluationRunner`."""
         super().__init__(*arguments)
-        self._pending = Pending(scores)
+        self._pending = Pending(scores, self._side.score_name)
 
     def count(self, shared: SharedStep, part: int, outputs: Any) -> None:
         self._pending.add(shared.step.step, self._side.logits(outputs), shared.samples(part, "labels"))

@@ -39,6 +39,7 @@ class TwoTower(nn.Module):
     random first values differ. The job file refuses items whose tables all begin with one value."""
 
     multipliers: Tensor  # i64 [W], odd
+    score_name = "score"  # no logit: the softmax compares a user's items only
 
     def __init__(self, job: Job, num_dense: int) -> None:
         super().__init__()

@@ -1,4 +1,10 @@
-"""Writes scores as CSV or Parquet, a row per sample, under another name until all are there."""
+"""Writes scores as CSV or Parquet, a row per sample, under another name until all are there.
+
+model                                  columns            with --probability     of labels click and buy
+binary cross entropy; own `logits`     logit              probability            click_logit, buy_logit
+another loss of its own                score              refused                click_score, buy_score
+with `score_name`                      that               refused, but "logit"   click_..., buy_...
+"""
 
 import os
 from collections.abc import Sequence
@@ -7,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from pyarrow import csv
 from pyarrow import parquet as pq
 
 from rowcast.runtime.arrays import F32
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.report.score_place import check_place, partial_of
 
 ROWS_AT_ONCE = 65536  # in memory, and in a row group
@@ -21,21 +28,28 @@ WRITERS = {".csv": csv.CSVWriter, ".parquet": pq.ParquetWriter}
 class ScoreFile:
     """Implements `scoring.Scores`. `finish` gives the file its name."""
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        """`names`: of the columns. Raises ConfigError."""
+    def __init__(self, path: Path, labels: Sequence[str], *, probability: bool) -> None:
+        """`labels`: their names if there are several. Raises ConfigError."""
         check_place(path, "--scores")
-        self._path = path
-        self._schema = pa.schema([(name, pa.float32()) for name in names])
+        self._path, self._labels, self._probability = path, labels, probability
         self._writer: Any = None
         self._held: list[F32] = []
         self._num_held = 0
 
-    def begin(self) -> None:
+    def begin(self, name: str) -> None:
+        if self._probability and name != "logit":
+            raise ConfigError(
+                f"--probability: the model has a loss of its own, and its outputs are called {name!r}, not logits; "
+                "leave out --probability, or give the model a method logits(outputs)"
+            )
+        own = "probability" if self._probability else name
+        names = [f"{label}_{own}" for label in self._labels] or [own]
+        self._schema = pa.schema([(name, pa.float32()) for name in names])
         self._held, self._num_held = [], 0
         self._writer = self._told(lambda: WRITERS[self._path.suffix](partial_of(self._path), self._schema))
 
     def write(self, scores: F32) -> None:
-        self._held.append(scores)
+        self._held.append(probabilities(scores) if self._probability else scores)
         self._num_held += len(scores)
         if self._num_held >= ROWS_AT_ONCE:
             self._write_held()
@@ -65,6 +79,10 @@ class ScoreFile:
                 f"{partial_of(self._path)}: scores cannot be written ({error.strerror or error}); free space there, or "
                 "give another folder"
             ) from None
+
+
+def probabilities(logits: F32) -> F32:
+    return torch.from_numpy(logits).double().sigmoid().float().numpy()
 
 
 def arrow_array(values: F32) -> Any:

@@ -12,7 +12,8 @@ from typer import Option
 from rowcast.job.file import load_own_job
 from rowcast.job.schema import Job
 from rowcast.runtime.children import stop_with_parent
-from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Timeline
+from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Probability, Timeline
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals, leave_at_once, run_until_stopped
 from rowcast.runtime.starting import note_start
@@ -74,15 +75,18 @@ def evaluate(
         Path | None,
         Option(help="Write a score for each evaluation sample to this new file.", metavar="FILE.csv|FILE.parquet"),
     ] = None,
+    probability: Probability = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
+        if probability and scores is None:
+            raise ConfigError("--probability says what --scores writes; add --scores, or leave it out")
         job = begin(config, overrides, log_level, log_json)
         from rowcast.trainer.run.errands import EVALUATE, score_to
         from rowcast.trainer.run.trainer_run import run_trainer
 
-        errand = EVALUATE if scores is None else score_to(scores, job)
+        errand = EVALUATE if scores is None else score_to(scores, job, probability=probability)
         run_trainer(job, signals, timeline=timeline, errand=errand)
 
     return main

@@ -41,7 +41,7 @@ class Score(Errand):
         Errand.finish(self, run_dir, report)
 
 
-def score_to(path: Path, job: Job) -> Score:
+def score_to(path: Path, job: Job, *, probability: bool) -> Score:
     """Raises ConfigError."""
     if job.ranks.count > 1:
         raise ConfigError(
@@ -50,7 +50,7 @@ def score_to(path: Path, job: Job) -> Score:
         )
     from rowcast.trainer.report.score_file import ScoreFile  # imports pyarrow, which no other trainer needs
 
-    file = ScoreFile(path, job.data.columns.labels or ["score"])
+    file = ScoreFile(path, job.data.columns.labels, probability=probability)
     return Score(
         mode="eval",
         runner=partial(ScoringRunner, file),
