@@ -24,8 +24,8 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, dense: Any, ids: dict[str, list[Any]]) -> Any:
-        """`dense` f32 [n, num_dense]; for each feature n lists of raw ids. Returns f32 [n]: what `rowcast score` writes without
-        --probability, such as logits."""
+        """`dense` f32 [n, num_dense]; for each feature n lists of raw ids. Returns f32 [n]: what `rowcast score` writes
+        without --probability, such as logits."""
         embedded = [self._embedded(table, name, ids[name]) for table in self._now.job.tables for name in table.features]
         inputs = torch.tensor(np.asarray(dense, np.float32)), embedded
         return self._side.logits(self._side.forward(*inputs, {}, training=False)).numpy()
