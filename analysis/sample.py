@@ -17,7 +17,7 @@ import numpy as np
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.data_files import data_files, is_gzip
+from rowcast.prefetcher.readers.data_files import files_of, is_gzip
 from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
@@ -133,11 +133,7 @@ def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
 
 
 def is_compressed(job: Job, split: Kind) -> bool:
-    path = job.data.eval_path if split == "eval" and job.data.eval_path else job.data.path
-    known = format_of(job.data.format)
-    if not known.has_files or path is None:
-        return False
-    return any(is_gzip(file) for file in data_files(path, "data.path", known.file_names))
+    return any(map(is_gzip, files_of(job, "eval_path" if split == "eval" and job.data.eval_path else "path")))
 
 
 def reader_for_another_pass(job: Job, reader: Reader) -> Reader:

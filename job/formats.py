@@ -107,7 +107,10 @@ class Negatives(Section, frozen=True, kw_only=True):
 
 class Data(Section, frozen=True, kw_only=True):
     format: str  # {kinds}, or `package.module:factory`
-    path: str | None = None  # a file, a folder or a glob; files are read in order of their names
+    path: str | None = None  # a file, a folder or a glob: see [data.md](data.md#which-files-are-read)
+    # files are read in the order of their names, `day_10` before `day_2`, instead of their numbers; a run keeps the
+    # order in which it has begun
+    by_name: bool = False
     eval_path: str | None = None  # separate evaluation data, used instead of `eval_fraction`
     batch_size: Count = 2048  # samples in a batch; the last batch of an epoch may be shorter and is trained too
     epochs: Count = 1  # passes over the training data

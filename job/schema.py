@@ -363,7 +363,7 @@ class Job(Section, frozen=True, kw_only=True):
             content[name] |= defaults_of_other_kinds(section)
         # left out of manifests and digests by the versions that had no such keys
         data = content["data"]
-        for section_content, key in ((data, "of"), (data, "negatives"), (data["columns"], "inputs")):
+        for section_content, key in ((data, "of"), (data, "negatives"), (data, "by_name"), (data["columns"], "inputs")):
             if not section_content[key]:
                 del section_content[key]
         return content

@@ -22,8 +22,8 @@ from rowcast.job.types import shown
 from rowcast.runtime.checkpoint_manifest import DataFile, Manifest, ManifestOfVersion3, TrainingData
 from rowcast.runtime.errors import Mismatch
 
-# where the data is and how often it is read; of data.hot the rows count, wherever they are
-NOT_COUNTED = ("data.path", "data.eval_path", "data.epochs", "data.hot")
+# where the data is and how often it is read; of data.hot the rows count, wherever they are, and of files their order
+NOT_COUNTED = ("data.path", "data.by_name", "data.eval_path", "data.epochs", "data.hot")
 # what becomes of invalid ids, of a run that would have ended at the first one: it has trained none
 UNUSED = ("data.on_invalid_id", "error")
 # what must be as it was even before the first step: the rows and their first values

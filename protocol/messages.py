@@ -15,7 +15,7 @@ from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.position import Position
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
 Mode = Literal["train", "eval"]  # eval: one pass over the evaluation batches, without training or saving
 
@@ -187,6 +187,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     # train and evaluation batches of an epoch; None if the reader does not know
     epoch_batches: tuple[int | None, int | None] = (None, None)
     pairing: str = ""  # the column of each feature, if the data has ids by position
+    data: str = ""  # which files are read, or the format of data without files
     rank: int = 0  # the rank that owns this prefetcher's shard
     checkpoint: str = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
     # names and checksums of the first batches: of each feature, of dense features and labels; evaluation's separately

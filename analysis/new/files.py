@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,21 +15,15 @@ from rowcast.analysis.new.columns import NUMBER, TEXT, TIME, ColumnFacts, Kind, 
 from rowcast.analysis.progress import AnalysisProgress, Tick
 from rowcast.job.formats import FORMATS
 from rowcast.prefetcher.readers.arrow_rows import is_list
+from rowcast.prefetcher.readers.column_roles import require_single
 from rowcast.prefetcher.readers.data_files import data_files, is_gzip
-from rowcast.prefetcher.readers.formats.csv import (
-    HEADER_BYTES,
-    CsvLayout,
-    beginning,
-    decode,
-    header_only,
-    require_header,
-)
+from rowcast.prefetcher.readers.formats.csv import CsvLayout, beginning, decode
 from rowcast.prefetcher.readers.formats.csv_line import Cell
-from rowcast.prefetcher.readers.formats.parquet_files import file_facts
+from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import Location
-from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, whole_lines
-from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, first_lines, open_text, whole_lines
+from rowcast.runtime.errors import ConfigError, DataError
 
 DELIMITERS = (",", ";", "\t", "|")
 LIST_SEPARATOR = "|"
@@ -40,7 +35,7 @@ class DataSet:
     path: str  # as given
     format: Literal["csv", "parquet"]
     delimiter: str
-    num_files: int
+    files: list[Path]  # in reading order, with those that have no row
     num_rows: int
     columns: list[ColumnFacts]
 
@@ -51,12 +46,18 @@ class DataSet:
 def look_at(path: str, progress: AnalysisProgress) -> DataSet:
     """Reads every row of the files. Raises ConfigError for a path of neither kind, DataError for files that a run would
     refuse."""
-    names = {kind: FORMATS[kind].file_names for kind in ("csv", "parquet")}
-    files = {kind: found(path, pattern) for kind, pattern in names.items()}
-    if not any(files.values()):
-        path, files["csv"] = tabbed(path)
-    if not any(files.values()):
-        data_files(path, "--data", "|".join(names.values()))  # raises if nothing is there
+    names = {kind: FORMATS[kind].file_names for kind in ("csv", "parquet")} | {
+        "tsv": r".*\.tsv",
+        "tsv.gz": r".*\.tsv\.gz",
+    }
+    every = data_files(path, "--data", "|".join(names.values()), by_name=False, apart="")
+    files = {
+        kind: [own for own in every if re.fullmatch(f"(?i:{pattern})", own.name)] for kind, pattern in names.items()
+    }
+    for kind in ("tsv", "tsv.gz"):  # a job must name these, as its reader takes `.csv` from a folder
+        if not files["csv"] and not files["parquet"] and files[kind]:
+            path, files["csv"] = f"{path}/*.{kind}" if Path(path).is_dir() else path, files[kind]
+    if not files["csv"] and not files["parquet"]:
         raise ConfigError(
             f"--data {path}: neither CSV (.csv, .tsv, .csv.gz) nor Parquet (.parquet, .pq); rename it, or write the "
             "job yourself: docs/job-file.md"
@@ -69,34 +70,17 @@ def look_at(path: str, progress: AnalysisProgress) -> DataSet:
     return look_at_csv(path, files["csv"], begin) if files["csv"] else look_at_parquet(path, files["parquet"], begin)
 
 
-def found(path: str, pattern: str) -> list[Path]:
-    try:
-        return [file for file in data_files(path, "--data", pattern) if re.fullmatch(f"(?i:{pattern})", file.name)]
-    except RowcastError:
-        return []
-
-
-def tabbed(path: str) -> tuple[str, list[Path]]:
-    """Tab-separated files, which a job must name, as its reader takes `.csv` from a folder."""
-    for within in (f"{path}/*.tsv", f"{path}/*.tsv.gz") if Path(path).is_dir() else (path,):
-        if files := found(within, r".*\.tsv(\.gz)?"):
-            return within, files
-    return path, []
-
-
 def look_at_csv(path: str, files: list[Path], begin: Callable[[int | None], Tick]) -> DataSet:
     sizes = [None if is_gzip(file) else -(-file.stat().st_size // CHUNK_BYTES) for file in files]
     tick = begin(None if None in sizes else sum(size or 0 for size in sizes))
-    with open_text(files[0]) as stream:
-        first_line = stream.readline(HEADER_BYTES)
+    first_line = next(filter(None, (first_lines(file)[0] for file in files)), b"")
     delimiter = max(DELIMITERS, key=lambda each: first_line.count(each.encode()))
-    header, first_row = beginning(files[0], delimiter)
-    require_names(files[0], header, first_row)
+    filled, header, first_row = beginning(files, delimiter)
+    require_names(filled[0], header, first_row)
     layout = CsvLayout(header=header, delimiter=delimiter, cells={name: Cell(kind="text") for name in header})
     watches = [Watch(name, "integer", TEXT, LIST_SEPARATOR if delimiter != LIST_SEPARATOR else None) for name in header]
     num_rows = 0
-    for file in files:
-        require_header(file, beginning(file, delimiter)[0], files[0], header)
+    for file in filled:
         line = 1
         with open_text(file) as stream:
             for text in whole_lines(stream, file):
@@ -111,13 +95,11 @@ def look_at_csv(path: str, files: list[Path], begin: Callable[[int | None], Tick
                         watch.add(piece[watch.name], lines_of(file, first))
                 line, num_rows = first + num_lines, num_rows + num_lines
                 tick()
-        if line == 2:
-            raise header_only(file)
     return DataSet(
         path=path,
         format="csv",
         delimiter=delimiter,
-        num_files=len(files),
+        files=files,
         num_rows=num_rows,
         columns=[watch.column() for watch in watches],
     )
@@ -160,14 +142,15 @@ def rows_of(file: Path, first: int) -> Location:
 
 
 def look_at_parquet(path: str, files: list[Path], begin: Callable[[int | None], Tick]) -> DataSet:
-    schemas, num_rows = zip(*((schema, sum(counts)) for schema, counts in map(file_facts, files)), strict=True)
-    tick = begin(sum(-(-count // PARQUET_ROWS) for count in num_rows))
-    watches = [Watch(field.name, kind_of(field.type), str(field.type)) for field in schemas[0]]
-    for file, schema in zip(files, schemas, strict=True):
+    found = ParquetFiles(files)
+    tick = begin(sum(-(-int(count) // PARQUET_ROWS) for count in np.diff(found.bounds)))
+    watches = [Watch(field.name, kind_of(field.type), str(field.type)) for field in found.schemas[0]]
+    for file, schema in zip(found.paths, found.schemas, strict=True):
+        require_single(file, schema.names, schema.names)
         lacking = [watch.name for watch in watches if watch.name not in schema.names]
         if lacking:
             raise DataError(
-                f"{file}: column {lacking[0]} is missing, but {files[0]} has it; give all files the same columns"
+                f"{file}: column {lacking[0]} is missing, but {found.paths[0]} has it; give all files the same columns"
             )
         first = 0
         with pq.ParquetFile(file) as opened:
@@ -180,8 +163,8 @@ def look_at_parquet(path: str, files: list[Path], begin: Callable[[int | None], 
         path=path,
         format="parquet",
         delimiter=",",
-        num_files=len(files),
-        num_rows=sum(num_rows),
+        files=files,
+        num_rows=found.num_rows,
         columns=[watch.column() for watch in watches],
     )
 

@@ -17,6 +17,7 @@ from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.job.file import parse_job
 from rowcast.job.units import parse_bytes
+from rowcast.prefetcher.readers.data_files import listed_files
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural
@@ -83,7 +84,7 @@ def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
         for ids in chosen.ids
     )
     lines = [
-        f"{plural(data.num_rows, 'row')} in {plural(data.num_files, 'file')}",
+        f"{plural(data.num_rows, 'row')} in {listed_files(data.path, data.files)}",
         f"label     {chosen.label.name}, 1 in {100 * chosen.label.mean:.3g} % of the rows",
         f"dense     {', '.join(column.name for column in chosen.dense) or 'none'}",
         f"ids       {', '.join(ids)}",
@@ -121,7 +122,7 @@ def batch_size(data: DataSet) -> int:
 
 
 def head(data: DataSet) -> Iterator[str]:
-    looked_at = f"{plural(data.num_rows, 'row')} in {plural(data.num_files, 'file')}"
+    looked_at = f"{plural(data.num_rows, 'row')} in {plural(len(data.files), 'file')}"
     pages = "Every key: docs/job-file.md; columns: docs/data.md."
     yield f"# Written by `prefetcher new` after a look at {looked_at}. {pages}"
     yield "[job]"

@@ -9,7 +9,7 @@ from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns
 from rowcast.prefetcher.readers.id_check import Feature, job_features, require_features
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import listed, nearest
 
 
@@ -52,7 +52,7 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
 
 
 def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) -> None:
-    """Raises ConfigError for a column that the file does not have."""
+    """Raises ConfigError for a column that the file does not have, DataError for one that it has twice."""
     require_features(job, names, f"{path}, which has {listed(names)}")
     key = "labels" if job.data.columns.labels else "label"
     key_of = {
@@ -66,6 +66,13 @@ def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) ->
             raise ConfigError(
                 f"data.columns.{key}: {path} has no column {name}{nearest(name, names)}; it has {listed(names)}"
             )
+    require_single(path, names, roles.names())
+
+
+def require_single(path: Path, names: Sequence[str], used: Sequence[str]) -> None:
+    for name in used:
+        if names.count(name) > 1:
+            raise DataError(f"{path}: {names.count(name)} columns are named {name}; rename all but one of them")
 
 
 def no_dense_column(path: Path, candidates: list[str]) -> ConfigError:

@@ -2,33 +2,112 @@
 
 import glob
 import math
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.telemetry.format_numbers import plural
+
+Key = Literal["path", "eval_path"]
+KEYS: tuple[Key, ...] = ("path", "eval_path")
+UNSEEN = (".", "_")  # names that begin so belong to the programs that write data
 
 
-def data_files(path: str, key: str, pattern: str) -> list[Path]:
-    """Returns the files that `path` names, in name order: a file, a glob, or a folder's files that match `pattern`.
+def files_of(job: Job, key: Key) -> list[Path]:
+    """Returns the files of data.path or data.eval_path, in reading order; none if the job has none. Raises as
+    `data_files`."""
+    known, path, data = format_of(job.data.format), getattr(job.data, key), job.data
+    if not known.has_files or path is None:
+        return []
+    return data_files(path, f"data.{key}", known.file_names, by_name=data.by_name, apart=data.eval_path or "")
 
-    Raises ConfigError with the job file's `key` if there are none.
+
+def data_files(path: str, key: str, pattern: str, *, by_name: bool, apart: str) -> list[Path]:
+    """Returns the files that `path` names: a file, a glob, or a folder's files that match `pattern`. Numbers in their
+    names decide the order, or `by_name` the names. The files of `apart` may lie in a sub-folder: they are read too.
+
+    Raises ConfigError with the job file's `key` if there are none, or for something named that is not read.
     """
-    named = Path(path)
-    if named.is_file():
-        return [named]
-    if named.is_dir():
-        found = sorted(file for file in named.iterdir() if file.is_file() and re.fullmatch(pattern, file.name))
-        if not found:
-            raise ConfigError(f"{key} = {path!r}: the folder holds no file whose name matches {pattern}")
-        return found
-    found = sorted(file for file in map(Path, glob.glob(path)) if file.is_file())
+    named, where, lacking = Path(path), f"{key} = {path!r}", "no such file, folder or glob"
+    try:
+        if named.is_dir():
+            entries, lacking = list(named.iterdir()), f"the folder holds no file whose name matches {pattern}"
+        else:
+            matches = [named] if named.exists() else [Path(own) for own in glob.glob(path, recursive=True)]
+            entries, pattern = [own for own in matches if not ("**" in path and own.is_dir())], ".*"
+        found = [own for own in entries if is_data(own, pattern, where, Path(apart))]
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.filename} cannot be read ({error.strerror})") from None
     if not found:
-        raise ConfigError(f"{key} = {path!r}: no such file, folder or glob")
-    return found
+        raise ConfigError(f"{where}: {lacking}")
+    return sorted(found) if by_name else sorted(found, key=numbered)
+
+
+def is_data(own: Path, pattern: str, where: str, apart: Path) -> bool:
+    """Raises ConfigError, which begins with `where`, for files in a folder, and for a name of no regular file."""
+    if own.is_dir():
+        if not apart.is_relative_to(own) and (within := file_within(own, pattern)):
+            raise ConfigError(
+                f"{where}: {within} lies in a sub-folder, whose files are not read; move them, or name all files by a "
+                f"glob such as {own.parent / '**' / f'*{within.suffix}'}"
+            )
+        return False
+    if not re.fullmatch(pattern, own.name):
+        return False
+    if not own.exists():
+        raise ConfigError(
+            f"{where}: {own} is a link to {os.readlink(own)}, which is gone; restore that file, or remove the link"
+        )
+    if not own.is_file():
+        raise ConfigError(f"{where}: {own} is a FIFO, socket or device; give a file with its content, or remove it")
+    return True
+
+
+def file_within(folder: Path, pattern: str) -> Path | None:
+    if folder.name.startswith(UNSEEN):
+        return None
+    for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(UNSEEN)]
+        for name in names:
+            if re.fullmatch(pattern, name):
+                return Path(path, name)
+    return None
+
+
+def numbered(path: Path) -> tuple[list[list[tuple[str, int]]], Path]:
+    """Compares paths as their names do, but digits in a row as one number; of equal ones the names decide."""
+    parts = [re.findall(r"([0-9]+)|([^0-9])", part) for part in path.parts]
+    return [[(other or "0", int(digits or "0")) for digits, other in part] for part in parts], path
+
+
+def files_text(job: Job) -> str:
+    """`12 files, days/day_0 to days/day_11`; the format for data without files. Raises as `data_files`."""
+    texts = [listed_files(getattr(job.data, key), files_of(job, key)) for key in KEYS]
+    return "; evaluation: ".join(dict.fromkeys(filter(None, texts))) or job.data.format
+
+
+def listed_files(path: str, files: Sequence[Path]) -> str:
+    """Returns how many files a path names, the first, the last, and what a folder holds besides; "" for none."""
+    if not files:
+        return ""
+    text = f"{plural(len(files), 'file')}, {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else "")
+    inside = {own for own in Path(path).iterdir() if not own.is_dir()} if Path(path).is_dir() else set()
+    if others := sorted(own.name for own in inside.difference(files) if not own.name.startswith(UNSEEN)):
+        text += f" (left out: {plural(len(others), 'other')}, such as {others[0]})"
+    return os.fsencode(text).decode("utf-8", "replace")
+
+
+def no_rows(paths: Sequence[Path]) -> DataError:
+    named = f"{paths[0]} holds" if len(paths) == 1 else f"{paths[0]} and {plural(len(paths) - 1, 'more file')} hold"
+    return DataError(f"{named} no row; give at least one file with rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

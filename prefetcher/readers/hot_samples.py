@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rowcast.job.formats import Data, format_of
+from rowcast.job.formats import Data
 from rowcast.job.schema import Job, digest
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.data_files import data_files
+from rowcast.prefetcher.readers.data_files import files_of
 from rowcast.prefetcher.readers.line_index import counting_lock, file_state, path_text
 from rowcast.prefetcher.readers.pin_files import check_tables, checksum, read_pins
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
@@ -110,9 +110,7 @@ def contained(ids: I64, rows: I64) -> Bools:
 
 
 def origin(job: Job, hot_rows: str, num_rows: int) -> bytes:
-    known, path = format_of(job.data.format), job.data.path
-    paths = data_files(path, "data.path", known.file_names) if known.has_files and path is not None else []
-    files = [(path_text(own), *file_state(own)) for own in paths]
+    files = [(path_text(own), *file_state(own)) for own in files_of(job, "path")]
     read = msgspec.to_builtins([job.tables, in_file_order(job.data), job.job.seed])
     return digest([read, hot_rows, files, num_rows]).encode()
 

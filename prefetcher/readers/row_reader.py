@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Part
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import FileSpan, data_files, eval_path, split_rows
+from rowcast.prefetcher.readers.data_files import FileSpan, eval_path, files_of, split_rows
 from rowcast.prefetcher.readers.hot_samples import HotSamples, hot_samples
 from rowcast.prefetcher.readers.id_check import IdCheck
 from rowcast.prefetcher.readers.reader import Pending, decoded
@@ -54,12 +53,10 @@ def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRo
     """Opens the files of data.path, and of data.eval_path if the job has it, with `rows_of`. Raises what it raises, and
     ConfigError if there is no file.
     """
-    names, held_out = format_of(job.data.format).file_names, eval_path(job)
-    assert job.data.path is not None, f"the job file refuses {job.data.format} without a path"
-    rows = rows_of(data_files(job.data.path, "data.path", names))
+    held_out, rows = eval_path(job), rows_of(files_of(job, "path"))
     if held_out is None or held_out == job.data.path:  # of the same files, one index of their rows is enough
         return RowReader(job, ids, rows, None if held_out is None else rows)
-    return RowReader(job, ids, rows, rows_of(data_files(held_out, "data.eval_path", names)))
+    return RowReader(job, ids, rows, rows_of(files_of(job, "eval_path")))
 
 
 class RowReader:

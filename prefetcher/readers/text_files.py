@@ -11,13 +11,14 @@ import gzip
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 import numpy as np
 
 from rowcast.prefetcher.readers.columns import Ids, as_slice
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, is_gzip
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, is_gzip, no_rows
 from rowcast.prefetcher.readers.line_index import Pieces, forget, kept_pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -48,7 +49,7 @@ class TextIndex:
     def __init__(self, paths: list[Path], kept_in: Path | None = None) -> None:
         """Reads every file once, or, if the counts are kept in a folder, only files that changed since.
 
-        Raises ConfigError for a file that cannot be read, DataError for one that is empty or torn.
+        Raises ConfigError for a file that cannot be read, DataError for one that is torn, or if all are empty.
         """
         counts = (
             map(count_lines, paths)
@@ -56,6 +57,8 @@ class TextIndex:
             else kept_pieces(paths, kept_in, count_lines, MAX_CHUNKS * CHUNK_BYTES)
         )
         self.chunks = [chunk for path, pieces in zip(paths, counts, strict=True) for chunk in chunks_of(path, pieces)]
+        if not self.chunks:
+            raise no_rows(paths)
         self._bounds = cumulative([chunk.num_lines for chunk in self.chunks])
         self._kept_in = kept_in
 
@@ -158,12 +161,9 @@ def scattered_lines(held: list[Lines], numbers: Ids) -> bytes:
 
 
 def count_lines(path: Path) -> Pieces:
-    """Counts lines in one pass. Raises DataError if the file is empty or its compression is cut off."""
+    """Counts lines in one pass. Raises DataError if the compression is cut off."""
     with open_text(path) as stream:
-        pieces = [(text.count(b"\n") + (not text.endswith(b"\n")), len(text)) for text in whole_lines(stream, path)]
-    if not pieces:
-        raise DataError(f"{path}: the file is empty; give a file with at least one line")
-    return pieces
+        return [(text.count(b"\n") + (not text.endswith(b"\n")), len(text)) for text in whole_lines(stream, path)]
 
 
 def chunks_of(path: Path, pieces: Pieces) -> Iterator[Chunk]:
@@ -204,11 +204,23 @@ def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
         yield rest
 
 
+def first_lines(path: Path) -> tuple[bytes, bytes]:
+    """Returns a file's first two lines with their line ends; b"" for one that it does not have."""
+    with open_text(path) as stream, whole_gzip(path):
+        return stream.readline(MAX_CHUNKS * CHUNK_BYTES), stream.readline(MAX_CHUNKS * CHUNK_BYTES)
+
+
 def read(stream: IO[bytes], path: Path, nbytes: int, offset: int | None = None) -> bytes:
-    try:
+    with whole_gzip(path):
         if offset is not None and stream.tell() != offset:
             stream.seek(offset)
         return stream.read(nbytes)
+
+
+@contextmanager
+def whole_gzip(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: the gzip file is truncated or damaged ({error}); fetch it again") from None
 

@@ -33,9 +33,11 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
+from rowcast.prefetcher.readers.data_files import files_text
 from rowcast.prefetcher.readers.file_samples import sampled
 from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
 from rowcast.prefetcher.readers.pin_files import load_pins
+from rowcast.prefetcher.readers.recorded_order import in_recorded_order
 from rowcast.prefetcher.readers.schedule import ReadBatch, placed
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.prefetcher.run.checkpoint_interval import AttemptInterval
@@ -102,8 +104,13 @@ class PrefetcherAttempt:
         max_steps = run.options.max_steps
         if run.options.mode == "eval":
             self._start, max_steps = Position(eval_batch=0), 0
+        self._ordered = self._job if newest is None or self._scores else in_recorded_order(self._job, newest)
         self._source = WorkerSource(
-            self._job, max_steps, self._start, on_arrival=partial(crew.wake, "planning"), timeline=run.counters.timeline
+            self._ordered,
+            max_steps,
+            self._start,
+            on_arrival=partial(crew.wake, "planning"),
+            timeline=run.counters.timeline,
         )
         self._writer: CheckpointWriter | None = None
         self._connection = Connection(run.folder, transport, crew, run.signals, run.health, run.counters.timeline)
@@ -169,6 +176,11 @@ class PrefetcherAttempt:
                 time.sleep(IDLE_WAIT_S)  # other ranks write
         self.newest = self._writer.newest
         self._run.tables.attempt_ended(self.newest, gave_up=self._writer.gave_up)
+
+    @property
+    def _scores(self) -> bool:
+        """Whether these are samples of `rowcast score`, which belong to no run."""
+        return self._run.options.mode == "eval" and self._job.data.eval_path == self._job.data.path
 
     def _work(self) -> int:
         return self._source.counters.batches + (0 if self._writer is None else self._writer.work)
@@ -295,13 +307,14 @@ class PrefetcherAttempt:
         restore_bytes: int,
         measured: list[ReadBatch],
     ) -> Welcome:
-        info, lookahead = self._source.info(), self._job.lookahead
+        info, lookahead, data = self._source.info(), self._job.lookahead, files_text(self._ordered)
         if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
             self._log.warning("the horizon was raised to the depth", horizon=lookahead.horizon, depth=lookahead.depth)
         fetch_ring, back_ring = rings.specs
         self._log.info(
             "ready",
             run_dir=str(self._job.run_dir.resolve()),
+            data=data,
             slots=" ".join(f"{group.name}={n}" for group, n in zip(self._run.groups, slots, strict=True)),
             depth=lookahead.depth,
             horizon=lookahead.horizon,
@@ -332,6 +345,7 @@ class PrefetcherAttempt:
             replaces=self._run.checkpoints.replaced_run_id(),
             epoch_batches=info.epoch_batches,
             pairing=info.pairing,
+            data=data,
             rank=self._run.rank.number,
             checkpoint="" if self.newest is None else self.newest.checksum,
             first_batches=tuple(first_checksums(self._job.features, measured).items()),

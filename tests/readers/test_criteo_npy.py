@@ -124,7 +124,7 @@ def test_arrays_that_do_not_fit_are_refused(
 
 def test_a_day_without_rows_is_refused(tmp_path: Path) -> None:
     write_day(tmp_path, "day_0", 0)
-    with pytest.raises(DataError, match=r"day_0_labels\.npy: the file is empty"):
+    with pytest.raises(DataError, match=r"day_0_labels\.npy holds no row"):
         open_reader(job_of(tmp_path))
 
 

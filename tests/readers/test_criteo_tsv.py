@@ -112,7 +112,7 @@ def test_gzip_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
 def test_an_empty_file_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
-    assert refusal(tmp_path / name) == f"{tmp_path / name}: the file is empty; give a file with at least one line"
+    assert refusal(tmp_path / name) == f"{tmp_path / name} holds no row; give at least one file with rows"
 
 
 def test_a_file_without_lines_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

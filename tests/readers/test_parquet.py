@@ -387,10 +387,7 @@ def test_a_damaged_page_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": pa.array([], pa.int64())}), tmp_path / "data.parquet")
-    assert (
-        refusal(DataError, tmp_path)
-        == f"{tmp_path / 'data.parquet'}: the file is empty; give a file with at least one row"
-    )
+    assert refusal(DataError, tmp_path) == f"{tmp_path / 'data.parquet'} holds no row; give at least one file with rows"
 
 
 def test_a_missing_path_is_refused(tmp_path: Path) -> None:

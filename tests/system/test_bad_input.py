@@ -81,7 +81,7 @@ def write_day(folder: Path, ids: Any, values: Any) -> dict[str, Any]:
 
 GZIPPED = gzip.compress(LINE.encode() * 1000)
 BAD_FILES = {
-    "empty": (b"", "day_0.tsv", "{path}: the file is empty"),
+    "empty": (b"", "day_0.tsv", "{path} holds no row"),
     "truncated": (GZIPPED[: len(GZIPPED) // 2], "day_0.tsv.gz", "{path}: the gzip file is truncated or damaged"),
     "damaged": (GZIPPED[:10] + LINE.encode(), "day_0.tsv.gz", "{path}: the gzip file is truncated or damaged"),
     "short line": (LINE.encode() * 5 + b"1\t2\n", "day_0.tsv", "{path}, line 6: 2 fields between tabs instead of 40"),

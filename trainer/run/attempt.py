@@ -196,9 +196,8 @@ class TrainerAttempt:
         board = stack.enter_context(TensorBoardWriter(folder, self._results, welcome.first_train_step))
         run.history.begin(welcome.first_train_step, board.marked)
         self._results.listeners = [progress.evaluation, board.evaluation]
-        self._log.info(
-            "training", after_train_steps=welcome.first_train_step, checkpoints=self._job.checkpoint.described
-        )
+        steps, checkpoints = welcome.first_train_step, self._job.checkpoint.described
+        self._log.info("training", data=welcome.data, after_train_steps=steps, checkpoints=checkpoints)
         self._loop(connection, engine, progress, stop)
         progress.close()
         run.history.close(engine.loop.first_step_s)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, decode_part
 from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
 from rowcast.prefetcher.readers.fp32 import to_fp32
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
@@ -125,14 +125,18 @@ def by_feature(sparse: Array, columns: Ids) -> U64:
 
 
 def open_days(paths: list[Path], num_labels: int) -> list[Day]:
-    """Maps every day that has a file in `paths`, in name order, and checks that its files agree."""
+    """Maps every day that has a file in `paths`, in their order, and checks that its files agree. Leaves out days
+    without rows; raises DataError if none is left."""
     names: dict[Path, None] = {}
     for file in paths:
         match = re.fullmatch(r"(day_\d+)_(dense|sparse|labels)\.npy", file.name)
         if match is None:
             raise ConfigError(f"{file} is not named day_<N>_dense.npy, day_<N>_sparse.npy or day_<N>_labels.npy")
         names[file.parent / match[1]] = None
-    return [open_day(name, num_labels) for name in names]
+    days = [day for day in (open_day(name, num_labels) for name in names) if len(day.labels)]
+    if not days:
+        raise no_rows([part_path(name, "labels") for name in names])
+    return days
 
 
 def open_day(name: Path, num_labels: int) -> Day:
@@ -152,8 +156,6 @@ def open_day(name: Path, num_labels: int) -> Day:
             f"{name}_*.npy: dense, sparse and labels have {len(day.dense)}, {len(day.sparse)} and "
             f"{len(day.labels)} rows"
         )
-    if not len(day.labels):
-        raise DataError(f"{name}_labels.npy: the file is empty; give files with at least one row")
     return day
 
 

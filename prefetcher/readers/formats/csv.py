@@ -27,12 +27,13 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder, largest
 from rowcast.prefetcher.readers.batch_parts import join_parts
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
 from rowcast.prefetcher.readers.formats.csv_line import (
     FALSE,
     TRUE,
     Cell,
     CellKind,
+    fields_of,
     holds,
     is_number,
     refuse_line,
@@ -42,12 +43,11 @@ from rowcast.prefetcher.readers.fp32 import EVERY_WIDE
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
-from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, open_text, read
+from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, first_lines
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
-HEADER_BYTES = 2**20  # limit of header and first row together
 LINES_AT_ONCE = 8192  # decoded together, as in Criteo TSV
 ARROW_TYPES = {
     "integer": pa.int64(),
@@ -75,17 +75,16 @@ class CsvLayout:
 
 class CsvRows:
     def __init__(self, job: Job, ids: IdCheck, paths: list[Path]) -> None:
-        header, first_row = beginning(paths[0], job.data.columns.delimiter)
-        for path in paths[1:]:
-            require_header(path, beginning(path, job.data.columns.delimiter)[0], paths[0], header)
-        roles = roles_of(job, paths[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)])
+        self.paths, header, first_row = beginning(paths, job.data.columns.delimiter)
+        roles = roles_of(
+            job, self.paths[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)]
+        )
         self.layout = CsvLayout(
             header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
         )
         self.num_dense, self.decoder = len(roles.dense), RowDecoder(job, roles, ids)
-        self.paths = paths
-        self.index = TextIndex(paths, lines_folder(job))
-        self.bounds = cumulative(rows_of_files(self.index, paths))
+        self.index = TextIndex(self.paths, lines_folder(job))
+        self.bounds = cumulative(rows_of_files(self.index, self.paths))
 
     @property
     def num_rows(self) -> int:
@@ -199,20 +198,32 @@ def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cel
     return cells
 
 
-def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the header and the first row's cells by column, empty without a row. Raises DataError."""
-    with open_text(path) as stream:
-        lines = read(stream, path, HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n", 2)
-    if not any(line.strip() for line in lines):
-        raise DataError(f"{path}: the file is empty; give a file with a header and rows")
-    if not lines[0].strip():
+def beginning(paths: list[Path], delimiter: str) -> tuple[list[Path], list[str], dict[str, str]]:
+    """Returns the files with rows, their header, and the first row's cells by column. Raises DataError for headers that
+    differ, also of files without rows, or if no file has rows."""
+    begun = ((path, first_lines(path)) for path in paths)
+    lines = {path: own for path, own in begun if own[1] or own[0].strip(b"\xef\xbb\xbf\r\n ")}
+    headers = {path: fields_by_line(path, own, delimiter) for path, own in lines.items()}
+    for path, (header, _) in headers.items():
+        first = next(iter(headers))
+        require_header(path, header, first, headers[first][0])
+    filled = [path for path, (_, first_row) in lines.items() if first_row]
+    if not filled:
+        raise no_rows(paths)
+    header, first_row = headers[filled[0]]
+    return filled, header, dict(zip(header, first_row, strict=False))
+
+
+def fields_by_line(path: Path, lines: tuple[bytes, bytes], delimiter: str) -> tuple[list[str], list[str]]:
+    header, first_row = (line.rstrip(b"\r\n") for line in lines)
+    header = header.removeprefix(b"\xef\xbb\xbf")
+    if not header.strip():
         raise DataError(f"{path}: the file has no header; its first line must name the columns")
-    if re.fullmatch(rb"sep=.\r?", lines[0]):
-        raise DataError(f"{path}, line 1: 'sep={chr(lines[0][4])}' is meant for Excel; remove the line")
+    if re.fullmatch(rb"sep=.", header):
+        raise DataError(f"{path}, line 1: 'sep={chr(header[4])}' is meant for Excel; remove the line")
     try:
-        header, first_row = texts(lines)
-        names = next(csv.reader([header], delimiter=delimiter, strict=True))
-        cells = next(csv.reader([first_row], delimiter=delimiter), [])
+        names = fields_of(header.decode(), delimiter, strict=True)
+        cells = fields_of(first_row.decode(errors="replace"), delimiter, strict=False)
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"{path}: the header cannot be read ({error}); write the file as UTF-8 with line breaks"
@@ -221,13 +232,7 @@ def beginning(path: Path, delimiter: str) -> tuple[list[str], dict[str, str]]:
         if names.count(name) > 1:
             values = "; if these are values, add a line above with the names of the columns" if is_number(name) else ""
             raise DataError(f"{path}: the header names column {name} twice; rename one of them{values}")
-    return names, dict(zip(names, cells, strict=False))
-
-
-def texts(lines: list[bytes]) -> tuple[str, str]:
-    """Returns the header and the first row. Raises UnicodeDecodeError for a header that is not UTF-8."""
-    header, first_row, *_ = [*lines, b""]
-    return header.rstrip(b"\r").decode(), first_row.rstrip(b"\r").decode(errors="replace")
+    return names, cells
 
 
 def require_header(path: Path, header: list[str], first: Path, expected: list[str]) -> None:
@@ -249,15 +254,8 @@ def require_header(path: Path, header: list[str], first: Path, expected: list[st
 
 
 def rows_of_files(index: TextIndex, paths: list[Path]) -> list[int]:
-    """Counts each file's lines without its header. Raises DataError if a file has only a header."""
+    """Counts each file's lines without its header."""
     num_lines = dict.fromkeys(paths, 0)
     for chunk in index.chunks:
         num_lines[chunk.path] += chunk.num_lines
-    for path, count in num_lines.items():
-        if count == 1:
-            raise header_only(path)
     return [count - 1 for count in num_lines.values()]
-
-
-def header_only(path: Path) -> DataError:
-    return DataError(f"{path}: the file has a header and no row; give a file with at least one row")

@@ -51,8 +51,8 @@ def refuse_rounded(
 ) -> None:
     """Raises DataError for a whole number that fp64, as which good `lines` were read, changes."""
     split = lines.decode("utf-8", "replace").removesuffix("\n").split("\n")
-    for i, fields in enumerate(csv.reader(split, delimiter=delimiter)):
-        for name, field in zip(header, fields, strict=True):
+    for i, line in enumerate(split):
+        for name, field in zip(header, fields_of(line, delimiter, strict=False), strict=True):
             is_number = name in cells and cells[name].kind == "number"
             for item in field.split(cells[name].separator or "\n") if is_number else ():
                 if re.fullmatch(r"\s*-?[0-9]+\s*", item) and int(item) != float(item):
@@ -66,7 +66,7 @@ def line_error(line: str, header: list[str], delimiter: str, cells: Mapping[str,
     if "\r" in line:
         return ": there is a carriage return within the line; remove it"
     try:
-        [fields] = csv.reader([line], delimiter=delimiter, strict=True)
+        fields = fields_of(line, delimiter, strict=True)
     except csv.Error as error:
         if "end of data" in str(error):
             return ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
@@ -83,6 +83,15 @@ def line_error(line: str, header: list[str], delimiter: str, cells: Mapping[str,
             if bad is not None:
                 return f", column {name}: {bad[:40]!r} is not {KINDS[cells[name].kind]}"
     return None
+
+
+def fields_of(line: str, delimiter: str, *, strict: bool) -> list[str]:
+    """Splits one line. Raises csv.Error. The limit of a field is the process's, so it is raised for this line only."""
+    limit = csv.field_size_limit(max(len(line), csv.field_size_limit()))
+    try:
+        return next(csv.reader([line], delimiter=delimiter, strict=strict), [])
+    finally:
+        csv.field_size_limit(limit)
 
 
 def bad_item(field: str, cell: Cell) -> str | None:

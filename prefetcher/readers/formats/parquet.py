@@ -38,12 +38,12 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 class ParquetRows:
     def __init__(self, job: Job, ids: IdCheck, columns: Columns, paths: list[Path]) -> None:
         self.files, self.part = ParquetFiles(paths), columns
-        self.paths = paths
+        self.paths = self.files.paths
         first = self.files.schemas[0]
         self.roles = roles_of(
-            job, paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)]
+            job, self.paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)]
         )
-        for path, schema in zip(paths, self.files.schemas, strict=True):
+        for path, schema in zip(self.paths, self.files.schemas, strict=True):
             require_columns(job, self.roles, path, schema.names)
             check_types(self.roles, path, schema)
         self.decoder = RowDecoder(job, self.roles, ids)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative
+from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
 from rowcast.runtime.errors import DataError
 
 RECORD_BATCH_ROWS = 32768  # read at once, at most
@@ -30,11 +30,14 @@ class RowGroup(NamedTuple):
 
 
 class ParquetFiles:
-    """The files' metadata. Raises DataError for an empty or damaged file."""
+    """The metadata of the files with rows. Raises DataError for a damaged file, or if none has rows."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-        self.schemas, rows_of_groups = zip(*(file_facts(path) for path in paths), strict=True)
+        found = ((path, *file_facts(path)) for path in paths)
+        filled = [own for own in found if sum(own[2])]
+        if not filled:
+            raise no_rows(paths)
+        self.paths, self.schemas, rows_of_groups = map(list, zip(*filled, strict=True))
         self.groups = [
             RowGroup(file, number) for file, counts in enumerate(rows_of_groups) for number in range(len(counts))
         ]
@@ -138,8 +141,6 @@ def file_facts(path: Path) -> tuple[Any, list[int]]:
             schema, metadata = file.schema_arrow, file.metadata
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a whole Parquet file ({first_line(error)})") from None
-    if not metadata.num_rows:
-        raise DataError(f"{path}: the file is empty; give a file with at least one row")
     return schema, [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
 
 
