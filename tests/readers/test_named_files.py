@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -45,7 +46,7 @@ def write_parquet(path: Path, ids: Sequence[int]) -> None:
 
 def write_npy(path: Path, ids: Sequence[int]) -> None:
     """`path`: of the labels."""
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "dense": np.ones((len(ids), 1), np.float32),
         "sparse": np.array([ids] * 26, np.int64).reshape(26, -1).T,
         "labels": np.ones(len(ids), np.int32),
@@ -116,15 +117,15 @@ def folder(layout: str, tmp_path: Path) -> Folder:
 
 
 def numbers(folder: Folder) -> None:
-    order = [0, "01", 1, 2, 3, 9, 10, 11, 23, 100]
+    order: list[int | str] = [0, "01", 1, 2, 3, 9, 10, 11, 23, 100]
     for number in random.Random(1).sample(order, len(order)):
         folder.write(number, [int(number), int(number) + 500])
     expected = [own for number in order for own in (int(number), int(number) + 500)]
     pattern = str(folder.path / folder.name.format("*"))
     assert folder.ids() == folder.ids(pattern) == folder.ids(split="eval", eval_path=str(folder.path)) == expected
-    held_out = {"eval_fraction": 0.2}
-    assert (folder.ids(**held_out), folder.ids(split="eval", **held_out)) == (expected[:-4], expected[-4:])
-    by_name = [0, "01", 1, 10, 100, 11, 2, 23, 3, 9] if folder.format != "criteo-npy" else None
+    held_out = folder.ids(split="eval", eval_fraction=0.2)
+    assert (folder.ids(eval_fraction=0.2), held_out) == (expected[:-4], expected[-4:])
+    by_name: list[int | str] | None = [0, "01", 1, 10, 100, 11, 2, 23, 3, 9] if folder.format != "criteo-npy" else None
     assert by_name is None or folder.ids(by_name=True)[::2] == [int(own) for own in by_name]
     assert folder.ids(by_name=True) != expected
 
