@@ -7,13 +7,12 @@ from rowcast.analysis.progress import ProgressBar
 from rowcast.analysis.simulate.plot import check_plot
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.job.units import parse_bytes
 from rowcast.runtime.command_options import Config, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
 
-STEPS, GPU_MEMORY = 1000, "80GiB"
+STEPS = 1000
 
 
 @options_of(ProfileOptions)
@@ -28,7 +27,7 @@ def check_options(options: ProfileOptions) -> None:
     of_hot_rows = {
         "--sample": options.sample, "--samples": options.samples, "--budget": options.budgets, "--out": options.out,
     }  # fmt: skip
-    of_log = {"--max-steps": options.max_steps, "--gpu-memory": options.gpu_memory}
+    of_log = {"--max-steps": options.max_steps}
     others, why = (of_log, "needs --plot; give both") if options.plot is None else (of_hot_rows, "is about hot rows")
     for name, value in others.items():
         if value:
@@ -38,12 +37,8 @@ def check_options(options: ProfileOptions) -> None:
 def run_log(job: Job, options: ProfileOptions) -> None:
     assert options.plot is not None
     check_plot(options.plot)
-    try:
-        gpu_bytes = parse_bytes(options.gpu_memory or GPU_MEMORY)
-    except ValueError as error:
-        raise ConfigError(f"--gpu-memory {error}") from None
     with ProgressBar() as progress:
-        facts = log_facts(job, options.max_steps or STEPS, gpu_bytes, MEMORY_SHARE * free_memory(), progress)
+        facts = log_facts(job, options.max_steps or STEPS, MEMORY_SHARE * free_memory(), progress)
     plot_log(facts, options.plot)
     if options.json:
         print_json(facts)

@@ -61,8 +61,6 @@ class LogFacts:
     unique_rows: int  # distinct rows of each step, summed
     total_bytes: int  # of all rows of all tables, with optimizer state
     touched_bytes: int  # of the rows touched
-    gpu_bytes: int
-    num_gpus: int  # that hold all rows
     hottest: tuple[Point, ...]  # x: share of the rows touched, hottest first; share: of all look-ups
     reuse: tuple[Point, ...]  # x: steps; share: of the uses whose row was used at most so many steps before
     tables: tuple[TableFacts, ...]  # in the job's order
@@ -83,9 +81,7 @@ class StepRows:
             keys.append(grouping.keys)
 
 
-def log_facts(
-    job: Job, max_steps: int | None, gpu_bytes: int, limit_bytes: float, progress: AnalysisProgress
-) -> LogFacts:
+def log_facts(job: Job, max_steps: int | None, limit_bytes: float, progress: AnalysisProgress) -> LogFacts:
     """Reads the data twice. Raises ConfigError and DataError."""
     groups, reader = group_specs(job), open_reader(job)
     rows, tick = StepRows(groups, limit_bytes), progress.begin("counting look-ups", max_steps)
@@ -95,17 +91,14 @@ def log_facts(
     if rows.popularity.num_rows == 0:
         raise ConfigError("profile --plot: no batch looks up a row; give a larger --max-steps, or look at data.path")
     tables = tuple(table_facts(rows))
-    total_bytes = sum(group.num_rows * group.record_bytes for group in groups)
     touched_bytes = sum(table.rows_touched * table.record_bytes for table in tables)
     return LogFacts(
         steps=rows.popularity.num_batches,
         batch_size=job.data.batch_size,
         lookups=sum(table.lookups for table in tables),
         unique_rows=sum(table.unique_rows for table in tables),
-        total_bytes=total_bytes,
+        total_bytes=sum(group.num_rows * group.record_bytes for group in groups),
         touched_bytes=touched_bytes,
-        gpu_bytes=gpu_bytes,
-        num_gpus=-(-total_bytes // gpu_bytes),
         hottest=hottest_curve(np.concatenate([counts.totals()[1] for counts in rows.popularity.counts])),
         reuse=reuse_curve(rows.keys),
         tables=tables,

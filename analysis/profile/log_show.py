@@ -11,7 +11,7 @@ from rich.table import Table
 from rowcast.analysis.profile.log_facts import HOTTEST, LogFacts, Point, TableFacts
 from rowcast.analysis.simulate.plot import LABELS, LOOKS, line_style, save_plot
 from rowcast.analysis.simulate.results import Simulation
-from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, plural
+from rowcast.runtime.telemetry.format_numbers import human_bytes, percent
 
 INCHES = (11.0, 8.0)
 MOST_TABLES = 20  # with a bar each
@@ -56,10 +56,7 @@ def summary(facts: LogFacts) -> Iterator[str]:
         f"often as its median row. The hottest {100 * HOTTEST:g} % of all rows touched get "
         f"{percent(share_at(facts.hottest, HOTTEST))} of the look-ups."
     )
-    yield (
-        f"All rows with their optimizer state are {human_bytes(facts.total_bytes)}: "
-        f"{plural(facts.num_gpus, 'GPU')} of {human_bytes(facts.gpu_bytes)} without rowcast, and 1 with it."
-    )
+    yield f"All rows with their optimizer state are {human_bytes(facts.total_bytes)}."
     own = [result for result in facts.caches if result.policy == "lookahead"]
     if own:
         hits = ", ".join(f"{human_bytes(float(result.capacity))}: {percent(result.hit_ratio or 0)}" for result in own)

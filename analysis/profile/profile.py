@@ -215,9 +215,6 @@ class ProfileOptions:
     max_steps: Annotated[int | None, Option(min=1, help="With --plot: train steps to read.", show_default="1000")] = (
         None
     )
-    gpu_memory: Annotated[
-        str | None, Option(help="With --plot: memory of a GPU, such as 24GiB.", show_default="80GiB")
-    ] = None
     json: AsJson = False
 
 

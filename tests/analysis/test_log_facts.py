@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rowcast.analysis.profile.log_facts import LogFacts, log_facts
-from rowcast.analysis.profile.log_show import print_log
+from rowcast.analysis.profile.log_show import print_log, summary
 from rowcast.analysis.progress import Silent
 from rowcast.analysis.simulate.grid import Grid
 from rowcast.analysis.simulate.simulate import simulate
@@ -26,7 +26,6 @@ from tests.support.jobs import job_content, write_job
 from tests.support.planner_runs import distinct_keys, lookups_of
 
 STEPS = 24
-GPU = 10**6
 
 
 def job_of(**sections: Any) -> Job:
@@ -45,7 +44,7 @@ def job_of(**sections: Any) -> Job:
 
 @pytest.fixture(scope="module")
 def facts() -> LogFacts:
-    return log_facts(job_of(), STEPS, GPU, 1e9, Silent())
+    return log_facts(job_of(), STEPS, 1e9, Silent())
 
 
 def test_look_ups_and_rows_are_those_of_counting_by_hand(facts: LogFacts) -> None:
@@ -85,11 +84,10 @@ def test_sums_are_those_that_simulate_counts(facts: LogFacts) -> None:
     assert again == own[0]
 
 
-def test_bytes_are_of_whole_records_and_gpus_hold_all_rows(facts: LogFacts) -> None:
+def test_bytes_are_of_whole_records_and_no_sentence_divides_them_by_a_memory(facts: LogFacts) -> None:
     assert [table.record_bytes for table in facts.tables] == [32, 48]
     assert facts.total_bytes == 5000 * 32 + 50 * 48
-    assert facts.num_gpus == 1
-    assert log_facts(job_of(), 2, facts.total_bytes - 1, 1e9, Silent()).num_gpus == 2
+    assert not [sentence for sentence in summary(facts) if "GPU" in sentence or "without rowcast" in sentence]
 
 
 def test_the_table_fits_a_terminal(facts: LogFacts) -> None:

@@ -207,6 +207,7 @@ def facts(
         table_bytes=2**34,
         cache_bytes=2**19,
         loss=0.6,
+        first_loss=0.7,
         evaluation=evaluation,
         staging_bytes=2**20,
         plans_bytes=2**19,

@@ -42,6 +42,7 @@ def final_report(
             startup_s=first_step_s - met_s,
             train_steps=train_steps,
             loss=results.mean_loss,
+            first_loss=results.first_loss,
             evaluation=results.evaluation_result,
             table_bytes=engine.slots.table_bytes,
             cache_bytes=engine.slots.cache_bytes,

@@ -44,6 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     wall_s: float  # from the first step to the last barrier
     startup_s: float  # from the handshake to the first step
     loss: float | None  # mean of the last 100 train steps, or of all if there are fewer; None without steps
+    first_loss: float | None = None  # of the run's first train step
     auc: float | None  # the last evaluation's; None without one
     logloss: float | None
     accuracy: float | None
@@ -91,6 +92,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     startup_s: float
     loss: float | None
+    first_loss: float | None
     evaluation: Evaluation | None  # the newest
     table_bytes: int
     cache_bytes: int

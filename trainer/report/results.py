@@ -181,6 +181,10 @@ class ResultFiles:
     def mean_loss(self) -> float | None:
         return float(np.mean(self._losses[-RECENT:], dtype=np.float64)) if self._losses else None
 
+    @property
+    def first_loss(self) -> float | None:
+        return self._losses[0] if self._losses else None
+
     def loss(self, train_step: int, loss: np.float32) -> None:
         if train_step != len(self._losses):
             raise RemoteProtocolError(

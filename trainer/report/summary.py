@@ -7,6 +7,7 @@ from rich.table import Table
 
 from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent, stdout_console
+from rowcast.trainer.report.hints import hints
 from rowcast.trainer.report.report_json import RECENT, Report
 from rowcast.trainer.report.terminal import evaluation_text, task_text, write
 
@@ -81,6 +82,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", processes(report)),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
+        *(("hint", sentence) for sentence in hints(report)),
     ]
 
 
