@@ -43,6 +43,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from rowcast.runtime.command import say
 from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals
+from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors
 
 MEETING_S = 600  # until all hosts have arrived
 LEAVE_S = 10  # for trainers to end after a failure; they have nothing to save
@@ -196,6 +197,7 @@ def handle_stops() -> None:
 
 
 def main(arguments: list[str]) -> int:
+    open_missing_descriptors()
     args = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     rendezvous_handler_registry.register(BACKEND, one_address)
     args.rdzv_backend = BACKEND

@@ -19,6 +19,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.messages import Flush, RowsBack, StepReady
 from rowcast.runtime.telemetry.health import Health, State
+from rowcast.runtime.telemetry.lasting_output import LOST
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import RANK, Process, Sample, families
 from rowcast.runtime.telemetry.server import ServerSettings, TelemetryServer
@@ -253,6 +254,7 @@ class CountersCollector(Collector):
         now = self.health.state
         for state in get_args(State):
             yield "rowcast_state", (state,), state == now
+        yield "rowcast_lines_lost_total", (), LOST.lines
 
 
 class OfRank(Collector):

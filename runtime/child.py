@@ -63,4 +63,7 @@ def killed_by(number: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])
+    try:
+        return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])
+    except OSError as error:
+        return f"its log cannot be read ({error.strerror})"

@@ -16,6 +16,7 @@ from rowcast.runtime.child import Child
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals
 from rowcast.runtime.stops import PASSED_ON, held
+from rowcast.runtime.telemetry.lasting_output import open_log
 
 POLL_S = 0.1
 NOTICE_S = 3.0  # for the other processes to notice a failed one, before they get a stop signal
@@ -27,7 +28,7 @@ def start_child(name: str, module: str, arguments: Sequence[str], log: Path | No
     """Starts `python -m module`. `log`: appended to, to keep the log of an earlier run; None: our stderr."""
     command = [sys.executable, "-m", module, *arguments]
     with ExitStack() as stack:
-        file = None if log is None else stack.enter_context(log.open("ab"))
+        file = None if log is None else stack.enter_context(open_log(log, "ab"))
         output = subprocess.STDOUT if file is not None else None
         stack.enter_context(held())
         tie = partial(stop_with_parent, os.getpid())

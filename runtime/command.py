@@ -1,5 +1,7 @@
 """Ends every command with an exit code and one sentence, without a traceback for errors that the user can correct."""
 
+import errno
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -7,7 +9,8 @@ from contextlib import suppress
 
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.stops import release
-from rowcast.runtime.telemetry.logs import dropped_if_gone, get_logger, setup_logging, write_error_line
+from rowcast.runtime.telemetry.lasting_output import make_lasting, open_missing_descriptors, write_error_line
+from rowcast.runtime.telemetry.logs import get_logger, setup_logging
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
@@ -27,6 +30,8 @@ def exit_code_of(process: str, main: Callable[[], int | None]) -> int:
 
     A RowcastError becomes one line on stderr and its exit code; an interrupt becomes 130. Any other exception is our
     bug: its traceback is logged and the code is 1. Logging works before `main` sets it up."""
+    open_missing_descriptors()
+    make_lasting("stderr")
     setup_logging(process)
     allow_open_files()
     try:
@@ -62,5 +67,9 @@ def say(process: str, sentence: str) -> None:
 
 def flush_stdout() -> None:
     """Flushes, without turning the exit code into the interpreter's 120 if the reader has ended (`| head`)."""
-    with dropped_if_gone(sys.stdout):
+    try:
         sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

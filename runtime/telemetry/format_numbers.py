@@ -2,12 +2,12 @@
 
 import math
 import sys
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import msgspec
 from rich.console import Console
 
-from rowcast.runtime.telemetry.logs import dropped_if_gone
+from rowcast.runtime.telemetry.lasting_output import lasting
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -15,33 +15,15 @@ UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 def stdout_console() -> Console:
     """Returns a console that is a terminal only if stdout is: with FORCE_COLOR, rich would colour and animate a
     file."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return Console(force_terminal=False, highlight=False)
-    return Console(file=cast(TextIO, Terminal(sys.stdout)), highlight=False)
+    return Console(file=cast(TextIO, lasting(sys.stdout)), highlight=False)  # it may be closed meanwhile
 
 
 def print_json(value: object) -> None:
     """On one line of stdout. Flushes, so that a closed pipe is noticed here."""
     sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
     sys.stdout.buffer.flush()
-
-
-class Terminal:
-    """A terminal that may be closed while a command runs; drops what is written after that."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> None:
-        with dropped_if_gone(self._file):
-            self._file.write(text)
-
-    def flush(self) -> None:
-        with dropped_if_gone(self._file):
-            self._file.flush()
 
 
 def human_count(number: float) -> str:

@@ -1,38 +1,20 @@
 """Sets up the log of a process: structured events on stderr. A command's progress and results go to stdout."""
 
-import errno
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO, cast
+from typing import cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.lasting_output import write_error_line
 
 LEVELS = ("debug", "info", "warning", "error")
-
-
-def write_error_line(line: str) -> None:
-    with dropped_if_gone(sys.stderr):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
-
-
-@contextmanager
-def dropped_if_gone(file: TextIO) -> Iterator[None]:
-    """Drops what is written to `file` once it has no reader: Ctrl-C under `2>&1 | tee` ends tee first, and terminals
-    are closed."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 class StderrLogger:
@@ -57,7 +39,7 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None, r
             named(process, rank),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
-            *renderers(json, terminal=sys.stderr.isatty()),
+            *renderers(json, terminal=sys.stderr is not None and sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=lambda *_: StderrLogger(),

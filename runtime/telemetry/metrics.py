@@ -74,6 +74,7 @@ OF_BOTH = {
     "rowcast_ring_size_bytes{direction}": "Bytes of the ring that this process writes.",
     "rowcast_state{state}": "1 for the state that the process is in; connecting: it waits for the other one.",
     "rowcast_last_progress_timestamp_seconds": "Unix time of the last completed step, or of the start.",
+    "rowcast_lines_lost_total": "Lines that stdout, stderr or the log could not take.",
     "rowcast_frames_refused_total": "Messages and callers turned away: not allowed, not known or not whole.",
 }
 OF_PREFETCHER = {

@@ -23,6 +23,7 @@ from rowcast.protocol.inputs import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.adopt import run_folder, table_files
 from rowcast.trainer.adopt.batch import LoadedBatch
@@ -77,6 +78,7 @@ def connect(
     Raises ConfigError.
     """
     table_files.refuse_within_prefetcher()
+    open_missing_descriptors()
     refuse_ranks()
     if not isinstance(dataset, str | None):
         raise ConfigError(

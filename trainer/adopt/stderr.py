@@ -1,8 +1,7 @@
 """Prints lines for the user on stderr, because standard output belongs to the script."""
 
-import sys
+from rowcast.runtime.telemetry.lasting_output import write_error_line
 
 
 def print_line(sentence: str) -> None:
-    sys.stderr.write(f"rowcast: {sentence}\n")
-    sys.stderr.flush()
+    write_error_line(f"rowcast: {sentence}")

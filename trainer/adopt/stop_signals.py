@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from rowcast.runtime.process import TOGETHER_S
+from rowcast.runtime.telemetry.lasting_output import LOST
 
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 STOPPING = (
@@ -52,5 +53,8 @@ class StopSignals:
             raise KeyboardInterrupt
         self._stopped_s = time.monotonic()
         name = signal.Signals(number).name
-        os.write(2, STOPPING.format(name).encode())  # sys.stderr may be in the middle of writing a line
+        try:
+            os.write(2, STOPPING.format(name).encode())  # sys.stderr may be in the middle of writing a line
+        except OSError:
+            LOST.lines += 1
         self._stop(name)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.schema import Job
-from rowcast.runtime.child import Child
+from rowcast.runtime.child import Child, killed_by
 from rowcast.runtime.errors import ConfigError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stops import held
+from rowcast.runtime.telemetry.lasting_output import open_log
 
 BLOCK_ROWS = 65536
 # in the run directory; each export replaces it, and tensors of earlier exports stay mapped
@@ -81,7 +82,7 @@ def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> l
 def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
     """Starts it in a separate session, because the script handles Ctrl-C."""
     command = [sys.executable, "-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
-    with log.open("wb") as file, held():
+    with open_log(log, "wb") as file, held():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -100,7 +101,8 @@ def run_prefetcher_command(*arguments: str) -> None:
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), check=False
     )
     if done.returncode:
-        last = "".join(done.stderr.strip().splitlines()[-1:])
+        silent = f"it ended with code {done.returncode}" if done.returncode > 0 else f"it {killed_by(-done.returncode)}"
+        last = "".join(done.stderr.strip().splitlines()[-1:]) or silent
         raise peer_failure(done.returncode, f"`prefetcher {arguments[0]}`: {last.removeprefix('rowcast prefetcher: ')}")
 
 

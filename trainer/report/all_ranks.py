@@ -25,6 +25,7 @@ ADDED = (
     "plans_bytes",
     "device_bytes",
     "host_bytes",
+    "lines_lost",
 )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.telemetry.lasting_output import LOST
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
@@ -83,6 +84,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pids: dict[str, int]  # prefetcher, trainer; of rank 0
     finished: bool
     stopped_by: str | None  # what ended the run early; None if the data ended
+    lines_lost: int = 0  # lines that stdout or stderr of the trainers could not take
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +135,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         bytes_from_device=counters.total("row_bytes_from_device"),
         rank_imbalance=counters.mean_imbalance,
         ranks=(rank_figures(counters, run),),
+        lines_lost=LOST.lines,
         **counted,
         **fields_of_report(evaluation),
         **fields_of_report(run),

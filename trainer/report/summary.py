@@ -6,7 +6,14 @@ from rich.console import Console
 from rich.table import Table
 
 from rowcast.protocol.messages import TierTotals
-from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent, stdout_console
+from rowcast.runtime.telemetry.format_numbers import (
+    human_bytes,
+    human_count,
+    human_seconds,
+    percent,
+    plural,
+    stdout_console,
+)
 from rowcast.trainer.report.hints import hints
 from rowcast.trainer.report.report_json import RECENT, Report
 from rowcast.trainer.report.terminal import evaluation_text, task_text, write
@@ -81,6 +88,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("device memory", device_memory(report)),
         ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", processes(report)),
+        *([] if not report.lines_lost else lost_rows(report)),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
         *(("hint", sentence) for sentence in hints(report)),
     ]
@@ -92,6 +100,10 @@ def exchange_rows(report: Report) -> list[tuple[str, str]]:
         ("exchanged", f"{rows:,} rows and their gradients, {human_bytes(nbytes)}"),
         ("rows of a rank", f"{report.rank_imbalance:.3f}, the most over the mean"),
     ]
+
+
+def lost_rows(report: Report) -> list[tuple[str, str]]:
+    return [("log", f"incomplete: {plural(report.lines_lost, 'line')} could not be written")]
 
 
 RANKS = ("rank", "samples", "rows owned", "waited for rows", "waited for ranks", "sent", "received", "processes")

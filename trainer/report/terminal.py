@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.telemetry.format_numbers import human_count, human_seconds, percent, plural, stdout_console
+from rowcast.runtime.telemetry.lasting_output import lasting
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.step.metrics import TrainerCounters
@@ -69,7 +70,7 @@ class TerminalProgress:
         self._shown_steps = 0  # in the newest line
         self._live: Live | None = None
         self._spinner = Spinner("line")  # replaces the bar if the length of the run is unknown
-        self._closed_pipe = self._is_over = False
+        self._has_lost_lines = self._is_over = False
 
     def start(self) -> None:
         self._shown_steps = self._from_here().steps
@@ -159,13 +160,11 @@ class TerminalProgress:
         return lines
 
     def _print(self, line: str) -> None:
-        if self._closed_pipe:
-            return
         if self._live is not None:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif not write(self._console, f"{line}\n"):
-            self._closed_pipe = True
-            get_logger().warning("stdout was closed; training continues without progress lines")
+        elif not write(self._console, f"{line}\n") and not self._has_lost_lines:
+            self._has_lost_lines = True
+            get_logger().warning("stdout cannot be written; training continues without progress lines")
 
 
 def in_a_row(first: RenderableType, figures: Text) -> Table:
@@ -175,13 +174,12 @@ def in_a_row(first: RenderableType, figures: Text) -> Table:
 
 
 def write(console: Console, text: str) -> bool:
-    """Writes and flushes. False if a pipe's reader has gone: rich would then end the process."""
-    try:
-        console.file.write(text)
-        console.file.flush()
-    except BrokenPipeError:
-        return False
-    return True
+    """Writes and flushes. False if lines were lost."""
+    file = lasting(console.file)
+    lost_lines = file.lost_lines
+    file.write(text)
+    file.flush()
+    return file.lost_lines == lost_lines
 
 
 def progress_line(counters: TrainerCounters, total_steps: int | None, first: TerminalMark, last: TerminalMark) -> str:

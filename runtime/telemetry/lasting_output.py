@@ -1,0 +1,95 @@
+"""Output that never ends a run: lines that stdout, stderr or a log cannot take are dropped and counted.
+
+A disk is full, a quota or a file's largest size is reached, a terminal or a pipe is closed, or there never was a
+descriptor. Each line is tried, so a log goes on once there is space again.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal, TextIO, cast
+
+STANDARD = (0, 1, 2)
+UNWRITABLE = (OSError, ValueError)  # ValueError: the file was closed, or cannot encode the text
+
+
+@dataclass(slots=True)
+class Lost:
+    lines: int = 0
+
+
+LOST = Lost()  # of this process
+
+
+class LastingStream:
+    """A text stream that takes every write."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.lost_lines = 0
+        self._file = file
+        self._unflushed_lines = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        self._unflushed_lines += text.count("\n")
+        try:
+            self._file.write(text)
+        except UNWRITABLE:
+            self._lose()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+            self._unflushed_lines = 0
+        except UNWRITABLE:
+            self._lose()
+
+    def _lose(self) -> None:
+        self.lost_lines += self._unflushed_lines
+        LOST.lines += self._unflushed_lines
+        self._unflushed_lines = 0
+
+
+def lasting(file: IO[str] | LastingStream) -> LastingStream:
+    return file if isinstance(file, LastingStream) else LastingStream(file)
+
+
+def open_missing_descriptors() -> None:
+    """Opens /dev/null in place of missing standard descriptors, so that no file of ours gets their numbers."""
+    for number in STANDARD:
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+
+
+def make_lasting(name: Literal["stdout", "stderr"]) -> None:
+    """Makes this process's `sys.stdout` or `sys.stderr` a LastingStream."""
+    found = getattr(sys, name) or open(("stdout", "stderr").index(name) + 1, "w", closefd=False)  # noqa: SIM115 - stays open
+    setattr(sys, name, cast(TextIO, lasting(found)))
+
+
+def open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
+    """Opens /dev/null instead, and says so on stderr, if `path` cannot be opened."""
+    try:
+        return path.open(mode)
+    except OSError as error:
+        write_error_line(f"rowcast: the log {path} cannot be written ({error.strerror}); its lines are lost")
+        return Path(os.devnull).open(mode)
+
+
+def write_error_line(line: str) -> None:
+    if sys.stderr is None:  # closed before this process began
+        LOST.lines += 1
+        return
+    stream = lasting(sys.stderr)
+    stream.write(f"{line}\n")
+    stream.flush()
