@@ -29,6 +29,8 @@ TABLES: Tables = (
     ("site", 50, 5, {"linear": True}),
 )
 
+SMALL: Tables = (("user", 60, 4, {}), ("item", 40, 8, {"dtype": "bf16"}), ("site", 10, 5, {"linear": True}))
+
 
 def serving_job(run_dir: Path, tables: Tables = TABLES, **data: Any) -> Job:
     return jobs.job(
@@ -100,3 +102,13 @@ def publish(run: FakeRun, to: Path, dtype: DType = "fp32", keep: int = 3, *, fre
     version = publisher_of(run, to, dtype, keep).publish(fresh=fresh)
     assert version is not None
     return version
+
+
+def versions_of(folder: Path, name: str, *, dtype: Any = "fp32", seed: int = 3, run_id: str = "0123456789ab") -> Path:
+    """Returns a folder with a whole version and two changed ones."""
+    run = ServedRun(serving_job(folder / f"run of {name}", SMALL), run_id=run_id, rng=np.random.default_rng(seed))
+    for share in (0.6, 0.1, 0.1):
+        run.train_some(share)
+        run.checkpoint()
+        publish(run, folder / name, dtype)
+    return folder / name

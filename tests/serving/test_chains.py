@@ -13,21 +13,10 @@ import xxhash
 
 from rowcast.runtime.errors import DataError
 from rowcast.serving.model import Model
-from tests.serving.served_run import ServedRun, Tables, Told, publish, publisher_of, serving_job
+from tests.serving.served_run import SMALL, ServedRun, Told, publish, publisher_of, serving_job, versions_of
 from tests.support.facts import facts
 
 TODAY = Path(__file__).parent / "chain_without_checksums"  # written by commit dc3fb19
-TABLES: Tables = (("user", 60, 4, {}), ("item", 40, 8, {"dtype": "bf16"}), ("site", 10, 5, {"linear": True}))
-
-
-def versions_of(folder: Path, name: str, *, dtype: Any = "fp32", seed: int = 3, run_id: str = "0123456789ab") -> Path:
-    """Returns a folder with a whole version and two changed ones."""
-    run = ServedRun(serving_job(folder / f"run of {name}", TABLES), run_id=run_id, rng=np.random.default_rng(seed))
-    for share in (0.6, 0.1, 0.1):
-        run.train_some(share)
-        run.checkpoint()
-        publish(run, folder / name, dtype)
-    return folder / name
 
 
 def resealed(path: Path, **fields: Any) -> None:
@@ -71,7 +60,7 @@ def test_a_mixed_chain_is_refused_by_readers_and_found_by_the_publisher(way: str
         Model(folder, check="all")
     with pytest.raises(DataError, match=facts(folder)):
         Model(folder)
-    run = ServedRun(serving_job(tmp_path / "run of mine", TABLES))
+    run = ServedRun(serving_job(tmp_path / "run of mine", SMALL))
     publisher = publisher_of(run, folder, "int8" if way == "the newest says int8" else "fp32", log=told)
     publisher.check()
     assert told.events
@@ -113,7 +102,7 @@ def test_a_chain_of_an_earlier_rowcast_opens_only_if_its_versions_agree(change: 
 
 
 def test_after_a_chain_of_an_earlier_rowcast_comes_a_whole_version(tmp_path: Path) -> None:
-    run, folder = ServedRun(serving_job(tmp_path / "run", TABLES)), tmp_path / "served"
+    run, folder = ServedRun(serving_job(tmp_path / "run", SMALL)), tmp_path / "served"
     for share in (0.6, 0.1):
         run.train_some(share)
         run.checkpoint()
@@ -132,7 +121,7 @@ def test_after_a_chain_of_an_earlier_rowcast_comes_a_whole_version(tmp_path: Pat
     version = publish(run, folder)
     assert (version.number, version.reason) == (3, "an earlier rowcast wrote the version before")
     assert reader.refresh()
-    for table, rows, *_ in TABLES:
+    for table, rows, *_ in SMALL:
         assert reader.rows(table, np.arange(rows)).tobytes() == run.expected(table).tobytes()
 
 
@@ -172,7 +161,7 @@ def began_again_without_seals(folder: Path) -> None:
 @pytest.mark.parametrize("change", [went_back, lost, began_again, began_again_without_seals])
 def test_a_reader_says_when_the_folder_goes_back(change: Callable[[Path], None], tmp_path: Path) -> None:
     folder = tmp_path / "served"
-    run = ServedRun(serving_job(tmp_path / "run of served", TABLES))
+    run = ServedRun(serving_job(tmp_path / "run of served", SMALL))
     for share in (0.6, 0.1, 0.1):
         run.train_some(share)
         run.checkpoint()
