@@ -281,7 +281,9 @@ def check_shared(parts: int, ranks: int) -> None:
 
 class Trainer(Section, frozen=True, kw_only=True):
     device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:<n>`
-    # threads of torch; `auto` is one per core that the process may use, within the quota of a container
+    # threads of torch, which decide bits: a restart uses the number that its checkpoint records; at a first start,
+    # `auto` is 1 if `ranks.parts` is above 1, otherwise one per core that the process may use, within the quota of a
+    # container
     threads: Threads = "auto"
     # `auto` uses Triton's kernels on CUDA and compiled loops on a CPU if they pass a check at the start; `torch` uses
     # plain torch operations, which are slower
@@ -350,6 +352,12 @@ class Job(Section, frozen=True, kw_only=True):
         """The folder for a store that keeps its rows in files."""
         path: str | None = getattr(self.store, "path", None)  # of the stores that have this key
         return self.run_dir / TABLES if path is None else Path(path)
+
+    def first_threads(self, cores: int) -> int:
+        """Threads of torch at a first start with this number of usable cores. With parts, `auto` does not depend on the
+        host: their bits are those of any number of ranks."""
+        auto = cores if self.ranks.num_parts == 1 else 1
+        return auto if self.trainer.threads == "auto" else self.trainer.threads
 
     @property
     def features(self) -> list[str]:

@@ -13,6 +13,7 @@ import msgspec
 
 from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.plan_layout import Dtype
+from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.position import Position
 
 PROTOCOL_VERSION = 11
@@ -155,7 +156,7 @@ class Hello(Message, frozen=True, kw_only=True):
     rank: int  # 0 to world_size - 1
     world_size: int  # trainers that divide every batch, this one included
     pid: int
-    threads: int
+    machine: Machine  # that will compute the run, if no checkpoint records another number of threads
     device: str
     mode: Mode
 
@@ -190,6 +191,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     data: str = ""  # which files are read, or the format of data without files
     rank: int = 0  # the rank that owns this prefetcher's shard
     checkpoint: str = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
+    machine: Machine = UNRECORDED  # that computed this checkpoint
     # names and checksums of the first batches: of each feature, of dense features and labels; evaluation's separately
     first_batches: tuple[tuple[str, str], ...] = ()
 

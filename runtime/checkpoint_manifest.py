@@ -22,10 +22,11 @@ import xxhash
 
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
+from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import Sealed, read_sealed
 
-MANIFEST_VERSION = 5
+MANIFEST_VERSION = 6
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
@@ -153,6 +154,7 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     shards: tuple[ShardLayers, ...]  # one per rank that wrote the checkpoint
     dense: DenseFile | None  # None after an import without dense weights
     ahead: tuple[BatchChecksum, ...] = ()  # a restart must read these batches
+    machine: Machine = UNRECORDED  # of its trainer; not recorded after an import, and before version 6
 
     def __post_init__(self) -> None:
         check_position(self.position)
@@ -211,7 +213,7 @@ class ManifestOfVersion3(Manifest, frozen=True, kw_only=True):
         return not self.training_digest
 
 
-KINDS: dict[int, type[Manifest]] = {3: ManifestOfVersion3, 4: Manifest, MANIFEST_VERSION: Manifest}
+KINDS: dict[int, type[Manifest]] = {3: ManifestOfVersion3, 4: Manifest, 5: Manifest, MANIFEST_VERSION: Manifest}
 
 
 def check_position(position: Position) -> None:

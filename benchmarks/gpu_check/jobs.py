@@ -16,6 +16,7 @@ from benchmarks.training.recorded import Touched, train_batches
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.runtime.cores import usable_cores
 
 KAGGLE_ROWS = 33_762_577
 
@@ -30,9 +31,9 @@ class Size:
     top_mlp: tuple[int, ...]
 
 
-def threads_of(device: torch.device) -> int | str:
+def threads_of(device: torch.device) -> int:
     """For torch. One on a CPU: small operations in several threads wait for the slowest, on a busy machine for long."""
-    return 1 if device.type == "cpu" else "auto"
+    return 1 if device.type == "cpu" else usable_cores()
 
 
 def sizes(device: torch.device) -> tuple[Size, Size]:

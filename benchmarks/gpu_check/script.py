@@ -29,7 +29,7 @@ GUESS_S = 30.0
 def train(device: torch.device, capacity: str, out: Path) -> None:
     """Writes the state dict after the last step, and the losses."""
     torch.manual_seed(0)
-    torch.set_num_threads(1 if threads_of(device) == 1 else torch.get_num_threads())
+    torch.set_num_threads(threads_of(device))
     rule = {"kind": "adagrad", "lr": LR}
     embeddings = rowcast.EmbeddingBagCollection(
         CONFIGS, optimizer=rule, capacity=capacity, device=device, run_dir=out.with_suffix(".run")

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     options = parser.parse_args()
     job = load_job(options.config, tuple(options.overrides))
-    torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
+    torch.set_num_threads(job.first_threads(usable_cores()))
     tell(run(job, options.steps, choose_device(job.trainer.device)))
 
 

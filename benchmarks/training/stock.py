@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()
     job = load_job(options.config, tuple(options.overrides))
-    torch.set_num_threads(usable_cores() if job.trainer.threads == "auto" else job.trainer.threads)
+    torch.set_num_threads(job.first_threads(usable_cores()))
     trained = prometheus_client.Counter("rowcast_samples", "Trained.")
     if options.port is not None:
         prometheus_client.start_http_server(options.port, "127.0.0.1")

@@ -37,6 +37,7 @@ from rowcast.runtime.checkpoint_manifest import (
 )
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.position import Position
 from rowcast.runtime.sealed import seal
 from rowcast.runtime.shard_file import SHARD_VERSION, ShardFile
@@ -73,6 +74,8 @@ class CheckpointWriter:
         assert keep >= 1, f"keep = {keep}: the newest checkpoint always stays"
         self.newest = newest
         self.on_offer: Callable[[], None] = lambda: None  # called when `advance` has something to do
+        # that computes the run, once its trainer has connected
+        self.machine: Callable[[], Machine] = lambda: UNRECORDED
         self.work = 0  # grows with progress
         self.num_files = 0  # written for the last checkpoint, including a merge's
         self.bytes_written = 0  # of the last checkpoint, to those files
@@ -215,6 +218,7 @@ class CheckpointWriter:
                 shards=shards,
                 dense=dense,
                 ahead=start.ahead,
+                machine=self.machine(),
             )
         )
 

@@ -55,6 +55,7 @@ from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.checkpoint_manifest import ManifestOfVersion3, TrainingData
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
+from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.position import Position
 from rowcast.runtime.process import Crew, Signals
 from rowcast.runtime.stages import IDLE_WAIT_S
@@ -207,6 +208,8 @@ class PrefetcherAttempt:
 
     def _check_belongs(self, measured: list[ReadBatch]) -> None:
         """Raises if the checkpoint belongs to another job or to other data, or if there is nothing to evaluate."""
+        if self.newest is not None and not self.newest.is_import and not self.newest.machine.threads:
+            self._log.warning("an older version made this checkpoint: its number of torch threads is not known")
         if self.newest is not None and self._run.options.mode == "eval":
             check_can_evaluate(self.newest, self._job)
         elif self.newest is not None:
@@ -282,8 +285,17 @@ class PrefetcherAttempt:
             run.shard,
         )
         self._writer.on_offer = partial(self._crew.wake, "checkpoint")
+        self._writer.machine = self._machine
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
+
+    def _machine(self) -> Machine:
+        """The trainer's machine, with the run's number of threads."""
+        engine = self._connection.engine
+        assert engine is not None, "a checkpoint comes after the first message of a trainer"
+        assert engine.hello is not None, "a checkpoint comes after the first message of a trainer"
+        own = engine.hello.machine
+        return Machine(threads=engine.welcome.machine.threads or own.threads, facts=own.facts)
 
     def _planner(self, slots: Sequence[Slots], measured: Sequence[ScheduledBatch]) -> RowPlanner:
         pin = self._job.cache.pin
@@ -348,6 +360,7 @@ class PrefetcherAttempt:
             data=data,
             rank=self._run.rank.number,
             checkpoint="" if self.newest is None else self.newest.checksum,
+            machine=UNRECORDED if self.newest is None else self.newest.machine,
             first_batches=tuple(first_checksums(self._job.features, measured).items()),
         )
 

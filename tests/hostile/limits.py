@@ -99,8 +99,15 @@ def related(kind: str, message: Plain) -> bool:
                 and span["offset"] + span["nbytes"] <= message["nbytes"] <= 2**36
             )
             return pieces and own and payload_fits(message["payload"], span, [])
+        case "Hello":
+            return bool(message["machine"]["threads"] <= 2**12)
         case "Welcome":
-            own = message["incarnation"] > 0 and message["depth"] > 0 and message["restore_bytes"] <= 2**36
+            own = (
+                message["incarnation"] > 0
+                and message["machine"]["threads"] <= 2**12
+                and message["depth"] > 0
+                and message["restore_bytes"] <= 2**36
+            )
             return own and len(message["slots"]) > 0 and min(message["slots"]) > 0
         case "Failure":
             return bool(1 <= message["code"] <= 255)

@@ -51,6 +51,7 @@ from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.machine import Machine
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.device.host_memory import Bounced
@@ -387,7 +388,7 @@ class InProcessRun:
 
     def _greet(self, conversation: Conversation, rank: Rank) -> None:
         """The handshake, which the real trainer completes before it has an engine."""
-        conversation.send(hello(self.job, rank, "train", 1, self.streams.device))
+        conversation.send(hello(self.job, rank, "train", Machine(threads=1), self.streams.device))
         assert self.prefetcher.conversation.advance(), "Hello arrives"
         assert conversation.advance(), "Welcome arrives"
 

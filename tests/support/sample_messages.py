@@ -32,6 +32,7 @@ from rowcast.protocol.messages import (
     Wait,
     Welcome,
 )
+from rowcast.runtime.machine import Machine
 
 DIGEST = "d" * 32
 
@@ -43,7 +44,7 @@ def hello(**changes: object) -> Hello:
         "rank": 0,
         "world_size": 1,
         "pid": 2,
-        "threads": 1,
+        "machine": Machine(threads=1, facts=(("torch", "2.13.0"),)),
     }
     return Hello(**{**fields, "device": "cpu", "mode": "train", **changes})  # type: ignore[arg-type]
 

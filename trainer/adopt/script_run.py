@@ -38,6 +38,7 @@ from rowcast.trainer.device.streams import adopted_streams, on_device, release_m
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.run.connection import Connection, ConnectionParts
+from rowcast.trainer.run.machine import own_machine
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
 
@@ -111,7 +112,8 @@ class ScriptRun:
             self.stack.callback(self._child.terminate, CHILD_END_S)
         kernels = choose_kernels(self._device, self._job)  # in parallel with the prefetcher's start
         self.stack.enter_context(self.connection)
-        welcome = self.connection.meet(lambda: self.stop_reason is not None, began_s, self._child_ended)
+        own = own_machine(self._job, self._device, kernels, torch.get_num_threads())
+        welcome = self.connection.meet(own, lambda: self.stop_reason is not None, began_s, self._child_ended)
         if welcome is None and self.stop_reason is not None:
             raise KeyboardInterrupt
         if welcome is None:

@@ -71,7 +71,6 @@ class ScriptTelemetry:
             self.results,
             train_steps=self.train_steps,
             device=self._device,
-            threads=torch.get_num_threads(),
             pinned=self._pinned,
             met_s=self._met_s,
             first_step_s=engine.loop.first_step_s,

@@ -12,7 +12,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -276,6 +276,12 @@ def warm_up_sqrt() -> None:
 def device_name(device: torch.device) -> str:
     """Returns `cpu`, or the GPU's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def float32_products(device: torch.device) -> str:
+    """Returns `whole`, or the precision that torch was told to use instead."""
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return {"none": "whole", "ieee": "whole"}.get(found := str(backend.matmul.fp32_precision), found)
 
 
 def make_streams(device: torch.device) -> Streams:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 import msgspec
 
 from rowcast.protocol.messages import Welcome
-from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, Mismatch, RanksDiffer, RowcastError
+from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, Mismatch, RanksDiffer, RowcastError
+from rowcast.runtime.machine import UNRECORDED, Machine, differences
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.run.meeting import GivenUp, decoded
 from rowcast.trainer.run.rank_group import Group
 
@@ -17,11 +19,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = ""  # the checksum of its manifest
     train_steps: int = 0
     first_batches: tuple[tuple[str, str], ...] = ()  # see `Welcome`
+    machine: Machine = UNRECORDED  # that will compute its parts
     leaves: bool = False  # it or its prefetcher was stopped
     failure: tuple[int, str] | None = None  # exit code and sentence
 
 
-def start_of(welcome: Welcome | None) -> Start:
+def start_of(welcome: Welcome | None, machine: Machine) -> Start:
     if welcome is None:
         return Start(leaves=True)
     return Start(
@@ -29,6 +32,7 @@ def start_of(welcome: Welcome | None) -> Start:
         checkpoint=welcome.checkpoint,
         train_steps=welcome.first_train_step,
         first_batches=welcome.first_batches,
+        machine=machine,
     )
 
 
@@ -62,7 +66,20 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
     for rank, start in enumerate(starts):
         if start.first_batches != first.first_batches:
             raise other_batches(rank, dict(first.first_batches), dict(start.first_batches))
+    for rank, start in enumerate(starts):
+        check_threads(rank, start.machine, first.machine)
     return True
+
+
+def check_threads(rank: int, own: Machine, first: Machine) -> None:
+    """Warns of what else differs. Raises ConfigError."""
+    if own.threads != first.threads:
+        raise ConfigError(
+            f"rank {rank} computes with {own.threads} threads and rank 0 with {first.threads}, so the bits depend on "
+            "which of them computes a part; give all trainers the same trainer.threads"
+        )
+    if found := differences(first, own):
+        get_logger().warning(f"rank {rank} may round differently than rank 0: {'; '.join(found)}")
 
 
 def other_batches(rank: int, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:

@@ -42,6 +42,7 @@ from rowcast.trainer.run.agreement import all_start, failed_start, start_of
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.errands import Errand
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
+from rowcast.trainer.run.machine import OwnMachine
 from rowcast.trainer.run.meeting import POLL_S, decoded
 from rowcast.trainer.run.rank_group import Group, Party
 from rowcast.trainer.step.engine import TrainerEngine
@@ -69,7 +70,7 @@ class TrainerRunParts:
     errand: Errand
     fresh: bool
     device: torch.device
-    threads: int
+    machine: OwnMachine
     kernels: Kernels
     tensorboard: Path | None  # folder for event files
     signals: Signals
@@ -146,7 +147,7 @@ class TrainerAttempt:
 
         timeout_s = sum(map(parse_seconds, (self._job.transport.connect_timeout, self._job.ranks.timeout)))
         try:
-            welcome = connection.meet(self._given_up, self._run.signals.began_s)
+            welcome = connection.meet(self._run.machine, self._given_up, self._run.signals.began_s)
             if welcome is not None and self._keeps_results:
                 self._earlier.check(welcome, fresh=self._run.fresh)
         except RowcastError as error:
@@ -154,7 +155,7 @@ class TrainerAttempt:
                 with suppress(RowcastError):
                     all_start(group, failed_start(error), 0.0, lambda: False)
             raise
-        return welcome if all_start(group, start_of(welcome), timeout_s, given_up) else None
+        return welcome if all_start(group, start_of(welcome, connection.machine), timeout_s, given_up) else None
 
     def gauges(self) -> TrainerGauges:
         welcome, engine = self._connection.welcome, self._connection.engine
@@ -276,7 +277,6 @@ class TrainerAttempt:
             self._results,
             train_steps=steps,
             device=run.device,
-            threads=run.threads,
             pinned=are_pinned,
             met_s=run.start_times.met_s,
             first_step_s=run.start_times.step_s or engine.loop.first_step_s,

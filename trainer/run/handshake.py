@@ -11,6 +11,7 @@ from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Hello, Mode, Welcome
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.peer_watch import PeerWatch
+from rowcast.runtime.machine import Machine
 from rowcast.runtime.stages import IDLE_WAIT_S, Doorbell
 from rowcast.runtime.telemetry.logs import said_if_slow
 
@@ -23,14 +24,14 @@ PREPARING = (
 )
 
 
-def hello(job: Job, rank: Rank, mode: Mode, threads: int, device: torch.device) -> Hello:
+def hello(job: Job, rank: Rank, mode: Mode, machine: Machine, device: torch.device) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         job_digest=job.session_digest(),
         rank=rank.number,
         world_size=rank.count,
         pid=os.getpid(),
-        threads=threads,
+        machine=machine,
         device=str(device),
         mode=mode,
     )

@@ -21,7 +21,7 @@ from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
-from rowcast.trainer.device.streams import choose_device, on_device, warm_up_sqrt
+from rowcast.trainer.device.streams import choose_device, on_device
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.results import EarlierResults
@@ -30,6 +30,7 @@ from rowcast.trainer.run.attempt import StartTimes, TrainerAttempt, TrainerRunPa
 from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.gauges import learning_rates
 from rowcast.trainer.run.launch import read_launch
+from rowcast.trainer.run.machine import own_machine, set_threads, warn_of_overridden
 from rowcast.trainer.run.rank_group import party_of
 from rowcast.trainer.step.metrics import TrainerCollector, TrainerGauges, new_counters
 
@@ -101,9 +102,14 @@ class TrainerRun:
         return self._errand.mode == "train" and is_complete and not is_held(first, "prefetcher")
 
     def _parts(self, device: torch.device, *, fresh: bool) -> TrainerRunParts:
-        threads = set_threads(self._job.trainer.threads, self._launch.local_world_size)
+        trainers = self._launch.local_world_size
+        cores = max(1, usable_cores() // trainers)
+        threads = self._job.first_threads(cores)
+        warn_of_overridden(threads, trainers, os.environ)
+        set_threads(threads)
         if device.type == "cpu":
             keep_freed_memory()
+        kernels = choose_kernels(device, self._job)  # in parallel with the prefetcher's start
         return TrainerRunParts(
             job=self._job,
             groups=self._groups,
@@ -112,8 +118,8 @@ class TrainerRun:
             errand=self._errand,
             fresh=fresh,
             device=device,
-            threads=threads,
-            kernels=choose_kernels(device, self._job),  # in parallel with the prefetcher's start
+            machine=own_machine(self._job, device, kernels, cores),
+            kernels=kernels,
             tensorboard=self._tensorboard,
             signals=self._signals,
             health=self._health,
@@ -139,16 +145,6 @@ class TrainerRun:
         if self._attempts.current is not None:
             return self._attempts.current.gauges()
         return TrainerGauges(train_step=0, learning_rates=learning_rates(self._job.optimizer, 0))
-
-
-def set_threads(threads: int | str, trainers: int = 1) -> int:
-    """Sets the number of threads of torch's operations and returns it; `auto` divides the usable cores among the
-    `trainers` of this host."""
-    number = max(1, usable_cores() // trainers) if isinstance(threads, str) else threads
-    torch.set_num_threads(1)
-    warm_up_sqrt()
-    torch.set_num_threads(number)
-    return number
 
 
 def run_trainer(

@@ -38,6 +38,7 @@ from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
+from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.stages import POLL_S, Doorbell
 from rowcast.trainer.device.page_locking import page_locked
@@ -216,7 +217,7 @@ class Replay:
             restore_bytes=0,
             verify=0.0,
         )
-        ours.send(hello(job, UNDIVIDED, "train", 1, device))
+        ours.send(hello(job, UNDIVIDED, "train", Machine(threads=1), device))
         await_message(theirs)
         theirs.send(welcome)
         await_message(ours)
