@@ -1,7 +1,7 @@
 """Ranks the positives of a next-item model among all items, however many there are, in a bounded memory.
 
     prefetcher export --run runs/sasrec --out sasrec.safetensors
-    python -m examples.all_items --config examples/sasrec.toml --export sasrec.safetensors --memory 64
+    python -m examples.all_items --config examples/sasrec.toml --export sasrec.safetensors --items 3413 --memory 64
 
 The job's data.eval_path has the histories and positives (examples/next_item.py). The item table stays in the file: rows
 of histories and positives are read one by one, and all items in blocks.
@@ -103,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--export", type=Path, required=True)
+    parser.add_argument("--items", type=int, help="items, as next_item prints; later rows are none. Default: all rows")
     parser.add_argument("--memory", type=int, default=64, help="MiB of a block of items and their scores")
     options = parser.parse_args()
     job = load_job(options.config)
@@ -112,6 +113,7 @@ def main() -> None:
     windows = pq.read_table(job.data.eval_path).to_pydict()
     with torch.no_grad(), options.export.open("rb") as file:
         rows, model = ItemRows(file, table.name), load_model(job, options.export)
+        rows.count = min(rows.count, options.items or rows.count)
         vectors = vectors_of(model, rows, windows[history], windows[job.model.time])
         positives = np.array([own[-1] for own in windows[positive]])
         ranks = ranks_of(vectors, positives, rows, options.memory * 2**20)

@@ -26,17 +26,26 @@ RULE: dict[str, Any] = {"kind": "adagrad", "lr": 0.05}
 
 def windows(text: str, rows: int, steps: int, seed: int = 0) -> Any:
     """The data factory: {"sparse": {"gram2": ids [B, L], ...}, "tokens": u8 [B, L + 1]}."""
-    files = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(Path(text).rglob("*")) if path.is_file()]
+    texts = {split: text_of(text, split) for split in ("train", "eval")}
 
     def batches(split: str, epoch: int) -> Iterator[dict[str, Any]]:
-        own = np.concatenate([file for i, file in enumerate(files) if (i % 8 == 7) == (split == "eval")])
         rng = np.random.default_rng([seed, epoch, split == "eval"])
-        for _ in range(steps if split == "train" else 20):
-            starts = rng.integers(4, len(own) - LENGTH - 1, BATCH)
-            near = own[starts[:, None] + np.arange(-4, LENGTH + 1)]  # with the four bytes before
+        for near in stretches(texts[split], steps if split == "train" else 20, rng):
             yield {"sparse": {f"gram{n}": hashed(near, n, rows) for n in GRAMS}, "tokens": near[:, 4:].copy()}
 
     return batches
+
+
+def text_of(text: str, split: str) -> Any:
+    files = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(Path(text).rglob("*")) if path.is_file()]
+    return np.concatenate([file for i, file in enumerate(files) if (i % 8 == 7) == (split == "eval")])
+
+
+def stretches(own: Any, steps: int, rng: np.random.Generator) -> Iterator[Any]:
+    """Batches of windows of the text, with the four bytes before: u8 [B, 4 + L + 1]."""
+    for _ in range(steps):
+        starts = rng.integers(4, len(own) - LENGTH - 1, BATCH)
+        yield own[starts[:, None] + np.arange(-4, LENGTH + 1)]
 
 
 def hashed(near: Any, n: int, rows: int) -> Any:
