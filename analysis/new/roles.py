@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rowcast.analysis.new.columns import FEW, TEXT, ColumnFacts
 from rowcast.analysis.new.files import DataSet
+from rowcast.prefetcher.readers.fp32 import EVERY_WHOLE
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import listed, nearest
 
@@ -228,6 +229,8 @@ def no_numbers(column: ColumnFacts) -> str | None:
             f"{column.missing.of(column.num_cells, 'missing')}; replace it first, for example by 0 (docs/data.md, "
             "Missing values)"
         )
+    if column.whole and (largest := max(-column.low, column.high)) > EVERY_WHOLE:
+        return f"fp32 changes whole numbers beyond 2**24, and it has up to {largest:.0f}; scale it, or use --ids"
     few = not column.whole and 0 < column.fractions.count <= FEW_FRACTIONS * column.num_values
     if few and (is_named_id(column) or is_numbered(column)):
         return (

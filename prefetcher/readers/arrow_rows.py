@@ -125,15 +125,12 @@ def numbers(values: Any, name: str, location: Location) -> npt.NDArray[Any]:
 
 def found(values: Any) -> npt.NDArray[Any]:
     """Returns numbers unchanged: integers with nulls as fp64 with NaN, or as objects if fp64 cannot hold them."""
-    if values.null_count and pa.types.is_integer(values.type) and largest(values) >= EVERY_WIDE:
-        return np.array(values.to_pylist(), object)
+    if values.null_count and pa.types.is_integer(values.type):
+        ends = pc.min_max(values).as_py().values()
+        if any(abs(own or 0) >= EVERY_WIDE for own in ends):
+            return np.array(values.to_pylist(), object)
     array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
     return array
-
-
-def largest(values: Any) -> float:
-    ends = pc.min_max(values.flatten() if is_list(values.type) else values).as_py().values()
-    return max((abs(own) for own in ends if own is not None), default=0)
 
 
 def counts_of(lengths: Ids | None, num_samples: int) -> Ids:

@@ -15,10 +15,6 @@ from rowcast.runtime.errors import DataError
 Array = npt.NDArray[Any]
 EVERY_WHOLE, EVERY_WIDE = 2.0**24, 2.0**53  # up to these, fp32 and fp64 hold every whole number
 
-KEEP = (
-    "scale it, or make it an array (data.columns.inputs, or another key of a data set's batch), which keeps its dtype"
-)
-
 
 def to_fp32(given: Array) -> F32:
     with np.errstate(over="ignore"):  # numbers beyond fp32 become infinite, and the checks refuse them
@@ -34,9 +30,12 @@ def is_kept(cast: F32) -> bool:
 def refuse_changed(given: Sequence[Array], cast: F32, where: Callable[[int, int], str]) -> None:
     """`given`: D arrays [n], before they became `cast`, f32 [n, D]. Raises DataError at `where(row, column)`."""
     for column, own in enumerate(given):
-        row = first_changed(own, cast[:, column])
+        row = None if is_kept(cast[:, column]) else first_changed(own, cast[:, column])
         if row is not None:
-            raise DataError(f"{where(row, column)}: value {plain(own, row)} is {cast[row, column]:.0f} in fp32; {KEEP}")
+            raise DataError(
+                f"{where(row, column)}: value {plain(own, row)} is {cast[row, column]:.0f} in fp32; scale it, or make "
+                "it an array (data.columns.inputs, or another key of a data set's batch), which keeps its dtype"
+            )
 
 
 def first_changed(given: Array, cast: F32) -> int | None:

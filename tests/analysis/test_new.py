@@ -283,6 +283,15 @@ def test_dates_decimals_and_other_types_are_left_out_with_a_reason(tmp_path: Pat
         assert f"# left out: {left_out}" in text
 
 
+@pytest.mark.parametrize("write", [write_csv, write_parquet])
+@pytest.mark.parametrize("whole", [2**24 + 1, -(2**24) - 1])
+def test_whole_numbers_that_fp32_changes_are_left_out(write: Any, whole: int, tmp_path: Path) -> None:
+    frame = clicks(100)[["item", "clicked", "price"]].assign(views=np.where(np.arange(100) % 3, whole, 0))
+    path = write(tmp_path, frame)
+    assert new_job(tmp_path, path).data.columns.dense == ["price"]
+    assert f"up to {2**24 + 1}" in refused(path, "--dense", "views")
+
+
 def test_distinct_values_are_counted_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "MOST_HASHES", 4096)
     rng = np.random.default_rng(0)

@@ -208,7 +208,8 @@ def test_a_column_of_parquet_is_kept_or_refused(dtype: np.dtype[Any], role: str,
 @pytest.mark.parametrize("role", ROLES)
 def test_a_cell_of_csv_is_kept_or_refused(role: str, tmp_path: Path) -> None:
     for value in EDGES:
-        check(through_csv, tmp_path, role, [1, 0, value, 0], value)
+        read = float(value) if abs(value) >= 2**53 else value  # by Arrow, which reads fp64
+        check(through_csv, tmp_path, role, [1, 0, value, 0], read)
 
 
 @pytest.mark.parametrize("role", ["label", "labels"])

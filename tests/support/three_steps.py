@@ -202,6 +202,7 @@ def facts(
 ) -> RunFacts:
     return RunFacts(
         train_steps=train_steps,
+        skipped_steps=0,
         wall_s=4.0,
         startup_s=0.5,
         table_bytes=2**34,

@@ -24,7 +24,19 @@ ACCUMULATED = (
     "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every "
     "backward pass, so accumulated gradients would train them more often than the dense weights; use larger batches, "
     "which connect(..., accumulate=k) yields as k micro-batches each, or connect(..., dense_optimizer=False) if no "
-    "torch.optim optimizer is used"
+    "torch.optim optimizer is used. If a guard such as one on clip_grad_norm_ left out the step, the rows are trained "
+    "already: test the loss before backward() and call loader.skip(), or end the run"
+)
+NO_TRAIN_BATCH = "loader.skip() leaves out the train batch that the loader has yielded last; there is none"
+TOO_LATE = (
+    "the backward pass of train step {} has trained its rows, so loader.skip() cannot leave it out: a guard on a "
+    "gradient norm (clip_grad_norm_) comes too late; test the loss before backward(), or end the run, which continues "
+    "from its last checkpoint"
+)
+SKIPPED = "train step {} was left out by loader.skip(); do not look it up again, and go on with the loader's next batch"
+CHECKPOINTED = (
+    "torch.utils.checkpoint looks up train step {} again in its backward pass, and its rows would be trained twice; "
+    "look up outside the checkpoint, or give it use_reentrant=True"
 )
 STEPPED_WITHIN = (
     "an optimizer has stepped between two micro-batches of train step {}: with accumulate={} the gradients of all of "
@@ -52,6 +64,7 @@ class CurrentStep:
         self.step: ArrivedStep | None = None  # begun and not finished
         self.slice = Slice(0, 0, 0, is_last=True)  # the last one given to the script
         self.is_trained = False  # a look-up of the step trains its rows
+        self.is_skipped = False  # the script has left out the slice
         self.stream_order = stream_order
         self._embeddings, self._optimizer_steps = embeddings, optimizer_steps
         self._dense_optimizer, self._accumulate = dense_optimizer, accumulate
@@ -92,7 +105,7 @@ class CurrentStep:
         is_whole = len(self._slices) == 1
         lookups, train_step = step_lookups(step), step.header.train_step
         self._sliced = None if is_whole else SlicedStep(self._embeddings, self.stream_order, lookups, train_step)
-        self.is_trained = self._is_slice_trained = self._is_looked_up = False
+        self.is_trained = self._is_slice_trained = self._is_looked_up = self.is_skipped = False
         self._count_at_begin, self._count_at_eval = self._optimizer_steps.count, None
         self.step = step
 
@@ -103,7 +116,7 @@ class CurrentStep:
         if self.step is None or not self._slices:
             return None
         self._require_backward(self.step)
-        self._is_slice_trained = False
+        self._is_slice_trained = self.is_skipped = False
         self.slice = self._slices.popleft()
         return self.slice
 
@@ -113,6 +126,8 @@ class CurrentStep:
         The first collection looks up for all. Raises RuntimeError if it must not train."""
         assert self.step is not None, "the module looks up the current step"
         header, mode = self.step.header, torch.is_inference_mode_enabled()
+        if self.is_skipped:
+            raise RuntimeError(SKIPPED.format(header.train_step))
         self._is_looked_up = True
         if trains and not self.awaits_backward:
             self._shared.close()  # what another collection has looked up was trained already
@@ -152,6 +167,8 @@ class CurrentStep:
                 "this is an evaluation batch, whose rows may not change: call model.eval(), or look up under "
                 "torch.no_grad()"
             )
+        if self.awaits_backward and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(CHECKPOINTED.format(header.train_step))
         if self._is_slice_trained and not self.awaits_backward:
             raise RuntimeError(
                 f"the rows of train step {header.train_step} were updated already; train on each batch once"
@@ -161,6 +178,23 @@ class CurrentStep:
         if self._dense_optimizer and self.is_trained and self._count_at_training != count:
             raise RuntimeError(STEPPED_WITHIN.format(header.train_step, self._accumulate))
         self.is_trained, self._is_slice_trained, self._count_at_training = True, True, count
+
+    def skip(self) -> None:
+        """Leaves out the current slice: nothing of it is trained. Raises RuntimeError if its rows are."""
+        step = self.step
+        if step is None or step.header.kind == "eval":
+            raise RuntimeError(NO_TRAIN_BATCH)
+        if self._is_slice_trained and not self.awaits_backward:
+            raise RuntimeError(TOO_LATE.format(step.header.train_step))
+        if self._sliced is not None:
+            is_kept = self._sliced.skip()
+        else:
+            is_kept = False
+            self._embeddings.give_up()
+        if self.is_trained and not is_kept:
+            self.is_trained, self._count_at_training = False, None
+        self._shared.close()
+        self._is_slice_trained, self._is_looked_up, self.is_skipped = False, True, True
 
     def end(self) -> None:
         """Ends the step: orders all its work before later work on the current stream.
@@ -200,7 +234,7 @@ class CurrentStep:
         if self.awaits_backward:
             raise RuntimeError(
                 f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() "
-                "once for each forward, or look up under torch.no_grad()"
+                "once for each forward, look up under torch.no_grad(), or leave the batch out by loader.skip()"
             )
         if self._is_slice_trained and self._shared.waiting:
             raise RuntimeError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
+import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
@@ -85,8 +86,8 @@ def connect(
             f"connect: dataset = {dataset!r} is not a name; the prefetcher, another process, imports what "
             '"package.module:factory" names'
         )
-    if accumulate < 1:
-        raise ConfigError(f"connect: accumulate = {accumulate} must be a number of micro-batches, at least 1")
+    accumulate = whole("accumulate", accumulate)
+    max_steps = None if max_steps is None else whole("max_steps", max_steps)
     collections = [ebc] if isinstance(ebc, EmbeddingBagCollection) else list(ebc)
     if accumulate > 1 and any(own.kind is SEQUENCES for own in collections):
         raise ConfigError(
@@ -137,6 +138,13 @@ def connect(
     for own in collections:
         own.join(tables)
     return Loader(tables, parts)
+
+
+def whole(name: str, value: Any) -> int:
+    """Returns an integer, of Python or NumPy. Raises ConfigError."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"connect: {name} = {value!r} must be a whole number of at least 1")
+    return int(value)
 
 
 def refuse_ranks() -> None:
@@ -269,6 +277,14 @@ class Loader:
         reason: a few words for the log and the report."""
         self._open()
         self._session.stop(reason)
+
+    def skip(self) -> None:
+        """Leaves out the current train batch, or micro-batch, before its backward pass: nothing of it is trained.
+
+        Its rows and the row optimizer's state keep their bits. It counts as a train step, without a loss.
+
+        Raises RuntimeError after the backward pass, which has trained the rows, and without a train batch."""
+        self._session.skip()
 
     def record(
         self, *, loss: Tensor | float | None = None, logits: Tensor | None = None, ranks: Tensor | None = None

@@ -1,6 +1,6 @@
 """Implements `rowcast.EmbeddingBagCollection`: TorchRec's interface to tables larger than the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Self, cast
@@ -26,6 +26,10 @@ NO_BATCH = (
 NOT_TRACED = (
     "a look-up of rowcast is not traced by torch.compile: it asks the session for the step and orders device work; the "
     "model around it is compiled, but not with fullgraph=True"
+)
+CAST = (
+    "look-ups of rowcast are fp32, and layers in {0} do not take them: use torch.autocast(..., dtype=torch.{0}), or "
+    "cast the layers without this module, and what is looked up by .to(torch.{0})"
 )
 
 
@@ -141,6 +145,13 @@ class EmbeddingBagCollection(nn.Module):
                 "optimizer lr = 0, or look up under torch.no_grad()"
             )
         return super().requires_grad_(requires_grad)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Raises RuntimeError for a change of dtype, which rows do not take part in."""
+        dtype = fn(torch.zeros((), dtype=torch.float32)).dtype
+        if dtype != torch.float32:
+            raise RuntimeError(CAST.format(str(dtype).removeprefix("torch.")))
+        return cast(Self, cast(Any, super())._apply(fn, recurse))
 
     def __getstate__(self) -> object:
         """Allows copies until the loader begins; after that raises RuntimeError."""

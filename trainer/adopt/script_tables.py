@@ -25,8 +25,8 @@ from rowcast.trainer.device.streams import choose_device
 class ScriptTables:
     def __init__(self, content: dict[str, Any], job_file: Path | None, default_dir: Path | None) -> None:
         """`content`: of a job file, the user's `job_file` if there is one. Raises ConfigError."""
-        self._content, self._job_file = content, job_file
-        self._job = self._parsed(content)
+        self._content, self._job_file = settings.plain(content), job_file
+        self._job = self._parsed(self._content)
         self._has_default_dir = job_file is None and self._job.run_dir == default_dir
         try:
             self.device = choose_device(self._job.trainer.device)
@@ -90,7 +90,7 @@ class ScriptTables:
         if self._has_default_dir:
             run_folder.check_owner(self._job.run_dir)
         content = deepcopy(self._content)
-        for name, value in changes.items():
+        for name, value in settings.plain(changes).items():
             settings.set_key(content, name, value)
         self._job, self._content = self._parsed(content), content
         self._is_connected, self._is_launched, self._resumes = True, is_launched, resumes

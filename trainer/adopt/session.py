@@ -19,7 +19,7 @@ from rowcast.protocol.messages import PlanHeader, StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt import run_folder
-from rowcast.trainer.adopt.current_step import CurrentStep
+from rowcast.trainer.adopt.current_step import NO_TRAIN_BATCH, CurrentStep
 from rowcast.trainer.adopt.dense_rates import DenseRates
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.loss_scaling import LossScaling
@@ -55,6 +55,7 @@ class ScriptSession:
         self._epoch: int | None = None  # the epoch of the newest step that was begun
         self._next_step: int | None = None  # where the run continues if it stops now; None before the first `peek`
         self._loss: Tensor | None = None  # sum of the losses recorded for the current step
+        self._loss_before: Tensor | None = None  # the same without the current micro-batch's
         self._follows_barrier = False  # a barrier came right before the current step
         self._optimizer_steps = OptimizerSteps()
         stack = self.run.stack
@@ -156,7 +157,15 @@ class ScriptSession:
 
     def next_slice(self) -> Slice | None:
         """Gives the script the next micro-batch of the current step; None after the last one."""
+        self._loss_before = self._loss
         return None if self._current is None else self._current.next_slice()
+
+    def skip(self) -> None:
+        """Leaves out the current micro-batch, with the loss recorded for it. Raises RuntimeError."""
+        if self._current is None:
+            raise RuntimeError(NO_TRAIN_BATCH)
+        self._current.skip()
+        self._loss = self._loss_before
 
     def begin(self) -> None:
         """Gives the script the step that `peek` has found."""
@@ -173,6 +182,8 @@ class ScriptSession:
         if step is None:
             return
         with on_device(self._parts.device):
+            if self.current.is_skipped and not self.current.is_trained:
+                self.run.telemetry.results.skipped.append(self.train_steps)
             self.current.end()
             self.run.telemetry.train_steps += step.header.kind == "train"
             self._next_step = step.step + 1
@@ -184,7 +195,7 @@ class ScriptSession:
         for given, kind in ((loss, "train"), (logits, "eval"), (ranks, "eval")):
             if given is not None and (step is None or step.header.kind != kind):
                 raise RuntimeError(f"{TAKES[kind]}: call it in the loop, before the loader is asked for the next batch")
-        if loss is not None:
+        if loss is not None and not self.current.is_skipped:
             assert step is not None, "checked above"
             share = self.current.slice.size / step.header.batch_size
             weighted = torch.as_tensor(loss, dtype=torch.float32).detach().mean() * share

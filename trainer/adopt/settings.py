@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+import numpy as np
 import torch
 
 from rowcast.job.embedding_tables import Table
@@ -17,6 +18,13 @@ from rowcast.runtime.errors import ConfigError
 
 JOB_FILE = "job.json"  # in the run directory: the job of both processes of an adopted run
 NO_DATA = "synthetic"  # data.format until a loader is connected
+# of configs in torch and TorchRec, what rowcast's tables do not do: name -> the value that asks for nothing
+NOT_DONE = {
+    **dict.fromkeys(("padding_idx", "max_norm", "_weight", "dtype", "input_dim", "total_num_buckets"), None),
+    **dict.fromkeys(("num_embeddings_post_pruning", "virtual_table_eviction_policy"), None),
+    **dict.fromkeys(("scale_grad_by_freq", "_freeze", "need_pos", "use_virtual_table", "is_weighted"), False),
+    "has_feature_processor": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +123,7 @@ def job_content(
         "tables": [table_content(config, kind) for config in configs],
         "model": {"kind": NO_MODEL},
         # the script has the dense optimizer
-        "optimizer": {"sparse": msgspec.to_builtins(optimizer), "dense": {"kind": "sgd", "lr": 0.0}},
+        "optimizer": {"sparse": optimizer, "dense": {"kind": "sgd", "lr": 0.0}},
         "cache": {"capacity": capacity},
         "trainer": {"device": device},
         "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
@@ -142,6 +150,19 @@ def set_key(content: dict[str, Any], name: str, value: Any) -> None:
         target[last] = key_value
 
 
+def plain(value: Any, name: str = "") -> Any:
+    """Returns the content of a job, with NumPy's numbers as Python's. Raises ConfigError for an array or a tensor."""
+    if isinstance(value, Mapping):
+        return {key: plain(own, f"{name}.{key}" if name else key) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(own, name) for own in value]
+    if isinstance(value, np.ndarray | torch.Tensor):
+        raise ConfigError(f"{name} is a {type(value).__name__}; give a number of Python, such as value.item()")
+    if isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value, enc_hook=lambda own: plain(own, name))
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def table_content(config: Any, kind: Kind) -> dict[str, Any]:
     """A `[[tables]]` entry from a config, TorchRec's or rowcast's. Raises ConfigError."""
     try:
@@ -153,6 +174,13 @@ def table_content(config: Any, kind: Kind) -> dict[str, Any]:
         ) from None
     pooling, dtype = word(getattr(config, "pooling", kind.poolings[0])), word(getattr(config, "data_type", "fp32"))
     kind.check(config.name, pooling)
+    for field_name, default in {**NOT_DONE, "mode": pooling}.items():
+        found = getattr(config, field_name, default)
+        if not (found is default or (type(found) is type(default) and found == default)):
+            raise ConfigError(
+                f"table {config.name}: {field_name} = {found!r} is not done by rowcast, and would be ignored; leave it "
+                f"at {default!r} (docs/adopt.md)"
+            )
     content |= {"pooling": pooling, "init": init_of(config)}
     return content if dtype == "fp32" else content | {"dtype": dtype}
 
@@ -163,18 +191,25 @@ def word(value: Any) -> str:
 
 
 def init_of(config: Any) -> str:
-    """Returns the first values' `init`. TorchRec's default `init_fn` is uniform, as ours; a different one would need
-    rows that do not exist."""
+    """Returns the first values' `init`. TorchRec's default `init_fn` counts as none; a function other than uniform
+    would need rows that do not exist."""
     function = getattr(config, "init_fn", None)
-    if function is not None and getattr(function, "func", function) is not torch.nn.init.uniform_:
-        raise ConfigError(
-            f"table {config.name}: an init_fn of its own needs the whole table in memory; omit it and give "
-            "weight_init_min and weight_init_max, or load the values by load_state_dict"
-        )
     lowest, highest = getattr(config, "weight_init_min", None), getattr(config, "weight_init_max", None)
-    if lowest is not None and highest is not None:
-        return f"uniform:{float(lowest)!r},{float(highest)!r}"
-    return str(getattr(config, "init", "uniform"))
+    if function is not None:
+        ends = {"a": 0.0, "b": 1.0} | getattr(function, "keywords", {})
+        is_uniform = getattr(function, "func", function) is torch.nn.init.uniform_ and not getattr(function, "args", ())
+        if not is_uniform or len(ends) > 2:
+            raise ConfigError(
+                f"table {config.name}: an init_fn of its own needs the whole table in memory; omit it and give "
+                "weight_init_min and weight_init_max, or load the values by load_state_dict"
+            )
+        defaults = [(own**-0.5, -(own**-0.5)) for own in (config.num_embeddings, config.embedding_dim)]
+        if not any(np.allclose((ends["b"], ends["a"]), own, rtol=1e-12) for own in defaults):
+            lowest, highest = ends["a"], ends["b"]
+    if lowest is None and highest is None:
+        return str(getattr(config, "init", "uniform"))
+    bound = config.num_embeddings**-0.5
+    return f"uniform:{float(-bound if lowest is None else lowest)!r},{float(bound if highest is None else highest)!r}"
 
 
 def file_content(path: Path, configs: Sequence[Any]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class SlicedStep:
         self._pooled: list[Tensor] | None = None  # f32 [G, D] of each group, until the rows change
         self._grads: list[Tensor] | None = None  # f32 [G, D] of each group, once a slice is trained
         self._waiting: Slice | None = None  # the slice whose backward pass is expected
+        self._is_kept = False  # the gradients of a slice
         self._is_updated = False
 
     @property
@@ -73,12 +74,12 @@ class SlicedStep:
         """Called in the slice's backward pass, with gradients f32 [its bags, D] of each group."""
         if self._grads is None or self._waiting != part:
             raise RuntimeError(
-                f"micro-batch {part.index} of train step {self._train_step} had its backward pass; call backward() "
+                f"micro-batch {part.index} of train step {self._train_step} expects no backward pass; call backward() "
                 "once for each forward"
             )
         for whole, grad, lookup in zip(self._grads, grads, self._lookups, strict=True):
             bags(whole, lookup)[:, part.start : part.stop] = grad.view(-1, part.size, grad.shape[1])
-        self._waiting = None
+        self._waiting, self._is_kept = None, True
         self._stream_order.record()
         if part.is_last:
             self.finish()
@@ -90,6 +91,14 @@ class SlicedStep:
         self._stream_order.gather()
         self._embeddings.update(self._grads, self._lookups, self._train_step)
         self._pooled, self._is_updated = None, True
+
+    def skip(self) -> bool:
+        """Expects no backward pass of the waiting slice. Returns whether others have had theirs."""
+        self._waiting = None
+        if not self._is_kept:
+            self._embeddings.give_up()
+            self._grads = None
+        return self._is_kept
 
     def close(self) -> None:
         """Ends the step. A loss that the script keeps holds this object, but not the step's memory."""

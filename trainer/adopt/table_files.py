@@ -134,6 +134,9 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Sequence[Tensor])
 
     They keep their dtype; the import rounds to the table's dtype, refuses values beyond it, and keeps all bits in a
     master copy. Raises ConfigError."""
+    for table, weight in zip(tables, weights, strict=True):
+        if not weight.is_floating_point():
+            raise ConfigError(f"load_state_dict: table {table.name} is {weight.dtype}, which is not kept; give floats")
     dtypes = [weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32 for weight in weights]
     header, end = {}, 0
     for table, dtype in zip(tables, dtypes, strict=True):
@@ -147,9 +150,14 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Sequence[Tensor])
     try:
         with partial.open("wb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
-            for weight, dtype in zip(weights, dtypes, strict=True):
-                for rows in torch.split(weight.detach(), BLOCK_ROWS):
+            for table, weight, dtype in zip(tables, weights, dtypes, strict=True):
+                for at, rows in enumerate(torch.split(weight.detach(), BLOCK_ROWS)):
                     block = rows.to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+                    if not (finite := block.isfinite().all(1)).all():
+                        raise ConfigError(
+                            f"load_state_dict: table {table.name}, row {at * BLOCK_ROWS + int(finite.int().argmin())}: "
+                            f"not every value is finite in {dtype}; load tables that are"
+                        )
                     file.write(block.view(torch.uint8).numpy().data)
         partial.rename(path)
     except OSError as error:

@@ -40,6 +40,7 @@ def final_report(
             wall_s=now_s - first_step_s,
             startup_s=first_step_s - met_s,
             train_steps=train_steps,
+            skipped_steps=len(results.skipped),
             loss=results.mean_loss,
             first_loss=results.first_loss,
             evaluation=results.evaluation_result,

@@ -144,6 +144,7 @@ class ResultFiles:
         # for the whole run, restarts included; thinned if there are very many
         self.evaluations: list[Evaluation] = []
         self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # called with each finished evaluation
+        self.skipped = array("q")  # train steps of the run that a script left out, which may have no loss
         self.path = run_dir / LOSSES
         self._losses = array("f")
         self._file: IO[bytes] | None = None
@@ -179,7 +180,9 @@ class ResultFiles:
 
     @property
     def mean_loss(self) -> float | None:
-        return float(np.mean(self._losses[-RECENT:], dtype=np.float64)) if self._losses else None
+        recent = np.array(self._losses[-RECENT:])
+        known = recent[~np.isnan(recent)]  # NaN: a script left out the step
+        return float(np.mean(known, dtype=np.float64)) if len(known) else None
 
     @property
     def first_loss(self) -> float | None:
@@ -206,12 +209,15 @@ class ResultFiles:
         return {
             "losses": torch.tensor(self.losses_from(0)),
             "evaluations": torch.frombuffer(bytearray(evaluations), dtype=torch.uint8),
+            **({"skipped": torch.tensor(self.skipped)} if self.skipped else {}),
         }
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         if "losses" in tensors:
             self._losses = array("f", tensors["losses"].numpy().tobytes())
             self._write(self._losses.tobytes())
+        if "skipped" in tensors:
+            self.skipped = array("q", tensors["skipped"].tolist())
         self.restore_evaluations(tensors)
 
     def restore_evaluations(self, tensors: dict[str, torch.Tensor]) -> None:

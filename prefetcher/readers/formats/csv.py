@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, largest
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder
 from rowcast.prefetcher.readers.batch_parts import join_parts
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
@@ -37,9 +37,7 @@ from rowcast.prefetcher.readers.formats.csv_line import (
     holds,
     is_number,
     refuse_line,
-    refuse_rounded,
 )
-from rowcast.prefetcher.readers.fp32 import EVERY_WIDE
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
@@ -127,13 +125,9 @@ class CsvCursor:
 def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Location) -> Any:
     """Returns a pyarrow.RecordBatch of whole lines; `location(i)` names the i-th. Raises DataError."""
     try:
-        batch = parse(lines, num_lines, layout)
+        return parse(lines, num_lines, layout)
     except (pa.ArrowInvalid, ValueError) as error:
         raise refuse_line(lines, layout.header, layout.delimiter, layout.cells, location, str(error)) from None
-    numbers = [batch[name] for name, cell in layout.cells.items() if cell.kind == "number"]
-    if any(largest(own) >= EVERY_WIDE for own in numbers):
-        refuse_rounded(lines, layout.header, layout.delimiter, layout.cells, location)
-    return batch
 
 
 def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:

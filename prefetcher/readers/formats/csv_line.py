@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rowcast.prefetcher.readers.fp32 import KEEP
 from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import DataError
 
@@ -44,19 +43,6 @@ def refuse_line(
         if error is not None:
             return DataError(f"{location(i)}{error}")
     return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
-
-
-def refuse_rounded(
-    lines: bytes, header: list[str], delimiter: str, cells: Mapping[str, Cell], location: Location
-) -> None:
-    """Raises DataError for a whole number that fp64, as which good `lines` were read, changes."""
-    split = lines.decode("utf-8", "replace").removesuffix("\n").split("\n")
-    for i, line in enumerate(split):
-        for name, field in zip(header, fields_of(line, delimiter, strict=False), strict=True):
-            is_number = name in cells and cells[name].kind == "number"
-            for item in field.split(cells[name].separator or "\n") if is_number else ():
-                if re.fullmatch(r"\s*-?[0-9]+\s*", item) and int(item) != float(item):
-                    raise DataError(f"{location(i)}, column {name}: value {item} is {float(item):.0f} in fp64; {KEEP}")
 
 
 def line_error(line: str, header: list[str], delimiter: str, cells: Mapping[str, Cell]) -> str | None:

@@ -41,6 +41,9 @@ class Buckets:
 
 
 def in_buckets(losses: F32) -> Buckets:
+    """Draws a step that a script left out, whose loss is NaN, as the one before."""
+    known = np.flatnonzero(~np.isnan(losses))
+    losses = losses[known[np.maximum(np.searchsorted(known, np.arange(len(losses)), side="right") - 1, 0)]]
     begins = np.arange(0, len(losses), ceil(len(losses) / MOST_POINTS))
     ends = np.append(begins[1:], len(losses))
     return Buckets(
@@ -53,7 +56,7 @@ def in_buckets(losses: F32) -> Buckets:
 
 def loss_chart(run: RunRecord) -> Chart | NoChart:
     title = "Loss"
-    if not len(run.losses):
+    if np.isnan(run.losses).all():
         return NoChart(title=title, caption="No train step was done.")
     buckets = in_buckets(run.losses)
     smooth, number = buckets.smoothed()
