@@ -2,6 +2,9 @@
 
 import msgspec
 
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import plural
+
 MAX_THREADS = 2**12
 
 
@@ -15,6 +18,19 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 UNRECORDED = Machine()
+
+
+def threads_of_run(setting: int | str, first: int, recorded: int, *, trains: bool) -> int:
+    """`setting`: trainer.threads. `first`: of a first start. `recorded`: 0 if no checkpoint names a number. `trains`:
+    False for an evaluation, which may have another number. Raises ConfigError."""
+    if isinstance(setting, str) or not recorded:
+        return recorded or first
+    if trains and setting != recorded:
+        raise ConfigError(
+            f"trainer.threads = {setting}, but this run computes with {plural(recorded, 'thread')}, and another "
+            f"number gives other bits; set trainer.threads = {recorded} or remove it, or begin a new run with --fresh"
+        )
+    return setting
 
 
 def differences(was: Machine, now: Machine) -> list[str]:

@@ -35,7 +35,7 @@ from rowcast.analysis.check.machine import (
 )
 from rowcast.analysis.check.memory import check_disk, check_memory, check_row_numbers
 from rowcast.analysis.check.ranks import check_ranks
-from rowcast.analysis.check.setup import check_model, check_run_directory, check_versions
+from rowcast.analysis.check.setup import check_model, check_run_directory, check_threads, check_versions
 from rowcast.analysis.check.tier import check_tier
 from rowcast.job.file import load_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
@@ -72,6 +72,7 @@ def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterato
     yield from findings_of("run directory", lambda: check_run_directory(job))
     yield from findings_of("ports", lambda: check_ports(job))
     yield from findings_of("model", lambda: check_model(job))
+    yield from findings_of("threads", lambda: check_threads(job))
     seen = Seen(groups=group_specs(job), count=job.ranks.count)
     yield from findings_of("ranks", lambda: check_ranks(job, seen.groups))
     opened = findings_of("data", lambda: check_opens(job, seen))

@@ -17,10 +17,14 @@ from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.job.models import BUILT_IN_MODELS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.checkpoint_manifest import newest_checkpoint, readable
+from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.machine import threads_of_run
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.runtime.telemetry.logs import get_logger
 
 DISTRIBUTION = "rowcast"
@@ -103,6 +107,16 @@ def check_run_directory(job: Job) -> Iterator[Finding]:
     newest = Checkpoints(path, Disk()).newest_valid(get_logger())
     where = "is free to use" if newest is None else f"holds a run that continues after {newest.train_steps} train steps"
     yield ok(f"{path} {where}")
+
+
+def check_threads(job: Job) -> Iterator[Finding]:
+    """Finds the trainer's number of threads, on this host. Raises ConfigError if a run there has another."""
+    newest, cores = newest_checkpoint(job.run_dir), max(1, usable_cores() // job.ranks.on_host)
+    was = None if newest is None else readable(newest)
+    first, recorded = job.first_threads(cores), 0 if was is None else was.machine.threads
+    found = plural(threads_of_run(job.trainer.threads, first, recorded, trains=True), "thread")
+    idle = f"; {plural(cores, 'core')} for each trainer" if first == 1 < cores else ""
+    yield ok(f"{found}, as the run in {job.run_dir}" if recorded else f"{found}, which the run keeps{idle}")
 
 
 def used_by(job: Job) -> str | None:

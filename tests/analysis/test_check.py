@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,11 @@ from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.machine import Machine
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.trainer.models import build_model
+from tests.support.facts import facts
 from tests.support.jobs import job_content, table, write_job
 from tests.support.redis_server import BOUND, RedisServer, keys_on, needs_redis
 
@@ -99,6 +102,7 @@ def test_a_good_job_is_ok_in_every_respect(check: Checked) -> None:
     subjects = [finding.subject for finding in findings]
     assert subjects[:6] == ["job file", "versions", "run directory", "ports", "ports", "model"]
     assert subjects[6:] == [
+        "threads",
         "data",
         "ids",
         "labels",
@@ -489,6 +493,30 @@ def test_a_run_directory_with_a_finished_run_is_a_warning(check: Checked) -> Non
     assert "holds the report of an earlier run; add --fresh to replace it" in only_fault(
         check(), "warning", "run directory"
     )
+
+
+@pytest.mark.parametrize(
+    ("sections", "level", "named"),
+    [
+        ({"trainer": {"threads": 3}}, "ok", (3,)),
+        ({"trainer": {"threads": None}, "ranks": {"parts": 2}}, "ok", (1,)),
+    ],
+)
+def test_the_number_of_threads_is_found(
+    sections: dict[str, Any], level: str, named: tuple[int, ...], check: Checked
+) -> None:
+    assert re.search(facts(*named), one(check(**sections), level, "threads"))
+
+
+def test_another_number_of_threads_than_the_run_has_is_an_error(
+    check: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = SimpleNamespace(machine=Machine(threads=2))
+    monkeypatch.setattr(check_setup, "newest_checkpoint", lambda run_dir: run_dir)
+    monkeypatch.setattr(check_setup, "readable", lambda folder: manifest)
+    assert "2 threads, as the run" in one(check(trainer={"threads": None}), "ok", "threads")
+    found = only_fault(check(trainer={"threads": 3}), "error", "threads")
+    assert re.search(facts("trainer.threads", 3, 2, "--fresh"), found)
 
 
 def test_a_damaged_checkpoint_in_the_run_directory_is_an_error(check: Checked) -> None:

@@ -7,13 +7,12 @@ import torch
 
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.machine import UNRECORDED, Machine
+from rowcast.runtime.machine import UNRECORDED, Machine, threads_of_run
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.run.machine import (
     facts_of,
     own_machine,
     refuse_fewer_threads,
-    threads_of_run,
     warn_of_overridden,
 )
 from tests.support import jobs
@@ -63,9 +62,9 @@ def test_a_restart_has_the_recorded_number_or_is_refused(
 ) -> None:
     if threads is None:
         with pytest.raises(ConfigError, match=facts("trainer.threads", setting, recorded, "--fresh")):
-            threads_of_run(setting, first, recorded, mode)
+            threads_of_run(setting, first, recorded, trains=mode == "train")
     else:
-        assert threads_of_run(setting, first, recorded, mode) == threads
+        assert threads_of_run(setting, first, recorded, trains=mode == "train") == threads
 
 
 RECORDED = (("torch", "1.0"), ("vectors", "AVX2"))

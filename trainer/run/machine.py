@@ -13,7 +13,7 @@ import torch
 from rowcast.job.schema import Job
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.machine import Machine, differences
+from rowcast.runtime.machine import Machine, differences, threads_of_run
 from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.device.streams import device_name, float32_products, warm_up_sqrt
@@ -38,7 +38,7 @@ class OwnMachine:
         """Sets torch's threads to the run's; returns the machine with this number. Warns of what differs from the
         `recorded` machine. Raises ConfigError if the job or the environment has another number."""
         log, first = get_logger(), self.first
-        threads = threads_of_run(job.trainer.threads, first.threads, recorded.threads, mode)
+        threads = threads_of_run(job.trainer.threads, first.threads, recorded.threads, trains=mode == "train")
         refuse_fewer_threads(threads, os.environ)
         set_threads(threads)
         if threads != first.threads:
@@ -68,19 +68,6 @@ def facts_of(device: torch.device, kernels: Kernels, environment: Mapping[str, s
     else:
         facts["processor"], facts["vectors"] = processor(), torch.backends.cpu.get_cpu_capability()
     return facts | {name: environment[name] for name in CHOOSES_CODE if name in environment}
-
-
-def threads_of_run(setting: int | str, first: int, recorded: int, mode: Mode) -> int:
-    """`setting`: trainer.threads. `first`: of a first start. `recorded`: 0 if no checkpoint names a number. Raises
-    ConfigError."""
-    if isinstance(setting, str) or not recorded:
-        return recorded or first
-    if mode == "train" and setting != recorded:
-        raise ConfigError(
-            f"trainer.threads = {setting}, but this run computes with {plural(recorded, 'thread')}, and another "
-            f"number gives other bits; set trainer.threads = {recorded} or remove it, or begin a new run with --fresh"
-        )
-    return setting
 
 
 def refuse_fewer_threads(threads: int, environment: Mapping[str, str]) -> None:
