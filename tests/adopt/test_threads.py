@@ -44,7 +44,8 @@ def test_a_script_with_another_number_gets_the_recorded_one_and_is_told(
 
 def test_a_script_that_states_another_number_is_refused(tmp_path: Path, launches: Launches) -> None:
     begin(tmp_path)
-    model, optimizer = make(tmp_path, **{"trainer.threads": 3})
+    job: dict[str, Any] = {"trainer.threads": 3}
+    model, optimizer = make(tmp_path, **job)
     with pytest.raises(ConfigError, match=facts("trainer.threads", 3, 2)):
         train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, dense=(model, optimizer)))
     assert launches.remains() == []
