@@ -5,30 +5,35 @@ each that answers must be healthy, so one line serves both commands. Exits with 
 Plain http only.
 """
 
+import errno
 import sys
 from http.client import HTTPConnection, HTTPException
 
 USUAL_PORTS = (9400, 9401)  # the defaults of [metrics]
+LOOPBACKS = ("127.0.0.1", "::1")
 TIMEOUT_S = 3.0  # per request; two of them must fit in the HEALTHCHECK's time-out
 
 
-def ask(port: int) -> tuple[int, str] | None:
+def ask(port: int, host: str = LOOPBACKS[0]) -> tuple[int, str] | None:
     """Returns status and body of /healthz; status 0 without a complete answer in time; None if the port is closed."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/healthz")
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace").strip()
     except ConnectionRefusedError:
         return None
-    except (OSError, HTTPException) as error:
+    except OSError as error:
+        missing = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the host has no such loopback
+        return None if missing else (0, f"no answer ({type(error).__name__})")
+    except HTTPException as error:
         return 0, f"no answer ({type(error).__name__})"
     finally:
         connection.close()
 
 
 def main(ports: list[int]) -> int:
-    answers = {port: ask(port) for port in ports or USUAL_PORTS}
+    answers = {port: ask(port) or ask(port, LOOPBACKS[1]) for port in ports or USUAL_PORTS}
     for port, answer in answers.items():
         print(f"{port}: {'nothing listens' if answer is None else answer[1]}")
     statuses = [answer[0] for answer in answers.values() if answer is not None]

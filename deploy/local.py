@@ -25,7 +25,7 @@ from rowcast.job.schema import Job
 from rowcast.runtime.child import Child
 from rowcast.runtime.children import StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, Timeline, Verify
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, advice
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import Role
@@ -105,7 +105,9 @@ def make_folder(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); choose another") from None
+        raise ConfigError(
+            f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); {advice(error, 'choose another')}"
+        ) from None
 
 
 def start_trainers(count: int, arguments: list[str]) -> Child:

@@ -21,8 +21,9 @@ def with_ports_of_pair(job: Job, rank: int) -> Job:
 
 def port_above(address: str, ports: int) -> str:
     """Adds to the port, except to 0, which means any free port."""
-    host, _, port = address.rpartition(":")
-    return address if int(port) == 0 else f"{host}:{int(port) + ports}"
+    host, _, given = address.rpartition(":")
+    port = given.removesuffix("+")
+    return address if int(port) == 0 else f"{host}:{int(port) + ports}{given.removeprefix(port)}"
 
 
 def with_tables_of_pair(job: Job, rank: int) -> Job:

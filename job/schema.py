@@ -304,8 +304,10 @@ class Prefetcher(Section, frozen=True, kw_only=True):
 
 
 class Metrics(Section, frozen=True, kw_only=True):
-    prefetcher: str = "127.0.0.1:9400"  # where it serves /metrics, /healthz and /readyz; port 0 takes any free port
-    trainer: str = "127.0.0.1:9401"  # the same for the trainer
+    # where it serves /metrics, /healthz and /readyz: `host:port`, `[address]:port` for IPv6; with a `+` behind it, any
+    # free port if that one is in use; port 0 takes any free port
+    prefetcher: str = "127.0.0.1:9400+"
+    trainer: str = "127.0.0.1:9401+"  # the same for the trainer
     certfile: str | None = None  # a PEM certificate; with it both processes serve https instead of http
     keyfile: str | None = None  # the PEM key of `certfile`
 
@@ -313,7 +315,7 @@ class Metrics(Section, frozen=True, kw_only=True):
         if (self.certfile is None) != (self.keyfile is None):
             raise ValueError("certfile and keyfile belong together; give both for https, or neither")
         for name in ("prefetcher", "trainer"):
-            if not re.fullmatch(r"[^:\s]+:\d{1,5}", getattr(self, name)):
+            if not re.fullmatch(r"(?:[^:\s\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}\+?", getattr(self, name)):
                 raise ValueError(f'{name} = {getattr(self, name)!r} must be "host:port"')
 
 

@@ -285,4 +285,7 @@ def serve_metrics(stack: ExitStack, collector: CountersCollector, settings: Serv
     server = TelemetryServer(collector.process, settings, new_registry(collector), collector.health)
     stack.enter_context(server)
     get_logger().info("serving metrics", address=server.address)
+    _, _, port = getattr(settings, collector.process).removesuffix("+").rpartition(":")
+    if int(port) and not server.address.endswith(f":{port}"):
+        get_logger().warning(f"port {port} is in use; metrics and health have a free one", address=server.address)
     return server.address

@@ -9,6 +9,11 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from rowcast.runtime.errors import ConfigError
+
+if numba.config.DISABLE_JIT:
+    raise ConfigError("NUMBA_DISABLE_JIT is set, but rowcast's loops run only compiled; unset it")
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BYTE_POINTER, INT = ir.IntType(8).as_pointer(), ir.IntType(32)

@@ -1,5 +1,29 @@
 """Defines the errors that end a run. Each has one sentence for the user and the exit code of the process."""
 
+import errno
+from typing import Protocol
+
+OS_ADVICE = {
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "this host has no file handle left: end other processes, or raise fs.file-max",
+    errno.ENOMEM: "free memory on this host",
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or raise this user's quota",
+    errno.EROFS: "it is read-only; choose another",
+}
+
+
+class HasErrno(Protocol):
+    """An OSError or a zmq.ZMQError."""
+
+    @property
+    def errno(self) -> int | None: ...
+
+
+def advice(error: HasErrno, otherwise: str) -> str:
+    """Returns what to change; `otherwise`: for the errors that depend on what was tried."""
+    return OS_ADVICE.get(error.errno or 0, otherwise)
+
 
 class RowcastError(Exception):
     """Base of every error that a command reports as one sentence instead of a traceback."""

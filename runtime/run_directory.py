@@ -15,7 +15,7 @@ import msgspec
 
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.clock import boot_id
-from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure, told
+from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, advice, peer_failure, told
 
 COMPLETE = "complete"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # the locked file is overwritten
@@ -58,8 +58,9 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / f"{self._role}.lock", LOCK_FLAGS, 0o600)
         except OSError as error:
+            change = advice(error, "choose another")
             raise ConfigError(
-                f"job.run_dir = {str(self.path)!r} cannot be written ({error.strerror}); choose another"
+                f"job.run_dir = {str(self.path)!r} cannot be written ({error.strerror}); {change}"
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -68,7 +68,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "text for a number": ({"job": {"seed": "one"}}, 'job.seed = "one" must be a whole number'),
     "number for text": (
         {"metrics": {"trainer": 9401}},
-        'trainer = 9401 must be text in quotes, such as trainer = "127.0.0.1:9401"',
+        'trainer = 9401 must be text in quotes, such as trainer = "127.0.0.1:9401+"',
     ),
     "value for a section": (
         {"job": 3},
@@ -519,7 +519,7 @@ SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a port": (
         ("metrics", "prefetcher"),
         9400,
-        'metrics.prefetcher = 9400 must be text in quotes, such as prefetcher = "127.0.0.1:9400"',
+        'metrics.prefetcher = 9400 must be text in quotes, such as prefetcher = "127.0.0.1:9400+"',
     ),
     "true": (("data", "shuffle"), True, 'data.shuffle = true must be text in quotes, such as shuffle = "none"'),
     "no list": (

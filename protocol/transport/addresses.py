@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from socket import AF_INET, SOCK_STREAM, getaddrinfo
 from typing import Protocol
 
 import zmq
@@ -10,7 +11,7 @@ from rowcast.protocol.transport.auth import DOMAIN, ClientAuth
 from rowcast.protocol.transport.curve_keys import load_client, load_server
 from rowcast.protocol.transport.endpoint import EndpointLock, make_private, remove_dead, socket_path
 from rowcast.protocol.transport.refusals import Refusals
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, advice
 
 Context = zmq.Context[zmq.Socket[bytes]]
 HANDSHAKE_MS = 5000  # a caller that does not prove its key within this time is cut off
@@ -60,7 +61,7 @@ class BindFile:
             socket.bind(f"ipc://{self._path}")
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"the socket {self._path} cannot be made ({error.strerror}); check its directory"
+                f"the socket {self._path} cannot be made ({error.strerror}); {advice(error, 'check its directory')}"
             ) from error
 
     def answer(self) -> None:
@@ -154,4 +155,16 @@ def limit_tcp(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 0)  # our heartbeats notice earlier that a peer is gone
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Whether its host is an IPv6 address, or a name without any other. A name that has none yet may get IPv4."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if host.startswith("["):
+        return True
+    try:
+        families = {found[0] for found in getaddrinfo(host, port, type=SOCK_STREAM)}
+    except OSError:
+        return False
+    return AF_INET not in families

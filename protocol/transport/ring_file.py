@@ -3,6 +3,7 @@
 Plain memory serves both ends in one process, or one end's mirror of a ring whose other end is on another host.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -17,7 +18,7 @@ import numpy as np
 from rowcast.job.schema import Transport
 from rowcast.protocol.messages import RingSpec
 from rowcast.runtime.arrays import Bytes
-from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.errors import ConfigError, RemoteProtocolError, advice
 from rowcast.runtime.process import AT_SUDDEN_EXIT
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -78,7 +79,9 @@ class RingFile:
         except OSError as error:
             path.unlink()
             os.close(descriptor)
-            raise _no_space(nbytes, free, name_hint, directory) from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _no_space(nbytes, free, name_hint, directory) from error
+            raise _cannot_create(directory, error) from error
 
     @classmethod
     def attach(cls, path: str, nbytes: int) -> Self:
@@ -86,10 +89,8 @@ class RingFile:
         try:
             descriptor = os.open(path, OPEN_FLAGS)
         except OSError as error:
-            raise ConfigError(
-                f"the ring {path} cannot be opened ({error.strerror}); run both processes on one host, as one user, "
-                "with one /dev/shm"
-            ) from error
+            same = "run both processes on one host, as one user, with one /dev/shm"
+            raise ConfigError(f"the ring {path} cannot be opened ({error.strerror}); {advice(error, same)}") from error
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != nbytes:
             os.close(descriptor)
@@ -180,9 +181,7 @@ def _create_locked(directory: Path, name_hint: str) -> tuple[Path, int]:
         try:
             descriptor = os.open(path, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise ConfigError(
-                f"cannot create a file in {directory} ({error.strerror}); make it writable for this user"
-            ) from error
+            raise _cannot_create(directory, error) from error
         if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
             return path, descriptor
         os.close(descriptor)  # a different process took it for a leftover between the two calls
@@ -203,6 +202,11 @@ def _remove_if_left(path: Path) -> bool:
         return left
     finally:
         os.close(descriptor)
+
+
+def _cannot_create(directory: Path, error: OSError) -> ConfigError:
+    what_to_change = advice(error, "make it writable for this user")
+    return ConfigError(f"cannot create a file in {directory} ({error.strerror}); {what_to_change}")
 
 
 def _no_space(nbytes: int, free: int, name_hint: str, directory: Path) -> ConfigError:

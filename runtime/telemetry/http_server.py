@@ -45,12 +45,16 @@ class Caller:
     awaits: int = 0  # the event that the selector looks for
 
 
-def listening(address: tuple[str, int]) -> socket.socket:
-    """Raises OSError, OverflowError or TypeError for an unusable address."""
-    listener = socket.socket()
+def listening(host: str, port: int) -> socket.socket:
+    """`::` serves IPv4 too. Raises OSError, OverflowError or UnicodeError for an unusable address."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    family, *_, (address, _, *scope) = min(found, key=lambda one: one[0] != socket.AF_INET)  # a name may have both
+    listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier process's connections may linger
-        listener.bind(address)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((address, port, *scope))
         listener.listen(QUEUE)
     except BaseException:
         listener.close()

@@ -1,13 +1,15 @@
 """Serves /metrics, /healthz and /readyz on one HTTP port: read-only, by default on loopback."""
 
 import errno
+import socket
 import ssl
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import choose_encoder
 
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, advice
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.http_server import HttpServer, listening
 from rowcast.runtime.telemetry.metrics import Process
@@ -42,7 +44,7 @@ class TelemetryServer:
     """Serves one process's registry and health on its own thread. Reading them must be quick and change nothing."""
 
     def __init__(self, process: Process, settings: ServerSettings, registry: CollectorRegistry, health: Health) -> None:
-        """`settings` is the job file's section; port 0 takes any free port. Opens nothing."""
+        """`settings` is the job file's section. Opens nothing."""
         self._process = process
         self._settings = settings
         self._configured: str = getattr(settings, process)
@@ -53,17 +55,27 @@ class TelemetryServer:
     def start(self) -> str:
         """Binds, serves and returns the bound "host:port". Raises ConfigError for a bad address or certificate."""
         tls = tls_context(self._settings)
-        host, _, port = self._configured.rpartition(":")
         try:
-            listener = listening((host, int(port)))
-        except (OSError, OverflowError, TypeError) as error:  # TypeError: the host cannot be encoded
+            listener = self._listening()
+        except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: the host cannot be encoded
             raise ConfigError(f"[metrics] {self._process} = {self._configured!r}: {bind_fault(error)}") from None
-        self.address = "{}:{}".format(*listener.getsockname())
+        host, port = listener.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if tls is not None:  # accepted connections inherit it
             listener = tls.wrap_socket(listener, server_side=True, do_handshake_on_connect=False)
         self._server = HttpServer(listener, self._app)
         self._server.start()
         return self.address
+
+    def _listening(self) -> socket.socket:
+        host, _, given = self._configured.rpartition(":")
+        host, port = host.strip("[]"), int(given.removesuffix("+"))
+        try:
+            return listening(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not given.endswith("+"):
+                raise
+        return listening(host, 0)
 
     def close(self) -> None:
         """Stops serving and frees the port. Idempotent, and allowed before `start`."""
@@ -99,7 +111,9 @@ def bind_fault(error: Exception) -> str:
         return "a port is a number from 0 to 65535"
     if not isinstance(error, OSError):
         return "this is not a host name; use 127.0.0.1"
-    return BIND_FAULTS.get(error.errno or 0, f"cannot listen there ({error.strerror}); change host:port")
+    return BIND_FAULTS.get(
+        error.errno or 0, f"cannot listen there ({error.strerror}); {advice(error, 'change host:port')}"
+    )
 
 
 def application(registry: CollectorRegistry, health: Health) -> "WSGIApplication":
@@ -108,7 +122,7 @@ def application(registry: CollectorRegistry, health: Health) -> "WSGIApplication
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
-            return metrics(environ, start_response)
+            return metrics(with_valid_accept(environ), start_response)
         method = environ["REQUEST_METHOD"]
         status, text = (
             health_answer(health, path) if method in ("GET", "HEAD") else ("405 Method Not Allowed", "use GET")
@@ -118,6 +132,15 @@ def application(registry: CollectorRegistry, health: Health) -> "WSGIApplication
         return [] if method == "HEAD" else [body]
 
     return answer
+
+
+def with_valid_accept(environ: "WSGIEnvironment") -> "WSGIEnvironment":
+    """Without an Accept header that prometheus_client cannot read: the caller gets its plain text."""
+    try:
+        choose_encoder(environ.get("HTTP_ACCEPT", ""))
+    except (TypeError, ValueError):  # of a version that is no number
+        return {**environ, "HTTP_ACCEPT": ""}
+    return environ
 
 
 def health_answer(health: Health, path: str) -> tuple[str, str]:

@@ -12,6 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from rowcast.deploy.health import LOOPBACKS, USUAL_PORTS
+from rowcast.deploy.health import ask as ask_health
+from rowcast.deploy.health import main as check_health
 from rowcast.job.schema import Metrics
 from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.errors import ConfigError
@@ -186,3 +189,51 @@ def test_a_certificate_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None
             TelemetryServer(
                 "trainer", Metrics(certfile=str(cert), keyfile=str(keyfile)), CollectorRegistry(), Health()
             ).start()
+
+
+@pytest.mark.parametrize("configured", ["[::1]:0", "[::]:0", "localhost:0", "0.0.0.0:0"])
+def test_ipv6_and_names_are_served_at_the_address_that_is_said(configured: str, health: Health) -> None:
+    with TelemetryServer("trainer", Metrics(trainer=configured), CollectorRegistry(), health) as server:
+        host, _, port = server.address.rpartition(":")
+        assert host == {"localhost": "127.0.0.1"}.get(configured.removesuffix(":0"), configured.removesuffix(":0"))
+        assert ask(server, "/healthz")[0] == 200
+        reached = [answer for loopback in LOOPBACKS if (answer := ask_health(int(port), loopback)) is not None]
+        assert len(reached) == (2 if host == "[::]" else 1)
+        assert check_health([int(port)]) == 0
+
+
+ACCEPTS = [
+    "text/plain; version=a.b.c",
+    "text/plain; version=",
+    "text/plain; version=1.0.0; escaping=x",
+    "application/openmetrics-text; version=a",
+    "application/openmetrics-text; version=99.9.9",
+    "x" * 99,
+    ";;;,",
+    "\xff",
+]
+
+
+@pytest.mark.parametrize("accept", ACCEPTS)
+def test_no_accept_header_fails_or_writes_to_stderr(
+    accept: str, server: TelemetryServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    connection = HTTPConnection(server.address, timeout=10)
+    connection.request("GET", "/metrics", headers={"Accept": accept.encode("latin1")})
+    answer = connection.getresponse()
+    assert (answer.status, b"rowcast_lookups_total" in answer.read()) == (200, True)
+    connection.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_default_port_that_is_in_use_gives_way_and_one_that_was_set_does_not(health: Health) -> None:
+    with TelemetryServer("trainer", FREE, CollectorRegistry(), health) as first:
+        for settings in (Metrics(trainer=f"{first.address}+"), Metrics(trainer=f"127.0.0.1:{address(first)[1]}+")):
+            with TelemetryServer("trainer", settings, CollectorRegistry(), health) as second:
+                assert second.address not in (first.address, "127.0.0.1:0")
+                assert ask(second, "/healthz")[0] == 200
+        with pytest.raises(ConfigError, match="the port is in use"):
+            TelemetryServer("trainer", Metrics(trainer=first.address), CollectorRegistry(), health).start()
+    with TelemetryServer("trainer", Metrics(trainer=f"{first.address}+"), CollectorRegistry(), health) as third:
+        assert third.address == first.address
+    assert {Metrics().prefetcher, Metrics().trainer} == {f"127.0.0.1:{port}+" for port in USUAL_PORTS}

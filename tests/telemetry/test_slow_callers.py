@@ -117,7 +117,7 @@ def test_one_that_does_not_read_its_answer_is_cut_off(monkeypatch: pytest.Monkey
         start_response("200 OK", [("Content-Length", str(whole))])
         return [b"x" * whole]
 
-    listener = listening(("127.0.0.1", 0))
+    listener = listening("127.0.0.1", 0)
     served = HttpServer(listener, app)
     served.start()
     with socket.create_connection(listener.getsockname(), timeout=DEADLINE_S) as deaf:

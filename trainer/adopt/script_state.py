@@ -49,7 +49,11 @@ class ScriptState:
     def state(self) -> Tensors:
         if self._dense is None:
             return {}
-        return {**self._dense.state(), COMPLETED_EPOCHS: torch.tensor(self.epochs.completed), **self._metrics.state()}
+        return {
+            **self._dense.state(),
+            COMPLETED_EPOCHS: torch.tensor(self.epochs.completed, device="cpu"),
+            **self._metrics.state(),
+        }
 
     def restore(self, tensors: Tensors) -> bool:
         if self._dense is not None:

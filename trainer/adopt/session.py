@@ -198,7 +198,10 @@ class ScriptSession:
         if loss is not None and not self.current.is_skipped:
             assert step is not None, "checked above"
             share = self.current.slice.size / step.header.batch_size
-            weighted = torch.as_tensor(loss, dtype=torch.float32).detach().mean() * share
+            weighted = (
+                torch.as_tensor(loss, dtype=torch.float32, device=getattr(loss, "device", "cpu")).detach().mean()
+                * share
+            )
             self._loss = weighted if self._loss is None else self._loss + weighted
         if logits is not None:
             labels = self.current.labels()

@@ -270,7 +270,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 def warm_up_sqrt() -> None:
     """Runs the process's first `torch.sqrt` in one thread: in several, its roots may be inaccurate (pytorch#188792)."""
-    torch.ones(1).sqrt()
+    torch.ones(1, device="cpu").sqrt()
 
 
 def device_name(device: torch.device) -> str:

@@ -138,7 +138,7 @@ def interaction_difference(
         (num_features, batch_size, dim),
         (batch_size, dim + num_features * (num_features + 1) // 2),
     )
-    bottom, features, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    bottom, features, grad = (torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes)
     pairs = {
         "products": ((kernels.forward(bottom, features),), (torch_interaction.forward(bottom, features),)),
         "gradients": (kernels.backward(bottom, features, grad), torch_interaction.backward(bottom, features, grad)),

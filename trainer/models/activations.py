@@ -25,9 +25,9 @@ class Dice(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.alpha = nn.Parameter(torch.zeros(width))
-        self.register_buffer("running_mean", torch.zeros(width))
-        self.register_buffer("running_var", torch.ones(width))
+        self.alpha = nn.Parameter(torch.zeros(width, device="cpu"))
+        self.register_buffer("running_mean", torch.zeros(width, device="cpu"))
+        self.register_buffer("running_var", torch.ones(width, device="cpu"))
 
     def forward(self, features: Tensor, present: Tensor) -> Tensor:
         """features f32 [n, width], present f32 [n, 1]: 1 for a row that counts in mean and variance, and 0 for padding.
@@ -52,7 +52,7 @@ class PReLU(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.alpha = nn.Parameter(torch.full((width,), 0.25))
+        self.alpha = nn.Parameter(torch.full((width,), 0.25, device="cpu"))
 
     def forward(self, features: Tensor, present: Tensor) -> Tensor:
         """features f32 [n, width]. Ignores `present`, an argument of `Dice`."""

@@ -26,7 +26,7 @@ class DLRM(nn.Module):
         assert isinstance(job.model, BottomAndTop)
         generator = torch.Generator().manual_seed(job.job.seed)
         num_vectors = len(job.features) + 1
-        i, j = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        i, j = torch.tril_indices(num_vectors, num_vectors, offset=-1, device="cpu")
         self.register_buffer("lower", (i * num_vectors + j)[None], persistent=False)
         self._fused = isinstance(job.model, DLRMSettings) and job.model.interaction == "fused"
         self._kernels = job.trainer.kernels

@@ -61,11 +61,13 @@ class EvalCounts:
     loss_sum: Tensor  # f64 [parts] of a batch, see `protocol/parts.py`; one if there are none
     num_samples: Tensor  # i64 []; more than in the histogram if outputs are not logits or labels are not 0 or 1
     # i64 []: samples with the model's own loss
-    num_own: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    num_own: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     # i64 [RANK_BINS], see `ranking.py`
-    rank_bins: Tensor = field(default_factory=lambda: torch.zeros(RANK_BINS, dtype=torch.int64))
-    num_labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # i64 [T] known labels
-    task_loss_sum: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # f64 [parts, T]
+    rank_bins: Tensor = field(default_factory=lambda: torch.zeros(RANK_BINS, dtype=torch.int64, device="cpu"))
+    num_labels: Tensor = field(
+        default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu")
+    )  # i64 [T] known labels
+    task_loss_sum: Tensor = field(default_factory=lambda: torch.zeros(1, 0, device="cpu"))  # f64 [parts, T]
 
     def result(self) -> EvalResult:
         """Reads the counts; waits for the device if they are on one."""

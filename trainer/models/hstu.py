@@ -26,8 +26,8 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.into, self.out = linear(width, 4 * width, generator), linear(width, width, generator)
-        self.distance = nn.Parameter(torch.zeros(length))
-        self.time = nn.Parameter(torch.zeros(TIME_CLASSES))
+        self.distance = nn.Parameter(torch.zeros(length, device="cpu"))
+        self.time = nn.Parameter(torch.zeros(TIME_CLASSES, device="cpu"))
 
     def forward(self, x: Tensor, visible: Tensor, distances: Tensor, classes: Tensor, rate: float) -> Tensor:
         """x f32 [B, L, D]; visible bool [B, 1, L, L]; distances i64 [L, L]; classes i64 [B, L, L]."""

@@ -90,7 +90,7 @@ def model_state(model: nn.Module) -> Tensors:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     names = [name for name, _ in model.named_parameters()]
     return {
-        f"optimizer.{names[index]}.{key}": torch.as_tensor(value)
+        f"optimizer.{names[index]}.{key}": value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         for index, state in optimizer.state_dict()["state"].items()
         for key, value in state.items()
         if value is not None

@@ -34,7 +34,7 @@ def own_ranks(model: nn.Module) -> Ranks:
     """Returns the model's `ranks(outputs)`, checked at each call. A model without that method has no positives."""
     ranks = getattr(model, "ranks", None)
     if not callable(ranks):
-        return lambda outputs: torch.zeros(0, dtype=torch.int64)
+        return lambda outputs: torch.zeros(0, dtype=torch.int64, device="cpu")
     return lambda outputs: require_integers(ranks(outputs), f"{type(model).__name__}.ranks")
 
 

@@ -42,7 +42,9 @@ class SASRec(NextItemModel):
     """Parameters: `place`, `blocks.<n>.*` and `norm`."""
 
     def build(self, settings: NextItemSettings, width: int, generator: torch.Generator) -> None:
-        self.place = nn.Parameter(torch.empty(self.length, width).normal_(0.0, width**-0.5, generator=generator))
+        self.place = nn.Parameter(
+            torch.empty(self.length, width, device="cpu").normal_(0.0, width**-0.5, generator=generator)
+        )
         self.blocks = nn.ModuleList(Block(width, settings.heads, generator) for _ in range(settings.blocks))
         self.norm = new_norm(width)
 
@@ -68,7 +70,7 @@ def causal(mask: Tensor) -> Tensor:
 
 def new_norm(width: int) -> nn.Parameter:
     """The scale and the bias of a layer norm, f32 [2, width]."""
-    return nn.Parameter(torch.stack([torch.ones(width), torch.zeros(width)]))
+    return nn.Parameter(torch.stack([torch.ones(width, device="cpu"), torch.zeros(width, device="cpu")]))
 
 
 def normed(x: Tensor, scale_and_bias: Tensor) -> Tensor:

@@ -135,7 +135,9 @@ class SharedRows:
         if not any(self._means) or lookup.offsets is None:
             return None
         bags = [own for part in self._bags(share) for own in part]
-        is_mean = torch.tensor(self._means * len(share.part_sizes)).repeat_interleave(torch.tensor(bags))
+        is_mean = torch.tensor(self._means * len(share.part_sizes), device="cpu").repeat_interleave(
+            torch.tensor(bags, device="cpu")
+        )
         return divisors_of(lookup.offsets, is_mean.to(lookup.offsets.device))
 
 

@@ -38,7 +38,9 @@ class TBSM(nn.Module):
         generator = torch.Generator().manual_seed(job.job.seed + 1)  # DLRM draws from job.seed
         self.num_steps = settings.history + 1
         self.dlrm = DLRM(job, num_dense)
-        self.inner = nn.Parameter(torch.empty(width, width).normal_(0.0, width**-0.5, generator=generator))
+        self.inner = nn.Parameter(
+            torch.empty(width, width, device="cpu").normal_(0.0, width**-0.5, generator=generator)
+        )
         self.attention_mlp = linear_layers([settings.history, *settings.attention_mlp, settings.history], generator)
         self.final_mlp = linear_layers([2 * width, *settings.final_mlp], generator)
 

@@ -65,7 +65,7 @@ class TwoTower(nn.Module):
             )
         self.user_mlp = linear_layers([user_width, *settings.user_mlp], generator)
         self.item_mlp = linear_layers([item_width, *settings.item_mlp], generator)
-        odd = torch.randint(2**62, (item_width,), generator=generator) * 2 + 1
+        odd = torch.randint(2**62, (item_width,), generator=generator, device="cpu") * 2 + 1
         self.register_buffer("multipliers", odd, persistent=False)
 
     def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Towers:

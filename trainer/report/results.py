@@ -207,7 +207,7 @@ class ResultFiles:
     def state(self) -> dict[str, torch.Tensor]:
         evaluations = msgspec.json.encode(self.evaluations)
         return {
-            "losses": torch.tensor(self.losses_from(0)),
+            "losses": torch.tensor(self.losses_from(0), device="cpu"),
             "evaluations": torch.frombuffer(bytearray(evaluations), dtype=torch.uint8),
             **({"skipped": torch.tensor(self.skipped)} if self.skipped else {}),
         }
