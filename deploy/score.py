@@ -14,12 +14,14 @@ from rowcast.deploy.local import run_both
 from rowcast.job.file import apply_override, parse_job
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
-from rowcast.runtime.checkpoint_manifest import Manifest, checkpoint_folders, read_manifest
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.command_options import CheckpointName, Overrides, Probability, RunFolder
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.format_numbers import plural
-from rowcast.trainer.report.score_place import check_place, partial_of
+from rowcast.trainer.report.score_place import check_place
 
 GLOB = re.compile(r"[*?[]")
 
@@ -34,20 +36,19 @@ def score(
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
         check_place(out, "--out")
-        chosen = chosen_of(run, checkpoint)
+        chosen = Checkpoints(run, Disk()).choose(checkpoint)
         job = scoring_job(chosen, run, data, overrides or ())
-        with TemporaryDirectory(prefix="rowcast-") as folder:
-            config = Path(folder) / "job.json"
+        with beside(out) as folder:  # of this scoring only
+            config, scores = Path(folder) / "job.json", Path(folder) / out.name
             config.write_bytes(msgspec.json.encode(job.content()))
             given = ["--config", str(config)]
-            try:
-                named = [] if checkpoint is None else [f"--checkpoint={checkpoint}"]
-                kind = ["--probability"] if probability else []
-                run_both(job, [*given, "--eval", *named], "eval", [*given, f"--scores={out}", *kind], signals)
-            finally:
-                partial_of(out).unlink(missing_ok=True)
-        if not out.exists():
-            raise RowcastError(f"stopped by {signals.stop_reason} before the last sample; {out} was not written")
+            kind = ["--probability"] if probability else []
+            named = f"--checkpoint={chosen.name}@{chosen.checksum}"
+            run_both(job, [*given, "--eval", named], "eval", [*given, f"--scores={scores}", *kind], signals)
+            if not scores.exists():
+                raise RowcastError(f"stopped by {signals.stop_reason} before the last sample; {out} was not written")
+            check_place(out, "--out")  # another scoring may have ended meanwhile
+            scores.rename(out)
         scored = plural(num_rows(out), "row")
         steps = plural(chosen.train_steps, "train step")
         typer.echo(f"scored {scored} of {data} to {out}, by the model after {steps}")
@@ -61,14 +62,14 @@ def require_data(data: Path) -> None:
         raise ConfigError(f"--data {data}: no such file or folder; correct the name")
 
 
-def chosen_of(run: Path, name: str | None) -> Manifest:
-    """Returns the checkpoint of that name; None: the newest. Raises ConfigError if there is none."""
-    folders = {folder.name: folder for folder in checkpoint_folders(run / "checkpoints")}
-    if not folders:
-        raise ConfigError(f"--run {run} holds no checkpoint; name the run_dir of a job that was trained")
-    if name is not None and name not in folders:
-        raise ConfigError(f"--checkpoint {name}: {run} holds {', '.join(reversed(folders))}")
-    return read_manifest(next(iter(folders.values())) if name is None else folders[name])
+def beside(out: Path) -> TemporaryDirectory[str]:
+    """Makes a folder beside `out`. Raises ConfigError."""
+    try:
+        return TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: nothing can be written in its folder ({error.strerror}); free space there, or give another"
+        ) from None
 
 
 def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence[str]) -> Job:

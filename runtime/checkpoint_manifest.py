@@ -24,6 +24,7 @@ from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.position import Position
+from rowcast.runtime.regular_files import open_regular
 from rowcast.runtime.sealed import Sealed, read_sealed
 
 MANIFEST_VERSION = 6
@@ -204,6 +205,37 @@ class Manifest(Sealed, frozen=True, kw_only=True):
         return sum(file.nbytes for file in self.files)
 
 
+class SavedTable(msgspec.Struct, frozen=True):
+    name: str
+
+
+class SavedData(msgspec.Struct, frozen=True):
+    format: str
+    columns: dict[str, Any]
+
+
+class SavedRanks(msgspec.Struct, frozen=True):
+    count: int
+    parts: int | None
+
+
+class SavedJobSection(msgspec.Struct, frozen=True):
+    seed: int
+
+
+class SavedJob(msgspec.Struct, frozen=True):
+    """What the job in a manifest of any version has, whatever else its version knew."""
+
+    job: SavedJobSection
+    data: SavedData
+    tables: tuple[SavedTable, ...]
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    transport: dict[str, Any]
+    ranks: SavedRanks
+    metrics: dict[str, Any]
+
+
 class ManifestOfVersion3(Manifest, frozen=True, kw_only=True):
     trained_on: None = None
     training_digest: str  # over settings and the sizes of data files; "" after an import by `--from`
@@ -239,7 +271,7 @@ def check_file(name: str, nbytes: int, checksum: str) -> None:
 
 def file_checksum(path: Path) -> tuple[int, str]:
     hasher, nbytes = xxhash.xxh3_64(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(READ_BYTES):
             hasher.update(block)
             nbytes += len(block)
@@ -271,6 +303,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = read_sealed(path, KINDS, "manifest")
     except OSError as error:
         raise DataError(f"{path}: no checkpoint here ({error.strerror})") from None
+    try:
+        msgspec.convert(manifest.job, SavedJob)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path}: what it holds as `job` is no job ({error})") from None
     if manifest.name != folder.name:
         raise DataError(f"{path}: the manifest of {manifest.name} is in the folder of another checkpoint")
     return manifest

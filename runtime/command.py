@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import RowcastError, printable
 from rowcast.runtime.stops import release
 from rowcast.runtime.telemetry.lasting_output import make_lasting, open_missing_descriptors, write_error_line
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging
@@ -62,7 +62,7 @@ def allow_open_files() -> None:
 
 def say(process: str, sentence: str) -> None:
     line = " ".join(sentence.splitlines())
-    write_error_line(f"rowcast {process}: {line}")
+    write_error_line(f"rowcast {process}: {printable(line)}")
 
 
 def flush_stdout() -> None:

@@ -109,6 +109,11 @@ def cleaned(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text[:MAX_PEER_SENTENCE])
 
 
+def printable(text: str) -> str:
+    """Escapes control characters, which a terminal would obey: of the names and cells of a user's files."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
 def told(error: BaseException) -> tuple[int, str]:
     """Returns the exit code and the sentence to send to the peer of a process that fails with `error`."""
     if isinstance(error, RowcastError):

@@ -3,6 +3,7 @@
 import re
 import stat
 from pathlib import Path
+from secrets import token_hex
 
 
 def is_own_file(path: Path, names: re.Pattern[str]) -> bool:
@@ -18,3 +19,9 @@ def own_files_in(folder: Path, names: re.Pattern[str]) -> list[Path]:
     if not folder.is_dir() or folder.is_symlink():
         return []
     return [path for path in sorted(folder.iterdir()) if is_own_file(path, names)]
+
+
+def partial_of(path: Path) -> Path:
+    """Returns a name beside `path` for a file that becomes it once it is whole: no other file has it, nor another
+    writer."""
+    return path.with_name(f"{path.name}.{token_hex(4)}.partial")

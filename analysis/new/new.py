@@ -18,7 +18,7 @@ from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.job.file import parse_job
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.data_files import listed_files
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import RowcastError, printable
 from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural
 
@@ -48,7 +48,7 @@ def new(
         capacity, why = advised_capacity(found, chosen, progress)
     sys.stdout.write(job_text(found, chosen, capacity, why))
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in summary(found, chosen)))
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in summary(found, chosen)))
 
 
 def split(names: str | None) -> list[str]:
@@ -148,19 +148,19 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
         if reach > LARGE:
             span = f"from {column.low:g} to {column.high:g}"
             advice = "its logarithm or a scaled value gives a better model"
-            yield f"# {comment(column.name)} ranges {span} and is used as it is; {advice}"
+            yield f"# {printable(column.name)} ranges {span} and is used as it is; {advice}"
     hashed = [ids.column.name for ids in chosen.ids if ids.hashed]
     if hashed:
         yield f"hash = {names(hashed)}  # text, and integers with gaps or missing values; a missing one is row 0"
     for name, note in chosen.notes.items():
-        yield f"# {comment(name)}: {comment(note)}"
+        yield f"# {printable(name)}: {printable(note)}"
     lists = [ids.column.name for ids in chosen.ids if ids.column.is_list]
     if lists and data.format == "csv":
         yield f"lists = {{ {', '.join(f'{key(name)} = {quoted(LIST_SEPARATOR)}' for name in lists)} }}"
     if data.delimiter != ",":
         yield f"delimiter = {quoted(data.delimiter)}"
     for name, why in chosen.left_out.items():
-        yield f"# left out: {comment(name)} ({comment(why)})"
+        yield f"# left out: {printable(name)} ({printable(why)})"
     yield ""
 
 
@@ -217,8 +217,5 @@ def key(name: str) -> str:
 
 
 def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def comment(name: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in name)
+    escaped = json.dumps(text, ensure_ascii=False)
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in escaped)

@@ -16,7 +16,7 @@ from rowcast.analysis.simulate.tier_moves import TierMoves
 from rowcast.job.schema import Horizon
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.runtime.arrays import I64
-from rowcast.runtime.telemetry.format_numbers import percent
+from rowcast.runtime.telemetry.format_numbers import PrintableConsole, percent
 
 MIB = 2**20
 FILE_WIDTH = 120  # if the output is not a terminal
@@ -157,7 +157,7 @@ def outline(setting: Setting, skipped: str | None = None) -> Simulation:
 
 def print_results(results: Sequence[Simulation], console: Console | None = None) -> None:
     """Prints one table, on stdout unless `console` is given; settings that could not run are listed below it."""
-    target = console or Console(force_terminal=None if sys.stdout.isatty() else False)
+    target = console or PrintableConsole(force_terminal=None if sys.stdout.isatty() else False)
     if not target.is_terminal:
         target.width = FILE_WIDTH
     simulated = [result for result in results if result.skipped is None]

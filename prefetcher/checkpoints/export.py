@@ -36,6 +36,7 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file, sync_folder
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.own_files import partial_of
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -45,9 +46,9 @@ DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # s
 
 
 def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, trained_only: bool = False) -> Manifest:
-    """Writes a run's checkpoint, by default the newest valid one, to `out`. Raises ConfigError and DataError."""
+    """Writes a run's checkpoint, by default the newest, to `out`. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, Disk())
-    manifest = checkpoints.choose(checkpoint, get_logger())
+    manifest = checkpoints.choose(checkpoint)
     job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
     rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, job.job.seed)
     write_export(out, job, rows, SavedModelState(checkpoints.root, manifest))
@@ -67,7 +68,7 @@ def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModel
     groups = group_specs(job)
     tensors = rows.tensors(groups) | ({} if dense is None else dense.tensors)
     check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_of(out)
     try:
         with partial.open("wb") as file:
             write_safetensors(file, groups, tensors, rows, dense)

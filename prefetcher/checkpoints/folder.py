@@ -235,20 +235,31 @@ class Checkpoints:
             )
         return None
 
-    def choose(self, name: str | None, log: FolderLog) -> Manifest:
-        """Returns the checkpoint of that name, without checking its files; by default the newest valid one. Raises
-        ConfigError if there is none."""
-        if name is None:
-            newest = self.newest_valid(log)
-            if newest is None:
-                raise ConfigError(f"{self.root.parent} holds no checkpoint; a run writes one at its end")
-            return newest
+    def choose(self, chosen: str | None) -> Manifest:
+        """Returns a checkpoint with all its files whole. `chosen`: its name, or what `chosen_as` said of it; None: the
+        newest. Raises ConfigError if there is none, DataError if it is damaged or was replaced."""
         names = self.candidates()
+        name, _, checksum = (chosen or next(iter(names), "")).partition("@")
         if name not in names:
-            raise ConfigError(
-                f"{self.root} holds no checkpoint {name}; there is {', '.join(reversed(names)) or 'none'}"
-            )
-        return self.load(name)
+            held = f"there is {', '.join(reversed(names))}" if names else "a run writes one at its end"
+            raise ConfigError(f"{self.root} holds no checkpoint{f' {name}' if name else ''}; {held}")
+        try:
+            manifest = self.load(name)
+            self.verify(manifest)
+        except DataError as error:
+            whole = next(filter(self._is_whole, names[names.index(name) + 1 :]), None)
+            other = "no older one is whole" if whole is None else f"the next whole one is {whole}, for --checkpoint"
+            raise DataError(f"{error}; {other}") from None
+        if checksum not in ("", manifest.checksum):
+            raise DataError(f"{self.root / name} was replaced by another checkpoint in the meantime; start again")
+        return manifest
+
+    def _is_whole(self, name: str) -> bool:
+        try:
+            self.verify(self.load(name))
+        except DataError:
+            return False
+        return True
 
     def newest_for_ranks(self, known: Manifest | None, log: FolderLog) -> Manifest | None:
         """Like `newest_valid`, for one of several ranks: also looks for a fresh run, and for checkpoints by other

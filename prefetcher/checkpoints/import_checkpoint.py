@@ -110,7 +110,7 @@ class EarlierRun:
     def __init__(self, job: Job, run_dir: Path) -> None:
         """Raises ConfigError if there is no checkpoint or its rows are not the job's, DataError if all are damaged."""
         checkpoints = Checkpoints(run_dir, Disk())
-        self._root, self._manifest = checkpoints.root, checkpoints.choose(None, get_logger())
+        self._root, self._manifest = checkpoints.root, checkpoints.choose(None)
         if self._manifest.position.eval_batch is not None and not self._manifest.finished:
             raise ConfigError(
                 f"--from {run_dir}: that run was stopped within an evaluation; continue it to a checkpoint after that"
@@ -179,6 +179,11 @@ class ExportedFile:
                     f"{self._path}: the job file has nothing for {name}; "
                     "add its table, or the optimizer that has this state"
                 )
+        missing = [name for name in expected if name not in self._tensors and not name.endswith(".master")]
+        if missing:
+            get_logger().warning(
+                "optimizer state is missing and begins at its first value", file=str(self._path), of=", ".join(missing)
+            )
         for group in groups:
             for table in group.tables:
                 self._check_range(part_name(table, "weight"), table.dtype)

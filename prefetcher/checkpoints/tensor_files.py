@@ -14,6 +14,7 @@ from typing import IO
 from safetensors import SafetensorError, safe_open
 
 from rowcast.runtime.errors import DataError
+from rowcast.runtime.regular_files import open_regular
 
 BLOCK_BYTES = 4 * 2**20
 
@@ -46,7 +47,7 @@ def make_header(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int
 
 def read_header(path: Path) -> dict[str, PlacedTensor]:
     """Returns the tensors in the file's order. Raises DataError if it is not a safetensors file, and OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             with safe_open(path, framework="np"):
                 pass

@@ -60,7 +60,7 @@ def newest_of_run(
     log = get_logger()
     carry_out(checkpoints.settle(log))
     if options.mode == "eval":
-        return checkpoints.choose(options.checkpoint, log)
+        return checkpoints.choose(options.checkpoint)
     if options.checkpoint is not None:
         raise ConfigError("--checkpoint chooses what --eval evaluates; a run continues from its newest checkpoint")
     if options.fresh:
@@ -103,7 +103,7 @@ def look(
             )
         time.sleep(POLL_S)
     if options.mode == "eval":
-        newest: Manifest | None = checkpoints.choose(options.checkpoint, log)
+        newest: Manifest | None = checkpoints.choose(options.checkpoint)
     else:
         newest = checkpoints.newest_for_ranks(known, log)
     return StartingPoint(newest=newest, run_id=note.run_id if newest is None else newest.run_id)

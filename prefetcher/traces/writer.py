@@ -38,6 +38,7 @@ from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.runtime.checkpoint_manifest import sync_folder
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.own_files import partial_of
 
 TRACE_VERSION = "3"
 VERSION_KEY, HEADER_KEY = b"rowcast.trace.version", b"rowcast.trace.header"
@@ -135,7 +136,7 @@ class TraceWriter:
                 f"--save-trace {path}: exists and is not a file; name a file, such as {path.parent / 'run.trace'}"
             )
         self._path = path
-        self._partial = path.with_name(path.name + ".partial")
+        self._partial = partial_of(path)
         self._schema = trace_schema(header)
         self._next_step = 0
         try:

@@ -2,22 +2,33 @@
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import TextIO, cast
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
+from rowcast.runtime.errors import printable
 from rowcast.runtime.telemetry.lasting_output import lasting
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+class PrintableConsole(Console):
+    """Escapes control characters in what it shows, such as those of a column's name."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else "\n".join(map(printable, text.split("\n"))), style, control)
 
 
 def stdout_console() -> Console:
     """Returns a console that is a terminal only if stdout is: with FORCE_COLOR, rich would colour and animate a
     file."""
     if sys.stdout is None or not sys.stdout.isatty():
-        return Console(force_terminal=False, highlight=False)
-    return Console(file=cast(TextIO, lasting(sys.stdout)), highlight=False)  # it may be closed meanwhile
+        return PrintableConsole(force_terminal=False, highlight=False)
+    return PrintableConsole(file=cast(TextIO, lasting(sys.stdout)), highlight=False)  # it may be closed meanwhile
 
 
 def print_json(value: object) -> None:

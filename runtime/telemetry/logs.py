@@ -11,7 +11,7 @@ from typing import cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, printable
 from rowcast.runtime.telemetry.lasting_output import write_error_line
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -37,6 +37,7 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None, r
     structlog.configure(
         processors=[
             named(process, rank),
+            with_printable_values,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
             *renderers(json, terminal=sys.stderr is not None and sys.stderr.isatty()),
@@ -73,6 +74,10 @@ def named(process: str, rank: int | None) -> Processor:
         return event
 
     return add_process
+
+
+def with_printable_values(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 def renderers(json: bool | None, *, terminal: bool) -> list[Processor]:

@@ -279,7 +279,7 @@ def test_an_export_takes_memory_for_a_block_and_a_file_of_each_layer_not_for_a_t
     assert (weights[:, 1] == 10).sum() == len(range(0, tables[1][1], 10)) - len(range(0, tables[1][1], 100))
 
 
-def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_valid_one(tmp_path: Path) -> None:
+def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_which_must_be_whole(tmp_path: Path) -> None:
     run = FakeRun(job_of_three_tables(tmp_path / "run"))
     run.train({0: [1, 2]})
     run.checkpoint_without_dense()
@@ -294,9 +294,9 @@ def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_valid_one(tmp
     assert second_column(None) == [10, 20]
     assert second_column("step-000000000010") == [10, 10]
     (run.checkpoints.root / newest.layers[-1].files[0].file).write_bytes(b"damaged")
-    assert second_column(None) == [10, 10]
-    with pytest.raises(DataError, match="step-000000000020"):
-        export_quietly(run.job.run_dir, out, "step-000000000020")
+    for chosen in (None, "step-000000000020"):
+        with pytest.raises(DataError, match=facts("step-000000000020", "step-000000000010, for --checkpoint")):
+            export_quietly(run.job.run_dir, out, chosen)
     with pytest.raises(ConfigError, match=facts("no checkpoint ../x", "step-000000000010", "step-000000000020")):
         export_quietly(run.job.run_dir, out, "../x")
 

@@ -1,11 +1,13 @@
 """An imported run begins with the rows and dense weights of a file; an export of it gives them back bit for bit."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from structlog.testing import capture_logs
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
@@ -19,9 +21,9 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.position import Position
-from rowcast.runtime.telemetry.logs import get_logger
 from tests.checkpoints.fake_run import restored, small_job
 from tests.support.facts import facts
+from tests.support.repeats import count
 
 Tensors = dict[str, NDArray[np.generic]]
 
@@ -83,6 +85,52 @@ def test_row_state_that_is_missing_has_its_initial_value(tmp_path: Path) -> None
     for name in [name for name in found if name.endswith(".exp_avg")]:
         assert not found.pop(name).any()
     assert_equal(found, content)
+
+
+DTYPES = (np.float32, np.float16, np.float64, np.int32, np.uint8)
+
+
+@pytest.mark.parametrize("seed", range(count(60, soak=2000)))
+def test_what_an_import_takes_gives_on_names_and_refuses_is_what_docs_recovery_says(seed: int, tmp_path: Path) -> None:
+    """The table under "Import" there, over a random file: up to three tensors are left out or of another shape, dtype
+    or name."""
+    chance = np.random.default_rng(seed)
+    job, content = small_job(tmp_path / "run", "adam"), Tensors()
+    refused, missing = False, set[str]()
+    whole = table_content(small_job(tmp_path / "run", "adam"), seed) | {"top.weight": np.ones((2, 3), np.float16)}
+    for name, tensor in whole.items():
+        is_weight, is_table = name.startswith("embedding_bags."), not name.startswith("top.")
+        found = tensor
+        match chance.integers(12):
+            case 0:
+                found, refused = (
+                    found.astype(dtype := DTYPES[chance.integers(len(DTYPES))]),
+                    refused or (is_table and dtype not in ((np.float32, np.float16) if is_weight else (np.float32,))),
+                )
+            case 1 if is_table:
+                found, refused = found[:-1], True
+            case 2 if is_table:
+                refused, missing = refused or is_weight, missing | {name}
+                continue
+            case 3 if is_table and chance.integers(4) == 0:
+                content[f"{name}x"], refused = tensor, True
+        content[name] = found
+    source = saved(tmp_path / "in", content)
+    with capture_logs() as logs:
+        if refused:
+            with pytest.raises(ConfigError):
+                import_run(job, source, fresh=False)
+            assert not job.run_dir.exists()
+            return
+        import_run(job, source, fresh=False)
+    named = [entry["of"] for entry in logs if "optimizer state is missing" in entry["event"]]
+    assert (set(named[0].split(", ")) if named else set()) == missing
+    export_run(job.run_dir, tmp_path / "out")
+    found = load_file(tmp_path / "out")
+    for name in missing:
+        assert not found.pop(name).any(), "Adam's first value"
+    kept = {name: tensor.astype(np.float32) if name != "top.weight" else tensor for name, tensor in content.items()}
+    assert_equal(found, kept)
 
 
 def test_rows_that_were_never_trained_take_no_room(tmp_path: Path) -> None:
@@ -159,6 +207,13 @@ def test_a_file_that_is_missing_or_something_else_is_refused(tmp_path: Path) -> 
     job = small_job(tmp_path / "run")
     with pytest.raises(ConfigError, match=facts("--from", "No such file or directory")):
         import_run(job, tmp_path / "missing", fresh=False)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=facts("pipe", "not a regular file")):
+        import_run(job, tmp_path / "pipe", fresh=False)
+    whole = saved(tmp_path / "cut", table_content(job))
+    whole.write_bytes(whole.read_bytes()[:-1])
+    with pytest.raises(DataError, match="cut: not a safetensors file"):
+        import_run(job, whole, fresh=False)
     for content in (b"", b"{}", b"\xff" * 100, (10**6).to_bytes(8, "little") + b"{}"):
         (tmp_path / "other").write_bytes(content)
         with pytest.raises(DataError, match="other: not a safetensors file"):
@@ -178,4 +233,4 @@ def test_a_run_directory_with_a_checkpoint_is_refused_unless_fresh(tmp_path: Pat
 
 
 def newest(job: Job) -> Manifest:
-    return Checkpoints(job.run_dir, Disk()).choose(None, get_logger())
+    return Checkpoints(job.run_dir, Disk()).choose(None)

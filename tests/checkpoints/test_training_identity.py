@@ -2,14 +2,17 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import xxhash
 from msgspec.structs import replace
 
+from rowcast.deploy.score import scoring_job
 from rowcast.job.file import load_job, parse_job
 from rowcast.job.schema import Job
 from rowcast.job.training_identity import check_belongs, check_can_evaluate, digest_of_version_3, setting_differences
@@ -21,10 +24,12 @@ from rowcast.runtime.checkpoint_manifest import (
     TrainingData,
     read_manifest,
 )
-from rowcast.runtime.errors import Mismatch
+from rowcast.runtime.errors import Mismatch, RowcastError
+from rowcast.runtime.sealed import render
 from tests.checkpoints.golden import ALL_KEYS, DATA, FOLDER
 from tests.support import jobs
 from tests.support.jobs import table
+from tests.support.repeats import count
 
 GOLDEN = sorted(FOLDER.glob("*.version-*.json"))
 DIGESTS = json.loads((FOLDER / "digests.json").read_text())  # written by 6aa9055, for files of 9 and 8 bytes
@@ -266,3 +271,52 @@ def test_a_run_that_has_trained_nothing_must_only_keep_its_rows() -> None:
         {"optimizer": {"sparse": {"kind": "adam", "lr": 0.1}}},
     ):
         refusal(imported, changed(**sections), TrainingData(files=()))
+
+
+ODD_VALUES: tuple[Any, ...] = (None, True, -1, 0.5, 2**62, "", "x", "\x1b", [], [1], {}, {"a": {}}, [{"name": 1}])
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in items for place in places_in(item, (*path, key)))]
+
+
+def with_odd_value(content: Any, path: tuple[Any, ...], odd: Any, *, is_left_out: bool) -> Any:
+    if not path:
+        return odd
+    copy = content.copy()
+    if is_left_out and len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = with_odd_value(copy[path[0]], path[1:], odd, is_left_out=is_left_out)
+    return copy
+
+
+@pytest.mark.parametrize("seed", range(count(2, soak=100)))
+def test_a_resealed_manifest_with_a_job_of_odd_types_is_refused_in_a_sentence(seed: int, tmp_path: Path) -> None:
+    """Each door that reads a manifest's job either takes it or names what is wrong: no other exception leaves it."""
+    chance = np.random.default_rng(seed)
+    name, checkpoint = golden(FOLDER / f"{ALL_KEYS}.version-5.json", tmp_path)
+    job, folder = load_job(FOLDER / f"{name}.toml"), tmp_path / checkpoint.name
+    folder.mkdir(exist_ok=True)
+    places = places_in(checkpoint.job)
+    doors: tuple[Callable[[Manifest], object], ...] = (
+        lambda read: check_belongs(read, job, DATA[ALL_KEYS]),
+        lambda read: check_can_evaluate(read, job),
+        lambda read: scoring_job(read, tmp_path, tmp_path, ()),
+        lambda read: parse_job(read.job, "manifest.json"),
+    )
+    refused = 0
+    for _ in range(300):
+        place, odd = places[chance.integers(len(places))], ODD_VALUES[chance.integers(len(ODD_VALUES))]
+        content = with_odd_value(checkpoint.job, place, odd, is_left_out=bool(chance.integers(4) == 0))
+        broken = msgspec.json.decode(render(checkpoint)) | {"job": content, "checksum": ""}
+        sealed = msgspec.json.format(msgspec.json.encode(broken), indent=1)
+        checksum = xxhash.xxh3_64_hexdigest(sealed)
+        (folder / MANIFEST_NAME).write_bytes(sealed.replace(b'"checksum": ""', f'"checksum": "{checksum}"'.encode(), 1))
+        for door in doors:
+            try:
+                door(read_manifest(folder))
+            except RowcastError:
+                refused += 1
+    assert refused > 300

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from pyarrow import csv, table
 
-from rowcast.deploy.score import chosen_of, scoring_job
+from rowcast.deploy.score import scoring_job
+from rowcast.runtime.checkpoint_manifest import read_manifest
 from rowcast.runtime.crash_points import VARIABLE
 from rowcast.serving.model import Model
 from rowcast.serving.version_file import read_current, version_name
@@ -83,9 +84,9 @@ class Served:
     def score(self, train_steps: int) -> str:
         """As `rowcast score --checkpoint`, whose parent process is left out."""
         folder, run_dir = self.session.folder, self.session.run_dir
-        manifests = [chosen_of(run_dir, own.name) for own in (run_dir / "checkpoints").glob("step-*")]
+        manifests = [read_manifest(own) for own in (run_dir / "checkpoints").glob("step-*")]
         [name] = [own.name for own in manifests if own.train_steps == train_steps]
-        job = scoring_job(chosen_of(run_dir, name), run_dir, folder / "new.csv", ())
+        job = scoring_job(read_manifest(run_dir / "checkpoints" / name), run_dir, folder / "new.csv", ())
         config, out = folder / "score.json", folder / f"{name}.csv"
         config.write_bytes(msgspec.json.encode(job.content()))
         given = f"--config={config}"

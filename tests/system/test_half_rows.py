@@ -21,7 +21,6 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.disk import Disk
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.kernels.record_views import DTYPES
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
@@ -81,7 +80,7 @@ def test_a_run_of_half_rows_goes_on_from_its_checkpoint_with_the_same_bits(maste
     checkpoints = Checkpoints(tmp_path, Disk())
     settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"))
     first = InProcessRun(job, batches[:6], settings, Past(checkpoints=checkpoints, newest=None)).run()
-    newest = checkpoints.choose(None, get_logger())
+    newest = checkpoints.choose(None)
     assert newest.position.step == 6
     assert newest.num_rows > 0
     assert len(first.results.losses) == newest.position.train_step < len(losses)

@@ -17,7 +17,6 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.logs import get_logger
 from tests.support.batches import NUM_DENSE, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
 from tests.support.driver import InProcessRun, Past, Settings, start_state
@@ -93,7 +92,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_import_of_its_export_is_export
     checkpoints = Checkpoints(job.run_dir, Disk())
     settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"))
     InProcessRun(job, batches[:6], settings, Past(checkpoints=checkpoints, newest=None)).run()
-    past = Past(checkpoints=checkpoints, newest=checkpoints.choose(None, get_logger()))
+    past = Past(checkpoints=checkpoints, newest=checkpoints.choose(None))
     assert_equal_bits(InProcessRun(job, batches, settings, past).run(), losses, end)
     export_run(job.run_dir, tmp_path / "whole")
     export_run(job.run_dir, tmp_path / "trained", trained_only=True)

@@ -1,5 +1,7 @@
 """`rowcast score`: a prediction for each row of a file, in its order, with the bits of an evaluation."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from safetensors.torch import load_file
 from examples.plain_loop import PlainTable
 from rowcast.deploy.score import score
 from rowcast.job.file import load_job
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.parts import Rank, part_sizes
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.process import Signals
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
@@ -25,7 +29,7 @@ from rowcast.trainer.report.score_file import ScoreFile
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, small_job
 from tests.support.facts import facts
 from tests.support.jobs import table
-from tests.support.processes import Ended, Session
+from tests.support.processes import Ended, Process, Session
 
 NUM_ROWS = 1003  # no whole number of batches
 LABELS = {"one": ["label"], "two": ["click", "buy"]}
@@ -54,10 +58,12 @@ def write_job(session: Session, form: str, labels: list[str], **sections: Any) -
     )
 
 
+def start_scoring(session: Session, run_dir: Path, data: Path, out: Path, *options: str) -> Process:
+    return session.start_module("rowcast", "score", f"--run={run_dir}", f"--data={data}", f"--out={out}", *options)
+
+
 def scored(session: Session, data: Path, out: Path, *options: str) -> Ended:
-    return session.start_module(
-        "rowcast", "score", f"--run={session.run_dir}", f"--data={data}", f"--out={out}", *options
-    ).ended()
+    return start_scoring(session, session.run_dir, data, out, *options).ended()
 
 
 @torch.no_grad()
@@ -166,13 +172,91 @@ def test_a_file_that_cannot_be_scored_leaves_nothing(session: Session) -> None:
     assert not [*session.folder.glob("scores*")]
 
 
+DENSE, ROWS = "dense-*", "fp32*"
+
+
+def flipped(path: Path) -> Callable[[], None]:
+    """Flips a bit in the middle of a file. Returns what flips it back."""
+
+    def flip() -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    flip()
+    return flip
+
+
+def test_a_damaged_newest_checkpoint_is_refused_at_every_door_and_the_next_whole_one_named(session: Session) -> None:
+    write_clicks(session.folder / "clicks.csv", 1, ["label"])
+    write_job(session, "csv", ["label"], checkpoint={"every": 8, "keep": 2})
+    session.start("train").ended().quiet()
+    older, newest = sorted((session.run_dir / "checkpoints").glob("step-*"))
+    write_clicks(session.folder / "new.csv", 2, [])
+    out = session.folder / "scores.csv"
+    for pattern in (DENSE, ROWS):
+        (file,) = newest.glob(pattern)
+        back = flipped(file)
+        for door in (
+            scored(session, session.folder / "new.csv", out),
+            session.start("train", "--eval").ended(),
+            session.export(session.folder / "end"),
+        ):
+            sentence = door.sentences[-1]
+            assert door.code == 4
+            assert str(file) in sentence
+            assert f"the next whole one is {older.name}, for --checkpoint" in sentence
+        assert {path.name for path in session.folder.iterdir()} & {"scores.csv", "end"} == set()
+        back()
+    flipped(newest / "manifest.json")
+    named = scored(session, session.folder / "new.csv", out, f"--checkpoint={older.name}").quiet().stdout
+    assert named.splitlines()[-1].endswith(", by the model after 8 train steps")
+
+
+def test_a_checkpoint_that_was_replaced_since_it_was_chosen_is_refused(session: Session) -> None:
+    write_clicks(session.folder / "clicks.csv", 1, ["label"])
+    write_job(session, "csv", ["label"])
+    session.start("train").ended().quiet()
+    checkpoints = Checkpoints(session.run_dir, Disk())
+    chosen = checkpoints.choose(None)
+    assert checkpoints.choose(f"{chosen.name}@{chosen.checksum}") == chosen
+    with pytest.raises(DataError, match=facts(chosen.name, "replaced")):
+        checkpoints.choose(f"{chosen.name}@{'0' * 16}")
+
+
+def test_files_beside_the_scores_stay_and_two_scorings_of_one_name_do_not_mix(session: Session) -> None:
+    write_clicks(session.folder / "clicks.csv", 1, ["label"])
+    write_job(session, "csv", ["label"])
+    session.start("train").ended().quiet()
+    write_clicks(session.folder / "new.csv", 2, [])
+    (session.folder / "bad.csv").write_text("user,price\nu1,0.5\n")
+    theirs = [session.folder / f"{name}.partial" for name in ("alone.csv", "both.csv", "end", "a.trace")]
+    for path in theirs:
+        path.write_text("a user's")
+    alone, both = session.folder / "alone.csv", session.folder / "both.csv"
+    assert scored(session, session.folder / "bad.csv", alone).code == 2
+    scored(session, session.folder / "new.csv", alone).quiet()
+    shutil.copytree(session.run_dir, session.folder / "copy")
+    runs = [
+        start_scoring(session, run, session.folder / "new.csv", both)
+        for run in (session.run_dir, session.folder / "copy")
+    ]
+    codes = sorted(run.ended().code for run in runs)
+    assert codes in ([0, 0], [0, 2]), "the second one is refused if the first has ended"
+    assert both.read_bytes() == alone.read_bytes()
+    session.export(session.folder / "end").quiet()
+    assert [path.read_text() for path in theirs] == ["a user's"] * len(theirs)
+    assert {path for path in session.folder.iterdir() if path.name.endswith(".partial")} == set(theirs)
+    assert not list(session.folder.glob(".*"))
+
+
 @pytest.mark.parametrize(
     ("out", "sentence"),
     [
         ("scores.txt", "the name must end in .csv or .parquet"),
         ("there.csv", "exists; remove it, or give another name"),
         ("no/scores.csv", "does not exist; make it"),
-        ("scores.csv", facts("no checkpoint", "run_dir")),
+        ("scores.csv", facts("no checkpoint")),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_process_starts(out: str, sentence: str, tmp_path: Path) -> None:

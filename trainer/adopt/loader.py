@@ -133,6 +133,7 @@ def connect(
         evaluate=evaluate,
         accumulate=accumulate,
         begins_with_tables=tables.begins_with_tables,
+        said_steps=newest.train_steps if is_launched and newest is not None and not fresh else 0,
         finished=finished,
     )
     for own in collections:

@@ -59,6 +59,7 @@ class SessionParts:
     evaluate: bool = False  # evaluation batches are yielded too
     accumulate: int = 1  # micro-batches per batch
     begins_with_tables: bool = False  # the run begins with tables that the script has loaded, not with a checkpoint
+    said_steps: int = 0  # train steps after which connect said that the run continues; 0: it said none
     finished: Manifest | None = None  # the last checkpoint of a complete run, with no train steps left
 
 
@@ -120,6 +121,11 @@ class ScriptRun:
             raise PeerLost("the prefetcher was stopped before the run had begun")
         self._check_fits_script(welcome)
         self.resumes = welcome.first_train_step > 0
+        if self._parts.said_steps not in (0, welcome.first_train_step):
+            print_line(
+                f"continues the run in {self._job.run_dir} after {welcome.first_train_step} train steps, not "
+                f"{self._parts.said_steps}: the newer checkpoint is damaged (prefetcher.log says how)"
+            )
         if welcome.pairing:
             print_line(f"ids come by position: {welcome.pairing}")
         return welcome, kernels

@@ -19,7 +19,8 @@ from pyarrow import parquet as pq
 
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.trainer.report.score_place import check_place, partial_of
+from rowcast.runtime.own_files import partial_of
+from rowcast.trainer.report.score_place import check_place
 
 ROWS_AT_ONCE = 65536  # in memory, and in a row group
 WRITERS = {".csv": csv.CSVWriter, ".parquet": pq.ParquetWriter}
@@ -31,7 +32,8 @@ class ScoreFile:
     def __init__(self, path: Path, labels: Sequence[str], *, probability: bool) -> None:
         """`labels`: their names if there are several. Raises ConfigError."""
         check_place(path, "--scores")
-        self._path, self._labels, self._probability = path, labels, probability
+        self._path, self._partial = path, partial_of(path)
+        self._labels, self._probability = labels, probability
         self._writer: Any = None
         self._held: list[F32] = []
         self._num_held = 0
@@ -46,7 +48,7 @@ class ScoreFile:
         names = [f"{label}_{own}" for label in self._labels] or [own]
         self._schema = pa.schema([(name, pa.float32()) for name in names])
         self._held, self._num_held = [], 0
-        self._writer = self._told(lambda: WRITERS[self._path.suffix](partial_of(self._path), self._schema))
+        self._writer = self._told(lambda: WRITERS[self._path.suffix](self._partial, self._schema))
 
     def write(self, scores: F32) -> None:
         self._held.append(probabilities(scores) if self._probability else scores)
@@ -57,9 +59,9 @@ class ScoreFile:
     def finish(self) -> None:
         def finish() -> None:
             self._writer.close()
-            with partial_of(self._path).open("rb") as file:
+            with self._partial.open("rb") as file:
                 os.fsync(file.fileno())
-            partial_of(self._path).rename(self._path)
+            self._partial.rename(self._path)
 
         self._write_held()
         self._told(finish)
@@ -76,7 +78,7 @@ class ScoreFile:
             return write()
         except OSError as error:
             raise RowcastError(
-                f"{partial_of(self._path)}: scores cannot be written ({error.strerror or error}); free space there, or "
+                f"{self._partial}: scores cannot be written ({error.strerror or error}); free space there, or "
                 "give another folder"
             ) from None
 

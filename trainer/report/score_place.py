@@ -16,7 +16,3 @@ def check_place(path: Path, option: str) -> None:
         raise ConfigError(f"{option} = {str(path)!r} exists; remove it, or give another name")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} = {str(path)!r}: the folder {path.parent} does not exist; make it")
-
-
-def partial_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")

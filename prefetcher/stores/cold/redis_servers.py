@@ -32,7 +32,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from rowcast.job.server_url import PASSWORD, ServerUrl
-from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost
+from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost, printable
 
 Command = tuple[bytes, ...]
 MAX_QUOTED = 200  # characters of a server's message
@@ -237,4 +237,4 @@ class Servers:
         words = " ".join(str(part) for part in error.args) or type(error).__name__
         if self._password:
             words = words.replace(self._password, "***")
-        return "".join(letter if letter.isprintable() else " " for letter in words[:MAX_QUOTED])
+        return printable(words[:MAX_QUOTED])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isfinite
 
 import numpy as np
 
@@ -58,6 +58,8 @@ def loss_chart(run: RunRecord) -> Chart | NoChart:
     title = "Loss"
     if np.isnan(run.losses).all():
         return NoChart(title=title, caption="No train step was done.")
+    if num_lost := np.count_nonzero(~np.isfinite(run.losses)):
+        return NoChart(title=title, caption=f"{num_lost:,} of {len(run.losses):,} losses are not finite.")
     buckets = in_buckets(run.losses)
     smooth, number = buckets.smoothed()
     x = steps_axis(run)
@@ -156,9 +158,10 @@ def logloss_chart(run: RunRecord) -> Chart | NoChart:
 def evaluation_chart(
     run: RunRecord, title: str, caption: str, found: Sequence[Evaluation], value: Callable[[Evaluation], float]
 ) -> Chart | NoChart:
+    found = [evaluation for evaluation in found if isfinite(value(evaluation))]
     if not found:
         why = (
-            "Every evaluation had labels of one kind only, or outputs that are no logits."
+            "Every evaluation had labels of one kind only, outputs that are no logits, or a value that is not finite."
             if run.evaluations
             else "No evaluation was made; data.eval_fraction makes some."
         )
