@@ -126,11 +126,11 @@ def test_what_an_import_takes_gives_on_names_and_refuses_is_what_docs_recovery_s
     named = [entry["of"] for entry in logs if "optimizer state is missing" in entry["event"]]
     assert (set(named[0].split(", ")) if named else set()) == missing
     export_run(job.run_dir, tmp_path / "out")
-    found = load_file(tmp_path / "out")
+    exported = load_file(tmp_path / "out")
     for name in missing:
-        assert not found.pop(name).any(), "Adam's first value"
+        assert not exported.pop(name).any(), "Adam's first value"
     kept = {name: tensor.astype(np.float32) if name != "top.weight" else tensor for name, tensor in content.items()}
-    assert_equal(found, kept)
+    assert_equal(exported, kept)
 
 
 def test_rows_that_were_never_trained_take_no_room(tmp_path: Path) -> None:
