@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -72,7 +73,12 @@ def installed(folder: Path) -> Path:
     done = subprocess.run([*pip, "--requirement", DEPLOY / "serving.txt"], check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no registry has them here: {done.stderr[-200:]}")
-    subprocess.run([*pip, "--no-deps", ROOT], check=True)
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "rowcast", source / "rowcast")  # with what its links lead to
+    subprocess.run([*pip, "--no-deps", source], check=True)
     return folder / "bin" / "python"
 
 
