@@ -13,6 +13,8 @@ import pytest
 from tests.support.jobs import job_content, table, write_job
 from tests.support.processes import ROOT, Process, Session
 
+SLOW_S = 600.0  # for a scoring beside two trainings
+
 
 def with_default_ports(session: Session, **sections: Any) -> None:
     write_job(session.config, job_content(session.run_dir, metrics={"prefetcher": None, "trainer": None}, **sections))
@@ -52,7 +54,7 @@ def test_two_trainings_and_a_scoring_run_beside_each_other(session: Session, oth
         assert len(set(found)) == 4, found
         out = trained.folder / "scores.csv"
         arguments = [f"--run={trained.run_dir}", f"--data={clicks}", f"--out={out}"]
-        trained.start_module("rowcast", "score", *arguments).ended().quiet()
+        trained.start_module("rowcast", "score", *arguments).ended(SLOW_S).quiet()
         assert len(out.read_text().splitlines()) == 64 * 4 + 1
         assert all(process.running for process in running.values())
         logs = [process.stderr + (own.run_dir / "prefetcher.log").read_text() for own, process in running.items()]
