@@ -84,7 +84,7 @@ def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
         for ids in chosen.ids
     )
     lines = [
-        f"{plural(data.num_rows, 'row')} in {listed_files(data.path, data.files)}",
+        f"{plural(data.num_rows, 'row')} in {listed_files(data.path, data.files, '')}",
         f"label     {chosen.label.name}, 1 in {100 * chosen.label.mean:.3g} % of the rows",
         f"dense     {', '.join(column.name for column in chosen.dense) or 'none'}",
         f"ids       {', '.join(ids)}",

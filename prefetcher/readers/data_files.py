@@ -90,15 +90,16 @@ def numbered(path: Path) -> tuple[list[list[tuple[str, int]]], Path]:
 
 def files_text(job: Job) -> str:
     """`12 files, days/day_0 to days/day_11`; the format for data without files. Raises as `data_files`."""
-    texts = [listed_files(getattr(job.data, key), files_of(job, key)) for key in KEYS]
+    order = " in the order of their names" if job.data.by_name else ""
+    texts = [listed_files(getattr(job.data, key), files_of(job, key), order) for key in KEYS]
     return "; evaluation: ".join(dict.fromkeys(filter(None, texts))) or job.data.format
 
 
-def listed_files(path: str, files: Sequence[Path]) -> str:
+def listed_files(path: str, files: Sequence[Path], order: str) -> str:
     """Returns how many files a path names, the first, the last, and what a folder holds besides; "" for none."""
     if not files:
         return ""
-    text = f"{plural(len(files), 'file')}, {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else "")
+    text = f"{plural(len(files), 'file')}{order}, {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else "")
     inside = {own for own in Path(path).iterdir() if not own.is_dir()} if Path(path).is_dir() else set()
     if others := sorted(own.name for own in inside.difference(files) if not own.name.startswith(UNSEEN)):
         text += f" (left out: {plural(len(others), 'other')}, such as {others[0]})"

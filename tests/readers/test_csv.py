@@ -1,5 +1,6 @@
 """CSV: what cells may hold, and the sentence for each way in which a file does not fit."""
 
+import csv
 import gzip
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,18 @@ def test_a_file_without_a_row_or_in_another_encoding_is_refused(tmp_path: Path) 
     assert refusal(DataError, path).startswith(f"{path}: the header cannot be read ('utf-8' codec")
     path.write_bytes(b"")
     assert refusal(DataError, path) == f"{path} holds no row; give at least one file with rows"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_list_of_any_length_is_read_in_the_first_row_too(first: bool, tmp_path: Path) -> None:
+    limit, ids = csv.field_size_limit(), [i % 10 for i in range(700_000)]
+    long, short = f"1,0.5,1,{'|'.join(map(str, ids))},", LINES[1]
+    header = f"{LINES[0]},{'a name as long as a cell ' * 6000}"
+    path = write(tmp_path, [header, *([f"{long},0", f"{short},0"] if first else [f"{short},0", f"{long},0"])])
+    assert sorted(len(row.ids[1]) for row in rows(path)) == [2, 700_000]
+    path = write(tmp_path, [LINES[0], long, "1,no,1,3,"])
+    assert refusal(DataError, path) == f"{path}, line 3, column int_0: 'no' is not a number"
+    assert csv.field_size_limit() == limit, "it belongs to the process"
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:

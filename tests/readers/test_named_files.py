@@ -7,7 +7,8 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowcast.analysis.new.files import look_at
-from rowcast.analysis.progress import ProgressBar
+from rowcast.analysis.progress import Silent
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.data_files import data_files, files_text, listed_files
+from rowcast.prefetcher.readers.file_samples import sampled
 from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.recorded_order import in_recorded_order
 from rowcast.protocol.batch import Kind
+from rowcast.runtime.checkpoint_manifest import Manifest, TrainingData
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import make_job, table
 
@@ -106,7 +110,7 @@ class Folder:
                 found.append(str(refused.value))
             if self.format in ("csv", "parquet"):
                 with pytest.raises(kind) as refused:
-                    look_at(path, ProgressBar())
+                    look_at(path, Silent())
                 found.append(str(refused.value).replace("--data", "data.path"))
         return found
 
@@ -208,7 +212,7 @@ def part_without_rows(folder: Folder) -> None:
         folder.file(5).write_bytes(b"")
     assert folder.ids() == folder.ids(split="eval", eval_path=str(folder.path)) == [5, 6, 7]
     if folder.format in ("csv", "parquet"):
-        found = look_at(str(folder.path), ProgressBar())
+        found = look_at(str(folder.path), Silent())
         assert (found.num_rows, len(found.files)) == (3, len(list(folder.path.iterdir())))
 
 
@@ -265,4 +269,38 @@ def test_the_first_and_the_last_file_are_named(tmp_path: Path) -> None:
     assert files_text(folder.job(str(first), eval_path=str(last))) == f"1 file, {first}; evaluation: 1 file, {last}"
     assert files_text(folder.job(eval_path=str(folder.path))) == f"2 files, {first} to {last}"
     assert files_text(make_job("synthetic")) == "synthetic"
-    assert listed_files("", []) == ""
+    assert listed_files("", [], "") == ""
+
+
+def recorded(job: Job) -> Manifest:
+    """What a checkpoint of a run of this job says about its data."""
+    return cast(Manifest, SimpleNamespace(trained_on=TrainingData(files=sampled(open_reader(job).paths))))
+
+
+@EVERY
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_run_keeps_the_order_in_which_it_began(
+    folder: Folder, by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.path)
+    for number in (2, 9, 10):
+        folder.write(number, [number], "early")
+        folder.write(number, [number], "later")
+    for path, held_out in (("early", None), ("early", "later"), (f"early/{folder.file(9).name}", "later")):
+        own = {"path": path, "eval_path": held_out}
+        job = folder.job(**own, by_name=by_name)
+        checkpoint = recorded(job)
+        for says in (True, False):
+            assert in_recorded_order(folder.job(**own, by_name=says), checkpoint).data.by_name == by_name
+        if path == "early":  # as if moved: the names tell
+            moved = folder.job(str(folder.path / path), eval_path=held_out, by_name=not by_name)
+            assert in_recorded_order(moved, checkpoint).data.by_name == by_name
+
+
+def test_a_run_without_files_to_compare_keeps_its_job(tmp_path: Path) -> None:
+    folder = Folder("csv", tmp_path)
+    folder.write(1, [1])
+    for says in (True, False):
+        job = folder.job(by_name=says)
+        assert in_recorded_order(job, recorded(job)) == job
+    assert in_recorded_order(folder.job("nowhere"), recorded(job)) == folder.job("nowhere")

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rowcast.analysis.new.files import look_at
+from rowcast.analysis.progress import Silent
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.reader import Reader, open_reader
@@ -383,6 +385,21 @@ def test_a_damaged_page_is_refused(tmp_path: Path) -> None:
     content[30:200] = bytes(170)
     path.write_bytes(content)
     assert refusal(DataError, path).startswith(f"{path}: the Parquet file is damaged (")
+
+
+@pytest.mark.parametrize("name", ["label", "int_0", "a", "b", "w"])
+def test_two_columns_of_one_name_are_refused_if_the_job_uses_them(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("extra", table["a"]).append_column("extra", table["a"]), path)
+    columns = {"weights": {"b": "w"}}
+    only_batch(path, columns=columns)
+    pq.write_table(table.append_column(name, table[name]), path)
+    sentence = f"{path}: 2 columns are named {name}; rename all but one of them"
+    assert refusal(DataError, path, columns=columns) == sentence
+    with pytest.raises(DataError) as refused:
+        look_at(str(path), Silent())
+    assert str(refused.value) == sentence
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:

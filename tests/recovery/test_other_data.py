@@ -27,11 +27,14 @@ def stopped(session: Session) -> Session:
     return session
 
 
-def write_job(session: Session, folder: str = "days", batch_size: int = 16, num_embeddings: int = 30) -> None:
+def write_job(
+    session: Session, folder: str = "days", batch_size: int = 16, num_embeddings: int = 30, by_name: bool = False
+) -> None:
     session.write_job(
         data={
             "format": "criteo-npy",
             "path": str(session.folder / folder),
+            "by_name": by_name,
             "batch_size": batch_size,
             "synthetic": None,
         },
@@ -77,6 +80,24 @@ def test_a_restart_on_a_copy_of_the_files_in_another_folder_continues(stopped: S
     write_job(stopped, "moved")
     end_well(*stopped.start_both())
     assert stopped.manifest().train_steps == 25
+
+
+def test_a_run_that_began_in_the_order_of_names_continues_in_it(session: Session) -> None:
+    (session.folder / "days").mkdir()
+    for seed, day in enumerate((0, 2, 10)):
+        write_day(session.folder / "days", f"day_{day}", 112, num_ids=30, seed=seed)
+    write_job(session, by_name=True)
+    end_well(*session.start_both("--max-steps=5"))
+    write_job(session)
+    prefetcher, trainer = session.start_both()
+    end_well(prefetcher, trainer)
+    days = session.folder / "days"
+    for process in (prefetcher, trainer):
+        assert (
+            f'data="9 files in the order of their names, {days}/day_0_dense.npy to {days}/day_2_sparse.npy"'
+            in process.stderr
+        )
+    assert session.manifest().train_steps == 21
 
 
 def test_a_checkpoint_of_version_3_continues_with_a_warning_and_compares_sizes(stopped: Session) -> None:
