@@ -333,7 +333,7 @@ class Publisher:
         for number in numbers:
             with suppress(DataError):
                 bases.append(read_version(self._to, Named(number, "")).base)
-        kept = sorted(set(bases))[-self._keep :]
+        kept = sorted({own for own in bases if own <= newest.base})[-self._keep :]
         for number in numbers:
             if number < kept[0]:
                 self._remove(self._to / version_name(number))

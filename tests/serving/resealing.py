@@ -189,7 +189,7 @@ class Versions:
                     if len(content) != own.get("nbytes") and self.rng.random() < 0.7:
                         own["nbytes"] = len(content)
             for entry in found["below"] if isinstance(found.get("below"), list) else []:
-                if isinstance(entry, list) and entry and entry[0] in below and len(entry) == 2:
+                if isinstance(entry, list) and entry and entry[0] in list(below) and len(entry) == 2:
                     entry[1] = below[entry[0]]
             ordered = {"version": found.pop("version", None)} | {"checksum": ""} | found | {"checksum": ""}
             content = msgspec.json.encode(ordered)

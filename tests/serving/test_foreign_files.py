@@ -5,11 +5,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.sealed import render, seal
 from rowcast.serving.model import Model
-from rowcast.serving.version_file import version_name
+from rowcast.serving.version_file import Named, read_version, version_name
 from tests.serving.served_run import ServedRun, Told, publish, publisher_of, serving_job
 from tests.support.facts import facts
 
@@ -98,6 +101,20 @@ def test_nothing_foreign_is_deleted(way: Callable[[Path], list[Path]], run: Serv
     assert Model(to, check="all").version.number == max(numbers)
     own = [path for path in to.glob("v*/version.json") if not path.parent.is_symlink()]
     assert len(own) == 1, "what publishers wrote is removed as before"
+
+
+def test_a_version_that_was_never_named_and_stays_takes_no_other_with_it(run: ServedRun, tmp_path: Path) -> None:
+    to = tmp_path / "served"
+    published(run, to)
+    archive = shutil.copytree(to / version_name(1), tmp_path / "archive")
+    other = msgspec.structs.replace(read_version(to, Named(1, "")), number=2, base=2)
+    (archive / "version.json").write_bytes(render(seal(other)))
+    (to / version_name(2)).symlink_to(archive)
+    run.train_some(0.02)
+    run.checkpoint()
+    version = publish(run, to, keep=1)
+    assert (version.number, version.base) == (3, 1)
+    assert Model(to, check="all").rows("user", np.arange(60)).tobytes() == run.expected("user").tobytes()
 
 
 @pytest.mark.parametrize("last", [1, 3])

@@ -18,7 +18,7 @@ PATTERN = re.compile(r"^(\d+) (.*): (DataError|served|DataError and served)$", r
 
 @pytest.mark.timeout(3000)
 def test_versions_that_were_changed_and_resealed_raise_data_errors_or_are_served(tmp_path: Path) -> None:
-    folder, results, total = versions_of(tmp_path, "served"), Counter[str](), count(AT_A_TIME, 6000)
+    folder, results, total = versions_of(tmp_path, "served"), Counter[str](), count(AT_A_TIME, 1500)
     for first in range(0, total, AT_A_TIME):
         command = [sys.executable, "-W", "error", "-W", "ignore::UserWarning", "-m", "tests.serving.resealing"]
         given = [*command, str(folder), str(first), str(AT_A_TIME)]
