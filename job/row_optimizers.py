@@ -61,6 +61,7 @@ class RowState:
     name: str  # as torch.optim calls it
     per_row: bool = False  # one element for the whole row; otherwise one for each of its weights
     accumulates: bool = False  # starts at optimizer.sparse.initial_accumulator; otherwise at 0
+    is_signed: bool = True  # False: a sum or mean of squares, at least 0
 
     def width(self, dim: int) -> int:
         return 1 if self.per_row else dim
@@ -78,16 +79,18 @@ class RowOptimizer:
 
 ROW_OPTIMIZERS = {
     "sgd": RowOptimizer(f"{RULES}.sgd"),
-    "adagrad": RowOptimizer(f"{RULES}.adagrad", states=(RowState("sum", accumulates=True),), eps=1e-10),
+    "adagrad": RowOptimizer(
+        f"{RULES}.adagrad", states=(RowState("sum", accumulates=True, is_signed=False),), eps=1e-10
+    ),
     "rowwise_adagrad": RowOptimizer(
         f"{RULES}.rowwise_adagrad",
-        states=(RowState("sum", per_row=True, accumulates=True),),
+        states=(RowState("sum", per_row=True, accumulates=True, is_signed=False),),
         eps=1e-10,
         note="one accumulator per row",
     ),
     "adam": RowOptimizer(
         f"{RULES}.adam",
-        states=(RowState("exp_avg"), RowState("exp_avg_sq")),
+        states=(RowState("exp_avg"), RowState("exp_avg_sq", is_signed=False)),
         eps=1e-8,
         trains_at_zero_lr=False,
         note="as `torch.optim.SparseAdam`",

@@ -85,8 +85,8 @@ class RemoteProtocolError(ProtocolError):
     """The peer sent a message that the conversation does not allow: its bug, or an attack."""
 
 
-class NonFiniteLoss(RowcastError):
-    """Training diverged: the loss of a train step is NaN or infinite."""
+class Diverged(RowcastError):
+    """Training diverged: a loss, a row or a dense parameter is NaN or infinite."""
 
 
 MAX_PEER_SENTENCE = 4000  # characters

@@ -70,13 +70,12 @@ def ranges(values: F32) -> tuple[F32, F32]:
 
 
 def holds(layout: RowLayout, values: F32) -> Bools:
-    """Returns bool [n]: whether the dtype can hold the row. fp32 holds all bits."""
-    own = values[:, : layout.dim]
+    """Returns bool [n]: whether the dtype can hold the row, and all of the row is finite."""
+    own, finite = values[:, : layout.dim], np.asarray(np.isfinite(values).all(axis=1))
     if layout.kind == FP16:
         with np.errstate(over="ignore"):
             rounded = own.astype(np.float16)
-        return np.asarray(np.isfinite(rounded).all(axis=1))
+        return np.asarray(finite & np.isfinite(rounded).all(axis=1))
     if layout.kind == INT8:
-        least, scale = ranges(own)
-        return np.asarray(np.isfinite(scale) & np.isfinite(least) & np.isfinite(own).all(axis=1))
-    return np.ones(len(values), np.bool_)
+        return np.asarray(finite & np.isfinite(ranges(own)[1]))
+    return finite

@@ -143,9 +143,13 @@ def write_group(
             values = weights_of(group, records)
             held = holds(layout, values)
             if not held.all():
+                row = np.argmin(held)
+                name, is_finite = f"row {rows[row]} of table {table.name}", np.isfinite(values[row]).all()
                 raise ConfigError(
-                    f"row {rows[np.argmin(held)]} of table {table.name} has a value that {content.dtype} cannot hold; "
-                    "publish with --dtype fp32 to another folder"
+                    f"{name} has a value that {content.dtype} cannot hold; publish with --dtype fp32 to another folder"
+                    if is_finite
+                    else f"{name} is not finite: training had diverged; start the run again, which continues it from "
+                    "an older checkpoint, and publish its next one"
                 )
             before = order.found.popleft() if order.found else places_before(content, table, rows)
             places = order.places(before)

@@ -17,14 +17,17 @@ A fresh run replaces an earlier run once it has a checkpoint:
 
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from rowcast.job.file import parse_job
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints.interval import FILE as INTERVAL_FILE
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
-from rowcast.prefetcher.checkpoints.row_files import NEW_NAME, Steps
+from rowcast.prefetcher.checkpoints.row_files import NEW_NAME, Steps, read_rows
+from rowcast.prefetcher.stores.finite_rows import FiniteRows
 from rowcast.runtime.checkpoint_manifest import (
     FOLDER_NAME,
     MANIFEST_NAME,
@@ -207,10 +210,15 @@ class Checkpoints:
         return read_manifest(self.root / name)
 
     def verify(self, manifest: Manifest, whole: set[CheckpointFile] | None = None) -> None:
-        """Reads every file. Raises DataError for the first damaged one. Skips files in `whole`, and adds to it."""
+        """Reads every file. Raises DataError for the first that is damaged or holds a row that is not finite. Skips
+        files in `whole`, and adds to it."""
+        groups = groups_of(self.root, manifest)
         for file in manifest.files:
             if whole is None or file not in whole:
-                checked_file(self.root, file)
+                if isinstance(file, RowFile):
+                    check_rows(self.root, groups, file)
+                else:
+                    checked_file(self.root, file)
             if whole is not None:
                 whole.add(file)
 
@@ -378,6 +386,24 @@ class Checkpoints:
             yield from sorted(
                 (path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True
             )
+
+
+def groups_of(root: Path, manifest: Manifest) -> dict[str, GroupSpec]:
+    try:
+        job = parse_job(manifest.job, f"{root / manifest.name}/{MANIFEST_NAME}")
+    except ConfigError as error:
+        raise DataError(str(error)) from None
+    return {group.name: group for group in group_specs(job)}
+
+
+def check_rows(root: Path, groups: Mapping[str, GroupSpec], file: RowFile) -> None:
+    if file.group not in groups:
+        raise DataError(f"{root / file.file}: rows of group {file.group}, which the manifest's job does not have")
+    if fault := FiniteRows(groups[file.group]).fault(*read_rows(root, groups[file.group], file)):
+        raise DataError(
+            f"{root / file.file}: {fault}; training had diverged before this checkpoint: continue from an older one, "
+            "with a lower optimizer.sparse.lr"
+        )
 
 
 def why_foreign(folder: Path, run_id: str | None) -> str | None:

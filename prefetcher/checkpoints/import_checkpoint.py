@@ -23,6 +23,7 @@ import xxhash
 
 from rowcast.job.embedding_tables import LARGEST, RowType
 from rowcast.job.file import parse_job
+from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors
@@ -33,6 +34,7 @@ from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, rounded, widened
+from rowcast.prefetcher.stores.finite_rows import FiniteRows
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest
@@ -72,7 +74,7 @@ def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint") -> 
     blocks = (
         RowBlock(group_index=index, keys=keys, records=records)
         for index, group in enumerate(group_specs(job))
-        for keys, records in source.rows(group, job.job.seed)
+        for keys, records in checked(source, group, job)
     )
     writer.finish(offer_dense(writer, source), blocks)
     while writer.busy:
@@ -81,8 +83,28 @@ def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint") -> 
     return writer.newest
 
 
+def checked(source: "StartingPoint", group: GroupSpec, job: Job) -> Iterator[tuple[Keys, Records]]:
+    """Yields the rows of a source. Raises DataError for the first that is not finite or has a negative sum of
+    squares."""
+    finite, states = FiniteRows(group), ROW_OPTIMIZERS[job.optimizer.sparse.kind].states
+    unsigned = {state.name for state in states if not state.is_signed}
+    sums = [part for part in group.parts if part.name in unsigned]
+    for keys, records in source.rows(group, job.job.seed):
+        fault = finite.fault(keys, records)
+        for part in sums:
+            values = widened(elements_of(records, part), part.dtype)
+            if not fault and (values < 0).any():
+                row, column = np.argwhere(values < 0)[0]
+                fault = f"{group.row_name(int(keys[row]))}: {part.name}[{column}] is {values[row, column]}, below 0"
+        if fault:
+            raise DataError(f"--from {source.path}: {fault}; give a file of rows that can be trained")
+        yield keys, records
+
+
 class StartingPoint(Protocol):
     """A source that a run can start from."""
+
+    path: Path
 
     @property
     def position(self) -> Position:
@@ -109,6 +131,7 @@ class EarlierRun:
 
     def __init__(self, job: Job, run_dir: Path) -> None:
         """Raises ConfigError if there is no checkpoint or its rows are not the job's, DataError if all are damaged."""
+        self.path = run_dir
         checkpoints = Checkpoints(run_dir, Disk())
         self._root, self._manifest = checkpoints.root, checkpoints.choose(None)
         if self._manifest.position.eval_batch is not None and not self._manifest.finished:
@@ -155,7 +178,7 @@ class ExportedFile:
     position = Position()
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         try:
             self._tensors = read_header(path)
         except OSError as error:
@@ -176,7 +199,7 @@ class ExportedFile:
         for name in self._tensors:
             if name.startswith(TABLE_PREFIXES) and name not in expected:
                 raise ConfigError(
-                    f"{self._path}: the job file has nothing for {name}; "
+                    f"{self.path}: the job file has nothing for {name}; "
                     "add its table, or the optimizer that has this state"
                 )
         missing = [name for name in expected if name not in self._tensors and not name.endswith(".master")]
@@ -193,11 +216,11 @@ class ExportedFile:
         if found is None:
             if name.startswith("embedding_bags."):
                 raise ConfigError(
-                    f"{self._path}: {name} is missing; remove its table from the job file, or name a file that has it"
+                    f"{self.path}: {name} is missing; remove its table from the job file, or name a file that has it"
                 )
         elif found.shape != spec.shape or not may_become(found.dtype, spec.dtype, name):
             raise ConfigError(
-                f"{self._path}: {name} is {found.dtype} {list(found.shape)}, but the job file needs "
+                f"{self.path}: {name} is {found.dtype} {list(found.shape)}, but the job file needs "
                 f"{spec.dtype} {list(spec.shape)}; change num_embeddings, embedding_dim, dtype or optimizer.sparse"
             )
 
@@ -206,12 +229,12 @@ class ExportedFile:
         tensor = self._tensors[name]
         if dtype == "fp32" or tensor.dtype == DTYPES[dtype]:
             return
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             for block in read_blocks(file, tensor):
                 values = widened(np.frombuffer(block, ELEMENTS[ROW_TYPES[tensor.dtype]]), ROW_TYPES[tensor.dtype])
                 if (np.isfinite(values) & (np.abs(values) > LARGEST[dtype])).any():
                     raise ConfigError(
-                        f"{self._path}: {name} has values beyond {LARGEST[dtype]:.6g}, the largest of {dtype}; "
+                        f"{self.path}: {name} has values beyond {LARGEST[dtype]:.6g}, the largest of {dtype}; "
                         "set another dtype"
                     )
 
@@ -221,7 +244,7 @@ class ExportedFile:
 
     def _rows_of(self, group: GroupSpec, table: TableSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
         sources = [(part, tensor) for part in group.parts if (tensor := self._source(table, part)) is not None]
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             for first in range(0, table.num_embeddings, BLOCK_ROWS):
                 keys = make_keys(
                     table.index, np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64)
@@ -245,7 +268,7 @@ class ExportedFile:
         file.seek(tensor.start + first * row_bytes)
         content = file.read(rows * row_bytes)
         if len(content) < rows * row_bytes:
-            raise DataError(f"{self._path}: the file became shorter while it was read")
+            raise DataError(f"{self.path}: the file became shorter while it was read")
         elements: Elements = np.frombuffer(content, ELEMENTS[ROW_TYPES[tensor.dtype]]).reshape(rows, -1)
         return elements
 
@@ -255,7 +278,7 @@ class ExportedFile:
             return
         header, _ = make_header({f"{MODEL}{name}": tensor for name, tensor in dense.items()})
         yield header
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             for tensor in dense.values():
                 yield from read_blocks(file, tensor)
 

@@ -297,7 +297,8 @@ class PrefetcherBarrier:
 
     def _open_flush(self) -> bool:
         plan = self._plan
-        self._writeback.expect(plan.after_step, plan.barrier, tuple(move.keys for move in plan.dirty))
+        train_steps, dirty = self._barrier.position.train_step, tuple(move.keys for move in plan.dirty)
+        self._writeback.expect(plan.after_step, plan.barrier, train_steps, dirty)
         slots = {f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)}
         checked = self._observer.open_barrier(plan)
         block = make_block({**slots, **checked})

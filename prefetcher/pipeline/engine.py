@@ -118,7 +118,13 @@ class PrefetcherEngine:
         self.conversation = parts.conversation
         self.plans: PlanStream = deque()
         self.writeback = Writeback(
-            parts.groups, parts.stores, parts.back_ring, self.counters, parts.conversation.send, parts.observer
+            parts.groups,
+            parts.stores,
+            parts.back_ring,
+            self.counters,
+            parts.conversation.send,
+            parts.observer,
+            parts.start.train_step,
         )
         self.fetcher = Fetcher(
             plans=self.plans,

@@ -139,7 +139,8 @@ class Fetcher:
 
     def _open(self, step: PlannedStep) -> Outgoing:
         plan = step.plan
-        self._writeback.expect(plan.step, None, tuple(group.evict_keys[: group.num_dirty] for group in plan.groups))
+        victims = tuple(group.evict_keys[: group.num_dirty] for group in plan.groups)
+        self._writeback.expect(plan.step, None, plan.train_step, victims)
         checked = self._observer.open_plan(plan)
         block = plan_block(step.dense, plan, checked)
         pieces = cut(

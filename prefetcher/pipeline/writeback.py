@@ -4,6 +4,8 @@
 from before the plan is sent until its last row is applied. It never waits for ring space or credit. It waits for a
 different stage only when it would overwrite more rows of a checkpoint than can be set aside, until the checkpoint has
 collected some. Collecting waits only for the disk.
+
+Each row is looked at before it is written: one that is not finite ends the run, so no store and no checkpoint holds it.
 """
 
 from collections import deque
@@ -15,13 +17,14 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.row_observer import RowObserver
-from rowcast.prefetcher.stores.store import Keys, Ticket
+from rowcast.prefetcher.stores.finite_rows import FiniteRows
+from rowcast.prefetcher.stores.store import Keys, Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Released, RingRef, RowsBack
 from rowcast.protocol.packing import barrier_stamp, plan_stamp
 from rowcast.protocol.transport.ring import RingReader, release
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.runtime.errors import Diverged, RemoteProtocolError
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class Expected:
 
     step: int | None
     barrier: int | None
+    train_steps: int  # before it, so that they have trained these rows
     keys: tuple[Keys, ...]  # one per group, in the order of the rows
     applied: list[int] = field(default_factory=list)  # rows of each group that have arrived
     arrived_last: bool = False
@@ -62,11 +66,14 @@ class Writeback:
         counters: PrefetcherCounters,
         send: Callable[[Released], None],
         observer: RowObserver,
+        first_train_step: int,
     ) -> None:
         self.applied_through: int | None = None  # rows of every plan up to this one are in the store
         self.applied_barriers = 0
         self.waits_for_checkpoint = False  # rows have arrived, but too many frozen rows are set aside to write them
         self._groups = groups
+        self._finite = tuple(map(FiniteRows, groups))
+        self._finite_through = first_train_step  # train steps after which every row was finite
         self._stores = stores
         self._ring = ring
         self._counters = counters
@@ -89,10 +96,11 @@ class Writeback:
     def is_writing(self) -> bool:
         return bool(self._writing)
 
-    def expect(self, step: int | None, barrier: int | None, keys: tuple[Keys, ...]) -> None:
-        """Must be called before the plan or barrier is sent. `keys` have the order of the rows."""
+    def expect(self, step: int | None, barrier: int | None, train_steps: int, keys: tuple[Keys, ...]) -> None:
+        """Must be called before the plan or barrier is sent. `train_steps`: before it. `keys` have the order of the
+        rows."""
         nothing = barrier is None and not any(len(part) for part in keys)
-        self._expected.append(Expected(step, barrier, keys, [0] * len(keys), arrived_last=nothing))
+        self._expected.append(Expected(step, barrier, train_steps, keys, [0] * len(keys), arrived_last=nothing))
 
     def accept(self, message: RowsBack) -> None:
         self._inbox.append(message)
@@ -159,10 +167,20 @@ class Writeback:
                     f"rows {span.start}+{span.count} of group {span.group} came back out of order in {expected.name}"
                 )
             rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
+            self._require_finite(expected, span.group, keys, rows)
             self._observer.rows_home(message.step, message.barrier, span.group, span.start, rows)
             tickets.append(self._stores[span.group].write(keys, rows))
             expected.applied[span.group] += span.count
         return tickets
+
+    def _require_finite(self, expected: Expected, group: int, keys: Keys, rows: Records) -> None:
+        if fault := self._finite[group].fault(keys, rows):
+            first, last = self._finite_through, expected.train_steps - 1
+            when = f"train step {last}" if first >= last else f"one of train steps {first} to {last}"
+            raise Diverged(
+                f"{fault} since {when}: training diverged; lower optimizer.sparse.lr, or look in the model for a "
+                "gradient that is not finite though the loss is, as of a square root at 0"
+            )
 
     def release_written(self) -> bool:
         progress = False
@@ -186,5 +204,6 @@ class Writeback:
                 self.applied_through = expected.step
             else:
                 self.applied_barriers = expected.barrier + 1
+                self._finite_through = expected.train_steps
             progress = True
         return progress

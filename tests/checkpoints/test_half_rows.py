@@ -13,7 +13,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.export import DTYPES as WORDS
 from rowcast.prefetcher.checkpoints.export import export_run, table_tensors
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.trainer.kernels.record_views import DTYPES
 from tests.support.batches import NUM_DENSE, small_job
 from tests.support.driver import start_state
@@ -36,7 +36,12 @@ def content_of(job: Job) -> dict[str, Tensor]:
     """Random rows and state, in the job's dtypes; weights are not those that the master weights round to."""
     generator = torch.Generator().manual_seed(1)
     specs = table_tensors(group_specs(job))
-    return {name: torch.randn(spec.shape, generator=generator).to(OF_WORDS[spec.dtype]) for name, spec in specs.items()}
+    content = {name: torch.randn(spec.shape, generator=generator) for name, spec in specs.items()}
+    squares = ("sum", "exp_avg_sq")
+    return {
+        name: (own.abs() if name.endswith(squares) else own).to(OF_WORDS[specs[name].dtype])
+        for name, own in content.items()
+    }
 
 
 def imported(job: Job, content: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -103,12 +108,21 @@ def test_a_weight_that_the_dtype_cannot_hold_is_refused_before_anything_is_made(
     assert not job.run_dir.exists()
 
 
-def test_infinities_and_nans_of_a_file_stay_what_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((WEIGHT, value) for value in (float("inf"), float("-inf"), float("nan"))),
+        *(("optimizer.wide_a.sum", value) for value in (float("inf"), float("nan"), -1e6)),
+    ],
+)
+def test_rows_of_a_file_that_are_not_finite_or_have_impossible_state_are_refused(
+    name: str, value: float, tmp_path: Path
+) -> None:
     content = content_of(job_of(tmp_path / "unused", "fp32"))
-    content[WEIGHT][0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
-    row = imported(job_of(tmp_path / "run", "bf16"), content, tmp_path)[WEIGHT][0, :3]
-    assert torch.equal(row[:2], torch.tensor([float("inf"), float("-inf")], dtype=torch.bfloat16))
-    assert row[2].isnan()
+    content[name][7, 2] = value
+    field = name.removeprefix("optimizer.wide_a.") if "optimizer" in name else "weight"
+    with pytest.raises(DataError, match=facts("row 7 of table wide_a", f"{field}[2]", str(value))):
+        imported(job_of(tmp_path / "run", "bf16"), content, tmp_path)
 
 
 def test_state_of_half_precision_is_refused_and_both_dtypes_are_named(tmp_path: Path) -> None:

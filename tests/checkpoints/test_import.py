@@ -30,9 +30,10 @@ Tensors = dict[str, NDArray[np.generic]]
 
 def table_content(job: Job, seed: int = 0) -> Tensors:
     rng = np.random.default_rng(seed)
-    return {
+    content = {
         name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in table_tensors(group_specs(job)).items()
     }
+    return {name: np.abs(own) if name.endswith(("sum", "exp_avg_sq")) else own for name, own in content.items()}
 
 
 def saved(path: Path, content: Tensors) -> Path:

@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rowcast.command_line.prefetcher import app
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
+from rowcast.runtime.errors import DataError
+from rowcast.runtime.telemetry.logs import get_logger
 from tests.checkpoints.fake_run import FakeRun, small_job
 
 
@@ -69,3 +73,25 @@ def test_without_any_checkpoint_there_is_nothing_to_verify(arguments: list[str],
 
 def test_a_checkpoint_that_is_not_there_is_refused(run: FakeRun) -> None:
     assert verify(run.job.run_dir, "--checkpoint", "../checkpoints/step-000000000050")[0] == 2
+
+
+def test_a_checkpoint_with_a_row_that_is_not_finite_is_not_whole_and_a_restart_takes_an_older_one(
+    run: FakeRun,
+) -> None:
+    run.stores[0].rows[5] = np.full(run.groups[0].record_floats, np.nan, np.float32).tobytes()
+    run.stores[0].changed.add(5)
+    run.step += 50
+    newest = run.checkpoint()
+    code, lines = verify(run.job.run_dir)
+    assert code == 4
+    assert [line.split()[-1] for line in lines[1:4]] == ["damaged", "whole", "whole"]
+    assert any("row 5 of table narrow_a: weight[0] is nan" in line for line in lines[4:])
+    found = run.checkpoints.newest_valid(get_logger())
+    assert found is not None
+    assert (found.step, newest.step) == (149, 199)
+
+
+def test_a_manifest_without_a_job_is_a_sentence(run: FakeRun) -> None:
+    manifest = replace(run.checkpoints.load("step-000000000150"), job={})
+    with pytest.raises(DataError, match=r"manifest\.json: "):
+        run.checkpoints.verify(manifest)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rowcast.prefetcher.stores.elements import elements_of
 from rowcast.runtime import crash_points
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.serving.model import Model
+from rowcast.serving.row_layout import DTYPES, DType
 from rowcast.serving.snapshot import Snapshot
 from rowcast.serving.version_file import read_current, version_name
 from tests.checkpoints.fake_ranks import FakeRanks
@@ -323,3 +325,17 @@ def test_a_folder_without_a_version_and_a_run_without_a_checkpoint(run: ServedRu
     assert publisher_of(run, tmp_path / "served").publish() is None
     told = Told()
     assert not told.events
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_finite_is_refused_by_every_dtype_with_advice_that_helps(
+    dtype: DType, tmp_path: Path
+) -> None:
+    run = ServedRun(serving_job(tmp_path / "run"))
+    run.train_some(0.1)
+    records = np.zeros((1, run.groups[0].record_bytes), np.uint8)
+    elements_of(records, run.groups[0].parts[0])[0, 1] = np.nan
+    run.stores[0].write(np.array([6]), records)
+    run.checkpoint()
+    with pytest.raises(ConfigError, match=facts("row 6 of table user", "not finite", "older checkpoint")):
+        publish(run, tmp_path / "served", dtype)

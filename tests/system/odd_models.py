@@ -143,3 +143,23 @@ class MoodyModel(SmallModel):
 
 def moody_model(job: Job, num_dense: int) -> nn.Module:
     return MoodyModel(small_width(job, num_dense))
+
+
+class DivergingModel(SmallModel):
+    """In its `at`-th call of training, the gradient of one row is NaN though the loss is finite."""
+
+    at, calls = 0, 0
+
+    def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
+        logits = super().forward(dense, embeddings)
+        self.calls += self.training
+        first = embeddings[0]
+        assert isinstance(first, Tensor)
+        is_last = self.training and self.calls == self.at
+        return logits + torch.sqrt((first[:1] * 0.0).sum().abs()) * 0.0 if is_last else logits
+
+
+def diverging(job: Job, num_dense: int, at: int) -> nn.Module:
+    model = DivergingModel(small_width(job, num_dense))
+    model.at = at
+    return model

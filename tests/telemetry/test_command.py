@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rowcast.runtime.command import run_command
-from rowcast.runtime.errors import ConfigError, DataError, Mismatch, NonFiniteLoss, PeerLost, RowcastError
+from rowcast.runtime.errors import ConfigError, DataError, Diverged, Mismatch, PeerLost, RowcastError
 
 pytestmark = pytest.mark.usefixtures("own_logs")
 
@@ -19,7 +19,7 @@ def failing(error: BaseException) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [(ConfigError, 2), (PeerLost, 3), (DataError, 4), (Mismatch, 5), (NonFiniteLoss, 1), (RowcastError, 1)],
+    [(ConfigError, 2), (PeerLost, 3), (DataError, 4), (Mismatch, 5), (Diverged, 1), (RowcastError, 1)],
 )
 def test_an_error_for_a_person_is_one_line_and_its_exit_code(
     kind: type[RowcastError], code: int, capsys: pytest.CaptureFixture[str]

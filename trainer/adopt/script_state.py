@@ -1,5 +1,7 @@
 """Holds the script's state in a checkpoint: its objects, completed epochs, losses and evaluations."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -8,7 +10,7 @@ from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics
-from rowcast.trainer.models.model_state import Tensors
+from rowcast.trainer.models.model_state import Tensors, trained_tensors
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 
@@ -54,6 +56,9 @@ class ScriptState:
             COMPLETED_EPOCHS: torch.tensor(self.epochs.completed, device="cpu"),
             **self._metrics.state(),
         }
+
+    def trained(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return () if self._dense is None else trained_tensors(self._dense.parts)
 
     def restore(self, tensors: Tensors) -> bool:
         if self._dense is not None:

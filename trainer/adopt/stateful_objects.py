@@ -41,14 +41,14 @@ class StatefulObjects:
                 raise ConfigError(
                     f"connect: dense holds a {type(part).__name__}; give objects with state_dict and load_state_dict"
                 )
-        self._parts = list(parts)
+        self.parts = list(parts)
         self._device = device
         self._without_tables = without_tables
 
     def state(self) -> Tensors:
         tensors: Tensors = {}
         with self._without_tables():
-            structure = [flattened(part.state_dict(), f"adopted.{n}", tensors) for n, part in enumerate(self._parts)]
+            structure = [flattened(part.state_dict(), f"adopted.{n}", tensors) for n, part in enumerate(self.parts)]
         content = bytearray(json.dumps(structure).encode())
         return {**tensors, STRUCTURE: torch.frombuffer(content, dtype=torch.uint8), **random_state(self._device)}
 
@@ -60,13 +60,13 @@ class StatefulObjects:
                 "`trainer run`"
             )
         structure = json.loads(tensors[STRUCTURE].numpy().tobytes())
-        if len(structure) != len(self._parts):
+        if len(structure) != len(self.parts):
             raise Mismatch(
                 f"the checkpoint has the state of {len(structure)} objects, but connect was given "
-                f"{len(self._parts)} as dense"
+                f"{len(self.parts)} as dense"
             )
         with self._without_tables():
-            for part, part_structure in zip(self._parts, structure, strict=True):
+            for part, part_structure in zip(self.parts, structure, strict=True):
                 load(part, rebuilt(part_structure, tensors))
         restore_random(self._device, tensors)
 

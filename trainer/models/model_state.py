@@ -10,7 +10,8 @@
 An imported file may hold only weights; the rest starts as in a new run.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from rowcast.protocol.messages import DensePiece
-from rowcast.runtime.errors import DataError, Mismatch, RemoteProtocolError
+from rowcast.runtime.errors import DataError, Diverged, Mismatch, RemoteProtocolError
 from rowcast.trainer.device.streams import device_random_state, set_device_random_state
 
 Tensors = dict[str, Tensor]
@@ -95,6 +96,32 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tenso
         for key, value in state.items()
         if value is not None
     }
+
+
+def trained_tensors(parts: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
+    """Yields what training must leave finite: the trained parameters of the models among `parts`, and the state of the
+    optimizers after them. Not buffers and frozen parameters: a mask may hold infinities."""
+    names: dict[Tensor, str] = {}
+    for part in parts:
+        if isinstance(part, nn.Module):
+            names |= {own: f"dense parameter {name}" for name, own in part.named_parameters() if own.requires_grad}
+        elif isinstance(part, torch.optim.Optimizer):
+            for parameter, state in part.state.items():
+                own = names.get(parameter, "a dense parameter")
+                yield from ((f"{key} of {own}", value) for key, value in state.items() if isinstance(value, Tensor))
+    yield from ((name, own) for own, name in names.items())
+
+
+def require_finite(tensors: Iterable[tuple[str, Tensor]], train_steps: int) -> None:
+    """Raises Diverged for the first that holds NaN or an infinity after so many train steps."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            extremes = torch.stack(tensor.detach().aminmax()).tolist()  # NaN if there is one
+            if not all(map(math.isfinite, extremes)):
+                raise Diverged(
+                    f"{name} holds {next(own for own in extremes if not math.isfinite(own))} after {train_steps} train "
+                    "steps: training diverged; lower the dense learning rate. What may be infinite belongs in a buffer"
+                )
 
 
 def restore_model(model: nn.Module, tensors: Tensors) -> None:

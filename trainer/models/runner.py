@@ -1,5 +1,6 @@
 """Computes a step with the job's model: issues look-up, forward, backward and update to the compute stream."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from rowcast.trainer.models.model_state import (
     restore_model,
     restore_optimizer,
     restore_random,
+    trained_tensors,
 )
 from rowcast.trainer.models.step_inputs import named_inputs
 
@@ -148,6 +150,9 @@ class StepRunner:
             **random_state(self.device),
             **self._metrics.state(),
         }
+
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        return trained_tensors([self.model, self._side.optimizer])
 
     def restore(self, tensors: Tensors) -> bool:
         """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress."""

@@ -6,7 +6,7 @@
 Plans decide the order of collectives, the same on all ranks, and their sizes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,14 @@ from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.evaluate import EvalCounts, to_host
 from rowcast.trainer.models.exchanges import Exchanges, Start
 from rowcast.trainer.models.job_model import JobModel
-from rowcast.trainer.models.model_state import Tensors, model_state, optimizer_state, restore_model, restore_optimizer
+from rowcast.trainer.models.model_state import (
+    Tensors,
+    model_state,
+    optimizer_state,
+    restore_model,
+    restore_optimizer,
+    trained_tensors,
+)
 from rowcast.trainer.models.ordered import PartVector, sum_in_order
 from rowcast.trainer.models.runner import StepInputs, step_lookups
 from rowcast.trainer.models.sequences import Embedded
@@ -180,6 +187,9 @@ class SharedRunner:
             **optimizer_state(self.model, self._side.optimizer),
             **self._evaluation.state(),
         }
+
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        return trained_tensors([self.model, self._side.optimizer])
 
     def restore(self, tensors: Tensors) -> bool:
         optimizer = self._side.optimizer

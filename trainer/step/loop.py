@@ -24,6 +24,7 @@ With a training script (`trainer/adopt/`), the script does the work between `beg
 import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,11 +34,11 @@ from torch import Tensor
 
 from rowcast.protocol.messages import StepDone
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import NonFiniteLoss
+from rowcast.runtime.errors import Diverged
 from rowcast.trainer.device.phases import PhaseClock, Shown
 from rowcast.trainer.device.streams import Event, Streams
 from rowcast.trainer.models.evaluate import EvalCounts, EvalResult
-from rowcast.trainer.models.model_state import Tensors, pack, readable, unpack
+from rowcast.trainer.models.model_state import Tensors, pack, readable, require_finite, unpack
 from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState
 from rowcast.trainer.step.cache import ArrivedStep, DeviceCache
 from rowcast.trainer.step.metrics import StallReason, TrainerCounters
@@ -69,6 +70,9 @@ class ModelState(Protocol):
 
     def state(self) -> Tensors:
         """Returns the state to save. Called when every issued step, and `issue_state`, is complete."""
+
+    def trained(self) -> Iterable[tuple[str, Tensor]]:
+        """Returns the tensors of it that training must leave finite, with their names for a sentence."""
 
     def restore(self, tensors: Tensors) -> bool:
         """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
@@ -103,6 +107,7 @@ class TrainingState:
         return streams.compute.record()
 
     def pack(self) -> bytes:
+        require_finite(self.model.trained(), self.train_steps)
         return pack({**self.model.state(), **self.results.state()})
 
     def restore(self, content: bytes) -> None:
@@ -228,6 +233,8 @@ class TrainingLoop:
     def finish(self, step: ArrivedStep, loss: Tensor | None) -> None:
         """Called after look-up to update were issued to the compute stream. `loss` will hold the mean loss; None:
         unknown."""
+        if step.header.kind == "train":
+            self._training.train_steps = step.header.train_step + 1
         event = self._streams.compute.record()
         self._cache.issued(step.step, event)
         self._issued.append(
@@ -243,9 +250,10 @@ class TrainingLoop:
 
     def pass_over(self, step: ArrivedStep) -> None:
         """Completes a step without computing it, because the run stops before it. Its rows do not change."""
+        trained = self._training.train_steps
         self.begin(step)
         self.finish(step, None)
-        self._issued[-1].counts = False
+        self._training.train_steps, self._issued[-1].counts = trained, False
 
     def _compute(self, step: ArrivedStep) -> Tensor | None:
         """Issues look-up to update; returns the tensor that the loss will be written to."""
@@ -254,7 +262,6 @@ class TrainingLoop:
             self._steps.issue_evaluate(self._streams, step, lambda: self._counters.shown("evaluate", step.step))
             return None
         loss = self._losses[step.step % len(self._losses)]
-        self._training.train_steps = step.header.train_step + 1
         self._steps.issue_train(self._streams, step, loss)
         return loss
 
@@ -311,7 +318,7 @@ class TrainingLoop:
         if issued.loss is not None:
             loss = np.float32(issued.loss.item())
             if not math.isfinite(loss):
-                raise NonFiniteLoss(
+                raise Diverged(
                     f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower "
                     "optimizer.sparse.lr or dense.lr"
                 )

@@ -1,0 +1,94 @@
+"""What does looking for rows that are not finite cost of a step's processor time, and of a checkpoint's?
+
+    python -m benchmarks.data_checks [--config examples/demo.toml] [--rounds 3]
+
+The check is short, so a run with it cannot be told from one without: a machine's speed changes by more. It is timed by
+itself, in one thread, on as many rows as come home in a step of the job, and at a checkpoint. A step's and a
+checkpoint's processor time is that of all processes of real runs, a long one minus a short one over the steps between.
+The floor is the bytes that are read, over the speed of a sum over an array of as many bytes.
+"""
+
+import argparse
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from rowcast.job.file import load_job
+from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.prefetcher.stores.finite_rows import FiniteRows
+
+REPEATS = 50
+SHORT, LONG, EVERY = 60, 260, 10  # train steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_checks")
+    parser.add_argument("--config", type=Path, default=Path("examples/demo.toml"))
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    groups = group_specs(load_job(options.config))
+    plain, saving = ([per_step(options.config, every) for _ in range(options.rounds)] for every in (10 * LONG, EVERY))
+    step_s, home = (statistics.median(own) for own in zip(*plain, strict=True))
+    saving_s, home_saving = (statistics.median(own) for own in zip(*saving, strict=True))
+    checkpoint_s, home_at_once = EVERY * (saving_s - step_s), EVERY * (home_saving - home)
+    for what, seconds, num_rows in (("step", step_s, home), ("checkpoint", checkpoint_s, home_at_once)):
+        check_s, floor_s, nbytes = check(groups, max(1, round(num_rows)))
+        print(
+            f"a {what}: {seconds * 1e3:.1f} ms; {num_rows:,.0f} rows come home, {nbytes / 1e6:.2f} MB; looked at in "
+            f"{check_s * 1e6:.0f} us, {check_s / seconds:.3%}; floor {floor_s * 1e6:.0f} us"
+        )
+
+
+def check(groups: tuple[GroupSpec, ...], num_rows: int) -> tuple[float, float, int]:
+    """Seconds of the check and of a sum, and bytes, for rows divided over the groups by their tables' rows."""
+    total = sum(group.num_rows for group in groups)
+    shares = [(group, -(-num_rows * group.num_rows // total)) for group in groups]
+    work = [
+        (FiniteRows(group), np.arange(count), np.zeros((count, group.record_bytes), np.uint8))
+        for group, count in shares
+    ]
+    check_s = seconds(lambda: [finite.fault(keys, records) for finite, keys, records in work])
+    floor_s = seconds(lambda: [records.view(np.uint64).sum() for _, _, records in work])
+    return check_s, floor_s, sum(records.nbytes for _, _, records in work)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    work()
+    began_s = time.thread_time()
+    for _ in range(REPEATS):
+        work()
+    return (time.thread_time() - began_s) / REPEATS
+
+
+def per_step(config: Path, every: int) -> tuple[float, float]:
+    """Processor seconds, and rows home, of a train step."""
+    (short_s, short_rows), (long_s, long_rows) = (run(config, every, steps) for steps in (SHORT, LONG))
+    return (long_s - short_s) / (LONG - SHORT), (long_rows - short_rows) / (LONG - SHORT)
+
+
+def run(config: Path, every: int, steps: int) -> tuple[float, int]:
+    """Processor time of all processes, and rows home."""
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "rowcast.deploy.local", f"--config={config}", f"--max-steps={steps}"]
+        settings = {"job.run_dir": folder, "data.eval_fraction": 0.0, "checkpoint.every": every}
+        ports = {"metrics.prefetcher": "127.0.0.1:0", "metrics.trainer": "127.0.0.1:0"}
+        options = [f"--set={key}={value}" for key, value in {**settings, **ports}.items()]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*command, *options], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        report = (Path(folder) / "report.json").read_text()
+    found = re.search(r'"rows_written_back": (\d+)', report)
+    assert found, "the report counts the rows that came home"
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, int(found[1])
+
+
+if __name__ == "__main__":
+    main()
