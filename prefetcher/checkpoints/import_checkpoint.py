@@ -205,7 +205,7 @@ class ExportedFile:
         missing = [name for name in expected if name not in self._tensors and not name.endswith(".master")]
         if missing:
             get_logger().warning(
-                "optimizer state is missing and begins at its first value", file=str(self._path), of=", ".join(missing)
+                "optimizer state is missing and begins at its first value", file=str(self.path), of=", ".join(missing)
             )
         for group in groups:
             for table in group.tables:
