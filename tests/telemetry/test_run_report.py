@@ -313,6 +313,20 @@ def test_every_path_stays_in_its_frame() -> None:
                 assert all(0 <= number <= SPAN for number in coordinates(layer.path)), layer.path[:200]
 
 
+def test_values_that_are_not_finite_are_said_or_left_out_and_the_page_is_made() -> None:
+    run = record()
+    losses = run.losses.copy()
+    losses[3:5] = np.nan, np.inf
+    run = replace(
+        run,
+        losses=losses,
+        evaluations=[msgspec.structs.replace(run.evaluations[0], logloss=np.nan), *run.evaluations[1:]],
+    )
+    assert "2 of 50 losses are not finite." in Page(render(run)).words
+    alone = [msgspec.structs.replace(own, logloss=np.nan) for own in run.evaluations]
+    assert any("not finite" in chart.caption for chart in all_charts(replace(run, evaluations=alone)))
+
+
 def test_evaluations_with_labels_of_one_kind_have_no_auc() -> None:
     alone = [Evaluation(train_step=5, auc=None, logloss=0.5, accuracy=1.0)]
     chart = auc_chart(replace(record(), evaluations=alone))
