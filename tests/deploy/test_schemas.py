@@ -53,8 +53,9 @@ def dockerfile_fault(path: Path) -> str:
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
-def test_hadolint_has_nothing_to_say_of_the_dockerfile() -> None:
-    assert dockerfile_fault(DEPLOY / "Dockerfile") == ""
+@pytest.mark.parametrize("name", ["Dockerfile", "serving.Dockerfile"])
+def test_hadolint_has_nothing_to_say_of_the_dockerfiles(name: str) -> None:
+    assert dockerfile_fault(DEPLOY / name) == ""
 
 
 @pytest.mark.parametrize(
