@@ -27,7 +27,8 @@ def files_of(job: Job, key: Key) -> list[Path]:
     known, path, data = format_of(job.data.format), getattr(job.data, key), job.data
     if not known.has_files or path is None:
         return []
-    return data_files(path, f"data.{key}", known.file_names, by_name=data.by_name, apart=data.eval_path or "")
+    apart = data.path if key == "eval_path" else data.eval_path
+    return data_files(path, f"data.{key}", known.file_names, by_name=data.by_name, apart=apart or "")
 
 
 def data_files(path: str, key: str, pattern: str, *, by_name: bool, apart: str) -> list[Path]:
@@ -43,7 +44,7 @@ def data_files(path: str, key: str, pattern: str, *, by_name: bool, apart: str) 
         else:
             matches = [named] if named.exists() else [Path(own) for own in glob.glob(path, recursive=True)]
             entries, pattern = [own for own in matches if not ("**" in path and own.is_dir())], ".*"
-        found = [own for own in entries if is_data(own, pattern, where, Path(apart))]
+        found = [own for own in entries if is_data(own, pattern, where, Path(apart or os.devnull))]
     except OSError as error:
         raise ConfigError(f"{where}: {error.filename} cannot be read ({error.strerror})") from None
     if not found:
@@ -54,7 +55,7 @@ def data_files(path: str, key: str, pattern: str, *, by_name: bool, apart: str) 
 def is_data(own: Path, pattern: str, where: str, apart: Path) -> bool:
     """Raises ConfigError, which begins with `where`, for files in a folder, and for a name of no regular file."""
     if own.is_dir():
-        if not apart.is_relative_to(own) and (within := file_within(own, pattern)):
+        if not apart.absolute().is_relative_to(own.absolute()) and (within := file_within(own, pattern)):
             raise ConfigError(
                 f"{where}: {within} lies in a sub-folder, whose files are not read; move them, or name all files by a "
                 f"glob such as {own.parent / '**' / f'*{within.suffix}'}"

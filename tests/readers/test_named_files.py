@@ -192,6 +192,11 @@ def other_folder(folder: Folder) -> None:
     folder.write(4, [4], "later")
     held_out = str(folder.path / "later")
     assert (folder.ids(eval_path=held_out), folder.ids(split="eval", eval_path=held_out)) == ([1], [4])
+    around: dict[str, Any] = {"path": held_out, "eval_path": str(folder.path)}
+    assert (folder.ids(**around), folder.ids(split="eval", **around)) == ([4], [1])
+    os.chdir(folder.path.parent)
+    for one, other in (("data", held_out), (str(folder.path), "data/later")):
+        assert (folder.ids(one, eval_path=other), folder.ids(split="eval", path=one, eval_path=other)) == ([1], [4])
 
 
 def other_names(folder: Folder) -> None:

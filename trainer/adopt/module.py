@@ -148,7 +148,7 @@ class EmbeddingBagCollection(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Raises RuntimeError for a change of dtype, which rows do not take part in."""
-        dtype = fn(torch.zeros((), dtype=torch.float32)).dtype
+        dtype = fn(torch.zeros((), dtype=torch.float32, device="cpu")).dtype
         if dtype != torch.float32:
             raise RuntimeError(CAST.format(str(dtype).removeprefix("torch.")))
         return cast(Self, cast(Any, super())._apply(fn, recurse))

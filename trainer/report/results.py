@@ -209,7 +209,7 @@ class ResultFiles:
         return {
             "losses": torch.tensor(self.losses_from(0), device="cpu"),
             "evaluations": torch.frombuffer(bytearray(evaluations), dtype=torch.uint8),
-            **({"skipped": torch.tensor(self.skipped)} if self.skipped else {}),
+            **({"skipped": torch.tensor(self.skipped, device="cpu")} if self.skipped else {}),
         }
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
