@@ -21,6 +21,7 @@ from rowcast.job.section import Section, default_of, defaults_of_other_kinds, ke
 from rowcast.job.types import shown
 from rowcast.runtime.checkpoint_manifest import DataFile, Manifest, ManifestOfVersion3, TrainingData
 from rowcast.runtime.errors import Mismatch
+from rowcast.runtime.name_lists import instead
 
 # where the data is and how often it is read; of data.hot the rows count, wherever they are, and of files their order
 NOT_COUNTED = ("data.path", "data.by_name", "data.eval_path", "data.epochs", "data.hot")
@@ -48,13 +49,14 @@ def check_belongs(checkpoint: Manifest, job: Job, data: TrainingData) -> None:
         )
 
 
-def check_can_evaluate(checkpoint: Manifest, job: Job) -> None:
-    """Raises Mismatch, which names the first differences, if the job's model is not the one in the checkpoint."""
+def check_can_evaluate(checkpoint: Manifest, job: Job, dense_names: Sequence[str]) -> None:
+    """Raises Mismatch, which names the first differences, for another model than the checkpoint's, or other columns."""
     found = [own for own in differing_settings(checkpoint, job) if not is_only_of_training(own)]
+    found += of_dense(checkpoint.trained_on, dense_names)
     if found:
         raise Mismatch(
             f"the checkpoint after {checkpoint.train_steps} train steps in {job.run_dir} is of another model: "
-            f"{first_of(found)}; evaluate it with the job file that made it, on any data"
+            f"{first_of(found)}; evaluate it with the job file that made it, on any data with its columns"
         )
 
 
@@ -144,6 +146,13 @@ def data_differences(checkpoint: Manifest, job: Job, data: TrainingData) -> Iter
         if was.hot_rows != data.hot_rows:
             yield f"the rows of data.hot = {job.data.hot!r} differ"
         yield from of_files(was.files, data.files)
+        yield from of_dense(was, data.dense_columns)
+
+
+def of_dense(was: TrainingData | None, names: Sequence[str]) -> Iterator[str]:
+    """By position they would go to one another's weights, without an error."""
+    if was is not None and len(was.dense_columns) == was.num_dense and was.dense_columns != tuple(names):
+        yield f"the dense columns are {instead(names, was.dense_columns)}"
 
 
 def of_files(was: Sequence[DataFile], now: Sequence[DataFile]) -> Iterator[str]:

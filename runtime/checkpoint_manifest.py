@@ -134,6 +134,7 @@ class TrainingData(FilePart, frozen=True, kw_only=True):
     files: tuple[DataFile, ...]  # in reading order; empty for a data set made by code
     hot_rows: str = ""  # checksum of the rows of data.hot; "" without
     num_dense: int = UNKNOWN  # dense features per sample; UNKNOWN in version 4
+    dense_columns: tuple[str, ...] = ()  # their names; none were recorded if there are not `num_dense`
 
 
 class BatchChecksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):

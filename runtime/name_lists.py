@@ -19,6 +19,12 @@ def nearest(name: str, names: Collection[str]) -> str:
     return "" if found is None else f", the nearest is {found}"
 
 
+def instead(names: Sequence[str], others: Sequence[str]) -> str:
+    """Returns `int_1 instead of int_0`: what only one of two lists has."""
+    pairs = ((names, others), (others, names))
+    return " instead of ".join(listed([name for name in own if name not in other]) or "none" for own, other in pairs)
+
+
 def listed(names: Sequence[str]) -> str:
     more = len(names) - MOST_LISTED
     return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

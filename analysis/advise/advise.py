@@ -109,8 +109,8 @@ def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity
         observed, belonging(job), job.lookahead.depth, capacity_slots(observed, capacity_bytes), stage_threads(job)
     )
     batch = observed.measured[0].batch
-    if batch.dense.shape[1] < reader.num_dense:  # only ids were read
-        plan_bytes += 4 * (reader.num_dense - batch.dense.shape[1]) * batch.size // job.ranks.count
+    if batch.dense.shape[1] < len(reader.dense_names):  # only ids were read
+        plan_bytes += 4 * (len(reader.dense_names) - batch.dense.shape[1]) * batch.size // job.ranks.count
     given = request.gather_gbs
     rows = (
         probe_rows(group, job.job.seed) if given is None else given_rates(group, given * 1e9)

@@ -123,7 +123,7 @@ def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
         if reader.paths
         else ""
     )
-    features = f"{reader.num_dense} dense and {len(job.features)} id features"
+    features = f"{len(reader.dense_names)} dense and {len(job.features)} id features"
     if reader.num_samples("train") == 0:
         yield error(
             f"data.eval_fraction = {job.data.eval_fraction} leaves no sample for training; lower it or give more data"

@@ -165,7 +165,7 @@ def dense_bytes(job: Job, seen: Seen) -> int:
     if model.kind not in COUNTED_MODELS or seen.reader is None:
         return 0
     assert isinstance(model, BottomAndTop)
-    bottom, cross = [seen.reader.num_dense, *model.bottom_mlp], 0
+    bottom, cross = [len(seen.reader.dense_names), *model.bottom_mlp], 0
     if isinstance(model, DCNv2Settings):
         width = bottom[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
         cross = model.cross_layers * (2 * width * model.cross_rank + width)

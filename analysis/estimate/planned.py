@@ -58,7 +58,7 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         num_ranks=job.ranks.count,
     )
     steps = planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds, job.ranks, belonging(job))
-    return list(steps), wiring, reader.num_dense
+    return list(steps), wiring, len(reader.dense_names)
 
 
 class Timed:

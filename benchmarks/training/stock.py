@@ -138,7 +138,7 @@ def run(
     """`count` receives the number of samples of every step. `worker`: a separate process decodes the batches."""
     embeddings = StockEmbeddings(job, tables)
     batches = decoded_by_worker(job, steps) if worker else train_batches(job, steps)
-    model = build_model(job, open_reader(job).num_dense).to(device)
+    model = build_model(job, len(open_reader(job).dense_names)).to(device)
     dense, sparse = (
         build_dense_optimizer(job, model.parameters()),
         sparse_optimizer(job.optimizer.sparse, embeddings.parameters()),

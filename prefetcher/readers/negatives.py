@@ -54,7 +54,7 @@ class DrawingReader:
         self._weighted = bool(job.data.columns.weights)
         rows = {feature: table.num_embeddings for table in job.tables for feature in table.features}
         self._features = [DrawnFeature(own, rows[own.feature]) for own in job.data.negatives]
-        self.num_dense = files.num_dense
+        self.dense_names = files.dense_names
         self.paths = [*files.paths, *(path for own in self._features for path in own.paths)]
 
     @property

@@ -22,8 +22,8 @@ class Reader(Protocol):
     """
 
     @property
-    def num_dense(self) -> int:
-        """The number of dense features of every sample."""
+    def dense_names(self) -> list[str]:
+        """The dense features of every sample, in their order; int_0, int_1, ... if they have no names."""
 
     @property
     def invalid_ids(self) -> int:

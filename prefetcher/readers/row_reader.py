@@ -21,6 +21,7 @@ from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.prefetcher.readers.shuffle import HotBlocks, RowOrder
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import DataError
+from rowcast.runtime.name_lists import instead
 
 
 class Cursor(Protocol):
@@ -38,7 +39,7 @@ class DataSetRows(Protocol):
     """The rows of one or more files, counted from 0 over all of them."""
 
     @property
-    def num_dense(self) -> int: ...
+    def dense_names(self) -> list[str]: ...
 
     @property
     def num_rows(self) -> int: ...
@@ -67,7 +68,7 @@ class RowReader:
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
         self._hot: HotSamples | None = None
-        self.num_dense = rows.num_dense
+        self.dense_names = rows.dense_names
         self.paths = [*rows.paths, *(evaluation.paths if evaluation else [])]
 
     @property
@@ -123,12 +124,13 @@ class PendingRows:
 
 
 def split_spans(job: Job, rows: DataSetRows, evaluation: DataSetRows | None) -> dict[Kind, FileSpan]:
-    """Returns the rows of training and evaluation. Raises DataError if their dense features differ in number."""
+    """Returns the rows of training and evaluation. Raises DataError if their dense features differ."""
     if evaluation is None:
         train, held_out = split_rows(rows.num_rows, job.data.eval_fraction)
         return {"train": train, "eval": held_out}
-    if evaluation.num_dense != rows.num_dense:
+    if evaluation.dense_names != rows.dense_names:
         raise DataError(
-            f"data.eval_path has {evaluation.num_dense} dense features, data.path {rows.num_dense}; give both the same"
+            f"data.eval_path has the dense columns {instead(evaluation.dense_names, rows.dense_names)} of data.path; "
+            "give both the same"
         )
     return {"train": FileSpan(start=0, stop=rows.num_rows), "eval": FileSpan(start=0, stop=evaluation.num_rows)}

@@ -36,7 +36,7 @@ Arrival = tuple[SchedulePoint, Part]
 class SourceInfo:
     """Facts known before the first batch."""
 
-    num_dense: int
+    dense_names: list[str]
     expected_train_steps: int | None  # over the whole run; None if the reader does not know its samples
     num_train: int | None  # samples of an epoch
     num_eval: int | None
@@ -261,7 +261,7 @@ class InlineSource(Source):
 
 def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position | None) -> SourceInfo:
     return SourceInfo(
-        num_dense=reader.num_dense,
+        dense_names=reader.dense_names,
         expected_train_steps=expected_train_steps(job, reader, max_steps, start),
         num_train=reader.num_samples("train"),
         num_eval=reader.num_samples("eval"),

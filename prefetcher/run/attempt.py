@@ -211,7 +211,7 @@ class PrefetcherAttempt:
         if self.newest is not None and not self.newest.is_import and not self.newest.machine.threads:
             self._log.warning("an older version made this checkpoint: its number of torch threads is not known")
         if self.newest is not None and self._run.options.mode == "eval":
-            check_can_evaluate(self.newest, self._job)
+            check_can_evaluate(self.newest, self._job, self._source.info().dense_names)
         elif self.newest is not None:
             check_belongs(self.newest, self._job, self._training_data)
             if isinstance(self.newest, ManifestOfVersion3):
@@ -222,8 +222,9 @@ class PrefetcherAttempt:
 
     @cached_property
     def _training_data(self) -> TrainingData:
-        info = self._source.info()
-        return TrainingData(files=sampled(info.paths), hot_rows=hot_rows_checksum(self._job), num_dense=info.num_dense)
+        info, hot_rows = self._source.info(), hot_rows_checksum(self._job)
+        names = tuple(info.dense_names)
+        return TrainingData(files=sampled(info.paths), hot_rows=hot_rows, num_dense=len(names), dense_columns=names)
 
     def _serve(self, connection: Connection, measured: list[ReadBatch]) -> None:
         run, batches = self._run, [placed(ids.point, join_parts(ids.batch, dense)) for ids, dense in measured]
@@ -368,7 +369,8 @@ class PrefetcherAttempt:
         """Returns the arrays of the first batch; dense features and labels if no batch is left."""
         shape = self._job.data.columns.label_shape
         none = DenseBatch(
-            dense=np.zeros((0, self._source.info().num_dense), np.float32), labels=np.zeros((0, *shape), np.float32)
+            dense=np.zeros((0, len(self._source.info().dense_names)), np.float32),
+            labels=np.zeros((0, *shape), np.float32),
         )
         first = measured[0][1] if measured else none
         return batch_specs(first, belonging(self._job).arrays)

@@ -162,7 +162,7 @@ class Watched:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self.starts: list[int] = []
-        self.num_dense, self.invalid_ids, self.paths = reader.num_dense, 0, reader.paths
+        self.dense_names, self.invalid_ids, self.paths = reader.dense_names, 0, reader.paths
 
     def num_samples(self, split: Kind) -> int | None:
         return self._reader.num_samples(split)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rowcast.job.training_identity import check_belongs, check_can_evaluate, dig
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
+    UNKNOWN,
     DataFile,
     Manifest,
     TrainingData,
@@ -170,7 +172,7 @@ def test_what_decides_no_result_may_differ(sections: dict[str, Any]) -> None:
 
 def test_an_evaluation_may_be_of_other_data_but_not_of_another_model() -> None:
     data = {"eval_fraction": 0.5, "shuffle": "full", "options": {}, "synthetic": {"zipf": 2.0}}
-    check_can_evaluate(made(JOB), changed(data=data | {"columns": {"label_values": "real", "label": "other"}}))
+    check_can_evaluate(made(JOB), changed(data=data | {"columns": {"label_values": "real", "label": "other"}}), ())
     for sections, sentence in (
         (
             {"data": {"columns": {"labels": ["label", "other"]}}},
@@ -180,7 +182,34 @@ def test_an_evaluation_may_be_of_other_data_but_not_of_another_model() -> None:
         (MODEL_OPTIONS, "is of another model: model.options.width is 3, and was not set"),
     ):
         with pytest.raises(Mismatch, match=re.escape(sentence)):
-            check_can_evaluate(made(JOB), changed(**sections))
+            check_can_evaluate(made(JOB), changed(**sections), ())
+
+
+@pytest.mark.parametrize(
+    ("was", "num_dense", "now", "sentence"),
+    [
+        ((), 2, ("int_1", "int_2"), ""),  # names that an older version did not record
+        ((), UNKNOWN, ("int_1",), ""),
+        (("int_0", "int_3"), 2, ("int_0", "int_3"), ""),
+        (("int_0", "int_3"), 2, ("int_0", "int_1"), "int_1 instead of int_3"),
+        (("int_0",), 1, ("int_0", "int_1"), "int_1 instead of none"),
+        (("int_0",), 1, (), "none instead of int_0"),
+        ((), 0, ("int_0",), "int_0 instead of none"),
+    ],
+)
+def test_the_dense_columns_that_were_trained_on_are_those_that_are_read(
+    was: tuple[str, ...], num_dense: int, now: tuple[str, ...], sentence: str
+) -> None:
+    read = replace(TrainingData(files=FILES), num_dense=len(now), dense_columns=now)
+    trained = replace(read, num_dense=num_dense, dense_columns=was)
+    checkpoint = replace(made(JOB), trained_on=trained)
+    doors: tuple[Callable[[], None], ...] = (
+        lambda: check_belongs(checkpoint, JOB, read),
+        lambda: check_can_evaluate(checkpoint, JOB, now),
+    )
+    for door in doors:
+        with pytest.raises(Mismatch, match=f"dense columns are {sentence}") if sentence else nullcontext():
+            door()
 
 
 def test_a_run_that_ended_at_an_invalid_id_continues_as_its_sentence_says() -> None:
@@ -302,7 +331,7 @@ def test_a_resealed_manifest_with_a_job_of_odd_types_is_refused_in_a_sentence(se
     places = places_in(checkpoint.job)
     doors: tuple[Callable[[Manifest], object], ...] = (
         lambda read: check_belongs(read, job, DATA[ALL_KEYS]),
-        lambda read: check_can_evaluate(read, job),
+        lambda read: check_can_evaluate(read, job, ()),
         lambda read: scoring_job(read, tmp_path, tmp_path, ()),
         lambda read: parse_job(read.job, "manifest.json"),
     )

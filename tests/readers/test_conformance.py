@@ -167,7 +167,7 @@ def test_arrays_have_the_shapes_and_types_of_the_agreement(case: Case, tmp_path:
     reader = open_reader(job)
     for batch in [*reader.batches("train", 0), *reader.batches("eval", 0)]:
         num_bags = len(job.features) * batch.size
-        assert batch.dense.shape == (batch.size, reader.num_dense)
+        assert batch.dense.shape == (batch.size, len(reader.dense_names))
         assert [batch.dense.dtype, batch.labels.dtype, batch.ids.dtype] == [np.float32, np.float32, np.int64]
         assert all(
             type(array) is np.ndarray and array.flags.c_contiguous for array in (batch.dense, batch.labels, batch.ids)

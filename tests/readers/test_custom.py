@@ -56,7 +56,7 @@ def test_an_iterator_cannot_be_gone_through_twice() -> None:
 
 def test_options_reach_the_factory_and_dense_features_are_counted() -> None:
     reader = open_factory("function", num_batches=5)
-    assert (reader.num_dense, reader.num_samples("train"), reader.paths) == (4, None, [])
+    assert (len(reader.dense_names), reader.num_samples("train"), reader.paths) == (4, None, [])
     assert len(list(reader.batches("train", 0))) == 5
 
 
@@ -87,7 +87,7 @@ def test_a_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
     (tmp_path / "my_clicks.py").write_text("from tests.readers.factories import iterable as clicks\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert open_reader(make_job("my_clicks:clicks")).num_dense == 4
+    assert len(open_reader(make_job("my_clicks:clicks")).dense_names) == 4
 
 
 def test_a_factory_without_batches_is_refused() -> None:

@@ -83,7 +83,7 @@ class Recording:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self.num_dense = reader.num_dense
+        self.dense_names = reader.dense_names
         self.read: list[Kind] = []
 
     def num_samples(self, split: Kind) -> int | None:

@@ -69,7 +69,7 @@ def test_what_is_known_beforehand_comes_first(opened: Callable[..., WorkerSource
     job = synthetic_job()
     for source in (opened(job, max_steps=15), InlineSource(job, 15)):
         info = source.info()
-        assert (info.num_dense, info.expected_train_steps, info.num_train, info.num_eval) == (13, 15, 80, 20)
+        assert (len(info.dense_names), info.expected_train_steps, info.num_train, info.num_eval) == (13, 15, 80, 20)
 
 
 def test_a_run_goes_on_where_another_stopped(opened: Callable[..., WorkerSource]) -> None:

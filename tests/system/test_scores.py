@@ -1,5 +1,6 @@
 """`rowcast score`: a prediction for each row of a file, in its order, with the bits of an evaluation."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,36 @@ def test_a_file_that_cannot_be_scored_leaves_nothing(session: Session) -> None:
     assert "the prefetcher" in sentence
     assert f"feature item is not in {data}" in sentence
     assert not [*session.folder.glob("scores*")]
+
+
+def with_names(path: Path, seed: int, names: str, labels: list[str]) -> None:
+    """Clicks whose dense columns have these names, all with the values of one."""
+    write_clicks(path, seed, labels)
+    own = csv.read_csv(path)
+    price = own.column("price")
+    named = own.drop_columns(["price"])
+    for name in names.split():
+        named = named.append_column(name, price)
+    csv.write_csv(named, path)
+
+
+def test_only_the_dense_columns_that_were_trained_on_are_scored_and_evaluated(session: Session) -> None:
+    with_names(session.folder / "clicks.csv", 1, "int_0 int_3", ["label"])
+    write_job(session, "csv", ["label"])
+    session.config.write_text(session.config.read_text().replace('dense = ["price"], ', ""))
+    assert load_job(session.config).data.columns.dense is None
+    session.start("train").ended().quiet()
+    new, out = session.folder / "new.csv", session.folder / "scores.csv"
+    with_names(new, 2, "int_0 int_1", ["label"])
+    refused = scored(session, new, out)
+    assert refused.code == 5
+    assert re.search(facts("dense columns", "int_1 instead of int_3"), refused.sentences[-1])
+    assert not out.exists()
+    evaluated = session.start("train", "--eval", f"--set=data.eval_path={new}").ended()
+    assert evaluated.code == 4
+    assert re.search(facts("data.eval_path", "int_1 instead of int_3", "data.path"), evaluated.stderr)
+    with_names(new, 2, "int_3 int_0", [])
+    scored(session, new, out).quiet()
 
 
 DENSE, ROWS = "dense-*", "fp32*"

@@ -118,7 +118,7 @@ def test_the_command_trains_a_job_file_and_writes_the_end_and_the_losses(
     config.write_text(JOB_FILE, encoding="utf-8")
     job = load_job(config)
     reader = open_reader(job)
-    start = random_start(job, reader.num_dense)
+    start = random_start(job, len(reader.dense_names))
     save_file(start, start_file)
     arguments = [
         "--config",

@@ -66,7 +66,7 @@ class NpyRows:
         self._columns = np.array(numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy"))
         self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
         self.paths = [part_path(day.name, part) for day in days for part in PARTS]
-        self.num_dense = shared_width(days, "dense")
+        self.dense_names = dense_names(shared_width(days, "dense"))
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +89,7 @@ class NpyRows:
         own_dense, given = np.array(dense[where]), labels[where].reshape(len(taken.rows), -1)
         dense_location, label_location = (row_location(part_path(name, part), taken.rows) for part in PARTS[::2])
         return DenseBatch(
-            dense=check_dense(own_dense, [*own_dense.T], dense_names(self.num_dense), dense_location),
+            dense=check_dense(own_dense, [*own_dense.T], self.dense_names, dense_location),
             labels=check_labels(
                 to_fp32(given).reshape(-1, *self._label_columns.label_shape),
                 [*given.T],

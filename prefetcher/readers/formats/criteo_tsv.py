@@ -23,7 +23,14 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
-from rowcast.prefetcher.readers.id_check import IdCheck, Location, job_features, numbered_columns, refuse_weights
+from rowcast.prefetcher.readers.id_check import (
+    IdCheck,
+    Location,
+    dense_names,
+    job_features,
+    numbered_columns,
+    refuse_weights,
+)
 from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
@@ -57,7 +64,7 @@ def open_reader(job: Job) -> RowReader:
 
 
 class TsvRows:
-    num_dense = NUM_DENSE
+    dense_names = dense_names(NUM_DENSE)
 
     def __init__(self, job: Job, paths: list[Path]) -> None:
         self.columns = numbered_columns(job, NUM_SPARSE, "Criteo TSV")

@@ -80,7 +80,7 @@ class CsvRows:
         self.layout = CsvLayout(
             header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
         )
-        self.num_dense, self.decoder = len(roles.dense), RowDecoder(job, roles, ids)
+        self.dense_names, self.decoder = roles.dense, RowDecoder(job, roles, ids)
         self.index = TextIndex(self.paths, lines_folder(job))
         self.bounds = cumulative(rows_of_files(self.index, self.paths))
 

@@ -4,7 +4,7 @@ The factory is called as factory(job, **job.data.options), or without the job if
 of
 
     an object           with batches(split, epoch, start) -> iterable of batches, from batch `start` on; it may also
-                        have num_dense and num_samples(split) as `reader.Reader` has, and num_batches(split)
+                        have num_dense, num_samples(split) as `reader.Reader` has, and num_batches(split)
     a function          called as function(split, epoch) -> iterable of batches, for each epoch and for "eval"
     an iterable         of training batches, iterated once per epoch; it has no evaluation split
 
@@ -26,6 +26,7 @@ from typing import Any
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
+from rowcast.prefetcher.readers.id_check import dense_names
 from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
@@ -84,8 +85,8 @@ class CustomReader:
         self._num_train: int | None = None  # batches, once epoch 0 was opened
         self.pairing = ""
         self.paths: list[Path] = []  # the files that foreign code reads are unknown
-        self.num_dense = self._first_num_dense()
-        self._check.num_dense = self.num_dense
+        self._check.num_dense = self._first_num_dense()
+        self.dense_names = dense_names(self._check.num_dense)
 
     @property
     def invalid_ids(self) -> int:

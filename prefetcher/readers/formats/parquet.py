@@ -49,8 +49,8 @@ class ParquetRows:
         self.decoder = RowDecoder(job, self.roles, ids)
 
     @property
-    def num_dense(self) -> int:
-        return len(self.roles.dense)
+    def dense_names(self) -> list[str]:
+        return self.roles.dense
 
     @property
     def num_rows(self) -> int:

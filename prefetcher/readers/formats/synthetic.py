@@ -19,7 +19,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
 from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.synthetic_generator import Effects, Permutation, Zipf, streams, uniform
-from rowcast.prefetcher.readers.id_check import Feature, IdCheck, job_features, refuse_weights
+from rowcast.prefetcher.readers.id_check import Feature, IdCheck, dense_names, job_features, refuse_weights
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import F64, U64
@@ -47,7 +47,7 @@ def open_reader(job: Job) -> RowReader:
 class SyntheticRows:
     """It holds nothing, so it is also its cursor. Labels depend on ids, so reading fewer columns saves nothing."""
 
-    num_dense = NUM_DENSE
+    dense_names = dense_names(NUM_DENSE)
 
     def __init__(self, job: Job) -> None:
         self.paths: list[Path] = []
