@@ -106,7 +106,7 @@ def make_folder(run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); {advice(error, 'choose another')}"
+            f"job.run_dir = {str(run_dir)!r} cannot be made ({error.strerror}); {advice(error.errno, 'choose another')}"
         ) from None
 
 

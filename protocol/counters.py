@@ -6,7 +6,7 @@ late.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
@@ -231,13 +231,23 @@ def group_samples(name: str, group: GroupCounters) -> Iterator[Sample]:
     yield "rowcast_exchange_bytes_total", (name, "received"), group.bytes_received
 
 
-class CountersCollector(Collector):
+AnyCounters = TypeVar("AnyCounters", bound=Counters[Any, Any, Any])
+Gauges = TypeVar("Gauges")
+
+
+class CountersCollector(Collector, Generic[AnyCounters, Gauges]):
     """Base of both processes' collectors: reads counters and gauges at scrape time, on the scrape's thread."""
 
-    def __init__(self, process: Process, build: Mapping[str, str], health: Health, rank: int = 0) -> None:
-        self.process: Process = process
+    process: Process
+
+    def __init__(
+        self, counters: AnyCounters, gauges: Callable[[], Gauges], build: Mapping[str, str], health: Health
+    ) -> None:
+        """The scrape's thread calls `gauges`, which must return at once and take no lock that a working stage holds.
+        `build` comes from `build_info`."""
         self.health = health
-        self.rank = rank
+        self.rank = counters.rank
+        self._counters, self._gauges = counters, gauges
         self._build = ("rowcast_build_info", tuple(build.values()), 1.0)
 
     def samples(self) -> Iterable[Sample]:
@@ -270,7 +280,7 @@ class OfRank(Collector):
             yield family
 
 
-def new_registry(collector: CountersCollector) -> CollectorRegistry:
+def new_registry(collector: CountersCollector[Any, Any]) -> CollectorRegistry:
     """Returns the process's only registry."""
     registry = CollectorRegistry()
     registry.register(OfRank(collector.rank))
@@ -278,7 +288,7 @@ def new_registry(collector: CountersCollector) -> CollectorRegistry:
     return registry
 
 
-def serve_metrics(stack: ExitStack, collector: CountersCollector, settings: ServerSettings) -> str:
+def serve_metrics(stack: ExitStack, collector: CountersCollector[Any, Any], settings: ServerSettings) -> str:
     """Serves the process's metrics and health until `stack` is closed; returns the bound "host:port".
 
     Raises ConfigError if the address cannot be bound."""

@@ -206,35 +206,18 @@ class Manifest(Sealed, frozen=True, kw_only=True):
         return sum(file.nbytes for file in self.files)
 
 
-class SavedTable(msgspec.Struct, frozen=True):
-    name: str
+def having(**fields: Any) -> Any:
+    return msgspec.defstruct("Saved", list(fields.items()))
 
 
-class SavedData(msgspec.Struct, frozen=True):
-    format: str
-    columns: dict[str, Any]
-
-
-class SavedRanks(msgspec.Struct, frozen=True):
-    count: int
-    parts: int | None
-
-
-class SavedJobSection(msgspec.Struct, frozen=True):
-    seed: int
-
-
-class SavedJob(msgspec.Struct, frozen=True):
-    """What the job in a manifest of any version has, whatever else its version knew."""
-
-    job: SavedJobSection
-    data: SavedData
-    tables: tuple[SavedTable, ...]
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    transport: dict[str, Any]
-    ranks: SavedRanks
-    metrics: dict[str, Any]
+# what the job in a manifest of any version has, whatever else its version knew
+SAVED_JOB = having(
+    job=having(seed=int),
+    data=having(format=str, columns=dict),
+    tables=list[having(name=str)],  # type: ignore[misc]
+    ranks=having(count=int, parts=int | None),
+    **dict.fromkeys(("model", "optimizer", "transport", "metrics"), dict),
+)
 
 
 class ManifestOfVersion3(Manifest, frozen=True, kw_only=True):
@@ -305,7 +288,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise DataError(f"{path}: no checkpoint here ({error.strerror})") from None
     try:
-        msgspec.convert(manifest.job, SavedJob)
+        msgspec.convert(manifest.job, SAVED_JOB)
     except msgspec.ValidationError as error:
         raise DataError(f"{path}: what it holds as `job` is no job ({error})") from None
     if manifest.name != folder.name:

@@ -1,7 +1,6 @@
 """Defines the errors that end a run. Each has one sentence for the user and the exit code of the process."""
 
 import errno
-from typing import Protocol
 
 OS_ADVICE = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
@@ -13,16 +12,9 @@ OS_ADVICE = {
 }
 
 
-class HasErrno(Protocol):
-    """An OSError or a zmq.ZMQError."""
-
-    @property
-    def errno(self) -> int | None: ...
-
-
-def advice(error: HasErrno, otherwise: str) -> str:
-    """Returns what to change; `otherwise`: for the errors that depend on what was tried."""
-    return OS_ADVICE.get(error.errno or 0, otherwise)
+def advice(number: int | None, otherwise: str) -> str:
+    """Returns what to change after an `errno`; `otherwise`: for the errors that depend on what was tried."""
+    return OS_ADVICE.get(number or 0, otherwise)
 
 
 class RowcastError(Exception):

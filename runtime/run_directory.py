@@ -58,7 +58,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / f"{self._role}.lock", LOCK_FLAGS, 0o600)
         except OSError as error:
-            change = advice(error, "choose another")
+            change = advice(error.errno, "choose another")
             raise ConfigError(
                 f"job.run_dir = {str(self.path)!r} cannot be written ({error.strerror}); {change}"
             ) from None

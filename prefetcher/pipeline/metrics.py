@@ -1,7 +1,7 @@
 """Counts what the prefetcher does and exports it to Prometheus."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -10,7 +10,6 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
 from rowcast.protocol.plan import StepPlan
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.metrics import Sample
 
 StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
@@ -111,19 +110,8 @@ def new_counters(groups: Sequence[GroupSpec], rank: int = 0) -> PrefetcherCounte
     )
 
 
-class PrefetcherCollector(CountersCollector):
-    def __init__(
-        self,
-        counters: PrefetcherCounters,
-        gauges: Callable[[], PrefetcherGauges],
-        build: Mapping[str, str],
-        health: Health,
-    ) -> None:
-        """The scrape's thread calls `gauges`, which must return at once and take no lock that a working stage holds.
-        `build` comes from `build_info`."""
-        super().__init__("prefetcher", build, health, counters.rank)
-        self._counters = counters
-        self._gauges = gauges
+class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges]):
+    process = "prefetcher"
 
     def samples(self) -> Iterator[Sample]:
         gauges, counters = self._gauges(), self._counters

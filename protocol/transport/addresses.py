@@ -60,9 +60,8 @@ class BindFile:
         try:
             socket.bind(f"ipc://{self._path}")
         except zmq.ZMQError as error:
-            raise ConfigError(
-                f"the socket {self._path} cannot be made ({error.strerror}); {advice(error, 'check its directory')}"
-            ) from error
+            change = advice(error.errno, "check its directory")
+            raise ConfigError(f"the socket {self._path} cannot be made ({error.strerror}); {change}") from error
 
     def answer(self) -> None:
         """Does nothing: the file's mode keeps other users out."""

@@ -90,7 +90,9 @@ class RingFile:
             descriptor = os.open(path, OPEN_FLAGS)
         except OSError as error:
             same = "run both processes on one host, as one user, with one /dev/shm"
-            raise ConfigError(f"the ring {path} cannot be opened ({error.strerror}); {advice(error, same)}") from error
+            raise ConfigError(
+                f"the ring {path} cannot be opened ({error.strerror}); {advice(error.errno, same)}"
+            ) from error
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != nbytes:
             os.close(descriptor)
@@ -205,7 +207,7 @@ def _remove_if_left(path: Path) -> bool:
 
 
 def _cannot_create(directory: Path, error: OSError) -> ConfigError:
-    what_to_change = advice(error, "make it writable for this user")
+    what_to_change = advice(error.errno, "make it writable for this user")
     return ConfigError(f"cannot create a file in {directory} ({error.strerror}); {what_to_change}")
 
 

@@ -6,6 +6,7 @@ descriptor. Each line is tried, so a log goes on once there is space again.
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, cast
@@ -23,35 +24,26 @@ LOST = Lost()  # of this process
 
 
 class LastingStream:
-    """A text stream that takes every write."""
+    """A text stream that takes every write, and flushes each line."""
 
     def __init__(self, file: IO[str]) -> None:
-        self.lost_lines = 0
         self._file = file
-        self._unflushed_lines = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def write(self, text: str) -> int:
-        self._unflushed_lines += text.count("\n")
         try:
             self._file.write(text)
+            if "\n" in text:
+                self._file.flush()
         except UNWRITABLE:
-            self._lose()
+            LOST.lines += text.count("\n")
         return len(text)
 
     def flush(self) -> None:
-        try:
+        with suppress(*UNWRITABLE):
             self._file.flush()
-            self._unflushed_lines = 0
-        except UNWRITABLE:
-            self._lose()
-
-    def _lose(self) -> None:
-        self.lost_lines += self._unflushed_lines
-        LOST.lines += self._unflushed_lines
-        self._unflushed_lines = 0
 
 
 def lasting(file: IO[str] | LastingStream) -> LastingStream:
@@ -90,6 +82,4 @@ def write_error_line(line: str) -> None:
     if sys.stderr is None:  # closed before this process began
         LOST.lines += 1
         return
-    stream = lasting(sys.stderr)
-    stream.write(f"{line}\n")
-    stream.flush()
+    lasting(sys.stderr).write(f"{line}\n")

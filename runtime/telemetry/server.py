@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import choose_encoder
 
 from rowcast.runtime.errors import ConfigError, advice
 from rowcast.runtime.telemetry.health import Health
@@ -112,7 +111,7 @@ def bind_fault(error: Exception) -> str:
     if not isinstance(error, OSError):
         return "this is not a host name; use 127.0.0.1"
     return BIND_FAULTS.get(
-        error.errno or 0, f"cannot listen there ({error.strerror}); {advice(error, 'change host:port')}"
+        error.errno or 0, f"cannot listen there ({error.strerror}); {advice(error.errno, 'change host:port')}"
     )
 
 
@@ -122,7 +121,10 @@ def application(registry: CollectorRegistry, health: Health) -> "WSGIApplication
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
-            return metrics(with_valid_accept(environ), start_response)
+            try:
+                return metrics(environ, start_response)
+            except (TypeError, ValueError):  # of an Accept header whose version is no number
+                return metrics({**environ, "HTTP_ACCEPT": ""}, start_response)
         method = environ["REQUEST_METHOD"]
         status, text = (
             health_answer(health, path) if method in ("GET", "HEAD") else ("405 Method Not Allowed", "use GET")
@@ -132,15 +134,6 @@ def application(registry: CollectorRegistry, health: Health) -> "WSGIApplication
         return [] if method == "HEAD" else [body]
 
     return answer
-
-
-def with_valid_accept(environ: "WSGIEnvironment") -> "WSGIEnvironment":
-    """Without an Accept header that prometheus_client cannot read: the caller gets its plain text."""
-    try:
-        choose_encoder(environ.get("HTTP_ACCEPT", ""))
-    except (TypeError, ValueError):  # of a version that is no number
-        return {**environ, "HTTP_ACCEPT": ""}
-    return environ
 
 
 def health_answer(health: Health, path: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import Diverged
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.models.model_state import require_finite, trained_tensors
+from rowcast.trainer.models.model_state import require_finite
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings
 from tests.support.processes import Session
@@ -123,7 +123,7 @@ def test_what_is_not_trained_may_be_infinite() -> None:
     model.bias.requires_grad = False
     model.bias.data[0] = -torch.inf
     model.register_buffer("mask", torch.full((2,), -torch.inf))
-    require_finite(trained_tensors([model, torch.optim.Adam(model.parameters())]), 0)
+    require_finite([model, torch.optim.Adam(model.parameters())], 0)
 
 
 JOB: Mapping[str, Any] = {

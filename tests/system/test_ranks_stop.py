@@ -16,7 +16,7 @@ from rowcast.protocol.messages import EndOfData, StopRequest
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.models.agreed_stop import AgreedStop
-from rowcast.trainer.models.evaluate import EvalCounts
+from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.model_state import unpack
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, start_state
@@ -152,9 +152,10 @@ def test_an_evaluation_that_the_end_of_the_data_interrupts_is_saved_whole_on_eve
         saved = [pair.saved[-1] for pair in run.pairs]
         for other in saved[1:]:
             assert other == saved[0], "ranks would save other states"
-        counts = EvalCounts(**EvalCounts.saved(unpack(saved[0])))
+        metrics = EvalMetrics(parts=4)
+        metrics.restore(unpack(saved[0]))
         evaluation = run.pairs[0].results.evaluations[-1]
-        result = counts.result()
+        result = metrics.compute()
         assert (result.auc, result.logloss, result.accuracy) == (
             evaluation.auc,
             evaluation.logloss,

@@ -105,7 +105,7 @@ def idle(stage: Stage, clock: Callable[[float], None], seconds: Mapping[Any, flo
     return {reason for reason, counted in seconds.items() if counted > before[reason]}
 
 
-def served(collector: CountersCollector) -> dict[str, float]:
+def served(collector: CountersCollector[Any, Any]) -> dict[str, float]:
     """The stalls as a scrape shows them."""
     families = text_string_to_metric_families(generate_latest(new_registry(collector)).decode())
     samples = [

@@ -1,6 +1,6 @@
 import time
 from dataclasses import fields
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import generate_latest
@@ -34,7 +34,7 @@ ALLOWED_LABELS = {
 }
 
 
-def collectors() -> dict[Process, CountersCollector]:
+def collectors() -> dict[Process, CountersCollector[Any, Any]]:
     prefetcher, trainer = three_steps.run_of_three_steps()
     return {
         "prefetcher": three_steps.prefetcher_collector(prefetcher),
@@ -42,12 +42,12 @@ def collectors() -> dict[Process, CountersCollector]:
     }
 
 
-def scrape(collector: CountersCollector) -> dict[str, Family]:
+def scrape(collector: CountersCollector[Any, Any]) -> dict[str, Family]:
     text = generate_latest(new_registry(collector)).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def values(collector: CountersCollector) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def values(collector: CountersCollector[Any, Any]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """By name and the labels besides the rank, which is that of the collector."""
     samples = [sample for family in scrape(collector).values() for sample in family.samples]
     assert {sample.labels.pop("rank") for sample in samples} == {str(collector.rank)}
@@ -261,11 +261,15 @@ def test_a_collector_that_names_an_unknown_metric_is_a_bug() -> None:
 
 
 def test_registering_a_collector_reads_no_counter() -> None:
-    class Unreadable(CountersCollector):
+    class Unreadable(CountersCollector[Any, Any]):
+        process = "trainer"
+
         def samples(self) -> list[tuple[str, tuple[str, ...], float]]:
             raise ValueError("read")
 
-    registry = new_registry(Unreadable("trainer", build_info("trainer", "retail"), Health()))
+    registry = new_registry(
+        Unreadable(three_steps.run_of_three_steps()[1], lambda: None, build_info("trainer", "retail"), Health())
+    )
     with pytest.raises(ValueError, match="read"):
         generate_latest(registry)
 

@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -109,11 +110,15 @@ def test_a_client_that_sends_nothing_holds_nobody_up(server: TelemetryServer) ->
 
 
 def test_a_counter_that_cannot_be_read_answers_500_and_serving_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
-    class Broken(CountersCollector):
+    class Broken(CountersCollector[Any, Any]):
+        process = "trainer"
+
         def samples(self) -> list[tuple[str, tuple[str, ...], float]]:
             raise RuntimeError("the ring is gone")
 
-    registry = new_registry(Broken("trainer", build_info("trainer", "retail"), Health()))
+    registry = new_registry(
+        Broken(three_steps.run_of_three_steps()[1], lambda: None, build_info("trainer", "retail"), Health())
+    )
     with TelemetryServer("trainer", FREE, registry, Health()) as server:
         assert ask(server, "/metrics")[0] == 500
         assert ask(server, "/healthz")[0] == 200

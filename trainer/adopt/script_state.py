@@ -1,7 +1,5 @@
 """Holds the script's state in a checkpoint: its objects, completed epochs, losses and evaluations."""
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 
@@ -10,7 +8,7 @@ from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics
-from rowcast.trainer.models.model_state import Tensors, trained_tensors
+from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 
@@ -26,6 +24,7 @@ class ScriptState:
         self._figures = figures
         self._metrics = EvalMetrics(device, num_labels=len(figures.labels))
         self._dense = dense
+        self.trained = () if dense is None else dense.parts
 
     def record(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """`logits` and `labels`: f32 [size], or [size, T] with several labels, of an evaluation batch."""
@@ -56,9 +55,6 @@ class ScriptState:
             COMPLETED_EPOCHS: torch.tensor(self.epochs.completed, device="cpu"),
             **self._metrics.state(),
         }
-
-    def trained(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return () if self._dense is None else trained_tensors(self._dense.parts)
 
     def restore(self, tensors: Tensors) -> bool:
         if self._dense is not None:

@@ -11,7 +11,7 @@ log loss over that of a constant prediction, the base rate (He et al. 2014). Ran
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -60,14 +60,10 @@ class EvalCounts:
     num_correct: Tensor  # i64 [] or [T]
     loss_sum: Tensor  # f64 [parts] of a batch, see `protocol/parts.py`; one if there are none
     num_samples: Tensor  # i64 []; more than in the histogram if outputs are not logits or labels are not 0 or 1
-    # i64 []: samples with the model's own loss
-    num_own: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
-    # i64 [RANK_BINS], see `ranking.py`
-    rank_bins: Tensor = field(default_factory=lambda: torch.zeros(RANK_BINS, dtype=torch.int64, device="cpu"))
-    num_labels: Tensor = field(
-        default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu")
-    )  # i64 [T] known labels
-    task_loss_sum: Tensor = field(default_factory=lambda: torch.zeros(1, 0, device="cpu"))  # f64 [parts, T]
+    num_own: Tensor  # i64 []: samples with the model's own loss
+    rank_bins: Tensor  # i64 [RANK_BINS], see `ranking.py`
+    num_labels: Tensor  # i64 [T] known labels
+    task_loss_sum: Tensor  # f64 [parts, T]
 
     def result(self) -> EvalResult:
         """Reads the counts; waits for the device if they are on one."""

@@ -112,9 +112,10 @@ def trained_tensors(parts: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, own) for own, name in names.items())
 
 
-def require_finite(tensors: Iterable[tuple[str, Tensor]], train_steps: int) -> None:
-    """Raises Diverged for the first that holds NaN or an infinity after so many train steps."""
-    for name, tensor in tensors:
+def require_finite(parts: Iterable[object], train_steps: int) -> None:
+    """Raises Diverged for the first of their `trained_tensors` that holds NaN or an infinity after so many train
+    steps."""
+    for name, tensor in trained_tensors(parts):
         if tensor.is_floating_point() and tensor.numel():
             extremes = torch.stack(tensor.detach().aminmax()).tolist()  # NaN if there is one
             if not all(map(math.isfinite, extremes)):

@@ -1,6 +1,5 @@
 """Computes a step with the job's model: issues look-up, forward, backward and update to the compute stream."""
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
@@ -27,7 +26,6 @@ from rowcast.trainer.models.model_state import (
     restore_model,
     restore_optimizer,
     restore_random,
-    trained_tensors,
 )
 from rowcast.trainer.models.step_inputs import named_inputs
 
@@ -89,6 +87,7 @@ class StepRunner:
         self._clock: PhaseClock = clock or HostClock()
         self._side = JobModel(job, num_dense, self.device, trains=self.trains, needs_labels=self.needs_labels)
         self.model = self._side.model
+        self.trained = [self.model, self._side.optimizer]
         kernels = kernels or choose_kernels(self.device, job)
         self._embeddings = Embeddings(groups, job.optimizer.sparse, records, kernels, self._clock.lap)
         self._metrics = EvalMetrics(self.device, num_labels=len(job.data.columns.labels))
@@ -150,9 +149,6 @@ class StepRunner:
             **random_state(self.device),
             **self._metrics.state(),
         }
-
-    def trained(self) -> Iterable[tuple[str, Tensor]]:
-        return trained_tensors([self.model, self._side.optimizer])
 
     def restore(self, tensors: Tensors) -> bool:
         """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress."""

@@ -6,7 +6,7 @@
 Plans decide the order of collectives, the same on all ranks, and their sizes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,7 @@ from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.evaluate import EvalCounts, to_host
 from rowcast.trainer.models.exchanges import Exchanges, Start
 from rowcast.trainer.models.job_model import JobModel
-from rowcast.trainer.models.model_state import (
-    Tensors,
-    model_state,
-    optimizer_state,
-    restore_model,
-    restore_optimizer,
-    trained_tensors,
-)
+from rowcast.trainer.models.model_state import Tensors, model_state, optimizer_state, restore_model, restore_optimizer
 from rowcast.trainer.models.ordered import PartVector, sum_in_order
 from rowcast.trainer.models.runner import StepInputs, step_lookups
 from rowcast.trainer.models.sequences import Embedded
@@ -123,6 +116,7 @@ class SharedRunner:
             job, num_dense, self.device, trains=self.trains, needs_labels=self.needs_labels, parts=rank.parts
         )
         self.model = self._side.model
+        self.trained = [self.model, self._side.optimizer]
         kernels = kernels or choose_kernels(self.device, job)
         self._layer = [SharedRows(group, own, kernels) for group, own in zip(groups, records, strict=True)]
         positions = [position for group in groups for position in group.feature_positions]
@@ -187,9 +181,6 @@ class SharedRunner:
             **optimizer_state(self.model, self._side.optimizer),
             **self._evaluation.state(),
         }
-
-    def trained(self) -> Iterable[tuple[str, Tensor]]:
-        return trained_tensors([self.model, self._side.optimizer])
 
     def restore(self, tensors: Tensors) -> bool:
         optimizer = self._side.optimizer

@@ -88,7 +88,11 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("device memory", device_memory(report)),
         ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", processes(report)),
-        *([] if not report.lines_lost else lost_rows(report)),
+        *(
+            [("log", f"incomplete: {plural(report.lines_lost, 'line')} could not be written")]
+            if report.lines_lost
+            else []
+        ),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
         *(("hint", sentence) for sentence in hints(report)),
     ]
@@ -100,10 +104,6 @@ def exchange_rows(report: Report) -> list[tuple[str, str]]:
         ("exchanged", f"{rows:,} rows and their gradients, {human_bytes(nbytes)}"),
         ("rows of a rank", f"{report.rank_imbalance:.3f}, the most over the mean"),
     ]
-
-
-def lost_rows(report: Report) -> list[tuple[str, str]]:
-    return [("log", f"incomplete: {plural(report.lines_lost, 'line')} could not be written")]
 
 
 RANKS = ("rank", "samples", "rows owned", "waited for rows", "waited for ranks", "sent", "received", "processes")

@@ -65,14 +65,15 @@ class Steps(Protocol):
 class ModelState(Protocol):
     """The model's state in a checkpoint."""
 
+    @property
+    def trained(self) -> Iterable[object]:
+        """Models and optimizers, whose tensors training must leave finite."""
+
     def issue_state(self, streams: Streams) -> None:
         """Issues the exchanges that `state` needs. Called at the same barriers on all ranks."""
 
     def state(self) -> Tensors:
         """Returns the state to save. Called when every issued step, and `issue_state`, is complete."""
-
-    def trained(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns the tensors of it that training must leave finite, with their names for a sentence."""
 
     def restore(self, tensors: Tensors) -> bool:
         """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
@@ -107,7 +108,7 @@ class TrainingState:
         return streams.compute.record()
 
     def pack(self) -> bytes:
-        require_finite(self.model.trained(), self.train_steps)
+        require_finite(self.model.trained, self.train_steps)
         return pack({**self.model.state(), **self.results.state()})
 
     def restore(self, content: bytes) -> None:

@@ -1,13 +1,12 @@
 """Counts what the trainer does, for /metrics and for the report."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
 from rowcast.protocol.messages import PlanHeader
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.metrics import Sample
 from rowcast.trainer.device.phases import Lap, Phase
 from rowcast.trainer.step.results import Evaluation
@@ -95,17 +94,8 @@ def new_counters(groups: Sequence[GroupSpec], rank: int = 0) -> TrainerCounters:
     )
 
 
-class TrainerCollector(CountersCollector):
-    def __init__(
-        self, counters: TrainerCounters, gauges: Callable[[], TrainerGauges], build: Mapping[str, str], health: Health
-    ) -> None:
-        """The scrape's thread calls `gauges`, which must return at once and take no lock that a working stage holds.
-
-        `build` comes from `build_info`.
-        """
-        super().__init__("trainer", build, health, counters.rank)
-        self._counters = counters
-        self._gauges = gauges
+class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):
+    process = "trainer"
 
     def samples(self) -> Iterator[Sample]:
         counters, gauges = self._counters, self._gauges()
