@@ -11,6 +11,7 @@ from http.client import HTTPConnection, HTTPException
 
 USUAL_PORTS = (9400, 9401)  # the defaults of [metrics]
 LOOPBACKS = ("127.0.0.1", "::1")
+NOBODY = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the last two: the host has no such loopback
 TIMEOUT_S = 3.0  # per request; two of them must fit in the HEALTHCHECK's time-out
 
 
@@ -21,13 +22,8 @@ def ask(port: int, host: str = LOOPBACKS[0]) -> tuple[int, str] | None:
         connection.request("GET", "/healthz")
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace").strip()
-    except ConnectionRefusedError:
-        return None
-    except OSError as error:
-        missing = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the host has no such loopback
-        return None if missing else (0, f"no answer ({type(error).__name__})")
-    except HTTPException as error:
-        return 0, f"no answer ({type(error).__name__})"
+    except (OSError, HTTPException) as error:
+        return None if getattr(error, "errno", None) in NOBODY else (0, f"no answer ({type(error).__name__})")
     finally:
         connection.close()
 

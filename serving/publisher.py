@@ -102,22 +102,20 @@ class Publisher:
 
     def check(self) -> None:
         """Reads all versions, and warns of damaged ones. If the newest needs one, the next version is a whole one."""
-        needed = self._chain()
-        for number in self._versions():
-            try:
-                open_snapshot(self._to, Named(number, ""), None, "all", Counts())
-            except (DataError, OSError) as error:
-                self._log.warning("a version is damaged", version=version_name(number), damage=str(error))
-                if number in needed:
-                    self._damage = str(error)
-
-    def _chain(self) -> list[int]:
+        named = {number: Named(number, "") for number in self._versions()}
+        newest = Named(0, "")
         try:
-            named = read_current(self._to)
-            return [own.number for own in (named, *read_version(self._to, named).stands_on)] if named.number else []
+            newest = read_current(self._to)
         except DataError as error:
             self._damage = str(error)
-            return []
+        for own in sorted({**named, newest.number: newest}.values()):
+            try:
+                if own.number:
+                    open_snapshot(self._to, own, None, "all", Counts())
+            except (DataError, OSError) as error:
+                self._log.warning("a version is damaged", version=version_name(own.number), damage=str(error))
+                if own == newest:
+                    self._damage = str(error)
 
     def publish(self, *, fresh: bool = False) -> VersionFile | None:
         """Writes the newest checkpoint; None if it is published already, or if there is none yet.
@@ -198,9 +196,7 @@ class Publisher:
             if not self._damage:
                 raise DataError(f"{error}; add --check, which writes a whole version") from None
             return None
-        newest = max(
-            (int(match[1]) for path in self._to.iterdir() if (match := FOLDER_NAME.fullmatch(path.name))), default=0
-        )
+        newest = max(self._numbers(FOLDER_NAME), default=0)
         if not newest:
             return None
         try:

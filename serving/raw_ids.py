@@ -8,7 +8,7 @@ row                  the id is the row; data.on_invalid_id decides about others 
 """
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +21,7 @@ from rowcast.runtime.arrays import I64
 from rowcast.serving import index_loops
 from rowcast.serving.version_file import IdRule, Rule
 
-HASH: Final = "hash"
-HASH_TEXT: Final = "hash of text"
-REMAINDER: Final = "remainder"
-UNSIGNED: Final = "unsigned remainder"
-ROW: Final = "row"
-DIVISIONS: dict[str, int] = {REMAINDER: index_loops.REMAINDER, ROW: index_loops.ROW}
+DIVISIONS: dict[Rule, int] = {"remainder": index_loops.REMAINDER, "row": index_loops.ROW}
 
 
 def id_rules(job: Job) -> tuple[IdRule, ...]:
@@ -45,8 +40,8 @@ def id_rules(job: Job) -> tuple[IdRule, ...]:
 
 def rule_of(form: str, *, hashed: bool, unsigned: bool) -> Rule:
     if hashed:
-        return HASH_TEXT if format_of(form).text_cells else HASH
-    return REMAINDER if form == "criteo-tsv" else UNSIGNED if unsigned else ROW
+        return "hash of text" if format_of(form).text_cells else "hash"
+    return "remainder" if form == "criteo-tsv" else "unsigned remainder" if unsigned else "row"
 
 
 def divided_by(rule: IdRule) -> int:
@@ -60,16 +55,16 @@ def rows_of(rule: IdRule, num_embeddings: int, ids: Any) -> I64:
     Raises ValueError, with the feature's name.
     """
     values = arrow_of(rule, ids)
-    if rule.rule in (HASH, HASH_TEXT):
-        if not can_hash(values.type) or (rule.rule == HASH_TEXT and pa.types.is_integer(values.type)):
-            needed = "text" if rule.rule == HASH_TEXT else "text or integers"
+    if rule.rule in ("hash", "hash of text"):
+        if not can_hash(values.type) or (rule.rule == "hash of text" and pa.types.is_integer(values.type)):
+            needed = "text" if rule.rule == "hash of text" else "text or integers"
             raise ValueError(f"feature {rule.feature}: ids are {values.type}, but training hashed {needed}")
         rows: I64 = hashed_rows(values, num_embeddings)
         return rows
-    if rule.rule == UNSIGNED:
+    if rule.rule == "unsigned remainder":
         return unsigned_remainders(rule, num_embeddings, values)
     found = integers(rule, values)
-    return remainders(rule, num_embeddings, found) if rule.rule == REMAINDER else checked(rule, num_embeddings, found)
+    return remainders(rule, num_embeddings, found) if rule.rule == "remainder" else checked(rule, num_embeddings, found)
 
 
 def arrow_of(rule: IdRule, ids: Any) -> Any:
@@ -80,7 +75,7 @@ def arrow_of(rule: IdRule, ids: Any) -> Any:
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"feature {rule.feature}: ids are no array of one type ({error})") from None
     if pa.types.is_null(values.type):
-        return values.cast(pa.string() if rule.rule in (HASH, HASH_TEXT) else pa.int64())
+        return values.cast(pa.string() if rule.rule in ("hash", "hash of text") else pa.int64())
     return values
 
 

@@ -1,6 +1,5 @@
 """Reads from the job in `version.json` what serving needs. The job of a newer publisher may have more keys."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,6 @@ from rowcast.job.embedding_tables import Table
 from rowcast.job.file import check_tables
 from rowcast.job.formats import Columns
 from rowcast.job.schema import JobSection
-from rowcast.job.section import decode
 from rowcast.job.tables import TableSpec, specs_of
 
 
@@ -21,20 +19,17 @@ class ServedJob:
     weighted: frozenset[str]  # features that were trained with weights
 
 
-TABLE_KEYS = {field.name for field in msgspec.structs.fields(Table)}
+class ServedTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    pass
 
 
 def served_job(content: dict[str, Any]) -> ServedJob:
     """Raises ValueError."""
     try:
-        tables = [decode(Table, known(own, TABLE_KEYS), "tables") for own in content["tables"]]
-        columns = decode(Columns, known(content["data"]["columns"], {"weights"}), "data.columns")
+        tables: list[Table] = [*msgspec.convert(content["tables"], tuple[ServedTable, ...])]
+        columns = Columns(weights=content["data"]["columns"]["weights"])
         check_tables(tables, columns)
-        seed = decode(JobSection, known(content["job"], {"seed", "run_dir"}), "job").seed
+        seed = JobSection(seed=content["job"]["seed"], run_dir="any").seed
     except (LookupError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"not a job ({type(error).__name__}: {error})") from None
     return ServedJob(seed=seed, tables=specs_of(tables, frozenset()), weighted=frozenset(columns.weights))
-
-
-def known(content: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    return {key: content[key] for key in keys if key in content}

@@ -16,7 +16,6 @@ from safetensors.numpy import load
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec
-from rowcast.prefetcher.readers.fp32 import to_fp32
 from rowcast.prefetcher.readers.id_check import check_dense, check_offsets, lookup_location, require_weights
 from rowcast.prefetcher.stores.elements import rounded, widened
 from rowcast.prefetcher.stores.first_values import table_initializer
@@ -312,13 +311,12 @@ class Snapshot:
         found = self.rows(feature, ids)
         bounds = numbers_of(offsets, "iu", f"{where}: offsets are not integers").astype(np.int64)
         given = NO_WEIGHTS if weights is None else numbers_of(weights, "biuf", f"{where}: weights are not numbers")
-        own = to_fp32(given)
         if not len(bounds):
             raise ValueError(f"{where}: offsets are empty; give one more than bags")
         try:
             require_weights(one.is_weighted, weights is not None, where)
             check_offsets(bounds, len(found), where)
-            check_dense(own[:, None], [given], ["weights"], lookup_location(where, 0))
+            own = check_dense(given[:, None], ["weights"], lookup_location(where, 0))[:, 0]
         except DataError as error:
             raise ValueError(str(error)) from None
         if weights is not None and len(own) != len(found):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rowcast.analysis.new.columns import FEW, TEXT, ColumnFacts
 from rowcast.analysis.new.files import DataSet
-from rowcast.prefetcher.readers.fp32 import EVERY_WHOLE
+from rowcast.prefetcher.readers.id_check import EVERY_WHOLE
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.name_lists import listed, nearest
 

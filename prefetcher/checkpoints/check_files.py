@@ -1,23 +1,22 @@
 """Implements `prefetcher verify`: finds damaged checkpoints of a run by reading every byte."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from rowcast.prefetcher.checkpoints.folder import CheckpointFile, Checkpoints
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
-from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, stdout_console
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     name: str
     manifest: Manifest | None  # None: the manifest itself is damaged
-    damage: str | None  # one sentence; None: nothing is damaged
+    damage: str  # one sentence; "": nothing is damaged
 
     def cells(self) -> list[str]:
         manifest = self.manifest
@@ -39,34 +38,14 @@ class Verdict:
 def verify_run(run_dir: Path, name: str | None) -> int:
     """Prints a line per checkpoint, newest first, or for `name` only. Returns the exit code: 4 if one is damaged."""
     checkpoints = Checkpoints(run_dir, Disk())
-    names = checkpoints.candidates()
-    if not names:
-        raise ConfigError(
-            f"{run_dir} holds no checkpoint; a run writes one at its end, and during the run with checkpoint.every"
-        )
-    if name is not None and name not in names:
-        raise ConfigError(f"{checkpoints.root} holds no checkpoint {name}; there is {', '.join(reversed(names))}")
-    verdicts = list(verdicts_of(checkpoints, names if name is None else [name]))
+    names = checkpoints.back_from(name or "")
+    verdicts = [Verdict(*found) for found in checkpoints.examined(names[:1] if name else names)]
     console = stdout_console()
     console.print(table_of(verdicts))
     for verdict in verdicts:
         if verdict.damage:
             console.print(verdict.damage, soft_wrap=True, markup=False)
     return DataError.exit_code if any(verdict.damage for verdict in verdicts) else 0
-
-
-def verdicts_of(checkpoints: Checkpoints, names: list[str]) -> Iterator[Verdict]:
-    """Reads a file that several checkpoints share only once."""
-    whole = set[CheckpointFile]()
-    for name in names:
-        manifest: Manifest | None = None
-        try:
-            manifest = checkpoints.load(name)
-            checkpoints.verify(manifest, whole)
-        except DataError as error:
-            yield Verdict(name=name, manifest=manifest, damage=str(error))
-        else:
-            yield Verdict(name=name, manifest=manifest, damage=None)
 
 
 def table_of(verdicts: list[Verdict]) -> Table:

@@ -205,6 +205,14 @@ class Checkpoints:
         """Names of folders that hold a manifest, newest first. The manifests may be damaged."""
         return [folder.name for folder in self._folders(self.root) if (folder / MANIFEST_NAME).exists()]
 
+    def back_from(self, name: str) -> list[str]:
+        """Names of a checkpoint and of those before it; "": from the newest on. Raises ConfigError if there is none."""
+        names = self.candidates()
+        if not names or name not in ("", *names):
+            held = f"there is {', '.join(reversed(names))}" if names else "a run writes one at its end"
+            raise ConfigError(f"{self.root} holds no checkpoint{f' {name}' if name else ''}; {held}")
+        return names[names.index(name) :] if name else names
+
     def load(self, name: str) -> Manifest:
         """Raises DataError if the manifest is missing or damaged."""
         return read_manifest(self.root / name)
@@ -222,20 +230,28 @@ class Checkpoints:
             if whole is not None:
                 whole.add(file)
 
-    def newest_valid(self, log: FolderLog) -> Manifest | None:
-        """Returns the newest undamaged checkpoint, or None if there is none at all. Warns of damaged ones.
-
-        Raises DataError if all are damaged: a restart from step 0 is the user's decision."""
-        names, whole, damages = self.candidates(), set[CheckpointFile](), list[str]()
+    def examined(self, names: Iterable[str]) -> Iterator[tuple[str, Manifest | None, str]]:
+        """Reads every file of checkpoints, one that several share only once. Yields what is damaged of each, or ""."""
+        whole = set[CheckpointFile]()
         for name in names:
+            manifest, damage = None, ""
             try:
                 manifest = self.load(name)
                 self.verify(manifest, whole)
             except DataError as error:
-                damages.append(str(error))
-                log.warning("checkpoint is damaged; trying an older one", checkpoint=name, damage=str(error))
-            else:
+                damage = str(error)
+            yield name, manifest, damage
+
+    def newest_valid(self, log: FolderLog) -> Manifest | None:
+        """Returns the newest undamaged checkpoint, or None if there is none at all. Warns of damaged ones.
+
+        Raises DataError if all are damaged: a restart from step 0 is the user's decision."""
+        names, damages = self.candidates(), list[str]()
+        for name, manifest, damage in self.examined(names):
+            if not damage:
                 return manifest
+            damages.append(damage)
+            log.warning("checkpoint is damaged; trying an older one", checkpoint=name, damage=damage)
         if names:
             raise DataError(
                 f"{self.root}: none of {len(names)} checkpoints is whole ({damages[0]}); restore them from a copy, "
@@ -244,30 +260,20 @@ class Checkpoints:
         return None
 
     def choose(self, chosen: str | None) -> Manifest:
-        """Returns a checkpoint with all its files whole. `chosen`: its name, or what `chosen_as` said of it; None: the
+        """Returns a checkpoint with all its files whole. `chosen`: its name, maybe with @ and its checksum; None: the
         newest. Raises ConfigError if there is none, DataError if it is damaged or was replaced."""
-        names = self.candidates()
-        name, _, checksum = (chosen or next(iter(names), "")).partition("@")
-        if name not in names:
-            held = f"there is {', '.join(reversed(names))}" if names else "a run writes one at its end"
-            raise ConfigError(f"{self.root} holds no checkpoint{f' {name}' if name else ''}; {held}")
-        try:
-            manifest = self.load(name)
-            self.verify(manifest)
-        except DataError as error:
-            whole = next(filter(self._is_whole, names[names.index(name) + 1 :]), None)
+        name, _, checksum = (chosen or "").partition("@")
+        examined = self.examined(self.back_from(name))
+        _, manifest, damage = next(examined)
+        if manifest is None or damage:
+            whole = next((name for name, _, damage in examined if not damage), None)
             other = "no older one is whole" if whole is None else f"the next whole one is {whole}, for --checkpoint"
-            raise DataError(f"{error}; {other}") from None
+            raise DataError(f"{damage}; {other}")
         if checksum not in ("", manifest.checksum):
-            raise DataError(f"{self.root / name} was replaced by another checkpoint in the meantime; start again")
+            raise DataError(
+                f"{self.root / manifest.name} was replaced by another checkpoint in the meantime; start again"
+            )
         return manifest
-
-    def _is_whole(self, name: str) -> bool:
-        try:
-            self.verify(self.load(name))
-        except DataError:
-            return False
-        return True
 
     def newest_for_ranks(self, known: Manifest | None, log: FolderLog) -> Manifest | None:
         """Like `newest_valid`, for one of several ranks: also looks for a fresh run, and for checkpoints by other

@@ -12,9 +12,9 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
-from rowcast.prefetcher.readers.fp32 import EVERY_WIDE, to_fp32
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.id_check import (
+    EVERY_WIDE,
     LARGEST_ID,
     MISSING,
     Feature,
@@ -37,13 +37,12 @@ class RowDecoder:
 
     def dense(self, table: Any, location: Location) -> DenseBatch:
         roles = self._roles
-        labels, dense = ([found(table[name]) for name in names] for names in (roles.labels, roles.dense))
-        stacked = np.stack([to_fp32(own) for own in dense], axis=1) if dense else np.zeros((table.num_rows, 0), "f4")
+        dense = [floats(table[name], name, location) for name in roles.dense]
         return DenseBatch(
-            dense=check_dense(stacked, dense, roles.dense, location),
-            labels=check_labels(
-                self._labels([to_fp32(own) for own in labels], table.num_rows), labels, self._columns, location
-            ),
+            dense=np.concatenate([np.zeros((table.num_rows, 0), np.float32), *dense], axis=1),
+            labels=check_labels([found(table[name]) for name in roles.labels], self._columns, location)
+            if roles.labels
+            else np.full((table.num_rows, *self._columns.label_shape), np.nan, np.float32),
             inputs=dict(self._input(table, name, location) for name in roles.inputs),
         )
 
@@ -65,11 +64,6 @@ class RowDecoder:
         return name, numbers(
             lookup_values(table, name, feature, lengths, location), name, lookup_location(lengths, location)
         )
-
-    def _labels(self, columns: list[Floats], num_rows: int) -> Floats:
-        if not columns:  # label_values = "none"
-            return np.full((num_rows, *self._columns.label_shape), np.nan, np.float32)
-        return np.stack(columns, axis=1) if self._columns.labels else columns[0]
 
     def ids(self, table: Any, location: Location) -> IdsBatch:
         columns = [feature_column(table, feature, location) for feature in self._roles.features]
@@ -96,10 +90,12 @@ def feature_weights(table: Any, feature: Feature, lengths: Ids | None, location:
     if feature.weights_column is None:
         return None
     values = lookup_values(table, feature.weights_column, feature, lengths, location)
-    given = found(values)
-    weights = to_fp32(given)
-    check_dense(weights[:, None], [given], [feature.weights_column], lookup_location(lengths, location))
-    return weights
+    return floats(values, feature.weights_column, lookup_location(lengths, location))[:, 0]
+
+
+def floats(values: Any, name: str, location: Location) -> Floats:
+    """Returns f32 [n, 1]. Raises DataError for a value that is not finite or that fp32 changes."""
+    return check_dense(found(values)[:, np.newaxis], [name], location)
 
 
 def lookup_values(table: Any, name: str, feature: Feature, lengths: Ids | None, location: Location) -> Any:

@@ -5,14 +5,18 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
+from pathlib import Path, PurePath
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
+from rowcast.runtime.checkpoint_manifest import Manifest, ManifestOfVersion3
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.format_numbers import plural
 
@@ -87,6 +91,27 @@ def numbered(path: Path) -> tuple[list[list[tuple[str, int]]], Path]:
     """Compares paths as their names do, but digits in a row as one number; of equal ones the names decide."""
     parts = [re.findall(r"([0-9]+)|([^0-9])", part) for part in path.parts]
     return [[(other or "0", int(digits or "0")) for digits, other in part] for part in parts], path
+
+
+def in_recorded_order(job: Job, checkpoint: Manifest) -> Job:
+    """Returns the job with the `data.by_name` of the checkpoint's run: older versions read files in the order of their
+    names. Only two files of which numbers and names give different orders can tell it; without such files the job stays
+    as it is."""
+    if isinstance(checkpoint, ManifestOfVersion3) and not checkpoint.is_import:
+        return ordered(job, by_name=True)
+    recorded = [] if checkpoint.trained_on is None else [own.path for own in checkpoint.trained_on.files]
+    places = {PurePath(path).name: place for place, path in reversed([*enumerate(recorded)])}  # files may have moved
+    places |= {path: place for place, path in reversed([*enumerate(recorded)])}
+    with suppress(ConfigError):  # the reader raises it too
+        for first, second in (pair for key in KEYS for pair in pairwise(files_of(ordered(job, by_name=False), key))):
+            here = [places.get(str(own), places.get(own.name)) for own in (first, second)]
+            if first > second and here[0] is not None and here[1] is not None:
+                return ordered(job, by_name=here[1] < here[0])
+    return job
+
+
+def ordered(job: Job, *, by_name: bool) -> Job:
+    return replace(job, data=replace(job.data, by_name=by_name))
 
 
 def files_text(job: Job) -> str:

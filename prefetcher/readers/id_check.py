@@ -1,22 +1,29 @@
-"""Checks ids, dense values and labels before they are used."""
+"""Checks ids, dense values and labels before they are used.
+
+Numbers become fp32. A whole number that fp32 changes, and one beyond its range, are refused; decimals are rounded, as
+every trainer rounds them.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rowcast.job.formats import Columns, formats_with
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.fp32 import Array, is_kept, refuse_changed
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.name_lists import nearest
 
+Array = npt.NDArray[Any]
 Location = Callable[[int], str]  # position in the checked array -> "file, row 17"
 MISSING = np.iinfo(np.int64).min  # a missing id; numpy also converts NaN to it
 LARGEST_ID = 2**63 - 1
+EVERY_WHOLE, EVERY_WIDE = 2.0**24, 2.0**53  # up to these, fp32 and fp64 hold every whole number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,12 +137,42 @@ def refusal(row: int, feature: Feature, location: str) -> DataError:
     )
 
 
-def check_dense(dense: Floats, given: Sequence[Array], names: list[str], location: Location) -> Floats:
-    """Returns `dense` f32 [n, D]; `given` are its columns before the cast. Raises DataError with the location of a
-    value that is not finite, or that fp32 changes (`fp32.py`)."""
+def to_fp32(given: Array) -> Floats:
+    with np.errstate(over="ignore"):  # numbers beyond fp32 become infinite, and the checks refuse them
+        return given.astype(np.float32, copy=False)
+
+
+def refuse_changed(given: Array, cast: Floats, where: Callable[[int, int], str]) -> None:
+    """`given` [n, D], before it became `cast`. Raises DataError at `where(row, column)`."""
+    if given.dtype == cast.dtype or is_kept(cast):
+        return
+    wide = given.astype(np.float64)
+    may_differ = (np.rint(wide) == wide) & ((wide != cast) | (np.abs(wide) >= EVERY_WIDE))
+    for row, column in np.argwhere(may_differ).tolist():
+        [value] = given[row : row + 1, column].tolist()  # a number of Python: it compares integers with floats exactly
+        if value != cast[row, column].item():
+            raise DataError(
+                f"{where(row, column)}: value {value} is {cast[row, column]:.0f} in fp32; scale it, or make it an "
+                "array (data.columns.inputs, or another key of a data set's batch), which keeps its dtype"
+            )
+
+
+def cells(names: Sequence[str], location: Location) -> Callable[[int, int], str]:
+    return lambda row, column: f"{location(row)}, column {names[column]}"
+
+
+def is_kept(cast: Floats) -> bool:
+    """Whether all are finite and so small that no whole number can have changed. The two passes over a batch that has
+    no others."""
+    return not cast.size or bool(cast.min() > -EVERY_WHOLE and cast.max() < EVERY_WHOLE)
+
+
+def check_dense(given: Array, names: Sequence[str], location: Location) -> Floats:
+    """Returns numbers [n, D] as f32. Raises DataError with the location of one that is not finite or that changes."""
+    dense = to_fp32(given)
     if is_kept(dense):
         return dense
-    refuse_changed(given, dense, lambda row, column: f"{location(row)}, column {names[column]}")
+    refuse_changed(given, dense, cells(names, location))
     finite = np.isfinite(dense)
     if not finite.all():
         row, column = divmod(int(np.argmin(finite)), dense.shape[1])
@@ -146,18 +183,19 @@ def check_dense(dense: Floats, given: Sequence[Array], names: list[str], locatio
     return dense
 
 
-def check_labels(labels: Floats, given: Sequence[Array], columns: Columns, location: Location) -> Floats:
-    """Returns `labels` f32 [n], or [n, T] with data.columns.labels; `given` are its columns before the cast. Raises
-    DataError for one that `columns` does not allow, or that fp32 changes (`fp32.py`)."""
+def check_labels(given: Sequence[Array], columns: Columns, location: Location) -> Floats:
+    """Returns labels f32 [n], or [n, T] with data.columns.labels, of T arrays [n]. Raises DataError for one that
+    `columns` does not allow, or that changes."""
+    cast, names = [to_fp32(own) for own in given], columns.label_names
+    labels = np.stack(cast, axis=1) if columns.labels else cast[0]
     if columns.label_values == "none":
         return labels
-    names, is_binary = columns.label_names, columns.label_values == "binary"
+    is_binary = columns.label_values == "binary"
     valid = (labels == 0) | (labels == 1) if is_binary else np.isfinite(labels)
     if columns.labels:
         valid |= np.isnan(labels)  # unknown
-    if not is_binary and not is_kept(labels):
-        by_name = labels.reshape(-1, len(names))
-        refuse_changed(given, by_name, lambda row, column: f"{location(row)}, column {names[column]}")
+    for name, own, found in zip(names, given, () if is_binary else cast, strict=False):
+        refuse_changed(own[:, None], found[:, None], cells([name], location))
     if not valid.all():
         row, column = divmod(int(np.argmin(valid)), len(names))
         allowed = "0 or 1" if is_binary else "finite in fp32"

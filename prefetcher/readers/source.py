@@ -1,4 +1,4 @@
-"""Delivers the planner's batches, decoded in child processes or in the calling thread.
+"""Delivers the planner's batches, decoded in child processes (`worker.py`).
 
     stream of ids  ---- far ahead ------------------------> poll_ids
     stream of dense --- as far as poll_dense has asked ---> poll_dense
@@ -9,24 +9,21 @@ batches; their dense features are kept here until requested.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, divide
-from rowcast.prefetcher.readers.reader import CutElsewhere, Reader, num_batches, open_reader, stream_columns
+from rowcast.prefetcher.readers.batch_parts import DenseBatch, Part, divide
+from rowcast.prefetcher.readers.reader import CutElsewhere, Reader, num_batches
 from rowcast.prefetcher.readers.schedule import (
     PlacedIds,
     ReadBatch,
     SchedulePoint,
-    Turn,
     expected_train_steps,
-    places,
 )
 from rowcast.protocol.batch import Batch
-from rowcast.runtime.errors import DataError, RowcastError
+from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
 
 Arrival = tuple[SchedulePoint, Part]
@@ -195,68 +192,6 @@ class Source:
     def _keep(self, dense: DenseBatch) -> None:
         self._kept.append(dense)
         self._num_arrived += 1
-
-
-class InlineStream:
-    """A `BatchStream` that decodes in the calling thread, one batch per call."""
-
-    def __init__(self, job: Job, columns: Columns, max_steps: int | None, start: Position | None) -> None:
-        self.counters = SourceCounters()
-        self._job, self._columns, self._max_steps, self._position = job, columns, max_steps, start
-        self._open: tuple[Reader, SourceInfo, Iterator[Turn]] | None = None
-        self._failure: RowcastError | None = None
-        self._ended = self._closed = False
-
-    def start(self) -> None:
-        """Decoding starts with the first call."""
-
-    def info(self) -> SourceInfo:
-        return self._opened()[1]
-
-    def take(self) -> Arrival | None:
-        if self._closed:
-            return None
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return self._next()
-        except RowcastError as error:
-            self._failure = error
-            raise
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
-    def close(self) -> None:
-        self._closed, self._open = True, None
-
-    def _next(self) -> Arrival | None:
-        reader, _, turns = self._opened()
-        turn = next(turns, None)
-        self._ended = turn is None
-        if turn is None:
-            return None
-        point, decode = turn
-        part = decode()
-        self.counters.batches += 1
-        self.counters.invalid_ids = reader.invalid_ids
-        return point, part
-
-    def _opened(self) -> tuple[Reader, SourceInfo, Iterator[Turn]]:
-        if self._open is None:
-            reader = open_reader(self._job, self._columns)
-            turns = places(self._job, reader, self._max_steps, self._position)
-            self._open = reader, source_info(self._job, reader, self._max_steps, self._position), turns
-        return self._open
-
-
-class InlineSource(Source):
-    """A `Source` that decodes in the calling thread when it is polled."""
-
-    def __init__(self, job: Job, max_steps: int | None = None, start: Position | None = None) -> None:
-        first, *others = (InlineStream(job, columns, max_steps, start) for columns in stream_columns(job))
-        super().__init__(first, others[0] if others else None)
 
 
 def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position | None) -> SourceInfo:

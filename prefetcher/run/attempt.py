@@ -33,11 +33,10 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
-from rowcast.prefetcher.readers.data_files import files_text
+from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order
 from rowcast.prefetcher.readers.file_samples import sampled
 from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
 from rowcast.prefetcher.readers.pin_files import load_pins
-from rowcast.prefetcher.readers.recorded_order import in_recorded_order
 from rowcast.prefetcher.readers.schedule import ReadBatch, placed
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.prefetcher.run.checkpoint_interval import AttemptInterval

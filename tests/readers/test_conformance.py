@@ -16,7 +16,6 @@ from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.formats import criteo_tsv, csv, parquet_files
 from rowcast.prefetcher.readers.reader import can_share, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import PlacedBatch, SchedulePoint, schedule
-from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.position import Position
@@ -44,6 +43,7 @@ from tests.support.data_files import (
     write_parquet,
     write_tsv,
 )
+from tests.support.inline_source import InlineSource
 
 Case = Callable[..., tuple[Job, list[Row] | None]]  # (folder, **data) -> the job, and every row as pandas decodes it
 

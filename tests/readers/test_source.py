@@ -12,7 +12,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import SchedulePoint, schedule
-from rowcast.prefetcher.readers.source import Arrival, InlineSource, Source, SourceCounters, SourceInfo
+from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
 from rowcast.protocol.batch import IdsBatch
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.position import Position
@@ -28,6 +28,7 @@ from tests.support.data_files import (
     write_tsv,
 )
 from tests.support.facts import facts
+from tests.support.inline_source import InlineSource
 
 
 def npy(folder: Path, **data: Any) -> Job:

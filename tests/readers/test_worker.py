@@ -12,12 +12,12 @@ import pytest
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
 from tests.support.data_files import PARQUET_COLUMNS, make_job, same_batch, write_day, write_parquet
 from tests.support.facts import facts
+from tests.support.inline_source import InlineSource
 
 
 def factory(name: str, **options: Any) -> Job:

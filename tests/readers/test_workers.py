@@ -17,7 +17,6 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import (
@@ -42,6 +41,7 @@ from tests.support.data_files import (
     write_tsv,
 )
 from tests.support.facts import facts
+from tests.support.inline_source import InlineSource
 
 
 def synthetic_job(samples: int = 100, num_workers: int = 3) -> Job:

@@ -14,12 +14,12 @@ import structlog
 
 from rowcast.command_line.trainer import app as trainer_app
 from rowcast.job.file import load_job
-from rowcast.prefetcher.readers.source import InlineSource
 from rowcast.prefetcher.run.all_ranks import check_options
 from rowcast.prefetcher.run.options import RunOptions
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.facts import facts
+from tests.support.inline_source import InlineSource
 from tests.support.jobs import TABLES, job, job_content, write_job
 from tests.support.processes import Session
 

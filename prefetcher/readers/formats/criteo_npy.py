@@ -19,7 +19,6 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, decode_part
 from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
-from rowcast.prefetcher.readers.fp32 import to_fp32
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     check_dense,
@@ -86,16 +85,11 @@ class NpyRows:
     def _dense(self, taken: FileRows) -> DenseBatch:
         name, dense, _, labels = self._days[taken.file]
         where = as_slice(taken.rows)
-        own_dense, given = np.array(dense[where]), labels[where].reshape(len(taken.rows), -1)
+        given = labels[where].reshape(len(taken.rows), -1)
         dense_location, label_location = (row_location(part_path(name, part), taken.rows) for part in PARTS[::2])
         return DenseBatch(
-            dense=check_dense(own_dense, [*own_dense.T], self.dense_names, dense_location),
-            labels=check_labels(
-                to_fp32(given).reshape(-1, *self._label_columns.label_shape),
-                [*given.T],
-                self._label_columns,
-                label_location,
-            ),
+            dense=check_dense(np.array(dense[where]), self.dense_names, dense_location),
+            labels=check_labels([*given.T], self._label_columns, label_location),
         )
 
     def _checked_ids(self, taken: FileRows) -> IdsBatch:

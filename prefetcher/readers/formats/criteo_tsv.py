@@ -80,13 +80,10 @@ class TsvRows:
         return closing(TsvCursor(self))
 
 
-class TsvCursor:
+class TsvCursor(TextCursor):
     def __init__(self, rows: TsvRows) -> None:
+        super().__init__(rows.index)
         self._rows = rows
-        self._text = TextCursor(rows.index)
-
-    def close(self) -> None:
-        self._text.close()
 
     def take(self, rows: Ids, within: FileSpan) -> Batch:
         parts = [self._decode(rows[at : at + LINES_AT_ONCE], within) for at in range(0, len(rows), LINES_AT_ONCE)]
@@ -97,7 +94,7 @@ class TsvCursor:
 
     def _decode(self, rows: Ids, within: FileSpan) -> tuple[Floats, Floats, Ids]:
         """Returns labels [n], dense [n, 13], ids [F, n]."""
-        lines = self._text.lines(rows, within)
+        lines = self.lines(rows, within)
         labels, dense, hashes = decode(
             lines, len(rows), self._rows.columns, lambda i: self._rows.index.location(int(rows[i]))
         )

@@ -99,21 +99,16 @@ class CsvRows:
         return closing(CsvCursor(self))
 
 
-class CsvCursor:
+class CsvCursor(TextCursor):
     def __init__(self, rows: CsvRows) -> None:
+        super().__init__(rows.index)
         self._rows = rows
-        self._text = TextCursor(rows.index)
-
-    def close(self) -> None:
-        self._text.close()
 
     def take(self, rows: Ids, within: FileSpan) -> Batch:
         own, lines = self._rows, self._rows.lines(rows)
         span = FileSpan(start=own.line(within.start), stop=own.line(within.stop - 1) + 1)
         blocks = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
-        decoded = [
-            decode(self._text.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks
-        ]
+        decoded = [decode(self.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks]
         [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
         dense, ids = own.decoder.dense(table, self._location(lines)), own.decoder.ids(table, self._location(lines))
         return join_parts(ids, dense)

@@ -9,7 +9,7 @@ No framework is imported: `numpy.asarray` converts tensors.
     (dense, sparse, labels)                        a tuple or list
 
 where `labels` are [B], or [B, T] with data.columns.labels, and a mapping may have none;
-dense features, labels and weights become fp32, and what that changes is refused (`fp32.py`);
+dense features, labels and weights become fp32, and what that changes is refused (`id_check.py`);
 
 `sparse` is one of
 
@@ -31,8 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.prefetcher.readers.columns import Column, join_columns
-from rowcast.prefetcher.readers.fp32 import is_kept, refuse_changed, to_fp32
-from rowcast.prefetcher.readers.id_check import LARGEST_ID
+from rowcast.prefetcher.readers.id_check import LARGEST_ID, refuse_changed, to_fp32
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.errors import DataError
@@ -141,7 +140,7 @@ def as_array(value: Any, dtype: type[np.generic] | None, what: str) -> npt.NDArr
 
 
 def as_floats(value: Any, what: str) -> F32:
-    """Raises DataError for what is no number, and for a number that fp32 changes (`fp32.py`)."""
+    """Raises DataError for what is no number, and for a number that fp32 changes."""
     array = as_array(value, None, what)
     array = np.asarray(array.tolist()) if array.dtype.kind == "O" else array  # such as integers of Python
     if array.dtype.kind not in "biuf":
@@ -149,13 +148,9 @@ def as_floats(value: Any, what: str) -> F32:
             f"{what} of {array.dtype} are no numbers; give bool, integers or floats, NaN where one is unknown"
         )
     cast = to_fp32(array)
-    if array.dtype != cast.dtype and not is_kept(cast):
-        refuse_changed([array.ravel()], cast.reshape(-1, 1), lambda i, _: f"{what}{index_of(i, array)}")
+    flat = array.reshape(-1, 1), cast.reshape(-1, 1)
+    refuse_changed(*flat, lambda i, _: f"{what}{[int(at) for at in np.unravel_index(i, array.shape)]}")
     return cast
-
-
-def index_of(i: int, array: npt.NDArray[Any]) -> list[int]:
-    return [int(at) for at in np.unravel_index(i, array.shape)]
 
 
 def is_array(value: Any) -> bool:

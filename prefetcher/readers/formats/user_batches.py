@@ -83,7 +83,7 @@ class BatchCheck:
         check_inputs(batch, self._of, where)
 
     def _check_values(self, batch: Batch, where: str) -> None:
-        check_dense(batch.dense, [], dense_names(batch.dense.shape[1]), sample_location(where))  # cast by `as_floats`
+        check_dense(batch.dense, dense_names(batch.dense.shape[1]), sample_location(where))
         are_missing = bool(np.isnan(batch.labels).all()) and not self._columns.labels
         if are_missing and not self._label_may_miss:
             raise DataError(
@@ -91,11 +91,11 @@ class BatchCheck:
                 "loss"
             )
         if self._columns.labels:
-            check_labels(batch.labels, [], self._columns, sample_location(where))
+            check_labels([*batch.labels.T], self._columns, sample_location(where))
         elif not are_missing:  # a label may be any number: the data set knows what the model's loss takes
-            check_dense(batch.labels[:, None], [], ["label"], sample_location(where))
+            check_dense(batch.labels[:, None], ["label"], sample_location(where))
         if batch.weights is not None:
-            check_dense(batch.weights[:, None], [], ["weights"], lookup_location(where, 0))
+            check_dense(batch.weights[:, None], ["weights"], lookup_location(where, 0))
 
     def _checked_ids(self, batch: Batch, where: str) -> Ids:
         ids, bounds = np.ascontiguousarray(batch.ids), bag_offsets(batch.ids, batch.offsets)[:: batch.size]

@@ -1,0 +1,73 @@
+"""The batches of a run, decoded in the calling thread: what those of decoder processes are compared with."""
+
+from collections.abc import Iterator
+
+from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.batch_parts import Columns
+from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import Turn, places
+from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo, source_info
+from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.position import Position
+
+
+class InlineStream:
+    """A `BatchStream` that decodes in the calling thread, one batch per call."""
+
+    def __init__(self, job: Job, columns: Columns, max_steps: int | None, start: Position | None) -> None:
+        self.counters = SourceCounters()
+        self._job, self._columns, self._max_steps, self._position = job, columns, max_steps, start
+        self._open: tuple[Reader, SourceInfo, Iterator[Turn]] | None = None
+        self._failure: RowcastError | None = None
+        self._ended = self._closed = False
+
+    def start(self) -> None:
+        """Decoding starts with the first call."""
+
+    def info(self) -> SourceInfo:
+        return self._opened()[1]
+
+    def take(self) -> Arrival | None:
+        if self._closed:
+            return None
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._next()
+        except RowcastError as error:
+            self._failure = error
+            raise
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def close(self) -> None:
+        self._closed, self._open = True, None
+
+    def _next(self) -> Arrival | None:
+        reader, _, turns = self._opened()
+        turn = next(turns, None)
+        self._ended = turn is None
+        if turn is None:
+            return None
+        point, decode = turn
+        part = decode()
+        self.counters.batches += 1
+        self.counters.invalid_ids = reader.invalid_ids
+        return point, part
+
+    def _opened(self) -> tuple[Reader, SourceInfo, Iterator[Turn]]:
+        if self._open is None:
+            reader = open_reader(self._job, self._columns)
+            turns = places(self._job, reader, self._max_steps, self._position)
+            self._open = reader, source_info(self._job, reader, self._max_steps, self._position), turns
+        return self._open
+
+
+class InlineSource(Source):
+    """A `Source` that decodes in the calling thread when it is polled."""
+
+    def __init__(self, job: Job, max_steps: int | None = None, start: Position | None = None) -> None:
+        first, *others = (InlineStream(job, columns, max_steps, start) for columns in stream_columns(job))
+        super().__init__(first, others[0] if others else None)
