@@ -10,7 +10,7 @@ from rowcast.job.units import parse_bytes
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import DataError
 from rowcast.serving.snapshot import CHECKS, Counts, Snapshot, open_snapshot
-from rowcast.serving.version_file import CURRENT, VersionFile, read_current, read_version, version_name
+from rowcast.serving.version_file import CURRENT, VersionFile, read_current, read_version
 
 TRIES = 5  # versions may be removed between CURRENT and their opening
 
@@ -99,11 +99,8 @@ class Model:
                 )
             try:
                 found = open_snapshot(self._folder, named, before, self._check, self._counts)
-            except (DataError, OSError) as error:
+            except DataError:
                 if attempt + 1 == TRIES or read_current(self._folder) == named:
-                    if isinstance(error, OSError):
-                        path = self._folder / version_name(named.number)
-                        raise DataError(f"{path} cannot be read ({error})") from None
                     raise
             else:
                 if not found.is_bound and (before is None or before.is_bound):

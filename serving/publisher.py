@@ -30,7 +30,7 @@ from rowcast.runtime.checkpoint_manifest import (
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
-from rowcast.runtime.own_files import is_own_file
+from rowcast.runtime.own_files import own_files_in
 from rowcast.runtime.sealed import render, seal
 from rowcast.serving.raw_ids import id_rules
 from rowcast.serving.row_layout import DType
@@ -112,7 +112,7 @@ class Publisher:
             try:
                 if own.number:
                     open_snapshot(self._to, own, None, "all", Counts())
-            except (DataError, OSError) as error:
+            except DataError as error:
                 self._log.warning("a version is damaged", version=version_name(own.number), damage=str(error))
                 if own == newest:
                     self._damage = str(error)
@@ -147,11 +147,7 @@ class Publisher:
     def _newest(self) -> Manifest | None:
         checkpoints = Checkpoints(self._run_dir, Disk())
         self._root = checkpoints.root
-        for name in checkpoints.candidates():
-            manifest = checkpoints.readable(name)
-            if manifest is not None:
-                return manifest
-        return None
+        return next(filter(None, map(checkpoints.readable, checkpoints.candidates())), None)
 
     def _publish(self, manifest: Manifest, *, fresh: bool) -> VersionFile | None:
         current = self._current()
@@ -201,7 +197,7 @@ class Publisher:
             return None
         try:
             return open_snapshot(self._to, Named(newest, ""), None, "all", Counts()).version
-        except (DataError, OSError) as error:
+        except DataError as error:
             raise ConfigError(
                 f"--to {self._to} holds no {CURRENT}, and its newest version is not whole ({error}); copy it again, or "
                 "name another folder"
@@ -351,22 +347,16 @@ def what_stays(folder: Path) -> str:
     its files open keep them. Raises OSError."""
     if folder.is_symlink() or not folder.is_dir():
         return "it is a link or no folder"
-    if FOLDER_NAME.fullmatch(folder.name) and not is_described(folder):
+    own = own_files_in(folder, OWN_FILE)
+    named = [path for path in own if path.name == VERSION_NAME and RUN_ID.search(path.read_bytes())]  # maybe damaged
+    if FOLDER_NAME.fullmatch(folder.name) and not named:
         return f"its {VERSION_NAME} is of no publisher"
-    entries = sorted(folder.iterdir(), key=lambda path: path.name == VERSION_NAME)  # last: it says whose the rest is
-    foreign = [path.name for path in entries if not is_own_file(path, OWN_FILE)]
-    for path in entries:
-        if path.name not in foreign:
-            path.unlink(missing_ok=True)
+    for path in sorted(own, key=lambda path: path.name == VERSION_NAME):  # last: it says whose the rest is
+        path.unlink(missing_ok=True)
+    foreign = [path.name for path in sorted(folder.iterdir())]
     if not foreign:
         folder.rmdir()
     return f"no publisher wrote {', '.join(foreign)} in it" if foreign else ""
-
-
-def is_described(folder: Path) -> bool:
-    """Returns whether a publisher wrote the description, even if it is damaged or of another format."""
-    path = folder / VERSION_NAME
-    return is_own_file(path, OWN_FILE) and path.exists() and RUN_ID.search(path.read_bytes()) is not None
 
 
 def layer_name(layer: RowLayer) -> str:

@@ -53,6 +53,7 @@ from rowcast.serving.version_file import (
     check_file,
     check_size,
     read_version,
+    unreadable,
     version_name,
 )
 
@@ -359,12 +360,15 @@ def numbers_of(values: Any, kinds: str, wrong: str) -> Any:
 
 
 def open_snapshot(folder: Path, named: Named, before: "Snapshot | None", check: str, counts: Counts) -> Snapshot:
-    """Opens a version. Takes what `before` has already open. Raises DataError and OSError."""
+    """Opens a version. Takes what `before` has already open. Raises DataError."""
     newest = read_version(folder, named)
     files = [newest, *(read_version(folder, own) for own in newest.stands_on)]
     job = check_chain(folder, files)
     held = {} if before is None else {own.file.checksum: own for own in before.versions}
-    return Snapshot([held.get(file.checksum) or OpenVersion(folder, file, check) for file in files], job, counts)
+    try:
+        return Snapshot([held.get(file.checksum) or OpenVersion(folder, file, check) for file in files], job, counts)
+    except OSError as error:
+        raise unreadable(folder / version_name(named.number), error) from None
 
 
 def check_chain(folder: Path, files: list[VersionFile]) -> ServedJob:

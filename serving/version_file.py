@@ -191,7 +191,7 @@ def read_current(folder: Path) -> Named:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: a file of the version cannot be read ({error.strerror})")
+    return DataError(f"{error.filename or path}: a file of the version cannot be read ({error.strerror})")
 
 
 def blocks_of(path: Path, nbytes: int = CHECK_BYTES) -> Iterator[bytes]:
@@ -207,14 +207,10 @@ def checksums_of(path: Path) -> tuple[str, ...]:
 
 
 def check_file(folder: Path, file: CheckedFile) -> None:
-    """Reads a file. Raises DataError with the first block that differs."""
+    """Reads a file. Raises DataError with the first block that differs, and OSError."""
     path = folder / file.name
     check_size(folder, file)
-    try:
-        found = checksums_of(path)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    for number, (own, expected) in enumerate(zip(found, file.checksums, strict=False)):
+    for number, (own, expected) in enumerate(zip(checksums_of(path), file.checksums, strict=False)):
         if own != expected:
             raise DataError(
                 f"{path}: block {number} of {CHECK_BYTES} bytes has checksum {own}, but version.json says {expected}; "
@@ -224,10 +220,7 @@ def check_file(folder: Path, file: CheckedFile) -> None:
 
 def check_size(folder: Path, file: CheckedFile) -> None:
     path = folder / file.name
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise unreadable(path, error) from None
+    size = path.stat().st_size
     if size != file.nbytes:
         raise DataError(
             f"{path}: {size} bytes, but version.json says {file.nbytes}; `prefetcher publish --check` writes a whole "

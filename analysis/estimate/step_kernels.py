@@ -85,11 +85,6 @@ class StepSeconds:
     host: float  # what else the main thread does: after the kernels on a CPU, beside them on a device
     outside: frozenset[str]  # kernels that were not measured at such counts
 
-    @property
-    def on_one_thread(self) -> float:
-        """A step's time on a CPU trainer."""
-        return sum(self.tasks.values()) + self.host
-
 
 def step_seconds(
     rates: DeviceRates, job: Job, groups: Sequence[GroupSpec], num_dense: int, counts: StepCounts
