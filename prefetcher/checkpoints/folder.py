@@ -49,6 +49,7 @@ from rowcast.runtime.shard_file import SHARD_NAME, shard_name, writer_of
 from rowcast.runtime.telemetry.logs import get_logger
 
 CheckpointFile = RowFile | DenseFile
+Examined = tuple[str, Manifest | None, str]  # a checkpoint; None: its manifest is damaged; what is damaged, or ""
 FOLDER = "checkpoints"
 INTERVAL_NAME = re.compile(rf"{re.escape(INTERVAL_FILE)}(?:\.partial)?")
 OWN_NAME = re.compile(rf"{NEW_NAME}|(?:{SHARD_NAME}|{re.escape(MANIFEST_NAME)})(?:\.partial)?")
@@ -230,8 +231,8 @@ class Checkpoints:
             if whole is not None:
                 whole.add(file)
 
-    def examined(self, names: Iterable[str]) -> Iterator[tuple[str, Manifest | None, str]]:
-        """Reads every file of checkpoints, one that several share only once. Yields what is damaged of each, or ""."""
+    def examined(self, names: Iterable[str]) -> Iterator[Examined]:
+        """Reads every file of checkpoints, one that several share only once."""
         whole = set[CheckpointFile]()
         for name in names:
             manifest, damage = None, ""

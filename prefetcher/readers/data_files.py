@@ -59,7 +59,8 @@ def data_files(path: str, key: str, pattern: str, *, by_name: bool, apart: str) 
 def is_data(own: Path, pattern: str, where: str, apart: Path) -> bool:
     """Raises ConfigError, which begins with `where`, for files in a folder, and for a name of no regular file."""
     if own.is_dir():
-        if not apart.absolute().is_relative_to(own.absolute()) and (within := file_within(own, pattern)):
+        is_apart = own.name.startswith(UNSEEN) or apart.absolute().is_relative_to(own.absolute())
+        if not is_apart and (within := file_within(own, pattern)):
             raise ConfigError(
                 f"{where}: {within} lies in a sub-folder, whose files are not read; move them, or name all files by a "
                 f"glob such as {own.parent / '**' / f'*{within.suffix}'}"
@@ -77,8 +78,6 @@ def is_data(own: Path, pattern: str, where: str, apart: Path) -> bool:
 
 
 def file_within(folder: Path, pattern: str) -> Path | None:
-    if folder.name.startswith(UNSEEN):
-        return None
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(UNSEEN)]
         for name in names:

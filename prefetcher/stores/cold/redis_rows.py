@@ -249,16 +249,11 @@ class RedisRows:
             for i in range(len(keys)):
                 self._checked(keys[i : i + 1], places[i : i + 1], values[i : i + 1])
         self._servers.check()  # if a server says why, its error is raised
-        raise self._servers.fails(StoreLost(f"{self._wrong(int(keys[0]), int(places[0]), values[0])}; {NEXT_START}"))
-
-    def _wrong(self, key: int, write: int, value: bytes | None) -> str:
-        """Describes what is wrong with a row's value."""
-        node, _ = self._hashes[int(hash_of(np.array([key]))[0])]
-        at = f"Redis server {self._servers.nodes[node].name} (store.url)"
-        row = self._group.row_name(key)
-        if value is None:
-            return f"{at} has lost {row} as write {write} brought it"
-        return f"{at} has bytes for {row} that another program has written"
+        node, _ = self._hashes[int(hash_of(keys)[0])]
+        at, row = f"Redis server {self._servers.nodes[node].name} (store.url)", self._group.row_name(int(keys[0]))
+        lost = f"{at} has lost {row} as write {places[0]} brought it"
+        changed = f"{at} has bytes for {row} that another program has written"
+        raise self._servers.fails(StoreLost(f"{lost if values[0] is None else changed}; {NEXT_START}"))
 
     def _identities(self, keys: Keys, places: Places) -> I64:
         """A number for each value that no other row, write or generation has, but for one chance in 2^64."""
