@@ -14,7 +14,8 @@ source, target, *command = sys.argv[1:]
 copy = command or ["rsync", "-a"]
 newest = (Path(source) / "CURRENT").read_text()  # read first: later versions wait for the next copy
 version = json.loads((Path(source) / newest.split()[0] / "version.json").read_bytes())
-for number in [*(number for number, _ in version["below"]), version["number"]]:
+below = [number for number, _ in version["below"]] if "below" in version else range(version["base"], version["number"])
+for number in [*below, version["number"]]:  # an earlier rowcast did not write `below`
     subprocess.run([*copy, f"{source}/v{number:012d}/", f"{target}/v{number:012d}/"], check=True)
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "CURRENT").write_text(newest)

@@ -192,7 +192,7 @@ def main() -> None:
     job = load_job(options.config)
     # the first square root of a process may be inaccurate if several threads compute it (pytorch#188792)
     torch.ones(1).sqrt()
-    torch.set_num_threads(job.first_threads(usable_cores()))
+    torch.set_num_threads(job.first_threads(usable_cores() if options.parts == 1 else 1))
     losses, end = run_plain_loop(
         job, load_file(options.start), schedule(job, open_reader(job), options.max_steps), options.parts
     )

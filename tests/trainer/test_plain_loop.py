@@ -142,6 +142,21 @@ def test_the_command_trains_a_job_file_and_writes_the_end_and_the_losses(
     assert all(torch.equal(written[name], tensor) for name, tensor in end.items())
 
 
+@pytest.mark.parametrize(("parts", "of_job", "threads"), [(1, 1, 3), (4, 1, 1), (4, 4, 1)])
+def test_the_program_computes_parts_with_the_threads_of_a_run(
+    parts: int, of_job: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, start_file = tmp_path / "job.toml", tmp_path / "start.safetensors"
+    config.write_text(JOB_FILE.replace("threads = 1", f'threads = "auto"\n[ranks]\nparts = {of_job}'))
+    save_file({}, start_file)
+    given = ["--config", config, "--start", start_file, "--out", tmp_path / "end", "--parts", parts]
+    monkeypatch.setattr("sys.argv", ["plain_loop", *map(str, given)])
+    monkeypatch.setattr("examples.plain_loop.usable_cores", lambda: 3)
+    monkeypatch.setattr("examples.plain_loop.run_plain_loop", lambda *_: ([], {}))
+    main()
+    assert torch.get_num_threads() == threads
+
+
 def test_no_batches_leave_the_start_as_it_is() -> None:
     start = random_start(make_job([table("a", 7, 4, ["a"])]))
     losses, end = run_plain_loop(make_job([table("a", 7, 4, ["a"])]), start, [])
