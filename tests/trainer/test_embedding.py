@@ -85,6 +85,23 @@ def test_bags_are_summed_or_averaged_and_empty_bags_are_zero(layer: Layer) -> No
         assert torch.equal(empty, torch.zeros_like(empty))
 
 
+@pytest.mark.parametrize(
+    "bags", [[[]] * 8, [[1], [1], [1], [1], [], [], [1], [1]]], ids=["no look-up", "none of a feature"]
+)
+def test_a_batch_of_empty_bags_looks_up_zeros_and_changes_only_rows_of_the_others(
+    layer: Layer, bags: list[list[int]]
+) -> None:
+    before = layer.records()
+    offsets = np.cumsum([0, *(len(bag) for bag in bags)])
+    features = layer.forward(batch_of([row for bag in bags for row in bag], offsets.tolist(), size=2))
+    assert not features[2].any()
+    torch.autograd.backward(sum_of(features))
+    for now, then in zip(layer.records(), before, strict=True):
+        changed = (now != then).any(1).nonzero().squeeze(1)
+        assert now.isfinite().all()
+        assert (len(changed) > 0) == any(bags)
+
+
 def test_a_negative_zero_is_looked_up_as_the_sum_that_started_from_zero(layer: Layer) -> None:
     layer.groups[0].records.fill_(-0.0)
     one_each = batch_of(ids=[3, 4, 5, 6], offsets=[0, 1, 2, 3, 4], size=1)
