@@ -27,7 +27,7 @@ import numpy as np
 from rowcast.job.file import load_job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints.row_files import RowFiles
-from rowcast.prefetcher.readers.fp32 import is_kept
+from rowcast.prefetcher.readers.id_check import is_kept
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.stores.finite_rows import FiniteRows
 from rowcast.prefetcher.stores.store import Keys, Records
