@@ -6,10 +6,10 @@ late.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
@@ -115,8 +115,24 @@ class Counters(Generic[StallReason, Phase, Queue]):
     plan_bytes_to_device: int = 0
     last_progress: float = field(default_factory=time.time)  # Unix time of the last completed step, or of the start
     timeline: Timeline | None = None  # also records the seconds counted here, with their times
+    literals: ClassVar[tuple[Any, Any, Any]]  # StallReason, Phase, Queue
 
     _by_index: tuple[GroupCounters, ...] = field(init=False, repr=False)  # messages name groups by number
+
+    @classmethod
+    def new(cls, groups: Sequence[GroupSpec], rank: int = 0) -> Self:
+        """`groups` comes from `group_specs`."""
+        reasons, phases, queues = map(get_args, cls.literals)
+        return cls(
+            rank=rank,
+            groups={
+                group.name: GroupCounters(group.record_bytes, group.parts[0].nbytes, 4 * group.embedding_dim)
+                for group in groups
+            },
+            stalls=dict.fromkeys(reasons, 0.0),
+            phases=dict.fromkeys(phases, 0.0),
+            queues={name: QueueCounters() for name in queues},
+        )
 
     def __post_init__(self) -> None:
         self._by_index = tuple(self.groups.values())
@@ -187,13 +203,6 @@ class Counters(Generic[StallReason, Phase, Queue]):
 
     def total(self, name: str) -> int:
         return sum(int(getattr(group, name)) for group in self._by_index)
-
-
-def new_groups(groups: Iterable[GroupSpec]) -> dict[str, GroupCounters]:
-    return {
-        group.name: GroupCounters(group.record_bytes, group.parts[0].nbytes, 4 * group.embedding_dim)
-        for group in groups
-    }
 
 
 def counter_samples(counters: Counters[Any, Any, Any]) -> Iterator[Sample]:

@@ -23,8 +23,8 @@ import xxhash
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.machine import UNRECORDED, Machine
+from rowcast.runtime.own_files import open_regular
 from rowcast.runtime.position import Position
-from rowcast.runtime.regular_files import open_regular
 from rowcast.runtime.sealed import Sealed, read_sealed
 
 MANIFEST_VERSION = 6

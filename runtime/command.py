@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from rowcast.runtime.errors import RowcastError, printable
 from rowcast.runtime.stops import release
-from rowcast.runtime.telemetry.lasting_output import make_lasting, open_missing_descriptors, write_error_line
+from rowcast.runtime.telemetry.lasting_output import make_lasting, write_error_line
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
@@ -30,7 +30,6 @@ def exit_code_of(process: str, main: Callable[[], int | None]) -> int:
 
     A RowcastError becomes one line on stderr and its exit code; an interrupt becomes 130. Any other exception is our
     bug: its traceback is logged and the code is 1. Logging works before `main` sets it up."""
-    open_missing_descriptors()
     make_lasting("stderr")
     setup_logging(process)
     allow_open_files()

@@ -1,9 +1,12 @@
-"""Recognizes files that rowcast wrote by their names, so that no other file is ever removed."""
+"""Recognizes files that rowcast wrote, so that no other is removed; opens files that others may have put there."""
 
+import errno
+import os
 import re
 import stat
 from pathlib import Path
 from secrets import token_hex
+from typing import BinaryIO
 
 
 def is_own_file(path: Path, names: re.Pattern[str]) -> bool:
@@ -25,3 +28,12 @@ def partial_of(path: Path) -> Path:
     """Returns a name beside `path` for a file that becomes it once it is whole: no other file has it, nor another
     writer."""
     return path.with_name(f"{path.name}.{token_hex(4)}.partial")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError if it is no regular file; never waits for the other end of a pipe."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - the caller closes it
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a regular file", str(path))

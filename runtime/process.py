@@ -15,7 +15,7 @@ from rowcast.runtime.command import exit_code_of, say
 from rowcast.runtime.errors import PeerLost, RowcastError
 from rowcast.runtime.stages import Doorbell, Stage, StageThread, Wakes
 from rowcast.runtime.stops import HELD, PASSED_ON, STOPS, release
-from rowcast.runtime.telemetry.lasting_output import make_lasting, open_missing_descriptors
+from rowcast.runtime.telemetry.lasting_output import make_lasting
 from rowcast.runtime.telemetry.logs import get_logger
 
 NAMES = {number: number.name for number in STOPS} | {PASSED_ON: "a stop passed on"}
@@ -84,8 +84,7 @@ def ignore_signals() -> None:
 
 def run_until_stopped(process: str, main: Callable[[Signals], int | None]) -> int:
     """As `run_command`, for a command that ends in order after a stop signal, and whose stdout holds no results."""
-    open_missing_descriptors()  # first: the pipe of the signals must not get one of their numbers
-    make_lasting("stdout")
+    make_lasting("stdout")  # first: the pipe of the signals must not get a missing descriptor's number
     signals = Signals().start()
     return exit_code_of(process, lambda: main(signals))
 

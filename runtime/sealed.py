@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.regular_files import open_regular
+from rowcast.runtime.own_files import open_regular
 
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

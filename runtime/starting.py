@@ -42,14 +42,10 @@ class PeerStart:
     def goes_on(self) -> bool:
         """Whether that process lives on this host, no signal has stopped it, and it has used processor time within
         `hangs_after_s`."""
-        now_s, ticks = time.monotonic(), self._processor_ticks()
+        now_s, ticks = time.monotonic(), None
+        with suppress(OSError, ValueError):  # no note, or one that is just being written
+            pid, start = self._path.read_text().split()
+            ticks = OtherProcess(int(pid), start).processor_ticks
         if ticks != self._ticks:
             self._ticks, self._worked_s = ticks, now_s
         return ticks is not None and now_s - self._worked_s < self._hangs_after_s
-
-    def _processor_ticks(self) -> int | None:
-        try:
-            pid, start = self._path.read_text().split()
-            return OtherProcess(int(pid), start).processor_ticks
-        except (OSError, ValueError):  # no note, or one that is just being written
-            return None

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.store_counts import StoreCounts
-from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
+from rowcast.protocol.counters import Counters, CountersCollector, counter_samples
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.telemetry.metrics import Sample
 
@@ -36,6 +35,8 @@ VerifyKind = Literal["given", "filled", "returned", "dropped", "kept"]
 @dataclass(slots=True, kw_only=True)
 class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
     """Created by `new_counters`. Every counter has one writer: the thread of its stage."""
+
+    literals = StallReason, Phase, Queue
 
     # written under a lock
     rows_verified: dict[VerifyKind, int] = field(default_factory=lambda: dict.fromkeys(get_args(VerifyKind), 0))
@@ -99,15 +100,7 @@ class PrefetcherGauges:
     stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
 
 
-def new_counters(groups: Sequence[GroupSpec], rank: int = 0) -> PrefetcherCounters:
-    """`groups` comes from `group_specs`."""
-    return PrefetcherCounters(
-        rank=rank,
-        groups=new_groups(groups),
-        stalls=dict.fromkeys(get_args(StallReason), 0.0),
-        phases=dict.fromkeys(get_args(Phase), 0.0),
-        queues={name: QueueCounters() for name in get_args(Queue)},
-    )
+new_counters = PrefetcherCounters.new
 
 
 class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges]):

@@ -104,7 +104,8 @@ class PrefetcherAttempt:
         max_steps = run.options.max_steps
         if run.options.mode == "eval":
             self._start, max_steps = Position(eval_batch=0), 0
-        self._ordered = self._job if newest is None or self._scores else in_recorded_order(self._job, newest)
+        scores = run.options.mode == "eval" and self._job.data.eval_path == self._job.data.path  # samples of no run
+        self._ordered = self._job if newest is None or scores else in_recorded_order(self._job, newest)
         self._source = WorkerSource(
             self._ordered,
             max_steps,
@@ -176,11 +177,6 @@ class PrefetcherAttempt:
                 time.sleep(IDLE_WAIT_S)  # other ranks write
         self.newest = self._writer.newest
         self._run.tables.attempt_ended(self.newest, gave_up=self._writer.gave_up)
-
-    @property
-    def _scores(self) -> bool:
-        """Whether these are samples of `rowcast score`, which belong to no run."""
-        return self._run.options.mode == "eval" and self._job.data.eval_path == self._job.data.path
 
     def _work(self) -> int:
         return self._source.counters.batches + (0 if self._writer is None else self._writer.work)

@@ -113,19 +113,9 @@ def piece_bytes(nbytes: int) -> int:
     return aligned(nbytes, ALIGNMENT) + 2 * GUARD_BYTES
 
 
-class RingWriter:
-    """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 stay unused.
-
-    With `always_checksum` every piece carries a checksum, even if `commit` does not ask for one."""
-
-    def __init__(self, buffer: Bytes, *, always_checksum: bool = False) -> None:
+class RingEnd:
+    def __init__(self, buffer: Bytes) -> None:
         self._layout = RingLayout(buffer)
-        self._always_checksum = always_checksum
-        self._allocated = 0  # end of the newest piece
-        self._released = 0  # everything before it is free
-        self._peak_bytes = 0
-        self._uncommitted: deque[RingSlice] = deque()
-        self._committed_ends: deque[int] = deque()
         self._lock = threading.Lock()
 
     @property
@@ -135,6 +125,21 @@ class RingWriter:
     @property
     def max_payload(self) -> int:
         return self._layout.max_payload
+
+
+class RingWriter(RingEnd):
+    """The writing end. `buffer` is the whole ring, u8, 64-byte aligned; bytes beyond a multiple of 64 stay unused.
+
+    With `always_checksum` every piece carries a checksum, even if `commit` does not ask for one."""
+
+    def __init__(self, buffer: Bytes, *, always_checksum: bool = False) -> None:
+        super().__init__(buffer)
+        self._always_checksum = always_checksum
+        self._allocated = 0  # end of the newest piece
+        self._released = 0  # everything before it is free
+        self._peak_bytes = 0
+        self._uncommitted: deque[RingSlice] = deque()
+        self._committed_ends: deque[int] = deque()
 
     @property
     def used_bytes(self) -> int:
@@ -210,23 +215,14 @@ class OpenPiece:
     done: bool = False
 
 
-class RingReader:
+class RingReader(RingEnd):
     """The reading end of the same ring, or of a mirror of it."""
 
     def __init__(self, buffer: Bytes, *, mirror: bool = False) -> None:
-        self._layout = RingLayout(buffer)
+        super().__init__(buffer)
         self.is_mirror = mirror
         self._newest_end = 0
         self._open: deque[OpenPiece] = deque()  # in order, from the oldest one not done
-        self._lock = threading.Lock()
-
-    @property
-    def capacity(self) -> int:
-        return self._layout.capacity
-
-    @property
-    def max_payload(self) -> int:
-        return self._layout.max_payload
 
     def deposit(self, ref: RingRef, parts: Sequence[memoryview]) -> None:
         """Copies a piece's `ref.nbytes` bytes into the mirror. Call once per piece, in order, before its `view`.

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from rowcast.runtime.errors import printable
-from rowcast.runtime.telemetry.lasting_output import lasting
+from rowcast.runtime.telemetry.lasting_output import LastingStream
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -28,7 +28,7 @@ def stdout_console() -> Console:
     file."""
     if sys.stdout is None or not sys.stdout.isatty():
         return PrintableConsole(force_terminal=False, highlight=False)
-    return PrintableConsole(file=cast(TextIO, lasting(sys.stdout)), highlight=False)  # it may be closed meanwhile
+    return PrintableConsole(file=cast(TextIO, LastingStream(sys.stdout)), highlight=False)  # it may be closed meanwhile
 
 
 def print_json(value: object) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, cast
 
 STANDARD = (0, 1, 2)
-UNWRITABLE = (OSError, ValueError)  # ValueError: the file was closed, or cannot encode the text
+# ValueError: the file was closed, or cannot encode the text; AttributeError: it was closed before this process began
+UNWRITABLE = (OSError, ValueError, AttributeError)
 
 
 @dataclass(slots=True)
@@ -46,10 +47,6 @@ class LastingStream:
             self._file.flush()
 
 
-def lasting(file: IO[str] | LastingStream) -> LastingStream:
-    return file if isinstance(file, LastingStream) else LastingStream(file)
-
-
 def open_missing_descriptors() -> None:
     """Opens /dev/null in place of missing standard descriptors, so that no file of ours gets their numbers."""
     for number in STANDARD:
@@ -65,8 +62,9 @@ def open_missing_descriptors() -> None:
 
 def make_lasting(name: Literal["stdout", "stderr"]) -> None:
     """Makes this process's `sys.stdout` or `sys.stderr` a LastingStream."""
+    open_missing_descriptors()
     found = getattr(sys, name) or open(("stdout", "stderr").index(name) + 1, "w", closefd=False)  # noqa: SIM115 - stays open
-    setattr(sys, name, cast(TextIO, lasting(found)))
+    setattr(sys, name, cast(TextIO, LastingStream(found)))
 
 
 def open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
@@ -79,7 +77,4 @@ def open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
 
 
 def write_error_line(line: str) -> None:
-    if sys.stderr is None:  # closed before this process began
-        LOST.lines += 1
-        return
-    lasting(sys.stderr).write(f"{line}\n")
+    LastingStream(sys.stderr).write(f"{line}\n")

@@ -152,13 +152,3 @@ def families(process: Process, samples: Iterable[Sample], rank: int = 0) -> Iter
     for name, labels, value in samples:
         by_name[name].add_metric((str(rank), *labels), value)
     yield from by_name.values()
-
-
-def metric_table() -> str:
-    """Returns the table in docs/metrics.md: every metric of both processes, in Markdown."""
-    lines = ["| metric | type | labels | served by | meaning |", "|---|---|---|---|---|"]
-    for metric in METRICS:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        served_by = "both" if metric.processes == BOTH else metric.processes[0]
-        lines.append(f"| `{metric.name}` | {metric.type} | {labels} | {served_by} | {metric.help} |")
-    return "\n".join(lines) + "\n"

@@ -20,12 +20,13 @@ from rowcast.command_line.trainer import app
 from rowcast.job.file import load_job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.telemetry.health import State
-from rowcast.runtime.telemetry.metrics import METRICS, Process, metric_table
+from rowcast.runtime.telemetry.metrics import METRICS, Process
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Report, read_report
 from rowcast.trainer.step.cache import ArrivedStep
 from rowcast.trainer.step.engine import TrainerEngine
 from tests.support import processes
+from tests.support.metric_table import metric_table
 from tests.support.processes import Session
 
 ROOT = Path(__file__).parents[2]

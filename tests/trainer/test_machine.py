@@ -11,8 +11,8 @@ from rowcast.runtime.machine import UNRECORDED, Machine, threads_of_run
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.run.machine import (
     facts_of,
-    own_machine,
     refuse_fewer_threads,
+    settle,
     warn_of_overridden,
 )
 from tests.support import jobs
@@ -86,10 +86,9 @@ def test_each_difference_is_said_in_one_line_with_both_values(
     parts: int, mode: Mode, setting: int | str, recorded: Machine, threads: int, said: list[str], capfd: Any
 ) -> None:
     job = jobs.job(ranks={"parts": parts}, trainer={"threads": setting})
-    own = own_machine(job, CPU, torch_ops, 4)
     facts_here = (("torch", "2.0"), ("vectors", "AVX512")) if recorded.facts else ()
-    own = type(own)(first=Machine(threads=own.first.threads, facts=facts_here), cores=own.cores)
-    assert own.settle(job, mode, recorded) == Machine(threads=threads, facts=facts_here)
+    own = Machine(threads=job.first_threads(4), facts=facts_here)
+    assert settle(job, mode, own, 4, recorded) == Machine(threads=threads, facts=facts_here)
     assert torch.get_num_threads() == threads
     lines = "".join(capfd.readouterr()).splitlines()
     assert len(lines) == len(said)
@@ -135,7 +134,7 @@ def test_a_variable_that_does_not_count_is_named(
 
 
 def test_the_facts_name_what_chooses_code() -> None:
-    found = facts_of(CPU, torch_ops, {"MKL_CBWR": "AVX2", "HOME": "/"})
+    found = dict(facts_of(CPU, torch_ops, {"MKL_CBWR": "AVX2", "HOME": "/"}))
     assert found["torch"] == torch.__version__
     assert found["vectors"] == torch.backends.cpu.get_cpu_capability()
     assert found["float32 products"] == "whole"

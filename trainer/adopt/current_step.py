@@ -186,13 +186,10 @@ class CurrentStep:
             raise RuntimeError(NO_TRAIN_BATCH)
         if self._is_slice_trained and not self.awaits_backward:
             raise RuntimeError(TOO_LATE.format(step.header.train_step))
-        if self._sliced is not None:
-            is_kept = self._sliced.skip()
-        else:
-            is_kept = False
+        if self._sliced is None or not self._sliced.skip():
             self._embeddings.give_up()
-        if self.is_trained and not is_kept:
-            self.is_trained, self._count_at_training = False, None
+            if self.is_trained:
+                self.is_trained, self._count_at_training = False, None
         self._shared.close()
         self._is_slice_trained, self._is_looked_up, self.is_skipped = False, True, True
 

@@ -24,6 +24,7 @@ from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
+from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stages import Doorbell
@@ -38,7 +39,7 @@ from rowcast.trainer.device.streams import adopted_streams, on_device, release_m
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.run.connection import Connection, ConnectionParts
-from rowcast.trainer.run.machine import own_machine
+from rowcast.trainer.run.machine import facts_of, settle
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
 
@@ -113,12 +114,14 @@ class ScriptRun:
             self.stack.callback(self._child.terminate, CHILD_END_S)
         kernels = choose_kernels(self._device, self._job)  # in parallel with the prefetcher's start
         self.stack.enter_context(self.connection)
-        own = own_machine(self._job, self._device, kernels, torch.get_num_threads())
+        cores = torch.get_num_threads()
+        own = Machine(threads=self._job.first_threads(cores), facts=facts_of(self._device, kernels, os.environ))
         welcome = self.connection.meet(own, lambda: self.stop_reason is not None, began_s, self._child_ended)
         if welcome is None and self.stop_reason is not None:
             raise KeyboardInterrupt
         if welcome is None:
             raise PeerLost("the prefetcher was stopped before the run had begun")
+        settle(self._job, "train", own, cores, welcome.machine)
         self._check_fits_script(welcome)
         self.resumes = welcome.first_train_step > 0
         if self._parts.said_steps not in (0, welcome.first_train_step):

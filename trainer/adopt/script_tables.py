@@ -131,7 +131,7 @@ class ScriptTables:
         """[num_embeddings, embedding_dim] of each, mapped from a file. Before a run, loaded tables as given."""
         checkpoint = self._checkpoint()
         if checkpoint is not None:
-            path = table_files.export_checkpoint(self._job, checkpoint)
+            path = table_files.exported(self._job, "--run", str(self._job.run_dir), "--checkpoint", checkpoint)
         elif self.session is not None and self.session.train_steps:
             raise RuntimeError(
                 f"after {self.session.train_steps} train steps the newest rows are on the device: the tables are "
@@ -140,7 +140,7 @@ class ScriptTables:
             )
         else:
             loaded = self._loaded.get(tables[0].name)
-            path = loaded or table_files.export_start(self._job, self.write_job_file())
+            path = loaded or table_files.exported(self._job, "--config", str(self.write_job_file()))
         return table_files.read_tables(path, tables)
 
     def _checkpoint(self) -> str | None:

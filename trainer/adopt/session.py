@@ -20,7 +20,6 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt.current_step import NO_TRAIN_BATCH, CurrentStep
-from rowcast.trainer.adopt.dense_rates import DenseRates
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.loss_scaling import LossScaling
 from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
@@ -57,11 +56,10 @@ class ScriptSession:
         self._loss: Tensor | None = None  # sum of the losses recorded for the current step
         self._loss_before: Tensor | None = None  # the same without the current micro-batch's
         self._follows_barrier = False  # a barrier came right before the current step
-        self._optimizer_steps = OptimizerSteps()
+        sparse = self._job.optimizer.sparse
+        self._optimizer_steps = OptimizerSteps(sparse.lr, rows_follow=sparse.schedule != LearningRateSchedule())
         stack = self.run.stack
         stack.callback(self._optimizer_steps.close)
-        if self._job.optimizer.sparse.schedule == LearningRateSchedule():
-            stack.callback(DenseRates(self._job.optimizer.sparse.lr).close)
         stack.callback(LossScaling(lambda: self._current is not None and self._current.awaits_backward).close)
 
     def open(self) -> None:

@@ -28,34 +28,27 @@ NOT_DONE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingBagConfig:
-    """One table; TorchRec's EmbeddingBagConfig has the same fields and also works.
+class EmbeddingConfig:
+    """One table whose look-ups stay separate; TorchRec's EmbeddingConfig has the same fields and also works.
 
     name: unique among the tables. num_embeddings, embedding_dim: rows and their width. feature_names: the features that
-    look up the table. pooling: "sum" or "mean". data_type: "fp32", "fp16" or "bf16". init: first values, as `init` of
-    the job file."""
+    look up the table. data_type: "fp32", "fp16" or "bf16". init: first values, as `init` of the job file."""
 
     name: str
     num_embeddings: int
     embedding_dim: int
     feature_names: list[str] = field(default_factory=list)
-    pooling: str = "sum"
     data_type: str = "fp32"
     init: str = "uniform"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingConfig:
-    """One table whose look-ups stay separate; TorchRec's EmbeddingConfig has the same fields and also works.
+class EmbeddingBagConfig(EmbeddingConfig):
+    """One table; TorchRec's EmbeddingBagConfig has the same fields and also works.
 
-    Fields as in EmbeddingBagConfig."""
+    Fields as in EmbeddingConfig, and pooling: "sum" or "mean"."""
 
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    feature_names: list[str] = field(default_factory=list)
-    data_type: str = "fp32"
-    init: str = "uniform"
+    pooling: str = "sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,7 @@ class Kind:
 
     name: str
     poolings: tuple[str, ...]  # the first is that of a config without one
-    config: type[EmbeddingBagConfig] | type[EmbeddingConfig]
+    config: type[EmbeddingConfig]
     other: str  # the one for other poolings
     attribute: str  # of the module in TorchRec that holds the tables, which begins their names in a state dict
 

@@ -96,7 +96,6 @@ class SlicedStep:
         """Expects no backward pass of the waiting slice. Returns whether others have had theirs."""
         self._waiting = None
         if not self._is_kept:
-            self._embeddings.give_up()
             self._grads = None
         return self._is_kept
 

@@ -106,15 +106,10 @@ def run_prefetcher_command(*arguments: str) -> None:
         raise peer_failure(done.returncode, f"`prefetcher {arguments[0]}`: {last.removeprefix('rowcast prefetcher: ')}")
 
 
-def export_start(job: Job, job_file: Path) -> Path:
+def exported(job: Job, *source: str) -> Path:
+    """`source`: options of `prefetcher export` that name what it exports."""
     out = job.run_dir / EXPORTED
-    run_prefetcher_command("export", "--config", str(job_file), "--out", str(out))
-    return out
-
-
-def export_checkpoint(job: Job, checkpoint: str) -> Path:
-    out = job.run_dir / EXPORTED
-    run_prefetcher_command("export", "--run", str(job.run_dir), "--checkpoint", checkpoint, "--out", str(out))
+    run_prefetcher_command("export", *source, "--out", str(out))
     return out
 
 

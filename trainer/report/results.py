@@ -258,11 +258,8 @@ class ResultsInMemory(ResultFiles):
         pass
 
 
-class EvaluationOnly(ResultFiles):
-    """The results of `trainer eval`: writes no losses and restores nothing from the checkpoint."""
-
-    def __enter__(self) -> Self:
-        return self
+class EvaluationOnly(ResultsInMemory):
+    """The results of `trainer eval`: restores nothing from the checkpoint."""
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Does nothing: the run's results are not this evaluation's."""

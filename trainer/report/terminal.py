@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.telemetry.format_numbers import human_count, human_seconds, percent, plural, stdout_console
-from rowcast.runtime.telemetry.lasting_output import LOST, lasting
+from rowcast.runtime.telemetry.lasting_output import LOST, LastingStream
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.step.metrics import TrainerCounters
@@ -176,7 +176,7 @@ def in_a_row(first: RenderableType, figures: Text) -> Table:
 def write(console: Console, text: str) -> bool:
     """Writes and flushes. False if lines were lost."""
     lost_lines = LOST.lines
-    lasting(console.file).write(text)
+    LastingStream(console.file).write(text)
     return LOST.lines == lost_lines
 
 

@@ -66,7 +66,6 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
     for rank, start in enumerate(starts):
         if start.first_batches != first.first_batches:
             raise other_batches(rank, dict(first.first_batches), dict(start.first_batches))
-    for rank, start in enumerate(starts):
         check_threads(rank, start.machine, first.machine)
     return True
 

@@ -19,6 +19,7 @@ from rowcast.job.units import parse_seconds
 from rowcast.protocol.messages import Mode, Welcome
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import PeerLost, RowcastError
+from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.health import Health
@@ -42,7 +43,7 @@ from rowcast.trainer.run.agreement import all_start, failed_start, start_of
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.errands import Errand
 from rowcast.trainer.run.gauges import engine_gauges, learning_rates
-from rowcast.trainer.run.machine import OwnMachine
+from rowcast.trainer.run.machine import settle
 from rowcast.trainer.run.meeting import POLL_S, decoded
 from rowcast.trainer.run.rank_group import Group, Party
 from rowcast.trainer.step.engine import TrainerEngine
@@ -70,7 +71,8 @@ class TrainerRunParts:
     errand: Errand
     fresh: bool
     device: torch.device
-    machine: OwnMachine
+    machine: Machine  # with the threads of a first start
+    cores: int  # for each trainer of this host
     kernels: Kernels
     tensorboard: Path | None  # folder for event files
     signals: Signals
@@ -145,17 +147,20 @@ class TrainerAttempt:
                 connection.attend()
             return self._given_up()
 
+        run, machine = self._run, UNRECORDED
         timeout_s = sum(map(parse_seconds, (self._job.transport.connect_timeout, self._job.ranks.timeout)))
         try:
-            welcome = connection.meet(self._run.machine, self._given_up, self._run.signals.began_s)
+            welcome = connection.meet(run.machine, self._given_up, run.signals.began_s)
+            if welcome is not None:
+                machine = settle(self._job, run.mode, run.machine, run.cores, welcome.machine)
             if welcome is not None and self._keeps_results:
-                self._earlier.check(welcome, fresh=self._run.fresh)
+                self._earlier.check(welcome, fresh=run.fresh)
         except RowcastError as error:
             if not self._given_up():
                 with suppress(RowcastError):
                     all_start(group, failed_start(error), 0.0, lambda: False)
             raise
-        return welcome if all_start(group, start_of(welcome, connection.machine), timeout_s, given_up) else None
+        return welcome if all_start(group, start_of(welcome, machine), timeout_s, given_up) else None
 
     def gauges(self) -> TrainerGauges:
         welcome, engine = self._connection.welcome, self._connection.engine

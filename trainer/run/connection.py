@@ -34,7 +34,7 @@ from rowcast.protocol.session import Session, check_welcome
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.machine import UNRECORDED
+from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
@@ -48,7 +48,6 @@ from rowcast.trainer.device.phases import PhaseClock, phase_clock
 from rowcast.trainer.device.streams import OnDevice, Streams, release_memory
 from rowcast.trainer.run.gauges import stall_clocks
 from rowcast.trainer.run.handshake import await_welcome, hello
-from rowcast.trainer.run.machine import OwnMachine
 from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.step.loop import ModelState, Results, Steps
 from rowcast.trainer.step.metrics import TrainerCounters
@@ -80,7 +79,6 @@ class Connection:
         self.stack = ExitStack()  # closed with the connection, after sending an error to the prefetcher
         self.conversation: Conversation | None = None
         self.welcome: Welcome | None = None
-        self.machine = UNRECORDED  # that computes the run, once the prefetcher was met
         self.engine: TrainerEngine | None = None
         self.has_page_locked_rings = False
         self.asked_to_stop: str | None = None  # the reason, if the prefetcher of any rank got a stop request
@@ -94,13 +92,12 @@ class Connection:
 
     def meet(
         self,
-        own: OwnMachine,
+        machine: Machine,
         given_up: Callable[[], bool],
         began_s: float | None,
         gone: Callable[[], bool] = lambda: False,
     ) -> Welcome | None:
-        """Waits for the prefetcher, then sets torch's threads to the run's. Returns None if it has left or is `gone`,
-        or if this process has `given_up`.
+        """Waits for the prefetcher. Returns None if it has left or is `gone`, or if this process has `given_up`.
 
         A failure noted by the prefetcher after `began_s` ends the wait; None: no failure does. Raises PeerLost, the
         prefetcher's failure, or an error if this process cannot be its trainer."""
@@ -123,7 +120,7 @@ class Connection:
             lambda: None if began_s is None else failure_since(parts.folder, "prefetcher", began_s),
             PeerStart(parts.folder, "prefetcher", parse_seconds(parts.transport.stall_timeout)).goes_on,
         )
-        conversation.send(hello(parts.job, parts.rank, parts.mode, own.first, parts.device))
+        conversation.send(hello(parts.job, parts.rank, parts.mode, machine, parts.device))
         has_started(parts.folder, "trainer")
         crash_point("Hello sent")
         parts.health.state = "connecting"
@@ -134,7 +131,6 @@ class Connection:
         if welcome is not None:
             check_welcome_fits(welcome, parts.job, parts.groups)
             check_welcome(welcome, parts.rank.number)
-            self.machine = own.settle(parts.job, parts.mode, welcome.machine)
             self.welcome = welcome
         return welcome
 

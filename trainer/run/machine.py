@@ -6,7 +6,6 @@ restart        the number that the checkpoint records, on any machine and any nu
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -27,37 +26,26 @@ CHOOSES_CODE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnMachine:
-    """This machine, as a run begins on it."""
-
-    first: Machine  # with the threads of a first start
-    cores: int  # for each trainer of this host; in a training script, the number of threads that it has set
-
-    def settle(self, job: Job, mode: Mode, recorded: Machine) -> Machine:
-        """Sets torch's threads to the run's; returns the machine with this number. Warns of what differs from the
-        `recorded` machine. Raises ConfigError if the job or the environment has another number."""
-        log, first = get_logger(), self.first
-        threads = threads_of_run(job.trainer.threads, first.threads, recorded.threads, trains=mode == "train")
-        refuse_fewer_threads(threads, os.environ)
-        set_threads(threads)
-        if threads != first.threads:
-            log.warning(f"the run keeps its {plural(threads, 'thread')}; a new run would have {first.threads} here")
-        elif mode == "eval" and recorded.threads not in (0, threads):
-            log.warning(f"trainer.threads = {threads} evaluates, and the run trains with {recorded.threads}")
-        elif threads < self.cores and job.trainer.threads == "auto" and not recorded.threads:
-            log.info(f"1 of {self.cores} cores computes, because batches have parts; trainer.threads sets more")
-        if recorded.threads and (found := differences(recorded, first)):
-            log.warning(f"may round differently than before this checkpoint: {'; '.join(found)}")
-        return Machine(threads=threads, facts=first.facts)
+def settle(job: Job, mode: Mode, own: Machine, cores: int, recorded: Machine) -> Machine:
+    """Sets torch's threads to the run's; returns the machine with this number. Warns of what differs from the
+    `recorded` machine. `cores`: for each trainer of this host; in a training script, the number of threads that it has
+    set. Raises ConfigError if the job or the environment has another number."""
+    log = get_logger()
+    threads = threads_of_run(job.trainer.threads, own.threads, recorded.threads, trains=mode == "train")
+    refuse_fewer_threads(threads, os.environ)
+    set_threads(threads)
+    if threads != own.threads:
+        log.warning(f"the run keeps its {plural(threads, 'thread')}; a new run would have {own.threads} here")
+    elif mode == "eval" and recorded.threads not in (0, threads):
+        log.warning(f"trainer.threads = {threads} evaluates, and the run trains with {recorded.threads}")
+    elif threads < cores and job.trainer.threads == "auto" and not recorded.threads:
+        log.info(f"1 of {cores} cores computes, because batches have parts; trainer.threads sets more")
+    if recorded.threads and (found := differences(recorded, own)):
+        log.warning(f"may round differently than before this checkpoint: {'; '.join(found)}")
+    return Machine(threads=threads, facts=own.facts)
 
 
-def own_machine(job: Job, device: torch.device, kernels: Kernels, cores: int) -> OwnMachine:
-    facts = tuple(facts_of(device, kernels, os.environ).items())
-    return OwnMachine(first=Machine(threads=job.first_threads(cores), facts=facts), cores=cores)
-
-
-def facts_of(device: torch.device, kernels: Kernels, environment: Mapping[str, str]) -> dict[str, str]:
+def facts_of(device: torch.device, kernels: Kernels, environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     facts = {
         "torch": str(torch.__version__),
         "device": device_name(device),
@@ -67,7 +55,8 @@ def facts_of(device: torch.device, kernels: Kernels, environment: Mapping[str, s
         facts["kernels"] = getattr(kernels, "__name__", type(kernels).__name__)  # on a CPU, all have the same bits
     else:
         facts["processor"], facts["vectors"] = processor(), torch.backends.cpu.get_cpu_capability()
-    return facts | {name: environment[name] for name in CHOOSES_CODE if name in environment}
+    facts |= {name: environment[name] for name in CHOOSES_CODE if name in environment}
+    return tuple(facts.items())
 
 
 def refuse_fewer_threads(threads: int, environment: Mapping[str, str]) -> None:

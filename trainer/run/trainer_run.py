@@ -14,6 +14,7 @@ from rowcast.protocol.counters import serve_metrics
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.machine import Machine
 from rowcast.runtime.memory import keep_freed_memory
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
@@ -30,7 +31,7 @@ from rowcast.trainer.run.attempt import StartTimes, TrainerAttempt, TrainerRunPa
 from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.gauges import learning_rates
 from rowcast.trainer.run.launch import read_launch
-from rowcast.trainer.run.machine import own_machine, set_threads, warn_of_overridden
+from rowcast.trainer.run.machine import facts_of, set_threads, warn_of_overridden
 from rowcast.trainer.run.rank_group import party_of
 from rowcast.trainer.step.metrics import TrainerCollector, TrainerGauges, new_counters
 
@@ -118,7 +119,8 @@ class TrainerRun:
             errand=self._errand,
             fresh=fresh,
             device=device,
-            machine=own_machine(self._job, device, kernels, cores),
+            machine=Machine(threads=threads, facts=facts_of(device, kernels, os.environ)),
+            cores=cores,
             kernels=kernels,
             tensorboard=self._tensorboard,
             signals=self._signals,

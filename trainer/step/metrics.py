@@ -1,11 +1,10 @@
 """Counts what the trainer does, for /metrics and for the report."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from rowcast.job.tables import GroupSpec
-from rowcast.protocol.counters import Counters, CountersCollector, QueueCounters, counter_samples, new_groups
+from rowcast.protocol.counters import Counters, CountersCollector, counter_samples
 from rowcast.protocol.messages import PlanHeader
 from rowcast.runtime.telemetry.metrics import Sample
 from rowcast.trainer.device.phases import Lap, Phase
@@ -24,6 +23,8 @@ Side = Literal["sparse", "dense"]
 @dataclass(slots=True, kw_only=True)
 class TrainerCounters(Counters[StallReason, Phase, Queue]):
     """Made by `new_counters`. Each counter has one writer: the thread that does the work."""
+
+    literals = StallReason, Phase, Queue
 
     loss: float | None = None  # the last train step's
     shared_samples: int = 0  # of train steps, over all ranks
@@ -84,14 +85,7 @@ class TrainerGauges:
     frames_refused: int = 0
 
 
-def new_counters(groups: Sequence[GroupSpec], rank: int = 0) -> TrainerCounters:
-    return TrainerCounters(
-        rank=rank,
-        groups=new_groups(groups),
-        stalls=dict.fromkeys(get_args(StallReason), 0.0),
-        phases=dict.fromkeys(get_args(Phase), 0.0),
-        queues={name: QueueCounters() for name in get_args(Queue)},
-    )
+new_counters = TrainerCounters.new
 
 
 class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):
