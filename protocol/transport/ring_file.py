@@ -89,10 +89,8 @@ class RingFile:
         try:
             descriptor = os.open(path, OPEN_FLAGS)
         except OSError as error:
-            same = "run both processes on one host, as one user, with one /dev/shm"
-            raise ConfigError(
-                f"the ring {path} cannot be opened ({error.strerror}); {advice(error.errno, same)}"
-            ) from error
+            change = advice(error.errno, "run both processes on one host, as one user, with one /dev/shm")
+            raise ConfigError(f"the ring {path} cannot be opened ({error.strerror}); {change}") from error
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != nbytes:
             os.close(descriptor)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, cast
 
-STANDARD = (0, 1, 2)
+from rowcast.runtime.errors import printable
+
 # ValueError: the file was closed, or cannot encode the text; AttributeError: it was closed before this process began
 UNWRITABLE = (OSError, ValueError, AttributeError)
 
@@ -49,15 +50,11 @@ class LastingStream:
 
 def open_missing_descriptors() -> None:
     """Opens /dev/null in place of missing standard descriptors, so that no file of ours gets their numbers."""
-    for number in STANDARD:
+    for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            os.set_inheritable(number, True)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number, which is this
 
 
 def make_lasting(name: Literal["stdout", "stderr"]) -> None:
@@ -72,9 +69,14 @@ def open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
     try:
         return path.open(mode)
     except OSError as error:
-        write_error_line(f"rowcast: the log {path} cannot be written ({error.strerror}); its lines are lost")
+        print_line(f"the log {path} cannot be written ({error.strerror}); its lines are lost")
         return Path(os.devnull).open(mode)
 
 
 def write_error_line(line: str) -> None:
     LastingStream(sys.stderr).write(f"{line}\n")
+
+
+def print_line(sentence: str) -> None:
+    """For the user of a training script, to whom stdout belongs."""
+    write_error_line(f"rowcast: {printable(sentence)}")

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from rowcast.runtime.telemetry import lasting_output
-from rowcast.runtime.telemetry.lasting_output import LOST, LastingStream, open_log, open_missing_descriptors
+from rowcast.runtime.telemetry.lasting_output import LOST, LastingStream, open_log, open_missing_descriptors, print_line
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging
-from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.report.terminal import write
 from tests.support.processes import ROOT
 

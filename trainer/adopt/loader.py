@@ -24,7 +24,7 @@ from rowcast.protocol.inputs import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.child import Child
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors
+from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors, print_line
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.adopt import run_folder, table_files
 from rowcast.trainer.adopt.batch import LoadedBatch
@@ -35,7 +35,6 @@ from rowcast.trainer.adopt.session import ScriptSession
 from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
-from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.device.streams import on_device, warm_up_sqrt
 from rowcast.trainer.step.cache import ArrivedStep
 from rowcast.trainer.step.results import Evaluation

@@ -29,10 +29,10 @@ from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.starting import note_start
+from rowcast.runtime.telemetry.lasting_output import print_line
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt.script_state import ScriptState
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
-from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.adopt.stop_signals import StopSignals
 from rowcast.trainer.adopt.telemetry import ScriptTelemetry
 from rowcast.trainer.device.streams import adopted_streams, on_device, release_memory

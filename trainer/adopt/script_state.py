@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from rowcast.runtime.telemetry.lasting_output import print_line
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
-from rowcast.trainer.adopt.stderr import print_line
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.model_state import Tensors

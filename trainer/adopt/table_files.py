@@ -129,12 +129,11 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Sequence[Tensor])
 
     They keep their dtype; the import rounds to the table's dtype, refuses values beyond it, and keeps all bits in a
     master copy. Raises ConfigError."""
-    for table, weight in zip(tables, weights, strict=True):
-        if not weight.is_floating_point():
-            raise ConfigError(f"load_state_dict: table {table.name} is {weight.dtype}, which is not kept; give floats")
     dtypes = [weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32 for weight in weights]
     header, end = {}, 0
-    for table, dtype in zip(tables, dtypes, strict=True):
+    for table, weight, dtype in zip(tables, weights, dtypes, strict=True):
+        if not weight.is_floating_point():
+            raise ConfigError(f"load_state_dict: table {table.name} is {weight.dtype}, which is not kept; give floats")
         nbytes = table.num_embeddings * table.embedding_dim * dtype.itemsize
         shape = [table.num_embeddings, table.embedding_dim]
         header[weight_name(table)] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}

@@ -67,6 +67,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     if report.logloss is not None or report.ranking:
         rows.append(("evaluation", evaluation_text(report)))
     rows += [(f"label {task.label}", task_text(task)) for task in report.tasks]
+    lost = plural(report.lines_lost, "line")
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [
         *rows,
@@ -88,11 +89,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
         ("device memory", device_memory(report)),
         ("host memory", f"{human_bytes(report.host_bytes)} in the prefetcher"),
         ("processes", processes(report)),
-        *(
-            [("log", f"incomplete: {plural(report.lines_lost, 'line')} could not be written")]
-            if report.lines_lost
-            else []
-        ),
+        *([("log", f"incomplete: {lost} could not be written")] if report.lines_lost else []),
         ("device", f"{report.device}, threads: {report.threads}, {'pinned' if report.pinned else 'unpinned'} rings"),
         *(("hint", sentence) for sentence in hints(report)),
     ]

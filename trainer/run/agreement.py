@@ -66,19 +66,15 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
     for rank, start in enumerate(starts):
         if start.first_batches != first.first_batches:
             raise other_batches(rank, dict(first.first_batches), dict(start.first_batches))
-        check_threads(rank, start.machine, first.machine)
+        here, others = start.machine, first.machine
+        if here.threads != others.threads:
+            raise ConfigError(
+                f"rank {rank} computes with {here.threads} threads and rank 0 with {others.threads}, so the bits "
+                "depend on which of them computes a part; give all trainers the same trainer.threads"
+            )
+        if found := differences(others, here):
+            get_logger().warning(f"rank {rank} may round differently than rank 0: {'; '.join(found)}")
     return True
-
-
-def check_threads(rank: int, own: Machine, first: Machine) -> None:
-    """Warns of what else differs. Raises ConfigError."""
-    if own.threads != first.threads:
-        raise ConfigError(
-            f"rank {rank} computes with {own.threads} threads and rank 0 with {first.threads}, so the bits depend on "
-            "which of them computes a part; give all trainers the same trainer.threads"
-        )
-    if found := differences(first, own):
-        get_logger().warning(f"rank {rank} may round differently than rank 0: {'; '.join(found)}")
 
 
 def other_batches(rank: int, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:
