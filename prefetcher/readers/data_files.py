@@ -53,6 +53,11 @@ def data_files(path: str, key: str, pattern: str, *, by_name: bool, apart: str) 
         raise ConfigError(f"{where}: {error.filename} cannot be read ({error.strerror})") from None
     if not found:
         raise ConfigError(f"{where}: {lacking}")
+    if "**" in path and len(by_target := {own.resolve(): own for own in found}) < len(found):
+        twice = next(own for own in found if by_target[own.resolve()] != own)
+        raise ConfigError(
+            f"{where}: {twice} and {by_target[twice.resolve()]} are one file; remove the link between them"
+        )
     return sorted(found) if by_name else sorted(found, key=numbered)
 
 

@@ -256,6 +256,14 @@ def test_the_page_has_these_situations() -> None:
     assert set(cells) - {"what the path names"} == set(SITUATIONS)
 
 
+def test_a_file_that_a_recursive_glob_reaches_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.x").touch()
+    assert data_files(f"{tmp_path}/**/*.x", "data.path", "", by_name=False, apart="") == [tmp_path / "a.x"]
+    (tmp_path / "self").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"are one file; remove the link between them"):
+        data_files(f"{tmp_path}/**/*.x", "data.path", "", by_name=False, apart="")
+
+
 def test_digits_in_a_row_are_one_number_and_all_else_is_as_in_names(tmp_path: Path) -> None:
     drawn = random.Random(2)
     names = {"".join(drawn.choices("0123459ab.-_ é²", k=drawn.randint(1, 6))) + ".x" for _ in range(400)} - {"..x"}
