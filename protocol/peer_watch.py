@@ -138,7 +138,7 @@ class PeerWatch:
             return
         self._gone_since_s = self._gone_since_s or now_s
         if now_s - self._gone_since_s > GONE_GRACE_S:
-            raise PeerLost(f"the {self._peer} went away; its own log says why. Start both again")
+            raise PeerLost(f"the {self._peer} went away; its log or output says why. Start again")
 
     def _check_silence(self, now_s: float) -> None:
         silent_s = now_s - max(self._link.last_received_s or self._started_s, self._listening_since_s)

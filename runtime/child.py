@@ -13,6 +13,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path | None  # None if it writes to our stderr
+    log_start: int = 0  # bytes of earlier processes
 
     @property
     def code(self) -> int | None:
@@ -52,7 +53,16 @@ class Child:
             return f"{who} {killed_by(-code)}"
         if self.log is None:
             return f"{who} ended with code {code}; its error is above"
-        return f"{who} ended with code {code}: {last_line(self.log)} [{self.log}]"
+        return f"{who} ended with code {code}: {self.last_line(self.log)} [{self.log}]"
+
+    def last_line(self, log: Path) -> str:
+        """Returns the last error in the log, or the last line: a process of another run may write to it as well."""
+        try:
+            text = log.read_bytes()[self.log_start :].decode(errors="replace")
+        except OSError as error:
+            return f"its log cannot be read ({error.strerror})"
+        lines = text.strip().splitlines()
+        return "".join(([line for line in lines if line.startswith(f"rowcast {self.name}: ")] or lines)[-1:])
 
 
 def killed_by(number: int) -> str:
@@ -60,10 +70,3 @@ def killed_by(number: int) -> str:
     return f"was killed by {name}" + (
         "; unless you sent it, the machine ran out of memory" if name == "SIGKILL" else ""
     )
-
-
-def last_line(log: Path) -> str:
-    try:
-        return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])
-    except OSError as error:
-        return f"its log cannot be read ({error.strerror})"

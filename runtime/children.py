@@ -29,11 +29,12 @@ def start_child(name: str, module: str, arguments: Sequence[str], log: Path | No
     command = [sys.executable, "-m", module, *arguments]
     with ExitStack() as stack:
         file = None if log is None else stack.enter_context(open_log(log, "ab"))
+        log_start = 0 if file is None else file.tell()
         output = subprocess.STDOUT if file is not None else None
         stack.enter_context(held())
         tie = partial(stop_with_parent, os.getpid())
         process = subprocess.Popen(command, stdout=file, stderr=output, preexec_fn=tie)
-    return Child(name, process, log)
+    return Child(name, process, log, log_start)
 
 
 def stop_with_parent(parent: int) -> None:

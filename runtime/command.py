@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from rowcast.runtime.errors import RowcastError, printable
+from rowcast.runtime.errors import RowcastError, advice, printable
 from rowcast.runtime.stops import release
 from rowcast.runtime.telemetry.lasting_output import make_lasting, write_error_line
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging
@@ -46,9 +46,14 @@ def exit_code_of(process: str, main: Callable[[], int | None]) -> int:
         say(process, "interrupted")
     except Exception as error:  # noqa: BLE001 - logged with its traceback, and the process ends
         code = 1
-        get_logger().exception("unexpected error")
-        say(process, f"unexpected error: {type(error).__name__}: {error}")
-    flush_stdout()
+        if not isinstance(error, OSError) or stdout_errno(after="\n") != error.errno:
+            get_logger().exception("unexpected error")
+            say(process, f"unexpected error: {type(error).__name__}: {error}")
+    if unwritten := stdout_errno(after=""):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter exits with 120
+        if unwritten not in (errno.EPIPE, errno.EIO):  # a reader that has ended (`| head`) changes no code
+            code = code or 1
+            say(process, f"stdout cannot be written ({os.strerror(unwritten)}); {advice(unwritten, 'redirect it')}")
     return code
 
 
@@ -64,11 +69,11 @@ def say(process: str, sentence: str) -> None:
     write_error_line(f"rowcast {process}: {printable(line)}")
 
 
-def flush_stdout() -> None:
-    """Flushes, without turning the exit code into the interpreter's 120 if the reader has ended (`| head`)."""
+def stdout_errno(*, after: str) -> int:
+    """Writes `after` and flushes. Returns why stdout cannot be written, or 0. What failed may be in no buffer now."""
     try:
+        sys.stdout.write(after)
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error.errno or errno.EIO
+    return 0

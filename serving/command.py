@@ -106,7 +106,8 @@ def publish_once(publisher: Publisher, run_dir: Path, *, fresh: bool) -> int:
     elif publisher.has_checkpoint:
         get_logger().info("the newest checkpoint is published already")
     else:
-        raise ConfigError(f"--run {run_dir} holds no checkpoint yet; wait for one, or add --every 60s, which waits")
+        change = "wait for one, or add --every 60s, which waits" if run_dir.is_dir() else "there is no such folder"
+        raise ConfigError(f"--run {run_dir} holds no checkpoint yet; {change}")
     return 0
 
 

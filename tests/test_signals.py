@@ -232,3 +232,21 @@ def test_only_a_kill_is_blamed_on_memory(number: int, said: str) -> None:
         process.wait()
         child = Child("child", process, None)
     assert child.describe_exit() == f"the child (process {process.pid}) {said}"
+
+
+@pytest.mark.parametrize(
+    ("own", "quoted"),
+    [
+        ("rowcast prefetcher: its error\n", "rowcast prefetcher: its error"),
+        ("Usage: none\nits last line\n", 'event="no progress"'),
+    ],
+)
+def test_the_error_of_a_child_is_its_own_in_a_log_of_several(own: str, quoted: str, tmp_path: Path) -> None:
+    log = tmp_path / "prefetcher.log"
+    log.write_text("rowcast prefetcher: an earlier error\n")
+    with subprocess.Popen(["false"]) as process:
+        process.wait()
+    child = Child("prefetcher", process, log, log.stat().st_size)
+    with log.open("a") as file:
+        file.write(f'{own}event="no progress"\n')
+    assert child.describe_exit().endswith(f" ended with code 1: {quoted} [{log}]")

@@ -151,7 +151,7 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
             seen.arrays.add(sampled.batch, job)
             seen.histories.add(sampled.batch, job)
         num_replaced += reader.invalid_ids - replaced_before
-    read = f"{'all' if amount == ALL else 'some'} {seen.num_samples:,} samples"
+    read = f"{'all ' if amount == ALL else ''}{seen.num_samples:,} samples"
     yield from about("ids", [ids_finding(job, seen, read, num_replaced)])
     yield from about("arrays", check_arrays(job, seen.arrays))
     yield from about("histories", check_histories(job, seen.histories))

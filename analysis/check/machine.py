@@ -88,7 +88,7 @@ def check_ports(job: Job) -> Iterator[Finding]:
             yield from (error(refusal) for refusal in refusals)
             if not refusals:
                 last = "" if len(pairs) == 1 else f" and so on to {getattr(pairs[-1], name)}"
-                yield ok(f"[metrics] {name} = {getattr(job.metrics, name)}{last} can be had")
+                yield ok(f"[metrics] {name} = {getattr(job.metrics, name)}{last} is free")
 
 
 def check_rings(ring_bytes: int, pairs: int = 1) -> Iterator[Finding]:

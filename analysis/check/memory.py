@@ -53,9 +53,9 @@ def check_memory(
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if job.model.kind in COUNTED_MODELS else f"; the dense weights of {job.model.kind} are not counted"
     beside = "; store.memory covers the tables" if isinstance(job.store, StoreWithTier) else "; tables are files"
-    grow = f", tables up to {human_bytes(tables)} as their rows are trained" if in_memory else beside
-    of_pairs = "" if pairs == 1 else f"{pairs} pairs of prefetcher and trainer: "
-    sentence = f"{human_bytes(free_bytes)} are free for {of_pairs}{listed}{grow}{unknown}"
+    grow = f", and up to {human_bytes(tables)} for tables as their rows are trained" if in_memory else beside
+    of_pairs = "needs " if pairs == 1 else f"{pairs} pairs of prefetcher and trainer need "
+    sentence = f"{of_pairs}{human_bytes(fixed)} ({listed}) of {human_bytes(free_bytes)} free{grow}{unknown}"
     if fixed > free_bytes:
         yield error(
             f"{sentence}: too little even without tables; free some memory, or lower cache.capacity, lookahead or "

@@ -210,7 +210,8 @@ class Checkpoints:
         """Names of a checkpoint and of those before it; "": from the newest on. Raises ConfigError if there is none."""
         names = self.candidates()
         if not names or name not in ("", *names):
-            held = f"there is {', '.join(reversed(names))}" if names else "a run writes one at its end"
+            none = "a run writes one at its end" if self.root.parent.is_dir() else "there is no such folder"
+            held = f"there is {', '.join(reversed(names))}" if names else none
             raise ConfigError(f"{self.root} holds no checkpoint{f' {name}' if name else ''}; {held}")
         return names[names.index(name) :] if name else names
 

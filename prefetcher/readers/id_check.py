@@ -61,7 +61,7 @@ def require_features(job: Job, available: Collection[str], described: str) -> No
             raise ConfigError(
                 f"table {feature.table}: feature {feature.name} is not in {described}"
                 f"{nearest(feature.name, available)}; "
-                "correct the table's features or data.path"
+                "correct the table's features, or give data that has it"
             )
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import rowcast
-from rowcast.runtime.child import last_line
 from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on, train_until
@@ -149,5 +148,5 @@ def test_a_script_that_ends_takes_its_prefetcher_with_it(ends: str, code: int, l
     while Path(f"/proc/{lock}").exists() and "zombie" not in proc_text(int(lock), "status"):
         assert time.monotonic() < deadline_s, f"prefetcher {lock} still runs"
         time.sleep(0.05)
-    assert last_line(tmp_path / "prefetcher.log").startswith(f"rowcast prefetcher: {last}")
+    assert f"\nrowcast prefetcher: {last}" in (tmp_path / "prefetcher.log").read_text()
     assert not list(Path("/dev/shm").glob(f"rowcast-*-{lock}-*"))

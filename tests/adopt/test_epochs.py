@@ -159,11 +159,11 @@ def test_a_stop_asked_for_before_the_optimizer_steps_comes_behind_the_step(tmp_p
     assert Script(tmp_path / "stopped").losses == whole.losses[1:]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_run_behind_the_step_in_hand_and_the_script_goes_on(
     number: signal.Signals, tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    handlers = {own: signal.getsignal(own) for own in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {own: signal.getsignal(own) for own in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def interrupt(loader: Any, epoch: int, batch: Any) -> None:
         if batch is not None and batch.train_step == 5:

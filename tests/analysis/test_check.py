@@ -170,7 +170,7 @@ def test_an_id_outside_its_table_in_the_first_batches_is_said_once(row: int, che
 
 def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
     findings = check(data=with_ids(check, 5))
-    assert one(findings, "ok", "ids") == "the 2,000 look-ups of some 1,000 samples are inside their tables"
+    assert one(findings, "ok", "ids") == "the 2,000 look-ups of 1,000 samples are inside their tables"
     assert one(check(whole=True, data=with_ids(check, 5)), "ok", "ids").startswith(
         "the 40,000 look-ups of all 20,000 samples"
     )
@@ -757,7 +757,7 @@ def test_tables_beyond_memory_are_a_warning_as_all_their_rows_may_be_trained(che
     tables = [{"name": "t", "num_embeddings": 2**46, "embedding_dim": 4, "features": ["cat_0"]}]
     findings = check(data={"format": "tests.analysis.test_check:narrow"}, tables=tables)
     sentence = one(findings, "warning", "memory")
-    assert "tables up to 2880 TiB as their rows are trained: too little if every row is trained" in sentence
+    assert "up to 2880 TiB for tables as their rows are trained: too little if every row is trained" in sentence
 
 
 def narrow(job: Job) -> list[Batch]:

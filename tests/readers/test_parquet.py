@@ -297,7 +297,7 @@ def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path)
     pq.write_table(pa.table({"label": [1], "a": [1]}), tmp_path / "data.parquet")
     assert refusal(ConfigError, tmp_path) == (
         f"table bags: feature b is not in {tmp_path / 'data.parquet'}, which has label, a; correct the table's "
-        "features or data.path"
+        "features, or give data that has it"
     )
 
 

@@ -20,7 +20,7 @@ def trained(session: Session, **sections: dict[str, object]) -> str:
 def evaluated(session: Session, *options: str) -> Report:
     prefetcher, trainer = session.start("prefetcher", "--eval", *options), session.start("eval")
     prefetcher.ended().quiet()
-    assert "rowcast: evaluated after" in trainer.ended().quiet().stdout
+    assert "rowcast: evaluated in" in trainer.ended().quiet().stdout
     return read_report(session.run_dir / "eval.json")
 
 

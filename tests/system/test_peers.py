@@ -19,7 +19,7 @@ from tests.support.watched import Clock, FakeLink, pass_time, watch_of
 SIGCONT, SIGKILL, SIGSTOP, SIGTERM = signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 SILENCE_S, STALL_S = 7.0, 300.0  # transport.silence_timeout and stall_timeout by default
 NOTICE_LIMIT_S = 10.0  # that the issue allows for noticing that a peer is gone
-WENT_AWAY = "went away; its own log says why. Start both again"
+WENT_AWAY = "went away; its log or output says why. Start again"
 
 
 def one_sentence(code: int, *processes: Process) -> str:

@@ -129,7 +129,7 @@ def test_a_second_signal_ends_a_process_within_a_step_and_the_peer_notices(
     assert prefetcher.running, "the plans already made are finished first"
     prefetcher.insist(SIGTERM)
     assert prefetcher.ended().code == 128 + SIGTERM
-    assert trainer.ended().refused(3) == "the prefetcher went away; its own log says why. Start both again"
+    assert trainer.ended().refused(3) == "the prefetcher went away; its log or output says why. Start again"
     assert session.remains(killed=True) == []
 
 

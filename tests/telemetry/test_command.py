@@ -80,6 +80,18 @@ def test_a_reader_that_goes_during_the_work_is_a_sentence() -> None:
     assert (done.returncode, done.stderr) == (1, expected)
 
 
+@pytest.mark.parametrize("main", ["print('line')", "print('line', flush=True)", "print('line' * 10_000)"])
+def test_a_full_stdout_is_a_sentence(main: str) -> None:
+    script = f"import sys; from rowcast.runtime.command import run_command as run; sys.exit(run('p', lambda: {main}))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False
+        )
+    expected = "rowcast p: stdout cannot be written (No space left on device); free space there\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
 def test_work_goes_on_when_nobody_reads_the_log() -> None:
     done = without_a_reader("stderr", "get_logger().info('one') or get_logger().info('two') or print('the end')")
     assert (done.returncode, done.stdout) == (0, "the end\n")

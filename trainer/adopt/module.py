@@ -28,8 +28,8 @@ NOT_TRACED = (
     "model around it is compiled, but not with fullgraph=True"
 )
 CAST = (
-    "look-ups of rowcast are fp32, and layers in {0} do not take them: use torch.autocast(..., dtype=torch.{0}), or "
-    "cast the layers without this module, and what is looked up by .to(torch.{0})"
+    "look-ups of rowcast are fp32: use torch.autocast(..., dtype=torch.{0}), or cast only the other modules and call "
+    ".to(torch.{0}) on the looked-up rows"
 )
 
 

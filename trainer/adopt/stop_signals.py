@@ -11,14 +11,15 @@ from typing import Any
 from rowcast.runtime.process import TOGETHER_S
 from rowcast.runtime.telemetry.lasting_output import LOST
 
-DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+DEFAULTS: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+DEFAULTS[signal.SIGINT] = signal.default_int_handler
 STOPPING = (
     "rowcast: {} came: the run stops after the current step, with a checkpoint; a second one ends the script at once\n"
 )
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM if Python's default handlers are installed; a script's own handlers stay."""
+    """Handles SIGINT, SIGTERM and SIGHUP if Python's default handlers are installed; a script's own handlers stay."""
 
     def __init__(self, stop: Callable[[str], None]) -> None:
         """The handler calls `stop`, between any two instructions of the main thread."""

@@ -37,7 +37,7 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
             choose_interaction(device, job.trainer.kernels, len(job.features), job.model.bottom_mlp[-1])
     seconds = time.perf_counter() - began_s
     if seconds > WORTH_SAYING_S:
-        get_logger().info("prepared the kernels; their first start compiles them", seconds=round(seconds, 1))
+        get_logger().info("prepared the kernels; later starts take less", seconds=round(seconds, 1))
     return chosen
 
 

@@ -19,6 +19,7 @@ from rowcast.trainer.report.report_json import RECENT, Report
 from rowcast.trainer.report.terminal import evaluation_text, task_text, write
 
 BESIDE = ("gather", "fill")
+OPTIONAL = ("exchange", "backward", "update")  # not of a single trainer, nor of an evaluation
 
 
 def print_summary(report: Report, console: Console | None = None, page: Path | None = None) -> None:
@@ -29,8 +30,9 @@ def print_summary(report: Report, console: Console | None = None, page: Path | N
     for name, value in summary_rows(report):
         table.add_row(name, value)
     target = console or stdout_console()
+    next_start = "" if report.finished or not report.steps else "; start it again to continue"
     with target.capture() as text:
-        target.print(summary_title(report), style="bold", highlight=False, soft_wrap=True)
+        target.print(summary_title(report) + next_start, style="bold", highlight=False, soft_wrap=True)
         target.print(table, highlight=False, soft_wrap=True)
     lines = [line.rstrip() for line in text.get().splitlines()]
     if page is not None:  # not wrapped, however long it is
@@ -49,15 +51,15 @@ def rank_lines(report: Report) -> list[str]:
 
 def summary_title(report: Report) -> str:
     if report.eval_steps and not report.steps and report.finished:
-        return f"rowcast: evaluated after {report.train_steps:,} train steps in {human_seconds(report.wall_s)}"
+        return f"rowcast: evaluated in {human_seconds(report.wall_s)}, after {report.train_steps:,} train steps"
     how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
     here = "" if report.steps == report.train_steps else f" ({report.steps:,} of this process)"
     return f"rowcast: {how} after {report.train_steps:,} steps{here} in {human_seconds(report.wall_s)}"
 
 
 def summary_rows(report: Report) -> list[tuple[str, str]]:
-    share = percent(report.device_bytes / report.table_bytes)
-    held = f"{human_bytes(report.device_bytes)} on the device ({share})"
+    share = report.device_bytes / report.table_bytes
+    held = f"{human_bytes(report.device_bytes)} on the device{f' ({percent(share)})' if share <= 1 else ''}"
     rows = [("tables", f"{human_bytes(report.table_bytes)} in all, {held}")]
     if report.steps or not report.eval_steps:
         rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
@@ -148,6 +150,6 @@ def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
     listed = [
         f"{name} {milliseconds:.1f}"
         for name, milliseconds in phase_ms.items()
-        if (name in BESIDE) == beside and (name != "exchange" or milliseconds)  # a single trainer has none
+        if (name in BESIDE) == beside and (name not in OPTIONAL or milliseconds)
     ]
     return f"{', '.join(listed)} ms"

@@ -202,8 +202,9 @@ class TrainerAttempt:
         board = stack.enter_context(TensorBoardWriter(folder, self._results, welcome.first_train_step))
         run.history.begin(welcome.first_train_step, board.marked)
         self._results.listeners = [progress.evaluation, board.evaluation]
-        steps, checkpoints = welcome.first_train_step, self._job.checkpoint.described
-        self._log.info("training", data=welcome.data, after_train_steps=steps, checkpoints=checkpoints)
+        checkpoints = {"checkpoints": self._job.checkpoint.described}
+        doing, also = ("training", checkpoints) if run.mode == "train" else ("evaluating", {})
+        self._log.info(doing, data=welcome.data, after_train_steps=welcome.first_train_step, **also)
         self._loop(connection, engine, progress, stop)
         progress.close()
         run.history.close(engine.loop.first_step_s)

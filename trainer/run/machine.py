@@ -73,7 +73,7 @@ def warn_of_overridden(threads: int, trainers: int, environment: Mapping[str, st
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = environment.get(name, str(threads))
         if value != str(threads) and (trainers == 1 or value != "1"):
-            get_logger().warning(f"{name} = {value} does not count: trainer.threads sets {threads}")
+            get_logger().warning(f"{name} = {value} is ignored: this run uses {threads} threads (trainer.threads)")
 
 
 def set_threads(threads: int) -> None:
