@@ -304,9 +304,10 @@ def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_which_must_be
 # refusals
 
 
-def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint;"):
-        export_quietly(tmp_path, tmp_path / "out")
+@pytest.mark.parametrize(("run", "why"), [("", "a run writes one at its end"), ("typo", "there is no such folder")])
+def test_a_run_without_a_checkpoint_cannot_be_exported(run: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"holds no checkpoint; {why}"):
+        export_quietly(tmp_path / run, tmp_path / "out")
 
 
 @pytest.mark.parametrize("out", ["missing folder/out", "file/out", "folder"])

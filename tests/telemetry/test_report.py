@@ -2,6 +2,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -79,6 +80,17 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"each step +lookup 0.0, forward 0.0 ms\nmoving rows +gather 0.0, fill 0.0 ms\n", text)
     assert "\x1b" not in text
     assert "cold tier" not in text, "all rows are in memory"
+
+
+@pytest.mark.parametrize(
+    ("table_bytes", "held"),
+    [(2**34, r"16 GiB in all, 3 MiB on the device \(0.0 %\)"), (2**20, "1 MiB in all, 3 MiB on the device")],
+)
+def test_the_share_of_tables_that_are_smaller_than_the_cache_is_left_out(
+    table_bytes: int, held: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_summary(report(msgspec.structs.replace(facts(), table_bytes=table_bytes)))
+    assert re.search(rf"tables +{held}\n", capsys.readouterr().out)
 
 
 def test_the_summary_says_what_came_from_the_cold_tier(capsys: pytest.CaptureFixture[str]) -> None:
