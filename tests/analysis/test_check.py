@@ -453,7 +453,7 @@ def test_the_bounds_of_the_project_are_the_ends_of_what_was_tried() -> None:
 
 
 def test_the_readme_names_the_versions_that_were_tried() -> None:
-    (line,) = re.findall(r"^Tested with .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (line,) = re.findall(r"^\| tested with .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert set(re.findall(r"\d+\.\d+", line)) == {version for tried in check_setup.TRIED.values() for version in tried}
 
 
