@@ -1,16 +1,20 @@
 """What decides bits beside job and data: the threads of torch, and facts of the machine. Checkpoints record both."""
 
-from typing import Annotated
-
 import msgspec
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural
 
+MAX_THREADS = 2**12
+
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    threads: Annotated[int, msgspec.Meta(ge=0, le=2**12)] = 0  # of torch; 0: not recorded
+    threads: int = 0  # of torch; 0: not recorded
     facts: tuple[tuple[str, str], ...] = ()  # names and values, such as ("torch", "2.13.0")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise ValueError(f"threads = {self.threads} must be from 0 to {MAX_THREADS}")
 
 
 UNRECORDED = Machine()
