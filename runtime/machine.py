@@ -3,7 +3,6 @@
 import msgspec
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.format_numbers import plural
 
 MAX_THREADS = 2**12
 
@@ -27,8 +26,8 @@ def threads_of_run(setting: int | str, first: int, recorded: int, *, trains: boo
         return recorded or first
     if trains and setting != recorded:
         raise ConfigError(
-            f"trainer.threads = {setting}, but this run computes with {plural(recorded, 'thread')}, and another "
-            f"number gives other bits; set trainer.threads = {recorded} or remove it, or begin a new run with --fresh"
+            f"trainer.threads = {setting}, but this run computes with trainer.threads = {recorded}, and another number "
+            f"gives other bits; set trainer.threads = {recorded} or remove it, or begin a new run with --fresh"
         )
     return setting
 
