@@ -38,7 +38,7 @@ def score(
         check_place(out, "--out")
         chosen = Checkpoints(run, Disk()).choose(checkpoint)
         job = scoring_job(chosen, run, data, overrides or ())
-        with beside(out) as folder:  # of this scoring only
+        with beside(out) as folder:
             config, scores = Path(folder) / "job.json", Path(folder) / out.name
             config.write_bytes(msgspec.json.encode(job.content()))
             given = ["--config", str(config)]

@@ -304,8 +304,8 @@ class Prefetcher(Section, frozen=True, kw_only=True):
 
 
 class Metrics(Section, frozen=True, kw_only=True):
-    # where it serves /metrics, /healthz and /readyz: `host:port`, `[address]:port` for IPv6; with a `+` behind it, any
-    # free port if that one is in use; port 0 takes any free port
+    # where it serves /metrics, /healthz and /readyz: `host:port`, `[address]:port` for IPv6; a `+` after it allows
+    # any free port if that one is in use; port 0 takes any free port
     prefetcher: str = "127.0.0.1:9400+"
     trainer: str = "127.0.0.1:9401+"  # the same for the trainer
     certfile: str | None = None  # a PEM certificate; with it both processes serve https instead of http

@@ -30,7 +30,8 @@ class OptimizerSteps:
 
     def _stepped(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[Any, Any]) -> None:
         self.count += 1
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        if self._warns and self._first.setdefault(optimizer, rates) != rates:
-            self._warns = False
-            get_logger().warning(ROWS_KEEP_THEIRS, rows_lr=self._rows_lr)
+        if self._warns:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            if self._first.setdefault(optimizer, rates) != rates:
+                self._warns = False
+                get_logger().warning(ROWS_KEEP_THEIRS, rows_lr=self._rows_lr)
