@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from rowcast.deploy.local import run_both
-from rowcast.job.file import apply_override, parse_job
+from rowcast.job.file import apply_override, parse_manifest_job
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
@@ -89,7 +89,7 @@ def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence
     content["metrics"] |= {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"}  # another run may have the job's
     for override in overrides:
         apply_override(content, override)
-    return parse_job(content, f"the job of {run}")
+    return parse_manifest_job(content, f"the job of {run}")
 
 
 def num_rows(scores: Path) -> int:

@@ -2,6 +2,7 @@
 
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rowcast.job.batch_arrays import check_batch_arrays
 from rowcast.job.embedding_tables import Table
 from rowcast.job.formats import Columns
 from rowcast.job.model_inputs import check_model_inputs
+from rowcast.job.removed import without_removed
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job
 from rowcast.job.section import decode
@@ -80,6 +82,11 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
     return job
+
+
+def parse_manifest_job(content: Mapping[str, Any], source: str) -> Job:
+    """Like `parse_job`, for the job that a manifest of this version or an earlier one names."""
+    return parse_job(without_removed(content), source)
 
 
 def resolve_tables(job: Job) -> list[Table]:

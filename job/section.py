@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import msgspec
 from msgspec import inspect
 
+from rowcast.job.removed import refuse_removed
 from rowcast.job.types import check_value, described, example_in, is_factory, notation, shown
 from rowcast.runtime.name_lists import closest
 
@@ -100,6 +101,7 @@ class Decoder:
                 f"{path} = {shown(content)} must be a section: write {heading(path)}, and its keys below it: "
                 f"{', '.join(keys)}"
             )
+        refuse_removed(content, path)
         struct = struct_for(section, content, path)
         keys = keys_of(struct)
         for name in content:

@@ -10,8 +10,11 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
-from rowcast.job.file import load_job, parse_job
+from rowcast.command_line.prefetcher import app
+from rowcast.job import removed
+from rowcast.job.file import load_job, parse_job, parse_manifest_job
 from rowcast.job.schema import Job
 from rowcast.job.section import Section
 from rowcast.runtime.errors import ConfigError
@@ -603,3 +606,22 @@ def test_the_sentence_of(name: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_job(with_value(path, value), "job.toml")
     assert sentence in str(raised.value)
+
+
+def test_a_name_that_is_gone_is_refused_with_what_replaces_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("store.kind = punched", "cache.magic", "run --lace", "knit"):
+        monkeypatch.setitem(removed.REMOVED, name, "remove it")
+    for name, replacement in removed.REMOVED.items():
+        sentence = f"{name} is gone: {replacement}; commit {removed.LAST_COMMIT} was the last to have it"
+        path, _, value = name.partition(" = ")
+        if "." in path:
+            section, key = path.split(".")
+            content = job_content(tmp_path / "run", **{section: {key: value}})
+            with pytest.raises(ConfigError) as raised:
+                parse_job(content)
+            assert sentence in str(raised.value)
+            assert parse_manifest_job(content, "manifest.json") == parse_job(job_content(tmp_path / "run"))
+        else:
+            said = CliRunner().invoke(app, [*name.split(), "--config", "job.toml"], env={"COLUMNS": "500"})
+            assert said.exit_code == 2
+            assert sentence in said.stderr

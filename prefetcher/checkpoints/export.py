@@ -23,7 +23,7 @@ from typing import IO
 import numpy as np
 
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.file import parse_job
+from rowcast.job.file import parse_manifest_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
@@ -49,7 +49,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, train
     """Writes a run's checkpoint, by default the newest, to `out`. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, Disk())
     manifest = checkpoints.choose(checkpoint)
-    job = parse_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
+    job = parse_manifest_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
     rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, job.job.seed)
     write_export(out, job, rows, SavedModelState(checkpoints.root, manifest))
     return manifest

@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from rowcast.job.file import parse_job
+from rowcast.job.file import parse_manifest_job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints.interval import FILE as INTERVAL_FILE
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
@@ -398,7 +398,7 @@ class Checkpoints:
 
 def groups_of(root: Path, manifest: Manifest) -> dict[str, GroupSpec]:
     try:
-        job = parse_job(manifest.job, f"{root / manifest.name}/{MANIFEST_NAME}")
+        job = parse_manifest_job(manifest.job, f"{root / manifest.name}/{MANIFEST_NAME}")
     except ConfigError as error:
         raise DataError(str(error)) from None
     return {group.name: group for group in group_specs(job)}

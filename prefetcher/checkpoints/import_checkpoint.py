@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from rowcast.job.embedding_tables import LARGEST, RowType
-from rowcast.job.file import parse_job
+from rowcast.job.file import parse_manifest_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
@@ -138,7 +138,7 @@ class EarlierRun:
             raise ConfigError(
                 f"--from {run_dir}: that run was stopped within an evaluation; continue it to a checkpoint after that"
             )
-        earlier = parse_job(self._manifest.job, f"{self._root / self._manifest.name}/manifest.json")
+        earlier = parse_manifest_job(self._manifest.job, f"{self._root / self._manifest.name}/manifest.json")
         if earlier.job.seed != job.job.seed:
             raise ConfigError(
                 f"--from {run_dir}: its untrained rows have the first values of job.seed = {earlier.job.seed}; "

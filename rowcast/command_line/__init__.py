@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from rowcast.job.removed import removed_option
 from rowcast.runtime.command import run_command
 from rowcast.runtime.name_lists import closest
 
@@ -30,6 +31,8 @@ def command_line(process: str, help: str, subcommands: Mapping[str, Subcommand])
 
     class Group(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if sentence := removed_option(args[0], args[1:]):
+                ctx.fail(sentence)
             if args[0] not in subcommands:
                 ctx.fail(f"no command {args[0]!r}{nearest_command(args[0], subcommands)}")
             name, known, rest = super().resolve_command(ctx, args)

@@ -1,0 +1,47 @@
+"""Names of earlier versions that are gone. Whoever removes a key, a kind or an option adds its line here.
+
+"store.kind = mapped"      a value of a key
+"prefetcher.background"    a key, or a section with its keys
+"run --verify"             an option of a subcommand
+"verify"                   a subcommand
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+LAST_COMMIT = "4c36c62"  # the last that had them
+REMOVED: dict[str, str] = {}  # name -> what replaces it
+
+
+def gone(names: Iterable[str]) -> str | None:
+    """One sentence for the first of the names that is gone; None if all are alive."""
+    found = next((name for name in names if name in REMOVED), None)
+    return None if found is None else f"{found} is gone: {REMOVED[found]}; commit {LAST_COMMIT} was the last to have it"
+
+
+def refuse_removed(content: Mapping[str, Any], path: str) -> None:
+    """Checks a section of a job file. Raises ValueError."""
+    for key, value in content.items():
+        name = f"{path}.{key}" if path else key
+        if sentence := gone((name, f"{name} = {value}")):
+            raise ValueError(sentence)
+
+
+def removed_option(subcommand: str, arguments: Iterable[str]) -> str | None:
+    """The sentence for a command line that names a subcommand or an option which is gone; None for any other."""
+    options = (argument.partition("=")[0] for argument in arguments)
+    return gone((subcommand, *(f"{subcommand} {option}" for option in options)))
+
+
+def without_removed(content: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The job of an earlier version's manifest. A section whose kind is gone is left out, so it has its defaults."""
+    kept = {}
+    for key, value in content.items():
+        name = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            if gone(f"{name}.{inner} = {own}" for inner, own in value.items()):
+                continue
+            value = without_removed(value, name)
+        if name not in REMOVED:
+            kept[key] = value
+    return kept
