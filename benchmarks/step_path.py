@@ -1,14 +1,15 @@
-"""Which files does a step run through? The size of what one must read to know a step.
+"""What does a step run through? The functions it calls, their lines, and how thinly they lie in their files.
 
 Trains examples/demo.toml with both processes. Each records the functions of ours that are called while a few hundred
 steps pass: between a batch's reading and its StepDone, with decoding processes and all threads, without those that
-serve metrics. No checkpoint or evaluation is made. Bodies of compiled loops call nothing that Python can see, so their
-file is listed only if another function of it is called.
+serve metrics. No checkpoint or evaluation is made. Bodies of compiled loops call nothing that Python can see, so they
+are not counted.
 
     python -m benchmarks.step_path
     python -m benchmarks.step_path --root ANOTHER_CHECKOUT
 
-Prints each file with its lines and classes, then the sums. It measures no time: recording makes calls slow.
+Prints each file with its called lines, all lines and classes with a called method, then the sums. Density is called
+lines over all lines of these files. It measures no time: recording makes calls slow.
 """
 
 import ast
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,7 @@ import typer
 
 ROOMS = ("prefetcher", "trainer", "protocol", "job", "runtime", "analysis", "deploy", "rowcast")
 PROCESSES = ("prefetcher", "trainer")
+THIN = 20  # called lines: such a file is rather a part of its caller's
 WARM_UP_S, WINDOW_S, MOST_S = 30.0, 20.0, 120.0
 
 # what Python imports at the start of each process, the decoding ones too
@@ -35,7 +38,7 @@ seen, on = set(), False
 
 def record(frame, event, argument):
     if on and event == "call" and threading.current_thread().name != "telemetry":
-        seen.add(frame.f_code.co_filename)
+        seen.add(frame.f_code)
 
 def watch():
     global on
@@ -46,9 +49,9 @@ def watch():
     while not os.path.exists(os.path.join(folder, "end")):
         time.sleep(0.05)
     on = False
-    files = sorted(path for path in map(os.path.realpath, list(seen)) if path.startswith(root + "/"))
+    called = sorted((os.path.realpath(code.co_filename), code.co_firstlineno) for code in list(seen))
     with open(os.path.join(folder, f"{os.getpid()}.json"), "w") as file:
-        json.dump(files, file)
+        json.dump([[path, line] for path, line in called if path.startswith(root + "/")], file)
 
 threading.Thread(target=watch, daemon=True).start()
 threading.setprofile(record)
@@ -56,8 +59,33 @@ sys.setprofile(record)
 """
 
 
-def recorded(root: Path, folder: Path) -> set[Path]:
-    """The files of `root` whose functions both processes and their children called in the window."""
+@dataclass(frozen=True)
+class CalledFile:
+    path: Path
+    called_lines: int
+    lines: int
+    functions: int
+    classes: int
+
+
+def called_file(path: Path, first_lines: set[int]) -> CalledFile:
+    """`first_lines` are those of the called functions, a decorator's line where there is one."""
+    text = path.read_text()
+    lines: set[int] = set()
+    functions = classes = 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min(line.lineno for line in (node, *node.decorator_list))
+            if first in first_lines:
+                functions += 1
+                lines.update(range(first, (node.end_lineno or first) + 1))
+        elif isinstance(node, ast.ClassDef):
+            classes += any(node.lineno < line <= (node.end_lineno or 0) for line in first_lines)
+    return CalledFile(path, len(lines), text.count("\n"), functions, classes)
+
+
+def recorded(root: Path, folder: Path) -> dict[Path, set[int]]:
+    """File -> first lines of its functions that both processes and their children called in the window."""
     (folder / "sitecustomize.py").write_text(RECORDER)
     environment = os.environ | {
         "PYTHONPATH": f"{folder}:{root}",
@@ -88,7 +116,11 @@ def recorded(root: Path, folder: Path) -> set[Path]:
             process.terminate()
         for process in processes.values():
             process.wait(120)
-    return {Path(path) for file in folder.glob("*.json") for path in json.loads(file.read_text())}
+    called: dict[Path, set[int]] = {}
+    for file in folder.glob("*.json"):
+        for path, line in json.loads(file.read_text()):
+            called.setdefault(Path(path), set()).add(line)
+    return called
 
 
 def main(
@@ -96,15 +128,20 @@ def main(
 ) -> None:
     root = root.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        files = recorded(root, Path(folder).resolve())
-    lines = classes = 0
-    own = sorted(file for file in files if file.relative_to(root).parts[0] in ROOMS)
-    for file in own:
-        text = file.read_text()
-        of_file = sum(isinstance(node, ast.ClassDef) for node in ast.walk(ast.parse(text)))
-        print(f"{text.count(chr(10)):6,} lines {of_file:4} classes  {file.relative_to(root)}")
-        lines, classes = lines + text.count("\n"), classes + of_file
-    print(f"{len(own)} files, {lines:,} lines, {classes} classes")
+        called = recorded(root, Path(folder).resolve())
+    files = [
+        called_file(path, lines) for path, lines in sorted(called.items()) if path.relative_to(root).parts[0] in ROOMS
+    ]
+    files = [file for file in files if file.functions]
+    for file in files:
+        print(
+            f"{file.called_lines:6,} of {file.lines:5,} lines {file.classes:4} classes  {file.path.relative_to(root)}"
+        )
+    called_lines, lines = (sum(getattr(file, key) for file in files) for key in ("called_lines", "lines"))
+    functions, classes = (sum(getattr(file, key) for file in files) for key in ("functions", "classes"))
+    density, thin = called_lines / lines, sum(file.called_lines < THIN for file in files)
+    print(f"{functions:,} functions, {called_lines:,} lines, {classes} classes are called")
+    print(f"in {len(files)} files of {lines:,} lines: density {density:.0%}; {thin} with < {THIN} called lines")
 
 
 if __name__ == "__main__":
