@@ -46,8 +46,6 @@ exact: $(VENV)/installed  ## two processes against the plain loop on the full re
 
 ranks: $(VENV)/installed  ## several trainers against the plain loop in parts, and what follows kills: real processes, about 30 minutes
 	$(BIN)/python -m benchmarks.ranks
-	$(BIN)/prefetcher simulate --config benchmarks/sorted_ids.toml --rates examples/rates/assumed.toml --max-steps 6 --horizon 4 \
-	    --ranks 8 --ranks 64 --ranks 1024
 
 soak: $(VENV)/installed  ## kills, damage, simulated faults and hostile bytes with large counts: within 45 minutes on 2 cores; then `containers`, as root with podman
 	$(BIN)/python -m benchmarks.soak

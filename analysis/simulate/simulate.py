@@ -207,9 +207,6 @@ class SimulateOptions:
     samples_per_rank: Annotated[
         Sequence[int], Option(min=1, help="With --ranks: instead of --batch-size. Repeatable.")
     ] = ()
-    rates: Annotated[
-        Path | None, Option(help="With --ranks: rates to model a step with (docs/simulate.md).", metavar="FILE")
-    ] = None
     json: AsJson = False
     per_step: Annotated[bool, Option("--per-step", help="With --json: what moved at each step too.")] = False
     plot: Annotated[Path | None, Option(help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None
@@ -219,9 +216,8 @@ class SimulateOptions:
 
 def run_simulate(job: Job, options: SimulateOptions) -> None:
     """Raises ConfigError if no setting could run, after printing why."""
-    for name, value in (("--rates", options.rates), ("--samples-per-rank", options.samples_per_rank)):
-        if value:
-            raise ConfigError(f"{name} needs --ranks; give the numbers of ranks to simulate")
+    if options.samples_per_rank:
+        raise ConfigError("--samples-per-rank needs --ranks; give the numbers of ranks to simulate")
     if options.plot is not None:
         check_plot(options.plot)
     grid = Grid(

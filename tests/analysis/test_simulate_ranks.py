@@ -7,15 +7,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks.command import ranks_jobs, run_simulate_ranks, simulate_ranks
 from rowcast.analysis.simulate.ranks.counts import divided, ranks_on_host, step_exchange
 from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_slots
-from rowcast.analysis.simulate.ranks.rates import Rates, load_rates
 from rowcast.analysis.simulate.ranks.results import RanksSimulation
 from rowcast.analysis.simulate.ranks.shares import Sharing, part_groupings
 from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate, simulate
+from rowcast.command_line.prefetcher import app
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
@@ -31,7 +32,6 @@ from tests.support.driver import Settings
 from tests.support.facts import facts
 from tests.support.ranked_run import RankedRun
 
-RATES = Path(__file__).parents[2] / "examples" / "rates" / "assumed.toml"
 WAYS: list[tuple[int, int, dict[str, Any]]] = [
     (2, 2, {}),
     (2, 8, {"lookahead": {"horizon": "auto", "id_bytes": "90KB"}}),
@@ -56,8 +56,8 @@ def workload(bags: Bags, count: int, parts: int, **sections: Any) -> tuple[Job, 
     return with_values(job, {"cache": cache, "ranks": ranks, **sections}), batches
 
 
-def simulated(job: Job, batches: Sequence[ScheduledBatch], **more: Any) -> RanksSimulation:
-    [result] = simulate_ranks([job], lambda _: batches, per_step=True, **more)
+def simulated(job: Job, batches: Sequence[ScheduledBatch]) -> RanksSimulation:
+    [result] = simulate_ranks([job], lambda _: batches, per_step=True)
     assert result.skipped is None, result.skipped
     return result
 
@@ -243,43 +243,6 @@ def test_other_ways_to_divide_the_tables_send_a_pooled_row_a_sample_and_feature(
     assert found.parallelisms.mixed.mean <= min(rows.mean, float(expected))
 
 
-def rates(**more: Any) -> Rates:
-    return msgspec.convert(
-        {"ms_per_sample": 0.01, "host_gbs": 10, "in_host_gbs": 100, "network_gbs": 1, "ranks_per_host": 2, **more},
-        Rates,
-    )
-
-
-def test_a_modelled_step_is_what_the_slowest_link_and_rank_take() -> None:
-    job, batches = workload("single", 4, 4)
-    found = simulated(job, batches, rates=rates(dense_weights=1_000_000)).model
-    assert found is not None
-    assert found.compute_ms == pytest.approx(0.01 * np.mean([16] * 15 + [-(-21 // 4)]), rel=1e-6)
-    assert found.dense_ms == pytest.approx(2 * 4e6 / 4 * 2 / 1e9 * 1e3)  # two slices to the other host
-    assert found.step_ms == pytest.approx(found.compute_ms + found.rows_ms + found.gradients_ms + found.dense_ms)
-    assert found.critical_path[0] == "dense sums"
-    slow = simulated(job, batches, rates=rates(host_gbs=0.001)).model
-    assert slow is not None
-    assert slow.critical_path[0] == "host link"
-    assert slow.step_ms == pytest.approx(slow.host_link_ms, rel=0.01)
-    with_fast_network = simulated(job, batches, rates=rates(network_gbs=1e6)).model
-    assert with_fast_network is not None
-    assert 0 < with_fast_network.rows_ms < found.rows_ms / 50
-
-
-def test_efficiency_compares_with_one_rank_of_as_many_samples_in_all_or_a_rank() -> None:
-    job, batches = small_job("adagrad", "single"), small_batches(small_job("adagrad", "single"), "single")
-    jobs = ranks_jobs(job, SimulateOptions(ranks=[1, 2]))
-    one, two = simulate_ranks(jobs, lambda _: batches, rates=rates())
-    assert one.model is not None
-    assert two.model is not None
-    assert one.model.efficiency == 1
-    assert two.model.efficiency == pytest.approx(one.model.step_ms / two.model.step_ms / 2)
-    [alone] = simulate_ranks(jobs[1:], lambda _: batches, rates=rates())
-    assert alone.model is not None
-    assert alone.model.efficiency is None
-
-
 def test_parts_are_the_jobs_where_the_ranks_can_share_them() -> None:
     job = small_job("adagrad", ranks={"count": 2, "parts": 8})
     jobs = ranks_jobs(job, SimulateOptions(ranks=[1, 3, 8, 16], samples_per_rank=[10]))
@@ -291,20 +254,17 @@ def test_parts_are_the_jobs_where_the_ranks_can_share_them() -> None:
     ]
 
 
-def test_what_cannot_be_simulated_is_a_sentence(tmp_path: Path) -> None:
+def test_what_cannot_be_simulated_is_a_sentence() -> None:
     job = small_job("adagrad")
     with pytest.raises(ConfigError, match=facts("--ranks", "lookahead, lru, lfu", "belady", "--policy")):
         ranks_jobs(job, SimulateOptions(ranks=[2], policies=["belady"]))
     with pytest.raises(ConfigError, match="--plot: `simulate --ranks` has none"):
         run_simulate_ranks(job, SimulateOptions(ranks=[2], plot=Path("a.png")))
-    with pytest.raises(ConfigError, match="--rates needs --ranks"):
-        run_simulate(job, SimulateOptions(rates=RATES))
-    with pytest.raises(ConfigError, match="No such file"):
-        load_rates(tmp_path / "none.toml")
-    wrong = tmp_path / "wrong.toml"
-    wrong.write_text(RATES.read_text().replace("host_gbs = 25", "host_gbs = 0"))
-    with pytest.raises(ConfigError, match=r"host_gbs = 0.* must be more than 0"):
-        load_rates(wrong)
+    with pytest.raises(ConfigError, match="--samples-per-rank needs --ranks"):
+        run_simulate(job, SimulateOptions(samples_per_rank=[8]))
+    answer = CliRunner().invoke(app, ["simulate", "--config=job.toml", "--ranks=2", "--rates=rates.toml"])
+    assert answer.exit_code == 2
+    assert "4c36c62" in answer.output
 
 
 def test_the_command_prints_json_and_tables(capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> None:
@@ -313,14 +273,12 @@ def test_the_command_prints_json_and_tables(capfdbinary: pytest.CaptureFixture[b
         data={"format": "synthetic", "synthetic": {"samples": 512}},
         job={"run_dir": str(tmp_path / "run")},
     )
-    options = SimulateOptions(ranks=[1, 4], rates=RATES, max_steps=4, json=True, per_step=True)
+    options = SimulateOptions(ranks=[1, 4], max_steps=4, json=True, per_step=True)
     run_simulate_ranks(job, options)
     one, four = msgspec.json.decode(capfdbinary.readouterr().out)["results"]
     assert (one["ranks"], four["ranks"], four["parts"], four["ranks_per_host"]) == (1, 4, 4, 4)
     assert sum(four["per_step"]["owner_rows"][0]) == sum(one["per_step"]["owner_rows"][0])
-    assert four["model"]["efficiency"] < 1
-    run_simulate_ranks(job, SimulateOptions(ranks=[1, 4], rates=RATES, max_steps=4))
+    run_simulate_ranks(job, SimulateOptions(ranks=[1, 4], max_steps=4))
     text = capfdbinary.readouterr().out.decode()
     assert "max over" in text
     assert "by column" in text
-    assert "efficiency" in text

@@ -18,15 +18,12 @@ from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import Grid, check_order, order_values, with_values
 from rowcast.analysis.simulate.ranks.counts import RunCounts, StepExchange, ranks_on_host, step_exchange
 from rowcast.analysis.simulate.ranks.owners import Owners, measured_keys, owners_slots
-from rowcast.analysis.simulate.ranks.rates import Rates, load_rates
 from rowcast.analysis.simulate.ranks.results import (
     RanksSimulation,
     bytes_table,
     counts_table,
     make_result,
-    model_table,
     outline,
-    with_efficiency,
 )
 from rowcast.analysis.simulate.ranks.shares import GroupShares, Sharing, part_groupings
 from rowcast.analysis.simulate.replay import BatchesAndPlans
@@ -115,7 +112,7 @@ class Setting:
         except ConfigError as error:
             self.refusal = str(error)
 
-    def result(self, rates: Rates | None, on_host: int, *, per_step: bool) -> RanksSimulation:
+    def result(self, on_host: int, *, per_step: bool) -> RanksSimulation:
         try:
             for moves in () if self.refusal else self._owners.end():
                 self.counts.moved(moves)
@@ -132,7 +129,6 @@ class Setting:
             self._owners.flushed,
             on_host=on_host,
             capacity_rows=sum(map(sum, self._slots)) // len(self._slots),
-            rates=rates,
             per_step=per_step,
         )
 
@@ -141,7 +137,6 @@ def simulate_ranks(
     jobs: Sequence[Job],
     open_batches: OpenBatches,
     *,
-    rates: Rates | None = None,
     progress: AnalysisProgress | None = None,
     per_step: bool = False,
 ) -> list[RanksSimulation]:
@@ -150,11 +145,10 @@ def simulate_ranks(
     results: list[RanksSimulation] = []
     for _, neighbours in groupby(jobs, key=lambda job: (job.data.batch_size, job.data.whole_order)):
         own = list(neighbours)
-        wanted = own[0].ranks.per_host if rates is None else rates.ranks_per_host
-        hosts = {job.ranks.count: ranks_on_host(job.ranks.count, wanted) for job in own}
+        hosts = {job.ranks.count: ranks_on_host(job.ranks.count, job.ranks.per_host) for job in own}
         settings = simulated(own, open_batches(own[0]), hosts, progress or Silent())
-        results += [one.result(rates, hosts[one.job.ranks.count], per_step=per_step) for one in settings]
-    return with_efficiency(results)
+        results += [one.result(hosts[one.job.ranks.count], per_step=per_step) for one in settings]
+    return results
 
 
 def simulated(
@@ -194,15 +188,12 @@ def emptied(batches: list[ScheduledBatch]) -> Iterator[ScheduledBatch]:
 def run_simulate_ranks(job: Job, options: SimulateOptions) -> None:
     """Raises ConfigError if no setting could run, after printing why."""
     check_options(options)
-    rates = None if options.rates is None else load_rates(options.rates)
     with ExitStack() as stack:
         grid = Grid(batch_sizes=[*options.batch_sizes, *options.samples_per_rank], shuffles=options.shuffles)
         source = BatchesAndPlans(stack, job, grid, trace=options.trace, save_trace=None, max_steps=options.max_steps)
         jobs = ranks_jobs(source.job, options)
         with ProgressBar() as progress:
-            results = simulate_ranks(
-                jobs, source.open_batches, rates=rates, progress=progress, per_step=options.per_step
-            )
+            results = simulate_ranks(jobs, source.open_batches, progress=progress, per_step=options.per_step)
     show(results, as_json=options.json)
     if all(result.skipped is not None for result in results):
         raise ConfigError(f"nothing could be simulated: {results[0].skipped}")
@@ -226,7 +217,6 @@ def show(results: Sequence[RanksSimulation], *, as_json: bool) -> None:
     tables = {
         "Rows a step and, but for the batch, a rank:": counts_table(ran),
         "MB that a rank receives in a train step, and what the busiest sends or receives:": bytes_table(ran),
-        "Modelled milliseconds of a train step:": model_table(ran),
     }
     for title, table in tables.items():
         if table.row_count:

@@ -8,13 +8,11 @@ from rich.table import Table
 
 from rowcast.analysis.simulate.ranks.counts import RECEIVED, SENT, RunCounts
 from rowcast.analysis.simulate.ranks.parallelisms import Parallelisms, parallelisms
-from rowcast.analysis.simulate.ranks.rates import Modelled, Rates, modelled
 from rowcast.job.schema import Horizon, Job
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.arrays import I64
 
 MB = 1e6
-SETTING = ("shuffle", "policy", "capacity", "horizon")
 COUNTS = (
     *("ranks", "parts", "batch", "rows of\na part", "rows of\nthe batch", "rows of\nan owner", "max over\nmean"),
     *("rows\nreceived", "of these\nlate", "rows\nfetched", "max over\nmean", "written\nback"),
@@ -75,7 +73,6 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
     bytes_written_back: int | None = None  # flushed rows included
     rows_flushed: int | None = None  # by barriers, all ranks
     parallelisms: Parallelisms | None = None
-    model: Modelled | None = None  # None without --rates
     per_step: RankArrays | None = None
 
 
@@ -87,7 +84,6 @@ def make_result(
     *,
     on_host: int,
     capacity_rows: int,
-    rates: Rates | None,
     per_step: bool,
 ) -> RanksSimulation:
     """`flushed`: [N, G] rows that barriers wrote back."""
@@ -121,7 +117,6 @@ def make_result(
         bytes_written_back=int((written_back.sum(axis=(0, 1)) + flushed.sum(axis=0)) @ record_bytes),
         rows_flushed=int(flushed.sum()),
         parallelisms=parallelisms(groups, counts) if trains.any() else None,
-        model=None if rates is None or not trains.any() else modelled(groups, counts, rates, job.lookahead.depth),
         per_step=rank_arrays(counts) if per_step else None,
     )
 
@@ -162,29 +157,6 @@ def rank_arrays(counts: RunCounts) -> RankArrays:
     )
 
 
-def with_efficiency(results: Sequence[RanksSimulation]) -> list[RanksSimulation]:
-    """Fills `model.efficiency` from the result of one rank with the same settings and as many samples in all or, where
-    there is none, as many a rank."""
-    return [
-        result
-        if result.model is None or (one := samples_per_s_alone(result, results)) is None
-        else msgspec.structs.replace(
-            result,
-            model=msgspec.structs.replace(result.model, efficiency=result.model.samples_per_s / one / result.ranks),
-        )
-        for result in results
-    ]
-
-
-def samples_per_s_alone(result: RanksSimulation, results: Sequence[RanksSimulation]) -> float | None:
-    for size in (result.batch_size, result.batch_size // result.ranks):
-        for other in results:
-            same = all(getattr(other, name) == getattr(result, name) for name in SETTING)
-            if other.ranks == 1 and other.batch_size == size and same and other.model is not None:
-                return other.model.samples_per_s
-    return None
-
-
 def counts_table(results: Sequence[RanksSimulation]) -> Table:
     """The counts of a mean step: those of the batch over all ranks, the others for one rank."""
     table = new_table(COUNTS)
@@ -218,26 +190,10 @@ def bytes_table(results: Sequence[RanksSimulation]) -> Table:
     return table
 
 
-def model_table(results: Sequence[RanksSimulation]) -> Table:
-    """Milliseconds of a train step."""
-    table = new_table(["ranks", "step", "compute", "rows", "gradients", "dense", "host link", "efficiency", "path"])
-    for own in results:
-        if own.model is not None:
-            model = own.model
-            times = (model.step_ms, model.compute_ms, model.rows_ms, model.gradients_ms, model.dense_ms)
-            table.add_row(
-                f"{own.ranks:,}",
-                *(f"{value:.3g}" for value in (*times, model.host_link_ms)),
-                "" if model.efficiency is None else f"{model.efficiency:.0%}",
-                ", ".join(model.critical_path),
-            )
-    return table
-
-
 def new_table(headings: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in headings:
-        table.add_column(name, justify="left" if name == "path" else "right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
