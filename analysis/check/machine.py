@@ -19,7 +19,7 @@ from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.job.pair import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.prefetcher.run.sizing import check_shared_memory
-from rowcast.protocol.transport.curve_keys import allowed_clients, load_server
+from rowcast.protocol.transport.callers import allowed_clients, load_server
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes

@@ -1,6 +1,6 @@
 """Implements `prefetcher keys`: makes the CURVE keys of `transport.keys` and checks them.
 
-`protocol/transport/curve_keys.py` describes the files.
+`protocol/transport/callers.py` describes the files.
 """
 
 import os
@@ -13,7 +13,7 @@ import typer
 import zmq
 from typer import Option
 
-from rowcast.protocol.transport.curve_keys import (
+from rowcast.protocol.transport.callers import (
     CLIENTS,
     PUBLIC_END,
     SECRET_END,

@@ -22,13 +22,10 @@ import zmq
 
 from rowcast.job.schema import Transport
 from rowcast.protocol.codec import MAX_FRAME_BYTES
-from rowcast.protocol.transport.addresses import BindFile, BindTcp, ConnectFile, ConnectTcp
-from rowcast.protocol.transport.dealer import Dealer
-from rowcast.protocol.transport.inproc import silent
-from rowcast.protocol.transport.link import Payload
-from rowcast.protocol.transport.refusals import Refusals
-from rowcast.protocol.transport.router import Router
-from rowcast.protocol.transport.zmq_socket import QUEUE_FRAMES, SocketEnd
+from rowcast.protocol.transport.callers import Refusals
+from rowcast.protocol.transport.endpoint import address_of
+from rowcast.protocol.transport.link import Payload, silent
+from rowcast.protocol.transport.zmq_ends import QUEUE_FRAMES, Dealer, Router, ZmqEnd
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 
 CLOSE_BUDGET_S = 0.8  # how long a closing link may send what is queued
@@ -50,7 +47,7 @@ class LinkCounters:
 class ZmqLink:
     """Implements `Link`. Call `start()` or use it as a context manager; any thread may call `send` and `receive`."""
 
-    def __init__(self, end: SocketEnd, on_receive: Callable[[], None], refusals: Refusals, limit_bytes: int) -> None:
+    def __init__(self, end: ZmqEnd, on_receive: Callable[[], None], refusals: Refusals, limit_bytes: int) -> None:
         self.counters = LinkCounters()
         self.last_received_s: float | None = None  # monotonic clock
         self.peer_gone_s: float | None = None  # monotonic clock
@@ -79,13 +76,7 @@ class ZmqLink:
 
         The link's thread calls `on_receive` when frames have arrived or the peer is gone; it must not wait or close
         the link."""
-        refusals = Refusals()
-        if transport is None or not transport.is_tcp:
-            return cls(Router(BindFile(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES)
-        assert transport.keys is not None, "checked with the job file"
-        address = BindTcp(transport.endpoint, Path(transport.keys), refusals)
-        limit_bytes = INBOX_BYTES + transport.mirror_bytes
-        return cls(Router(address, refusals, limit_bytes), on_receive, refusals, limit_bytes)
+        return cls._made(Router, run_dir, on_receive, directory, transport)
 
     @classmethod
     def trainer(
@@ -96,15 +87,22 @@ class ZmqLink:
         transport: Transport | None = None,
     ) -> Self:
         """Makes the end that retries until a prefetcher answers; it keeps the frames sent before that."""
-        refusals = Refusals()
-        if transport is None or not transport.is_tcp:
-            return cls(
-                Dealer(ConnectFile(run_dir, directory), refusals, INBOX_BYTES), on_receive, refusals, INBOX_BYTES
-            )
-        assert transport.keys is not None, "checked with the job file"
-        address = ConnectTcp(transport.endpoint, Path(transport.keys))
-        limit_bytes = INBOX_BYTES + transport.mirror_bytes
-        return cls(Dealer(address, refusals, limit_bytes), on_receive, refusals, limit_bytes)
+        return cls._made(Dealer, run_dir, on_receive, directory, transport)
+
+    @classmethod
+    def _made(
+        cls,
+        kind: type[Router | Dealer],
+        run_dir: Path,
+        on_receive: Callable[[], None],
+        directory: Path | None,
+        transport: Transport | None,
+    ) -> Self:
+        refusals, limit_bytes = Refusals(), INBOX_BYTES
+        if transport is not None and transport.is_tcp:
+            limit_bytes += transport.mirror_bytes
+        end = kind(address_of(run_dir, directory, transport, refusals), refusals, limit_bytes)
+        return cls(end, on_receive, refusals, limit_bytes)
 
     @property
     def peer_gone(self) -> bool:

@@ -18,8 +18,7 @@ from rowcast.protocol.codec import decode
 from rowcast.protocol.messages import AnyMessage, ArraySpec, RingRef
 from rowcast.protocol.plan_layout import ITEM_BYTES
 from rowcast.protocol.session import PREFETCHER, Role
-from rowcast.protocol.transport.inproc import InprocLink, inproc_pair
-from rowcast.protocol.transport.link import Link, Payload
+from rowcast.protocol.transport.link import InprocLink, Link, Payload, inproc_pair
 from rowcast.runtime.arrays import Bytes
 from tests.support.batches import Bags, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 
-from rowcast.protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
+from rowcast.protocol.transport.zmq_ends import MAX_MESSAGE_BYTES
 
 # flags of a ZMTP frame; a part has more behind it
 COMMAND, LONG_COMMAND, LONG_MESSAGE, LONG_PART = 0x04, 0x06, 0x02, 0x03

@@ -18,15 +18,13 @@ import zmq
 
 from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import Bye, Envelope
-from rowcast.protocol.transport import addresses as doors
-from rowcast.protocol.transport import flood_guard as backlog
+from rowcast.protocol.transport import endpoint as doors
+from rowcast.protocol.transport import zmq_ends as backlog
 from rowcast.protocol.transport import zmq_link
-from rowcast.protocol.transport.dealer import Dealer
+from rowcast.protocol.transport.callers import Refusals
 from rowcast.protocol.transport.endpoint import socket_path
-from rowcast.protocol.transport.refusals import Refusals
-from rowcast.protocol.transport.router import MAX_CONNECTIONS, Router
+from rowcast.protocol.transport.zmq_ends import MAX_CONNECTIONS, MAX_MESSAGE_BYTES, Dealer, Router
 from rowcast.protocol.transport.zmq_link import ZmqLink
-from rowcast.protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.protocol.attackers import KINDS, LONG_PART, Attacker, greeting, long_frame, ready
 from tests.protocol.mirrors import End, exchange, make_end
@@ -202,7 +200,7 @@ def test_a_peer_that_sends_faster_than_it_is_read_ends_the_run_and_not_the_memor
         assert 0 < sum(map(len, frames)) <= 2**20 + RING_BYTES
 
 
-class OpenDoor(doors.BindTcp):
+class OpenDoor(doors.TcpAddress):
     """Without keys: libzmq sends no part of a message before its last, so this caller sends raw bytes, which the tests
     cannot encrypt."""
 
@@ -212,10 +210,8 @@ class OpenDoor(doors.BindTcp):
         pass
 
     def bind(self, context: doors.Context, socket: "zmq.Socket[bytes]") -> None:
-        socket.bind(self._endpoint)
+        socket.bind(self.endpoint)
 
-
-class OpenWay(doors.ConnectTcp):
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
         pass
 
@@ -235,7 +231,7 @@ def test_a_caller_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(
     shrink(monkeypatch)
     bell, refusals, limit_bytes = Bell(), Refusals(), 2 * 2**20
     router = Router(OpenDoor(run.endpoint, run.keys, refusals), refusals, limit_bytes)
-    dealer = Dealer(OpenWay(run.endpoint, run.keys), refusals, limit_bytes)
+    dealer = Dealer(OpenDoor(run.endpoint, run.keys, refusals), refusals, limit_bytes)
     with (
         ZmqLink(router, bell.ring, refusals, limit_bytes) as prefetcher,
         ZmqLink(dealer, bell.ring, refusals, limit_bytes) as trainer,
@@ -251,7 +247,7 @@ def test_a_caller_whose_message_has_no_end_is_cut_off_and_the_run_goes_on(
 
 def test_a_prefetcher_whose_message_has_no_end_ends_the_trainer(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch)
-    dealer = Dealer(OpenWay(run.endpoint, run.keys), Refusals(), 2**20)
+    dealer = Dealer(OpenDoor(run.endpoint, run.keys, Refusals()), Refusals(), 2**20)
     with (
         socket.create_server(("127.0.0.1", run.port)) as hostile,
         ZmqLink(dealer, lambda: None, Refusals(), 2**20) as trainer,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rowcast.protocol.transport import endpoint
-from rowcast.protocol.transport.addresses import BindFile
 from rowcast.protocol.transport.endpoint import (
     EndpointLock,
+    FileAddress,
     make_private,
     remove_if_dead,
     socket_directory,
@@ -108,7 +108,7 @@ def test_a_start_removes_the_sockets_of_killed_runs_and_of_no_others(tmp_path: P
     foreign = {"mine": "a", "my.lock": "b", "0123456789ABCDEF.lock": "c", "0123456789abcdef.lock.bak": "d"}
     for name, content in foreign.items():
         (sockets / name).write_text(content)
-    server = BindFile(tmp_path / "new", sockets)
+    server = FileAddress(tmp_path / "new", sockets)
     server.open()
     left = {path.name for path in sockets.iterdir()}
     own = socket_path(tmp_path / "new", sockets)

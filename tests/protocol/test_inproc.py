@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from rowcast.protocol.transport.inproc import inproc_pair
-from rowcast.protocol.transport.link import Link
+from rowcast.protocol.transport.link import Link, inproc_pair
 from rowcast.runtime.errors import LocalProtocolError
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rowcast.command_line.prefetcher import app
 from rowcast.prefetcher.run.make_keys import check_keys, make_keys
-from rowcast.protocol.transport.curve_keys import (
+from rowcast.protocol.transport.callers import (
     allowed_clients,
     fingerprint,
     load_client,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rowcast.protocol.transport import addresses
-from rowcast.protocol.transport.addresses import is_ipv6
+from rowcast.protocol.transport.endpoint import is_ipv6
 from rowcast.protocol.transport.ring_file import RingFile
 from rowcast.runtime.errors import OS_ADVICE, ConfigError
 from rowcast.runtime.run_directory import RunDirectory

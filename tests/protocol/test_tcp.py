@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from rowcast.prefetcher.run.make_keys import make_keys
-from rowcast.protocol.transport.curve_keys import fingerprint, load_client
-from rowcast.protocol.transport.refusals import LOG_EVERY_S, Refusals
+from rowcast.protocol.transport.callers import LOG_EVERY_S, Refusals, fingerprint, load_client
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import setup_logging

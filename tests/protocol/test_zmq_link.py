@@ -13,8 +13,8 @@ import zmq
 
 from rowcast.protocol.transport import zmq_link
 from rowcast.protocol.transport.endpoint import socket_path
+from rowcast.protocol.transport.zmq_ends import MAX_MESSAGE_BYTES
 from rowcast.protocol.transport.zmq_link import ZmqLink
-from rowcast.protocol.transport.zmq_socket import MAX_MESSAGE_BYTES
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.protocol.peer import (
     GREETING,

@@ -15,8 +15,7 @@ import msgspec
 
 from rowcast.protocol import codec
 from rowcast.protocol.messages import EndOfData, Envelope, StepDone
-from rowcast.protocol.transport.inproc import InprocLink, inproc_pair
-from rowcast.protocol.transport.link import Payload
+from rowcast.protocol.transport.link import InprocLink, Payload, inproc_pair
 from rowcast.runtime.errors import RemoteProtocolError
 
 FrameFaultKind = Literal["delay", "drop", "duplicate", "reorder", "cut short", "flip", "stale", "other incarnation"]

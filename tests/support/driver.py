@@ -46,8 +46,7 @@ from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.inproc import inproc_pair
-from rowcast.protocol.transport.link import Link
+from rowcast.protocol.transport.link import Link, inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest

@@ -11,7 +11,7 @@ from rowcast.job.schema import Transport
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.transport.link import inproc_pair
 
 
 @dataclass

@@ -20,7 +20,7 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import RowStore
 from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
 from rowcast.protocol.plan import GroupPlan
-from rowcast.protocol.transport.inproc import inproc_pair
+from rowcast.protocol.transport.link import inproc_pair
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage, Wakes

@@ -33,8 +33,7 @@ from rowcast.protocol.packing import ArrayBlock, Piece, cut, plan_block, plan_he
 from rowcast.protocol.parts import UNDIVIDED
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.inproc import inproc_pair
-from rowcast.protocol.transport.link import Link
+from rowcast.protocol.transport.link import Link, inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes

@@ -1,4 +1,4 @@
-"""Loads the CURVE keys of a run and checks that other users cannot read or change them.
+"""Who may call: loads the CURVE keys of a run, checks that other users cannot change them, and admits callers by them.
 
     keys/                    0700
       server.key             the prefetcher's public key: a trainer connects to no other prefetcher
@@ -9,12 +9,17 @@
 
 Files have the format of `zmq.auth` certificates. On one host both sides may use the same folder; a trainer on another
 host needs only `server.key` and its `clients/NAME.key_secret`. `prefetcher keys` makes and checks them.
+
+    caller -- CURVE handshake --> socket -- ZAP request: address, public key --> ClientAuth.answer, on the link's thread
+                                         <-- 200, or 400 --------------------
 """
 
 import hashlib
 import os
 import stat
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,11 +28,16 @@ from zmq.auth import load_certificate
 from zmq.utils import z85
 
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import get_logger
 
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
+ZAP_VERSION = b"1.0"
+DOMAIN = b"rowcast"
 SERVER = "server"
 CLIENTS = "clients"
 PUBLIC_END, SECRET_END = ".key", ".key_secret"
 KEY_BYTES = 32
+LOG_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,3 +140,69 @@ def _check_owned(path: Path, kind: int, most: int, name: str, remedy: str) -> No
             f"{path} must be {name} of user {os.getuid()} with no more than mode {most:04o}, but it belongs to user "
             f"{found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}; {remedy}"
         )
+
+
+class Refusals:
+    """Counts refused frames and callers, and logs them at a limited rate, so that no caller can flood the log.
+
+    Used by the link's thread; any thread may read `count`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0  # frames of strangers, and refused callers
+        self._clock = clock
+        # sentence -> time of its last log line, and number of lines suppressed since
+        self._logged: dict[str, tuple[float, int]] = {}
+
+    def note(self, what: str, **context: object) -> None:
+        self.count += 1
+        self.say(what, **context)
+
+    def say(self, what: str, **context: object) -> None:
+        """Logs `what`, a fixed sentence, at most once in `LOG_EVERY_S`, with the number suppressed since."""
+        last_s, num_suppressed = self._logged.get(what, (None, 0))
+        now_s = self._clock()
+        if last_s is not None and now_s - last_s < LOG_EVERY_S:
+            self._logged[what] = (last_s, num_suppressed + 1)
+            return
+        self._logged[what] = (now_s, 0)
+        get_logger().warning(what, **context, more=num_suppressed)
+
+
+class ClientAuth:
+    """The prefetcher's ZAP handler. Call `open` before the guarded socket is bound; close `sockets` after that socket.
+
+    The keys are reread for each caller, so removing a file excludes its holder without a restart. Any error refuses the
+    caller."""
+
+    def __init__(self, keys: Path, refusals: Refusals) -> None:
+        self.sockets: list[zmq.Socket[bytes]] = []  # the socket that receives requests, once it is open
+        self._keys = keys
+        self._refusals = refusals
+
+    def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.sockets.append(context.socket(zmq.REP))
+        self.sockets[0].bind(ZAP_ENDPOINT)
+
+    def answer(self) -> None:
+        for socket in self.sockets:
+            while socket.poll(0):
+                socket.send_multipart(self._answer_to(socket.recv_multipart(zmq.NOBLOCK)))
+
+    def _answer_to(self, request: list[bytes]) -> list[bytes]:
+        _, request_id, _, address, _, mechanism, *credentials = request  # RFC 27, version 1.0, from our own libzmq
+        name = self._name_of(credentials[0]) if mechanism == b"CURVE" and credentials else None
+        if name is None:
+            self._refuse(address.decode(errors="replace"), credentials)
+        status = (b"400", b"this key is not allowed") if name is None else (b"200", b"OK")
+        return [ZAP_VERSION, request_id, *status, (name or "").encode(), b""]
+
+    def _name_of(self, raw_key: bytes) -> str | None:
+        try:
+            return allowed_clients(self._keys).get(z85.encode(raw_key))
+        except (OSError, ValueError):
+            return None
+
+    def _refuse(self, address: str, credentials: list[bytes]) -> None:
+        key = fingerprint(z85.encode(credentials[0])) if credentials else "none"
+        # the router counts it when it disconnects
+        self._refusals.say(f"refused a caller whose key is not in {CLIENTS}/", address=address, key=key)
