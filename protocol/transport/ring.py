@@ -137,7 +137,6 @@ class RingWriter(RingEnd):
         self._always_checksum = always_checksum
         self._allocated = 0  # end of the newest piece
         self._released = 0  # everything before it is free
-        self._peak_bytes = 0
         self._uncommitted: deque[RingSlice] = deque()
         self._committed_ends: deque[int] = deque()
 
@@ -146,10 +145,6 @@ class RingWriter(RingEnd):
         """Bytes allocated and not yet released, with guards, padding and skipped tails; 0 when the ring is empty."""
         with self._lock:
             return self._allocated - self._released
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
 
     def try_allocate(self, nbytes: int) -> RingSlice | None:
         """Returns space for a payload of `nbytes`, or None while there is too little. Raises ValueError if it can never
@@ -167,7 +162,6 @@ class RingWriter(RingEnd):
             if end - self._released > self.capacity:
                 return None
             self._allocated = end
-            self._peak_bytes = max(self._peak_bytes, end - self._released)
             position = start + GUARD_BYTES
             piece = RingSlice(position=position, end=end, payload=self._layout.payload(position, nbytes))
             self._uncommitted.append(piece)

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -35,20 +34,11 @@ CHECK_MS = 1000  # between checks of the backlog
 INBOX_BYTES = 16 * MAX_FRAME_BYTES  # frames in the inbox; the rings bound payloads separately
 
 
-@dataclass(slots=True)
-class LinkCounters:
-    frames_sent: int = 0
-    frames_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    discarded: int = 0  # frames queued for a peer that is gone
-
-
 class ZmqLink:
     """Implements `Link`. Call `start()` or use it as a context manager; any thread may call `send` and `receive`."""
 
     def __init__(self, end: ZmqEnd, on_receive: Callable[[], None], refusals: Refusals, limit_bytes: int) -> None:
-        self.counters = LinkCounters()
+        self.received_bytes = 0  # frames and payloads
         self.last_received_s: float | None = None  # monotonic clock
         self.peer_gone_s: float | None = None  # monotonic clock
         self._end = end
@@ -57,7 +47,7 @@ class ZmqLink:
         self._outbox: deque[tuple[bytes, memoryview | None]] = deque()
         self._inbox: deque[tuple[bytes, Payload]] = deque()
         self._inbox_limit_bytes = limit_bytes
-        self._bytes_taken = 0  # counters.bytes_received - _bytes_taken is what the inbox holds
+        self._bytes_taken = 0  # received_bytes - _bytes_taken is what the inbox holds
         self._error: BaseException | None = None
         self._closing = False
         self._wake: int | None = None  # eventfd; written under the lock, so that `close` cannot close it meanwhile
@@ -254,9 +244,8 @@ class ZmqLink:
 
     def _enqueue(self, frame: bytes, payload: Payload) -> None:
         self.last_received_s = time.monotonic()
-        self.counters.frames_received += 1
-        self.counters.bytes_received += num_bytes(frame, payload)
-        waiting = self.counters.bytes_received - self._bytes_taken
+        self.received_bytes += num_bytes(frame, payload)
+        waiting = self.received_bytes - self._bytes_taken
         if len(self._inbox) >= QUEUE_FRAMES or waiting > self._inbox_limit_bytes:
             raise RemoteProtocolError(
                 f"{len(self._inbox) + 1} frames of {waiting} bytes came faster than they are taken; "
@@ -275,11 +264,8 @@ class ZmqLink:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 break  # the peer is gone; the monitor will report it
-            frame, payload = self._outbox.popleft()
-            self.counters.frames_sent += 1
-            self.counters.bytes_sent += len(frame) + len(payload or b"")
+            self._outbox.popleft()
         if self.peer_gone:
-            self.counters.discarded += len(self._outbox)
             self._outbox.clear()
         return True
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.protocol.transport import addresses
+from rowcast.protocol.transport import endpoint as doors
 from rowcast.protocol.transport.endpoint import is_ipv6
 from rowcast.protocol.transport.ring_file import RingFile
 from rowcast.runtime.errors import OS_ADVICE, ConfigError
@@ -77,5 +77,5 @@ def test_a_name_with_only_an_ipv6_address_is_used_by_ipv6(
             raise socket.gaierror
         return found
 
-    monkeypatch.setattr(addresses, "getaddrinfo", resolve)
+    monkeypatch.setattr(doors, "getaddrinfo", resolve)
     assert is_ipv6(endpoint) == expected

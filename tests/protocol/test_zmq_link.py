@@ -73,8 +73,6 @@ def test_ten_thousand_frames_arrive_in_order_when_the_prefetcher_starts_first(
         send_numbered(link)
         for number in range(NUM_FRAMES):
             assert receive(link, bell) == numbered(number)
-        assert link.counters.frames_sent == NUM_FRAMES + 1 == link.counters.frames_received
-        assert link.counters.bytes_sent == link.counters.bytes_received - len(GREETING) + len(b"go")
         assert link.last_received_s is not None
         assert link.last_received_s <= time.monotonic()
 
@@ -139,7 +137,6 @@ def test_a_killed_peer_is_noticed(role: str, peer_role: str, run_dir: Path, sock
         assert link.receive() is None
         link.send(b"to nobody")
         link.close()
-        assert link.counters.discarded == 1
 
 
 def test_a_trainer_whose_prefetcher_is_gone_does_not_call_the_next_one(run_dir: Path, sockets: Path) -> None:
