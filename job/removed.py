@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LAST_COMMIT = "4c36c62"  # the last that had them
-REMOVED: dict[str, str] = {}  # name -> what replaces it
+REMOVED = {  # name -> what replaces it
+    "simulate --rates": "`simulate --ranks` counts rows and bytes, and `prefetcher estimate` models a step's time",
+}
 
 
 def gone(names: Iterable[str]) -> str | None:

@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 from rowcast.job.removed import removed_option
 from rowcast.runtime.command import run_command
 from rowcast.runtime.name_lists import closest
-from rowcast.runtime.removed import removed
 
 COMMANDS = ("rowcast", "prefetcher", "trainer")  # each has a module here, with its SUBCOMMANDS
 SETTINGS: dict[str, bool] = {"add_completion": False, "pretty_exceptions_enable": False}
@@ -36,9 +35,6 @@ def command_line(process: str, help: str, subcommands: Mapping[str, Subcommand])
                 ctx.fail(sentence)
             if args[0] not in subcommands:
                 ctx.fail(f"no command {args[0]!r}{nearest_command(args[0], subcommands)}")
-            for option in args[1:]:
-                if (left := removed(f"{args[0]} {option.partition('=')[0]}")) is not None:
-                    ctx.fail(left)
             name, known, rest = super().resolve_command(ctx, args)
             return name, known if name is None else imported(process or name, name, subcommands[name]), rest
 

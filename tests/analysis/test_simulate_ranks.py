@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks.command import ranks_jobs, run_simulate_ranks, simulate_ranks
@@ -16,7 +15,6 @@ from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_slots
 from rowcast.analysis.simulate.ranks.results import RanksSimulation
 from rowcast.analysis.simulate.ranks.shares import Sharing, part_groupings
 from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate, simulate
-from rowcast.command_line.prefetcher import app
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
@@ -262,9 +260,6 @@ def test_what_cannot_be_simulated_is_a_sentence() -> None:
         run_simulate_ranks(job, SimulateOptions(ranks=[2], plot=Path("a.png")))
     with pytest.raises(ConfigError, match="--samples-per-rank needs --ranks"):
         run_simulate(job, SimulateOptions(samples_per_rank=[8]))
-    answer = CliRunner().invoke(app, ["simulate", "--config=job.toml", "--ranks=2", "--rates=rates.toml"])
-    assert answer.exit_code == 2
-    assert "4c36c62" in answer.output
 
 
 def test_the_command_prints_json_and_tables(capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> None:
