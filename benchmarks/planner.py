@@ -43,7 +43,7 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.compiled import compiled_loop
-from rowcast.runtime.thread_pool import Part, Result, ThreadPool
+from rowcast.runtime.stages import Part, Result, ThreadPool
 
 BATCH_SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 HORIZON, DEPTH = 16, 4

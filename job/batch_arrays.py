@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.formats import BATCH, Data, format_of
-from rowcast.runtime.name_lists import nearest
+from rowcast.runtime.errors import nearest
 
 
 def check_batch_arrays(data: Data, tables: Mapping[str, Table]) -> None:

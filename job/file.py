@@ -20,8 +20,7 @@ from rowcast.job.section import decode
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs, rows_in
 from rowcast.job.units import parse_bytes
-from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.name_lists import nearest
+from rowcast.runtime.errors import ConfigError, nearest
 from rowcast.runtime.run_directory import Role, note_refusal
 
 

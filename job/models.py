@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from rowcast.job.embedding_tables import Table, is_constant
 from rowcast.job.section import Kinds, Section
-from rowcast.runtime.name_lists import nearest
+from rowcast.runtime.errors import nearest
 
 MODELS = "rowcast.trainer.models"
 NO_MODEL = "rowcast.trainer.adopt.settings:refuse_model"  # the model is in a training script of its own

@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from rowcast.job.removed import refuse_removed
 from rowcast.job.types import check_value, described, example_in, is_factory, notation, shown
-from rowcast.runtime.name_lists import closest
+from rowcast.runtime.errors import closest
 
 
 @dataclass(frozen=True, slots=True)

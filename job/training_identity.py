@@ -20,8 +20,7 @@ from rowcast.job.schema import Job, digest
 from rowcast.job.section import Section, default_of, defaults_of_other_kinds, keys_of
 from rowcast.job.types import shown
 from rowcast.runtime.checkpoint_manifest import DataFile, Manifest, ManifestOfVersion3, TrainingData
-from rowcast.runtime.errors import Mismatch
-from rowcast.runtime.name_lists import instead
+from rowcast.runtime.errors import Mismatch, instead
 
 # where the data is and how often it is read; of data.hot the rows count, wherever they are, and of files their order
 NOT_COUNTED = ("data.path", "data.by_name", "data.eval_path", "data.epochs", "data.hot")

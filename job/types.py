@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from rowcast.runtime.name_lists import closest
+from rowcast.runtime.errors import closest
 
 SHOWN = 60  # characters of a value in a sentence
 

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from rowcast.job.schema import Ranks, check_shared
 from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.protocol.inputs import Belonging, Cut
-from rowcast.runtime.arrays import I64
-from rowcast.runtime.splitmix import GOLDEN, mix
+from rowcast.runtime.arrays import GOLDEN, I64, mix
 
 Value = TypeVar("Value", np.int64, np.float32)
 

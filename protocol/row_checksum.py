@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.protocol.messages import RowChecksums
-from rowcast.runtime.arrays import I64
-from rowcast.runtime.splitmix import GOLDEN, mix
+from rowcast.runtime.arrays import GOLDEN, I64, mix
 
 CHECKED_WORDS = 8192  # a test compares every pair of constants up to here
 MESSAGE_BYTES = 2**19  # most bytes of checksums in one message

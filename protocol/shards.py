@@ -20,8 +20,7 @@ import numpy as np
 import xxhash
 
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, TableSpec
-from rowcast.runtime.arrays import I32, I64, U64
-from rowcast.runtime.splitmix import GOLDEN, mix
+from rowcast.runtime.arrays import GOLDEN, I32, I64, U64, mix
 
 BLOCK_BITS = 6  # a block has 2**6 rows
 RUN_BITS = 8  # a run has 2**8 blocks

@@ -1,4 +1,4 @@
-"""Defines stages, the threads that run them, and the bells that wake these threads.
+"""Defines stages, the threads that run them, the bells that wake these threads, and how a stage shares its work.
 
 Every stage of both processes has one non-blocking `advance()`. In a process, a thread per stage calls it in a loop and
 waits on the stage's bell. In a test, one thread advances all stages of both sides, in an order that a seed decides.
@@ -11,8 +11,16 @@ No wake-up is lost. A producer changes the state first and then rings; the threa
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.errors import LocalProtocolError
 
 IDLE_WAIT_S = 0.05  # an idle stage looks again after this time: clocks do not ring
 POLL_S = 0.0002  # between looks at sources without a bell: a device's events, a slow store's tickets
@@ -111,3 +119,83 @@ class StageThread:
                     self._wait(polls, on_idle)
         except BaseException as error:  # noqa: BLE001 - the process must get any error
             self._on_error(error)
+
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+class ThreadPool:
+    """Divides work by whole items, so that no result depends on the number of threads.
+
+    It has the caller's thread and more threads, which several callers may share."""
+
+    def __init__(self, num_threads: int = 1, *, name: str = "shares", least: int = 1) -> None:
+        """`least`: the size of an item range that is worth waking a thread for."""
+        self.num_threads, self._least = num_threads, least
+        self._others = ThreadPoolExecutor(num_threads - 1, name) if num_threads > 1 else None
+
+    def over(self, parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
+        """Returns work(part) for each part. The first is this thread's."""
+        if self._others is None or len(parts) <= 1:
+            return list(map(work, parts))
+        running = [self._others.submit(work, part) for part in parts[1:]]
+        return [work(parts[0]), *(task.result() for task in running)]
+
+    def share(
+        self,
+        work: Callable[[int, int], Result],
+        first: int,
+        end: int,
+        item_size: int = 1,
+        starts: I32 | I64 | None = None,
+    ) -> list[Result]:
+        """Returns work(from, to) of ranges that cover the items from `first` to `end` - 1.
+
+        starts: for items of different sizes, the start of each item, and the end of the last item. item_size: per unit
+        of `starts`, or per item."""
+        num_units = end - first if starts is None else int(starts[end]) - int(starts[first])
+        num_shares = max(1, min(self.num_threads, num_units * item_size // self._least))
+        ranges = [own for own in pairwise(cuts(first, end, num_shares, starts)) if own[0] < own[1]]
+        return self.over(ranges, lambda own: work(*own))
+
+
+def cuts(first: int, end: int, num_shares: int, starts: I32 | I64 | None) -> list[int]:
+    """Returns the start of each range, and the end of the last; ranges have about the same size."""
+    if starts is None:
+        return [first + (end - first) * share // num_shares for share in range(num_shares + 1)]
+    shares = np.linspace(starts[first], starts[end], num_shares + 1)[1:-1]
+    return [first, *(first + np.searchsorted(starts[first:end], shares)).tolist(), end]
+
+
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
+
+
+class StateTable(Generic[S, E]):
+    """A state machine as rows of state, event and following state. `render` draws it."""
+
+    def __init__(self, side: str, rows: Sequence[tuple[S, E, S]]) -> None:
+        """The machine starts in the first row's state. Raises ValueError if two rows share state and event."""
+        self.side = side
+        self.first = rows[0][0]
+        self.rows = tuple(rows)
+        self._following = {(state, event): after for state, event, after in rows}
+        if len(self._following) < len(rows):
+            raise ValueError(f"the {side}'s table of states has two rows for the same state and event")
+
+    def after(self, state: S, event: E) -> S:
+        """Returns the next state. Raises LocalProtocolError if the event cannot happen in this state."""
+        following = self._following.get((state, event))
+        if following is None:
+            allowed = ", ".join(f"'{event}'" for own, event, _ in self.rows if own is state) or "nothing"
+            raise LocalProtocolError(
+                f"'{event}' cannot happen in the {self.side}'s state '{state}'; {allowed} can: a bug of rowcast"
+            )
+        return following
+
+    def render(self) -> str:
+        states = dict.fromkeys(state for own, _, after in self.rows for state in (own, after))
+        names = [f'    state "{state}" as {state.name}' for state in states]
+        edges = [f"    {own.name} --> {after.name}: {event}" for own, event, after in self.rows]
+        return "\n".join(["```mermaid", "stateDiagram-v2", *names, f"    [*] --> {self.first.name}", *edges, "```", ""])

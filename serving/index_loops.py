@@ -16,7 +16,7 @@ import numpy as np
 from rowcast.prefetcher.stores.first_values import Initializer, fill_row
 from rowcast.prefetcher.stores.pages_ahead import PAGE
 from rowcast.prefetcher.stores.store import ABSENT
-from rowcast.runtime.arrays import F32, I64, U16, U32, U64, Bytes
+from rowcast.runtime.arrays import F32, FACTOR_1, FACTOR_2, GOLDEN, I64, U16, U32, U64, Bytes
 from rowcast.runtime.compiled import (
     c_mincore,
     compiled_arithmetic,
@@ -28,7 +28,6 @@ from rowcast.runtime.compiled import (
     load_u32,
     prefetch_at,
 )
-from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
 from rowcast.serving.row_layout import FP16, INT8, RowLayout
 
 FULL_PERCENT = 76  # of the cells, at most: 7.9 bytes a row

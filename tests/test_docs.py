@@ -12,7 +12,7 @@ import rowcast.trainer.step.barrier
 from rowcast.job.file import load_job
 from rowcast.job.page import page
 from rowcast.protocol.session import render_table
-from rowcast.runtime.state_table import StateTable
+from rowcast.runtime.stages import StateTable
 from tests.support.batches import slots_for
 from tests.support.driver import InProcessRun, Settings
 

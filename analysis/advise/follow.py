@@ -19,8 +19,7 @@ import numpy as np
 
 from rowcast.prefetcher.planner.grouping import Grouping
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
-from rowcast.runtime.arrays import I64, U64
-from rowcast.runtime.splitmix import GOLDEN, mix
+from rowcast.runtime.arrays import GOLDEN, I64, U64, mix
 
 LEAST_ROWS = 5000  # followed rows of a group that has this many, judging by its first batches
 NUM_PARTS = 64  # the followed rows are split into this many parts by hash, to estimate how much the parts differ

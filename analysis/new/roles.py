@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from rowcast.analysis.new.columns import FEW, TEXT, ColumnFacts
 from rowcast.analysis.new.files import DataSet
 from rowcast.prefetcher.readers.id_check import EVERY_WHOLE
-from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.name_lists import listed, nearest
+from rowcast.runtime.errors import ConfigError, listed, nearest
 
 ID_NAME = r"(?i:.*ids?|cat_\d+)"
 NUMBER_NAME = r"(?i:(|.*[_\W])(un|pre|in)?(bid|paid|valid|void|aid|kid|solid|liquid|fluid|acid|covid)s?|int_\d+)"

@@ -38,7 +38,7 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.position import Position
-from rowcast.runtime.state_table import StateTable
+from rowcast.runtime.stages import StateTable
 
 
 class PrefetcherState(StrEnum):

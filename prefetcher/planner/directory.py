@@ -16,9 +16,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.runtime.arrays import I64, U64
+from rowcast.runtime.arrays import GOLDEN, I64, U64
 from rowcast.runtime.compiled import compiled_loop, prefetch
-from rowcast.runtime.splitmix import GOLDEN
 
 Records = npt.NDArray[np.void]
 Value = TypeVar("Value", np.int32, np.int64)

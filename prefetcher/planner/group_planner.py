@@ -63,7 +63,7 @@ from rowcast.protocol.plan import RowMove
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 ROWS_A_PART = 16_384  # distinct rows of a batch, at least: with fewer, waking threads takes longer than they save

@@ -27,10 +27,9 @@ import numpy.typing as npt
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.protocol.arrange import MOST_ORDERED, arrange
 from rowcast.protocol.batch import Batch, IdsBatch
-from rowcast.runtime.arrays import F32, I32, I64, U16, U32, U64
+from rowcast.runtime.arrays import F32, GOLDEN, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop
-from rowcast.runtime.splitmix import GOLDEN
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 
 Order = U16 | I32
 Value = TypeVar("Value", np.int64, np.float32)

@@ -26,7 +26,7 @@ from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 
 NO_IDS = np.zeros(0, np.int64)
 

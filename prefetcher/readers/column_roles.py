@@ -9,8 +9,7 @@ from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import Columns
 from rowcast.prefetcher.readers.id_check import Feature, job_features, require_features
-from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.name_lists import listed, nearest
+from rowcast.runtime.errors import ConfigError, DataError, listed, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rowcast.protocol.batch import Kind
-from rowcast.runtime.arrays import F32, I64, U64
-from rowcast.runtime.splitmix import GOLDEN, mix
+from rowcast.runtime.arrays import F32, GOLDEN, I64, U64, mix
 
 DOMAIN = np.uint64(0x6E65676174697665)  # "negative": other uses of the seed have other numbers
 MOST_LOG_UNIFORM = 2**31 - 1

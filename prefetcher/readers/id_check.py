@@ -16,8 +16,7 @@ import numpy.typing as npt
 from rowcast.job.formats import Columns, formats_with
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.name_lists import nearest
+from rowcast.runtime.errors import ConfigError, DataError, nearest
 
 Array = npt.NDArray[Any]
 Location = Callable[[int], str]  # position in the checked array -> "file, row 17"

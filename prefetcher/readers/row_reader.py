@@ -20,8 +20,7 @@ from rowcast.prefetcher.readers.id_check import IdCheck
 from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.prefetcher.readers.shuffle import HotBlocks, RowOrder
 from rowcast.protocol.batch import Batch, Kind
-from rowcast.runtime.errors import DataError
-from rowcast.runtime.name_lists import instead
+from rowcast.runtime.errors import DataError, instead
 
 
 class Cursor(Protocol):

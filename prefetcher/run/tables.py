@@ -13,8 +13,8 @@ from rowcast.prefetcher.stores.store_counts import StoreCounts, described
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.stages import ThreadPool
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.thread_pool import ThreadPool
 
 LEAST_ROWS = 4096  # fewer rows per thread are not worth waking it for
 

@@ -22,9 +22,8 @@ import numpy as np
 
 from rowcast.job.tables import KEY_SHIFT
 from rowcast.prefetcher.stores.store import ABSENT, Keys
-from rowcast.runtime.arrays import I64, U64
+from rowcast.runtime.arrays import FACTOR_1, FACTOR_2, GOLDEN, I64, U64
 from rowcast.runtime.compiled import compiled_loop, prefetch
-from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
 
 EMPTY = np.uint64(0)
 BUCKET = 8  # cells

@@ -9,7 +9,7 @@ from rowcast.job.tables import KEY_SHIFT, GroupSpec, make_keys
 from rowcast.prefetcher.stores.row_loops import find_bits
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U64
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 
 
 class RowsInOrder:

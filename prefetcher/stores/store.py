@@ -9,8 +9,7 @@ from typing import Protocol
 from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64, U64, Bytes
-from rowcast.runtime.stages import POLL_S
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import POLL_S, ThreadPool
 
 Keys = I64  # [n] ascending, distinct
 Records = Bytes  # [n, record_bytes]

@@ -5,7 +5,7 @@ import numpy as np
 from rowcast.prefetcher.stores.row_loops import Marks, Words, gather_for, scatter_for
 from rowcast.prefetcher.stores.store import ABSENT, FINISHED, Finished, Keys, Records, RowNumbers, RowStore
 from rowcast.runtime.arrays import I64
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 
 
 class TableStore(RowStore):

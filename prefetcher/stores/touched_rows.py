@@ -25,7 +25,7 @@ from rowcast.prefetcher.stores.shared_lock import SharedLock
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 
 ROW_BYTES = 12  # at most, for each touched row
 MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, 64 MiB at this number

@@ -14,7 +14,7 @@ from rowcast.prefetcher.stores.row_numbers import RowsInOrder
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import U64
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 
 ROWS_AT_ONCE = 2**16
 

@@ -3,9 +3,8 @@
 import numpy as np
 
 from rowcast.prefetcher.planner.directory import hash_of
-from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.arrays import FACTOR_1, FACTOR_2, GOLDEN, I32, I64
 from rowcast.runtime.compiled import compiled_loop
-from rowcast.runtime.splitmix import FACTOR_1, FACTOR_2, GOLDEN
 
 NOWHERE = -1  # instead of a cell: the row is not in the ledger
 FREE = -1  # instead of a key: the cell is empty

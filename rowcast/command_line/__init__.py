@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from rowcast.job.removed import removed_option
 from rowcast.runtime.command import run_command
-from rowcast.runtime.name_lists import closest
+from rowcast.runtime.errors import closest
 
 COMMANDS = ("rowcast", "prefetcher", "trainer")  # each has a module here, with its SUBCOMMANDS
 SETTINGS: dict[str, bool] = {"add_completion": False, "pretty_exceptions_enable": False}

@@ -56,8 +56,8 @@ from rowcast.prefetcher.run.sizing import sizes, staging_bytes
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.protocol.inputs import belonging
 from rowcast.protocol.parts import rank_of
+from rowcast.runtime.arrays import GOLDEN
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.splitmix import GOLDEN
 from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings

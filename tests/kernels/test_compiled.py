@@ -13,7 +13,7 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
-from rowcast.runtime.thread_pool import ThreadPool, cuts
+from rowcast.runtime.stages import ThreadPool, cuts
 from rowcast.trainer.device.streams import warm_up_sqrt
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, compiled_ops, torch_ops
 from rowcast.trainer.kernels.choose import choose_kernels

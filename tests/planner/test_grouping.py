@@ -20,7 +20,7 @@ from rowcast.prefetcher.planner.grouping import (
     sort_pairs,
 )
 from rowcast.protocol.batch import Batch
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 from tests.support.planner_runs import (
     assert_same,
     group,

@@ -24,7 +24,7 @@ from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.transport.ring_file import in_memory_buffer
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 from tests.support import jobs
 from tests.support.late_store import LateStore
 from tests.support.redis_server import shared_server

@@ -15,7 +15,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, RowStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.thread_pool import Part, Result, ThreadPool
+from rowcast.runtime.stages import Part, Result, ThreadPool
 from tests.stores.every_store import (
     GROUP,
     STORES,

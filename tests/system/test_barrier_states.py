@@ -11,7 +11,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
 from rowcast.runtime.errors import LocalProtocolError
-from rowcast.runtime.state_table import StateTable
+from rowcast.runtime.stages import StateTable
 from tests.support import driver
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rowcast.runtime.arrays import F32, I32
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 from rowcast.trainer.kernels import compiled_loops as loops
 from rowcast.trainer.kernels.compiled_loops import Gradients
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels import compiled_loops as loops
 from rowcast.trainer.kernels.compiled_blocks import NO_FLOATS, NO_INTS, flat, floats, ints, sum_rows

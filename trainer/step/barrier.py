@@ -23,7 +23,7 @@ from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp, sav
 from rowcast.protocol.transport.ring import RingWriter
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.runtime.state_table import StateTable
+from rowcast.runtime.stages import StateTable
 from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.host_memory import FetchRing
 from rowcast.trainer.device.streams import Event, Streams

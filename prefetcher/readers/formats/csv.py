@@ -43,8 +43,7 @@ from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, first_lines
 from rowcast.protocol.batch import Batch
-from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.name_lists import nearest
+from rowcast.runtime.errors import ConfigError, DataError, nearest
 
 LINES_AT_ONCE = 8192  # decoded together, as in Criteo TSV
 ARROW_TYPES = {

@@ -7,8 +7,7 @@ grows with its ids.
 import numpy as np
 
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.runtime.arrays import F64, U64
-from rowcast.runtime.splitmix import GOLDEN, mix
+from rowcast.runtime.arrays import F64, GOLDEN, U64, mix
 
 HEAD_RANKS = 1024  # ranks with tabulated probability; the others are summed by an integral, exact to a part in 10^6
 

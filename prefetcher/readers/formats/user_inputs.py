@@ -10,8 +10,7 @@ from rowcast.protocol.batch import Batch
 from rowcast.protocol.codec import MAX_DIMENSIONS
 from rowcast.protocol.inputs import Belonging
 from rowcast.protocol.plan_layout import ITEM_BYTES
-from rowcast.runtime.errors import DataError
-from rowcast.runtime.name_lists import listed
+from rowcast.runtime.errors import DataError, listed
 
 
 def check_inputs(batch: Batch, of: Belonging, where: str) -> None:

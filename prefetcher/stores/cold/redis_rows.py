@@ -37,9 +37,8 @@ from rowcast.prefetcher.stores.cold.redis_note import note_path
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.protocol.row_checksum import column_constants
-from rowcast.runtime.arrays import I64, U64, Bytes
+from rowcast.runtime.arrays import GOLDEN, I64, U64, Bytes, mix
 from rowcast.runtime.errors import RowcastError, StoreLost
-from rowcast.runtime.splitmix import GOLDEN, mix
 from rowcast.runtime.telemetry.logs import get_logger
 
 HASH_SHIFT = np.uint64(56)

@@ -9,7 +9,7 @@ import numpy as np
 
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_blocks import blocks, flat, floats, sum_rows
 from rowcast.trainer.kernels.compiled_loops import AHEAD, Gradients, RecordArray, U, ask_for, start_of

@@ -4,7 +4,7 @@ import numpy as np
 
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
-from rowcast.runtime.thread_pool import ThreadPool
+from rowcast.runtime.stages import ThreadPool
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_loops import ROWS_AHEAD, Gradients, RecordArray, U, add_up, ask_for, start_of
 
