@@ -63,7 +63,7 @@ from rowcast.trainer.models.collectives import Collectives
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import SharedRunner
-from rowcast.trainer.run.handshake import hello
+from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.barrier import DenseState
 from rowcast.trainer.step.engine import ring_ends
 from rowcast.trainer.step.metrics import new_counters

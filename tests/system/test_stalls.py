@@ -25,7 +25,6 @@ from rowcast.runtime.disk import Disk
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.trainer.device.streams import Work
 from rowcast.trainer.models.collectives import LocalCollectives
-from rowcast.trainer.run import gauges as observe
 from rowcast.trainer.step.metrics import TrainerCounters
 from tests.support import driver, three_steps
 from tests.support.batches import slots_for, small_batches, small_job
@@ -235,7 +234,7 @@ def test_victims_that_find_no_space_are_counted_under_ring() -> None:
     run = in_process_run(ring_bytes=8 * 1024, depth=2)
     settle(run, "prefetcher write-back")
     assert run.trainer.sender.waiting_for_ring
-    assert_trainer_stalls(run, "sender", observe.stall_clocks(run.trainer)["sender"], run.trainer.counters, "ring")
+    assert_trainer_stalls(run, "sender", run.trainer.stall_clocks["sender"], run.trainer.counters, "ring")
 
 
 class Late:

@@ -12,10 +12,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, DataError, Mismatch, PeerLost, RanksDiffer, RowcastError
-from rowcast.trainer.run.agreement import Start, all_start
 from rowcast.trainer.run.launch import Launch
 from rowcast.trainer.run.meeting import Greeting, Meeting, Named, Present, encoded, new_greeting, open_store
-from rowcast.trainer.run.rank_group import RankGroup
+from rowcast.trainer.run.rank_group import RankGroup, Start, all_start
 from tests.support.facts import facts
 
 NEVER = lambda: False  # noqa: E731

@@ -17,9 +17,8 @@ from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.report_json import write_report
 from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults
-from rowcast.trainer.run.gauges import engine_gauges, learning_rates
 from rowcast.trainer.step.engine import TrainerEngine
-from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
+from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges, learning_rates
 
 
 class ScriptTelemetry:
@@ -96,4 +95,4 @@ class ScriptTelemetry:
             expected_train_steps=None if self._engine is None or self._welcome is None else self._welcome.train_steps,
             evaluation=self.results.evaluation_result,
         )
-        return idle if self._engine is None else engine_gauges(idle, self._engine)
+        return idle if self._engine is None else self._engine.gauges(idle)

@@ -39,15 +39,13 @@ from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly,
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
-from rowcast.trainer.run.agreement import all_start, failed_start, start_of
 from rowcast.trainer.run.connection import Connection, ConnectionParts
 from rowcast.trainer.run.errands import Errand
-from rowcast.trainer.run.gauges import engine_gauges, learning_rates
 from rowcast.trainer.run.machine import settle
 from rowcast.trainer.run.meeting import POLL_S, decoded
-from rowcast.trainer.run.rank_group import Group, Party
+from rowcast.trainer.run.rank_group import Group, Party, all_start, failed_start, start_of
 from rowcast.trainer.step.engine import TrainerEngine
-from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges
+from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges, learning_rates
 
 Runner = StepRunner | SharedRunner
 
@@ -170,7 +168,7 @@ class TrainerAttempt:
             expected_train_steps=welcome.train_steps if welcome else None,
             evaluation=self._results.evaluation_result,
         )
-        return idle if engine is None else engine_gauges(idle, engine)
+        return idle if engine is None else engine.gauges(idle)
 
     # training
 

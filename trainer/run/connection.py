@@ -12,6 +12,7 @@ Closing undoes these in reverse order. `step/engine.py` is the part of `start` w
 check's replay and the tests use it directly.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import Bye, Mode, StopRequest, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Hello, Mode, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session, check_welcome
@@ -40,20 +41,26 @@ from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
 from rowcast.runtime.starting import PeerStart, has_started
 from rowcast.runtime.telemetry.health import Health
-from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.page_locking import page_locked
 from rowcast.trainer.device.phases import PhaseClock, phase_clock
 from rowcast.trainer.device.streams import OnDevice, Streams, release_memory
-from rowcast.trainer.run.gauges import stall_clocks
-from rowcast.trainer.run.handshake import await_welcome, hello
 from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.step.loop import ModelState, Results, Steps
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import check_welcome_fits
 from rowcast.trainer.step.results import EvaluationFigures
 from rowcast.trainer.step.slots import make_records
+
+# after a stop, the wait for a Welcome in flight: a prefetcher that has sent one expects a trainer
+GREETING_GRACE_S = 0.5
+
+WORTH_SAYING_S = 2.0
+PREPARING = (
+    "no prefetcher is ready yet; it reads the first batches, and its first start compiles the planner: about 15 s"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +214,7 @@ class Connection:
         stages: dict[str, Stage] = {"mail": engine.conversation, "sender": sender}
         # the mail thread counts no idle seconds
         self._parts.crew.start(
-            recorded_stages(timeline, stages, mail="deliver"), stall_clocks(engine), WAKES, engine.polls
+            recorded_stages(timeline, stages, mail="deliver"), engine.stall_clocks, WAKES, engine.polls
         )
         self.stack.callback(self._parts.crew.stop)  # a second time, so that it runs before the rings are unlocked
 
@@ -274,3 +281,42 @@ def progress_of(engine: TrainerEngine | None) -> ProcessProgress:
         waiting_for=loop.waiting_for,
         ended=engine.barrier.end is not None,
     )
+
+
+def hello(job: Job, rank: Rank, mode: Mode, machine: Machine, device: torch.device) -> Hello:
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        job_digest=job.session_digest(),
+        rank=rank.number,
+        world_size=rank.count,
+        pid=os.getpid(),
+        machine=machine,
+        device=str(device),
+        mode=mode,
+    )
+
+
+@said_if_slow(WORTH_SAYING_S, PREPARING)
+def await_welcome(
+    arrived: list[Welcome],
+    conversation: Conversation,
+    watch: PeerWatch,
+    bell: Doorbell,
+    given_up: Callable[[], bool],
+    left: Callable[[], bool],
+) -> Welcome | None:
+    """Waits until `arrived` holds the Welcome; returns None if either process was stopped before. Raises PeerLost."""
+    give_up_s: float | None = None
+    while not arrived:
+        if left():
+            return None
+        now_s = time.monotonic()
+        if given_up():
+            give_up_s = give_up_s or now_s + GREETING_GRACE_S
+        if give_up_s is not None and now_s > give_up_s:
+            return None
+        watch.advance()
+        if not conversation.advance():
+            bell.wait(IDLE_WAIT_S)
+        bell.hush()
+    return arrived[0]

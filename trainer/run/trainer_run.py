@@ -29,11 +29,10 @@ from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.report.tensorboard import check_board
 from rowcast.trainer.run.attempt import StartTimes, TrainerAttempt, TrainerRunParts
 from rowcast.trainer.run.errands import TRAIN, Errand
-from rowcast.trainer.run.gauges import learning_rates
 from rowcast.trainer.run.launch import read_launch
 from rowcast.trainer.run.machine import facts_of, set_threads, warn_of_overridden
 from rowcast.trainer.run.rank_group import party_of
-from rowcast.trainer.step.metrics import TrainerCollector, TrainerGauges, new_counters
+from rowcast.trainer.step.metrics import TrainerCollector, TrainerGauges, learning_rates, new_counters
 
 
 class TrainerRun:

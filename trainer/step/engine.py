@@ -1,7 +1,7 @@
 """Wires the trainer's stages to each other and to one conversation, without threads, sockets or clocks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from rowcast.trainer.device.streams import Streams, peak_device_bytes
 from rowcast.trainer.step.barrier import TrainerBarrier
 from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.loop import ModelState, Results, Steps, TrainingLoop, TrainingState
-from rowcast.trainer.step.metrics import TrainerCounters
+from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.results import EvaluationFigures
 from rowcast.trainer.step.row_checksums import RowChecks
@@ -171,6 +171,20 @@ class TrainerEngine:
     def polls(self) -> dict[str, Callable[[], bool]]:
         """By thread, whether it waits for an event of the device, which rings no bell."""
         return {"sender": lambda: self.sender.awaits_device}
+
+    @property
+    def stall_clocks(self) -> dict[str, Callable[[float], None]]:
+        """By thread, what counts its idle seconds; the main loop counts its own."""
+        return {"sender": self.sender.idled}
+
+    def gauges(self, idle: TrainerGauges) -> TrainerGauges:
+        return replace(
+            idle,
+            queue_depths={"steps": self.cache.steps_waiting, "rows_back": self.sender.queued},
+            ring_used_bytes=self.back_ring.used_bytes,
+            ring_size_bytes=self.back_ring.capacity,
+            frames_refused=self.conversation.frames_refused,
+        )
 
     @property
     def finished(self) -> bool:

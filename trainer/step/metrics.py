@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from rowcast.job.learning_rate import learning_rate
+from rowcast.job.schema import Optimizer
 from rowcast.protocol.counters import Counters, CountersCollector, counter_samples
 from rowcast.protocol.messages import PlanHeader
 from rowcast.runtime.telemetry.metrics import Sample
@@ -86,6 +88,13 @@ class TrainerGauges:
 
 
 new_counters = TrainerCounters.new
+
+
+def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
+    return {
+        "sparse": learning_rate(optimizer.sparse, train_steps),
+        "dense": learning_rate(optimizer.dense, train_steps),
+    }
 
 
 class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):

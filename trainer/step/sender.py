@@ -88,6 +88,13 @@ class Sender:
         """Queues the report of a complete step, after its plan's tasks."""
         self._finished.append(message)
 
+    def idled(self, seconds: float) -> None:
+        """Counts `seconds` without work for the sender's thread."""
+        if self.waiting_for_ring:
+            self._counters.stalled("ring", seconds)
+        elif not self.queued:
+            self._counters.blocked("rows_back", "consumer", seconds)
+
     def copy_out_next(self) -> bool:
         """Issues the copy of the oldest rows from evict staging to the ring."""
         if not self._tasks:

@@ -45,7 +45,7 @@ from rowcast.trainer.device.phases import phase_clock
 from rowcast.trainer.device.streams import OnDevice, make_streams
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.run.handshake import hello
+from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
 from rowcast.trainer.step.loop import ModelState, Steps
 from rowcast.trainer.step.metrics import new_counters
