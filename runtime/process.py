@@ -95,6 +95,7 @@ class Crew:
     def __init__(self, process: str, bell: Doorbell, *, owns_process: bool = True) -> None:
         """`bell`: the main thread's. With `owns_process`, an error ends the process even if its main thread hangs."""
         self.error: BaseException | None = None
+        self.bell = bell
         self._process = process
         self._owns_process = owns_process
         self._bells = {MAIN: bell}

@@ -16,7 +16,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.errands import TRAIN
-from rowcast.trainer.run.trainer_run import run_trainer
+from rowcast.trainer.run.trainer_run import TrainerRun
 from rowcast.trainer.step.engine import TrainerEngine, TrainerParts
 from rowcast.trainer.step.slots import make_records
 from tests.recovery.restarted import Recovering, end_well, killed
@@ -67,7 +67,7 @@ def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
 
     follower = threading.Thread(target=follow)
     follower.start()
-    run_trainer(load_job(session.config), Signals(), timeline=timeline)
+    TrainerRun(load_job(session.config), Signals(), timeline=timeline).run()
     follower.join()
     assert left == [[], []]
     assert run.complete
@@ -86,6 +86,6 @@ def test_a_model_without_room_beside_the_cache_is_a_sentence_of_both(
         "smaller"
     )
     with pytest.raises(ConfigError) as refused:
-        run_trainer(load_job(session.config), Signals(), errand=replace(TRAIN, runner=refuse))
+        TrainerRun(load_job(session.config), Signals(), errand=replace(TRAIN, runner=refuse)).run()
     assert str(refused.value) == sentence
     assert sentence in prefetcher.ended().refused(2)

@@ -7,7 +7,7 @@ import torch
 
 from rowcast.job.file import load_job
 from rowcast.runtime.process import Signals
-from rowcast.trainer.run.trainer_run import run_trainer
+from rowcast.trainer.run.trainer_run import TrainerRun
 from tests.recovery.restarted import Recovering, end_well
 from tests.support.one_device import OneDevice
 from tests.support.processes import Session
@@ -24,7 +24,7 @@ def _same_threads() -> Iterator[None]:
 def test_a_run_asks_its_device_alone(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     device, run = OneDevice(monkeypatch), Recovering(session)
     prefetcher = run.start("prefetcher")
-    run_trainer(load_job(session.config), Signals())
+    TrainerRun(load_job(session.config), Signals()).run()
     end_well(prefetcher)
     main = ["kernels", "records", "page-locking", "streams", "allocation", "look-up", "update"]
     main += ["copy in", "fill", "compute", "event results", "event released", "event state_gathered"]

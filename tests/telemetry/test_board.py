@@ -14,7 +14,7 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, TensorBoardWriter, check_board
-from rowcast.trainer.run.trainer_run import run_trainer
+from rowcast.trainer.run.trainer_run import TrainerRun
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -118,7 +118,7 @@ def test_a_trainer_whose_events_could_not_be_written_ends_before_it_begins(folde
     (tmp_path / "file").touch()
     job = load_job(DEMO, (f'job.run_dir="{tmp_path / "run"}"',))
     with pytest.raises(ConfigError, match="cannot be made"):
-        run_trainer(job, Signals(), tensorboard=tmp_path / "file" / "events")
+        TrainerRun(job, Signals(), tensorboard=tmp_path / "file" / "events").run()
     assert not (tmp_path / "run").exists()
 
 

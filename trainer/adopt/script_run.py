@@ -38,7 +38,7 @@ from rowcast.trainer.adopt.telemetry import ScriptTelemetry
 from rowcast.trainer.device.streams import adopted_streams, on_device, release_memory
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.run.connection import Connection, ConnectionParts
+from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.run.machine import facts_of, settle
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
@@ -79,20 +79,9 @@ class ScriptRun:
         self.telemetry = ScriptTelemetry(parts.job, parts.device, self._counters, self.crew.dead_stage)
         self._parts, self._job, self._device = parts, parts.job, parts.device
         self.connection = Connection(
-            ConnectionParts(
-                job=self._job,
-                groups=self.groups,
-                folder=self._job.run_dir,
-                mode="train",
-                device=self._device,
-                transport=self._job.transport,
-                counters=self._counters,
-                health=self.telemetry.health,
-                bell=self._bell,
-                crew=self.crew,
-                adjust_progress=self._adjust_progress,
-            )
+            self._job, self._job.transport, self.crew, self.telemetry.health, self._counters, self._device
         )
+        self.connection.adjust_progress = self._adjust_progress
         self._child: Child | None = None
         self._signals = StopSignals(self.ask_to_stop)
         self._directory: RunDirectory | None = None  # while this process holds its lock
@@ -116,7 +105,7 @@ class ScriptRun:
         self.stack.enter_context(self.connection)
         cores = torch.get_num_threads()
         own = Machine(threads=self._job.first_threads(cores), facts=facts_of(self._device, kernels, os.environ))
-        welcome = self.connection.meet(own, lambda: self.stop_reason is not None, began_s, self._child_ended)
+        welcome = self.connection.meet(own, "train", lambda: self.stop_reason is not None, began_s, self._child_ended)
         if welcome is None and self.stop_reason is not None:
             raise KeyboardInterrupt
         if welcome is None:

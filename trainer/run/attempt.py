@@ -6,110 +6,59 @@ An attempt has a new conversation, rings, model and cold cache. It always closes
 import io
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from rich.console import Console
 
-from rowcast.job.schema import Job, Transport
-from rowcast.job.tables import GroupSpec
+from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
-from rowcast.protocol.messages import Mode, Welcome
+from rowcast.protocol.messages import Welcome
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import PeerLost, RowcastError
-from rowcast.runtime.machine import UNRECORDED, Machine
-from rowcast.runtime.process import STOPPING, Crew, Signals
+from rowcast.runtime.machine import UNRECORDED
+from rowcast.runtime.process import STOPPING, Crew
 from rowcast.runtime.run_directory import RunDirectory
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import make_streams
-from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.agreed_stop import AgreedStop
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import SharedRunner
 from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
-from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page.page import write_page
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter
 from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
-from rowcast.trainer.run.connection import Connection, ConnectionParts
-from rowcast.trainer.run.errands import Errand
+from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.run.machine import settle
 from rowcast.trainer.run.meeting import POLL_S, decoded
-from rowcast.trainer.run.rank_group import Group, Party, all_start, failed_start, start_of
+from rowcast.trainer.run.rank_group import Group, all_start, failed_start, start_of
 from rowcast.trainer.step.engine import TrainerEngine
-from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges, learning_rates
+from rowcast.trainer.step.metrics import TrainerGauges, learning_rates
+
+if TYPE_CHECKING:
+    from rowcast.trainer.run.trainer_run import TrainerRun
 
 Runner = StepRunner | SharedRunner
 
 
-@dataclass(slots=True)
-class StartTimes:
-    """When the run began, by time.perf_counter(); set by the first attempt."""
-
-    met_s: float | None = None  # the first prefetcher connected
-    step_s: float | None = None  # the first step began
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerRunParts:
-    """Everything common to the attempts of a run."""
-
-    job: Job
-    groups: tuple[GroupSpec, ...]
-    party: Party  # all trainers of the run
-    folder: Path  # of this pair of processes
-    errand: Errand
-    fresh: bool
-    device: torch.device
-    machine: Machine  # with the threads of a first start
-    cores: int  # for each trainer of this host
-    kernels: Kernels
-    tensorboard: Path | None  # folder for event files
-    signals: Signals
-    health: Health
-    counters: TrainerCounters
-    history: History
-    start_times: StartTimes
-
-    @property
-    def mode(self) -> Mode:
-        return self.errand.mode
-
-
 class TrainerAttempt:
-    def __init__(self, run: TrainerRunParts, transport: Transport, crew: Crew) -> None:
+    def __init__(self, run: "TrainerRun", transport: Transport, crew: Crew) -> None:
         """`transport`: the job's, with this attempt's time-out for a prefetcher."""
         self._run = run
         self._job = run.job
         self._log = get_logger()
-        self._connection = Connection(
-            ConnectionParts(
-                job=run.job,
-                groups=run.groups,
-                folder=run.folder,
-                mode=run.mode,
-                device=run.device,
-                transport=transport,
-                counters=run.counters,
-                health=run.health,
-                bell=run.signals.bell,
-                crew=crew,
-                rank=run.party.rank,
-            )
-        )
+        self._connection = Connection(run.job, transport, crew, run.health, run.counters, run.device, run.party.rank)
         self._earlier = EarlierResults(run.job.run_dir)
         # the first rank writes the results of all
         self._leads = run.party.rank.number == 0
-        self._keeps_results = self._leads and run.mode == "train"
-        kind = EvaluationOnly if run.mode == "eval" else ResultFiles if self._leads else ResultsInMemory
+        self._keeps_results = self._leads and run.errand.mode == "train"
+        kind = EvaluationOnly if run.errand.mode == "eval" else ResultFiles if self._leads else ResultsInMemory
         self._results = kind(run.job.run_dir)
         self._crew = crew
 
@@ -148,9 +97,9 @@ class TrainerAttempt:
         run, machine = self._run, UNRECORDED
         timeout_s = sum(map(parse_seconds, (self._job.transport.connect_timeout, self._job.ranks.timeout)))
         try:
-            welcome = connection.meet(run.machine, self._given_up, run.signals.began_s)
+            welcome = connection.meet(run.machine, run.errand.mode, self._given_up, run.signals.began_s)
             if welcome is not None:
-                machine = settle(self._job, run.mode, run.machine, run.cores, welcome.machine)
+                machine = settle(self._job, run.errand.mode, run.machine, run.cores, welcome.machine)
             if welcome is not None and self._keeps_results:
                 self._earlier.check(welcome, fresh=run.fresh)
         except RowcastError as error:
@@ -185,13 +134,13 @@ class TrainerAttempt:
 
         engine = connection.start(make_streams, make_model, self._results)
         run.health.state = "running"
-        run.start_times.met_s = run.start_times.met_s or time.perf_counter()
+        run.met_s = run.met_s or time.perf_counter()
         progress = stack.enter_context(
             ProgressLine(
                 run.counters,
                 welcome.train_steps,
                 first_step=welcome.first_train_step,
-                mode=run.mode,
+                mode=run.errand.mode,
                 eval_steps=welcome.epoch_batches[1],
                 console=None if self._leads else Console(quiet=True, file=io.StringIO()),
             )
@@ -201,7 +150,7 @@ class TrainerAttempt:
         run.history.begin(welcome.first_train_step, board.marked)
         self._results.listeners = [progress.evaluation, board.evaluation]
         checkpoints = {"checkpoints": self._job.checkpoint.described}
-        doing, also = ("training", checkpoints) if run.mode == "train" else ("evaluating", {})
+        doing, also = ("training", checkpoints) if run.errand.mode == "train" else ("evaluating", {})
         self._log.info(doing, data=welcome.data, after_train_steps=welcome.first_train_step, **also)
         self._loop(connection, engine, progress, stop)
         progress.close()
@@ -212,12 +161,12 @@ class TrainerAttempt:
         self._results.close()  # before the good-bye: after it the run counts as complete
         if self._leads:
             self._write_report(report)
-        elif run.mode == "train" and report.finished:
+        elif run.errand.mode == "train" and report.finished:
             self._await_complete()
         connection.say_bye()
         if self._leads:
             page = self._job.run_dir / PAGE
-            print_summary(report, page=page if run.mode == "train" and page.exists() else None)
+            print_summary(report, page=page if run.errand.mode == "train" and page.exists() else None)
 
     def _await_complete(self) -> None:
         """Waits for the first rank to end, so that the others are still running if it has to restart.
@@ -237,7 +186,7 @@ class TrainerAttempt:
     def _write_report(self, report: Report) -> None:
         crash_point("report not written")
         self._run.errand.finish(self._job.run_dir, report)
-        if self._run.mode == "train":
+        if self._run.errand.mode == "train":
             write_page(self._job.run_dir / PAGE, final_record(self._job, report, self._results, self._run.history))
 
     def _runner(
@@ -263,7 +212,7 @@ class TrainerAttempt:
                 self._log.info(STOPPING, reason=reason)
                 stop.ask(reason)
             progress.update()
-            run.start_times.step_s = run.start_times.step_s or engine.loop.first_step_s
+            run.first_step_s = run.first_step_s or engine.loop.first_step_s
             run.history.update(engine.loop.first_step_s)
             return engine.loop.advance()
 
@@ -273,8 +222,8 @@ class TrainerAttempt:
 
     def _report(self, engine: TrainerEngine, welcome: Welcome, *, are_pinned: bool) -> Report:
         run = self._run
-        assert run.start_times.met_s is not None, "the loop begins after the handshake"
-        steps = welcome.first_train_step if run.mode == "eval" else self._results.train_steps
+        assert run.met_s is not None, "the loop begins after the handshake"
+        steps = welcome.first_train_step if run.errand.mode == "eval" else self._results.train_steps
         return final_report(
             engine,
             welcome,
@@ -282,6 +231,6 @@ class TrainerAttempt:
             train_steps=steps,
             device=run.device,
             pinned=are_pinned,
-            met_s=run.start_times.met_s,
-            first_step_s=run.start_times.step_s or engine.loop.first_step_s,
+            met_s=run.met_s,
+            first_step_s=run.first_step_s or engine.loop.first_step_s,
         )

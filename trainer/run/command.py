@@ -60,9 +60,9 @@ def run(
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
         job = begin(config, overrides, log_level, log_json)
-        from rowcast.trainer.run.trainer_run import run_trainer
+        from rowcast.trainer.run.trainer_run import TrainerRun
 
-        run_trainer(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard)
+        TrainerRun(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard).run()
 
     return main
 
@@ -84,9 +84,9 @@ def evaluate(
             raise ConfigError("--probability says what --scores writes; add --scores, or leave it out")
         job = begin(config, overrides, log_level, log_json)
         from rowcast.trainer.run.errands import EVALUATE, score_to
-        from rowcast.trainer.run.trainer_run import run_trainer
+        from rowcast.trainer.run.trainer_run import TrainerRun
 
         errand = EVALUATE if scores is None else score_to(scores, job, probability=probability)
-        run_trainer(job, signals, timeline=timeline, errand=errand)
+        TrainerRun(job, signals, timeline=timeline, errand=errand).run()
 
     return main

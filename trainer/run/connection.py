@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -25,7 +24,7 @@ from typing import Self
 import torch
 
 from rowcast.job.schema import Job, Transport
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Hello, Mode, StopRequest, Welcome
@@ -36,6 +35,7 @@ from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ri
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.machine import Machine
+from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import failure_since
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
@@ -63,33 +63,32 @@ PREPARING = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectionParts:
-    job: Job
-    groups: tuple[GroupSpec, ...]
-    folder: Path  # of this pair of processes
-    mode: Mode
-    device: torch.device
-    transport: Transport  # the job's, with the time-out of this attempt
-    counters: TrainerCounters
-    health: Health
-    bell: Doorbell
-    crew: Crew  # stopped with the connection
-    adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: progress  # before it is reported
-    rank: Rank = UNDIVIDED
-
-
 class Connection:
     """A context manager for one thread. It sends an error that leaves the context to the prefetcher."""
 
-    def __init__(self, parts: ConnectionParts) -> None:
+    def __init__(
+        self,
+        job: Job,
+        transport: Transport,
+        crew: Crew,
+        health: Health,
+        counters: TrainerCounters,
+        device: torch.device,
+        rank: Rank = UNDIVIDED,
+    ) -> None:
+        """`transport`: the job's, with the time-out of this attempt. `crew`: is stopped with the connection."""
         self.stack = ExitStack()  # closed with the connection, after sending an error to the prefetcher
         self.conversation: Conversation | None = None
         self.welcome: Welcome | None = None
         self.engine: TrainerEngine | None = None
         self.has_page_locked_rings = False
         self.asked_to_stop: str | None = None  # the reason, if the prefetcher of any rank got a stop request
-        self._parts = parts
+        # changes this process's progress before it is reported
+        self.adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: progress
+        self._job, self._groups, self._rank = job, group_specs(job), rank
+        self._folder = pair_folder(job.run_dir, rank.number, rank.count)
+        self._transport, self._crew, self._health = transport, crew, health
+        self._counters, self._device = counters, device
         self._left = threading.Event()
         self._watch: PeerWatch | None = None
 
@@ -100,6 +99,7 @@ class Connection:
     def meet(
         self,
         machine: Machine,
+        mode: Mode,
         given_up: Callable[[], bool],
         began_s: float | None,
         gone: Callable[[], bool] = lambda: False,
@@ -108,12 +108,12 @@ class Connection:
 
         A failure noted by the prefetcher after `began_s` ends the wait; None: no failure does. Raises PeerLost, the
         prefetcher's failure, or an error if this process cannot be its trainer."""
-        parts, arrived = self._parts, list[Welcome]()
-        link = ZmqLink.trainer(parts.folder, on_receive=partial(parts.crew.wake, "mail"), transport=parts.transport)
+        arrived = list[Welcome]()
+        link = ZmqLink.trainer(self._folder, on_receive=partial(self._crew.wake, "mail"), transport=self._transport)
         self.stack.callback(link.close)
         link.start()
         conversation = self.conversation = Conversation(Session("trainer"), link)
-        conversation.on_message = parts.crew.wake_after
+        conversation.on_message = self._crew.wake_after
         conversation.listen(
             {Welcome: arrived.append, Bye: lambda message: self._left.set(), StopRequest: self._note_stop}
         )
@@ -121,23 +121,23 @@ class Connection:
             "prefetcher",
             conversation,
             link,
-            parts.transport,
-            lambda: parts.adjust_progress(progress_of(self.engine)),
+            self._transport,
+            lambda: self.adjust_progress(progress_of(self.engine)),
             lambda: bool(arrived),
-            lambda: None if began_s is None else failure_since(parts.folder, "prefetcher", began_s),
-            PeerStart(parts.folder, "prefetcher", parse_seconds(parts.transport.stall_timeout)).goes_on,
+            lambda: None if began_s is None else failure_since(self._folder, "prefetcher", began_s),
+            PeerStart(self._folder, "prefetcher", parse_seconds(self._transport.stall_timeout)).goes_on,
         )
-        conversation.send(hello(parts.job, parts.rank, parts.mode, machine, parts.device))
-        has_started(parts.folder, "trainer")
+        conversation.send(hello(self._job, self._rank, mode, machine, self._device))
+        has_started(self._folder, "trainer")
         crash_point("Hello sent")
-        parts.health.state = "connecting"
-        get_logger().info("waiting for the prefetcher", run_dir=str(parts.folder.resolve()))
+        self._health.state = "connecting"
+        get_logger().info("waiting for the prefetcher", run_dir=str(self._folder.resolve()))
         welcome = await_welcome(
-            arrived, conversation, watch, parts.bell, given_up, lambda: self._left.is_set() or gone()
+            arrived, conversation, watch, self._crew.bell, given_up, lambda: self._left.is_set() or gone()
         )
         if welcome is not None:
-            check_welcome_fits(welcome, parts.job, parts.groups)
-            check_welcome(welcome, parts.rank.number)
+            check_welcome_fits(welcome, self._job, self._groups)
+            check_welcome(welcome, self._rank.number)
             self.welcome = welcome
         return welcome
 
@@ -156,39 +156,39 @@ class Connection:
         results: Results,
     ) -> TrainerEngine:
         """`make_model` gets the records of each group and the clock of the steps' stream."""
-        parts, welcome, conversation = self._parts, self.welcome, self.conversation
+        welcome, conversation = self.welcome, self.conversation
         assert conversation is not None, "start comes after meet"
         assert welcome is not None, "start comes after meet"
         assert self._watch is not None, "start comes after meet"
         rings = self._attach_rings(welcome)
         # from here on: the prefetcher must receive heartbeats while the model is built
-        parts.crew.start({"watch": self._watch}, {})
-        self.stack.callback(parts.crew.stop)
+        self._crew.start({"watch": self._watch}, {})
+        self.stack.callback(self._crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
-        self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, parts.device))
-        release_memory(parts.device)  # an earlier attempt's cache: the device may not hold two
-        records = make_records(welcome.slots, parts.groups, parts.device)
-        streams = make_streams(parts.device)
-        clock = phase_clock(streams.compute, parts.counters.lapped)
-        with memory_for(f"no room for the model on {parts.device} beside the cache", "make cache.capacity smaller"):
+        self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, self._device))
+        release_memory(self._device)  # an earlier attempt's cache: the device may not hold two
+        records = make_records(welcome.slots, self._groups, self._device)
+        streams = make_streams(self._device)
+        clock = phase_clock(streams.compute, self._counters.lapped)
+        with memory_for(f"no room for the model on {self._device} beside the cache", "make cache.capacity smaller"):
             model, steps = make_model(records, clock)
         engine = self.engine = TrainerEngine(
             TrainerParts(
-                groups=parts.groups,
+                groups=self._groups,
                 welcome=welcome,
                 conversation=conversation,
                 rings=ring_ends(
-                    *buffers, parts.device, page_locked=self.has_page_locked_rings, mirrored=parts.job.transport.is_tcp
+                    *buffers, self._device, page_locked=self.has_page_locked_rings, mirrored=self._job.transport.is_tcp
                 ),
                 streams=streams,
                 records=records,
                 model=model,
                 steps=steps,
                 results=results,
-                counters=parts.counters,
+                counters=self._counters,
                 clock=clock,
-                rank=parts.rank,
-                figures=EvaluationFigures.of_job(parts.job),
+                rank=self._rank,
+                figures=EvaluationFigures.of_job(self._job),
             )
         )
         crash_point("model built")
@@ -196,7 +196,7 @@ class Connection:
         return engine
 
     def _attach_rings(self, welcome: Welcome) -> list[RingFile | RingMemory]:
-        rings = [attach_ring(self._parts.job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
+        rings = [attach_ring(self._job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
         for ring in rings:
             self.stack.callback(ring.close)
             if ring.path:
@@ -205,24 +205,22 @@ class Connection:
         return rings
 
     def _start_threads(self, engine: TrainerEngine, welcome: Welcome) -> None:
-        timeline = self._parts.counters.timeline
+        timeline = self._counters.timeline
         if timeline is not None:
             timeline.incarnation(welcome.incarnation)
             back_ring = engine.back_ring  # the timeline outlives the engine
             timeline.watch("back ring", "bytes", lambda: back_ring.used_bytes)
-        sender = OnDevice(engine.stages["sender"], self._parts.device)
+        sender = OnDevice(engine.stages["sender"], self._device)
         stages: dict[str, Stage] = {"mail": engine.conversation, "sender": sender}
         # the mail thread counts no idle seconds
-        self._parts.crew.start(
-            recorded_stages(timeline, stages, mail="deliver"), engine.stall_clocks, WAKES, engine.polls
-        )
-        self.stack.callback(self._parts.crew.stop)  # a second time, so that it runs before the rings are unlocked
+        self._crew.start(recorded_stages(timeline, stages, mail="deliver"), engine.stall_clocks, WAKES, engine.polls)
+        self.stack.callback(self._crew.stop)  # a second time, so that it runs before the rings are unlocked
 
     def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
         """Calls `advance` until `until` returns True, and waits whenever `advance` did nothing.
 
         Raises the first error of any thread."""
-        engine, bell, crew = self.engine, self._parts.bell, self._parts.crew
+        engine, crew, bell = self.engine, self._crew, self._crew.bell
         assert engine is not None, "start has made an engine"
         while True:
             bell.hush()
@@ -238,11 +236,11 @@ class Connection:
 
     def say_bye(self) -> None:
         assert self.engine is not None, "start has made an engine"
-        self._parts.crew.stop()  # no message may follow the good-bye, not even a heartbeat
+        self._crew.stop()  # no message may follow the good-bye, not even a heartbeat
         crash_point("Bye not sent")
         self.engine.say_bye()
         crash_point("Bye sent")
-        self._parts.health.state = "stopped"
+        self._health.state = "stopped"
 
     def send_failure(self, error: BaseException) -> None:
         """Sends `error` to the prefetcher, which then ends with the same sentence and exit code."""
