@@ -56,7 +56,7 @@ GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests an
 MEASURES = f"{GUEST}rates/"  # runs the trainer's kernels
 COMMAND_LINE = "command_line"  # above all rooms: it imports each by name, when its command is called
 NUMBA_FILE = "runtime/compiled.py"
-CUDA_FILES = {"trainer/device/streams.py", "trainer/device/page_locking.py"}
+CUDA_FILES = {"trainer/device/streams.py", "trainer/device/host_memory.py"}
 
 
 def source_files(package: str) -> list[Path]:
@@ -167,7 +167,7 @@ def test_numba_is_known_to_one_file_only() -> None:
     assert users == {NUMBA_FILE}
 
 
-def test_cuda_is_touched_only_by_streams_and_page_locking() -> None:
+def test_cuda_is_touched_only_by_streams_and_rings() -> None:
     for package in OTHERS:
         for file in source_files(package):
             uses = [

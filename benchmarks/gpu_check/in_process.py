@@ -22,7 +22,7 @@ from rowcast.job.tables import KEY_SHIFT, group_specs
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.device.page_locking import page_locked
+from rowcast.trainer.device.host_memory import page_locked
 from rowcast.trainer.device.streams import Closure, CudaStream, CudaStreams, Streams
 from rowcast.trainer.models.collectives import LocalCollectives
 from tests.support.batches import Bags, slots_for, small_batches, small_job

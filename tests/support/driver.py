@@ -8,7 +8,7 @@ import random
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -53,7 +53,7 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
-from rowcast.trainer.device.host_memory import Bounced
+from rowcast.trainer.device.host_memory import Bounced, RingEnds
 from rowcast.trainer.device.phases import phase_clock
 from rowcast.trainer.device.streams import Event, PlainStreams, Streams, Wait
 from rowcast.trainer.kernels import torch_ops
@@ -65,7 +65,6 @@ from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import SharedRunner
 from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.barrier import DenseState
-from rowcast.trainer.step.engine import ring_ends
 from rowcast.trainer.step.metrics import new_counters
 from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 from rowcast.trainer.step.slots import make_records
@@ -207,11 +206,11 @@ class Rings:
         far = [in_memory_buffer(settings.ring_bytes) for _ in range(2)] if mirrored else near
         self.fetch_writer = RingWriter(near[0], always_checksum=mirrored)
         self.back_reader = RingReader(near[1], mirror=mirrored)
-        self.of_trainer = ring_ends(far[0], far[1], device, page_locked=not settings.bounced, mirrored=mirrored)
+        self.of_trainer = RingEnds(far[0], far[1], device, page_locked=not settings.bounced, mirrored=mirrored)
         self.buffers = far  # the trainer's
         if settings.bounced and device.type == "cpu":
             memories = [Bounced(buffer, torch.zeros(len(buffer), dtype=torch.uint8)) for buffer in far]
-            self.of_trainer = replace(self.of_trainer, fetch_memory=memories[0], back_memory=memories[1])
+            self.of_trainer.fetch_memory, self.of_trainer.back_memory = memories
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

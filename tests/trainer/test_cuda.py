@@ -8,14 +8,13 @@ import torch
 
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.trainer.adopt.stream_order import StreamOrder
-from rowcast.trainer.device.device_memory import memory_for
-from rowcast.trainer.device.host_memory import Bounced, Direct, host_memory
-from rowcast.trainer.device.page_locking import page_locked
+from rowcast.trainer.device.host_memory import Bounced, Direct, host_memory, page_locked
 from rowcast.trainer.device.phases import Lap, phase_clock
 from rowcast.trainer.device.streams import (
     Wait,
     adopted_streams,
     make_streams,
+    memory_for,
     on_device,
     peak_device_bytes,
     release_memory,

@@ -1,6 +1,6 @@
 """Provides a ring's bytes for copies to and from the device, page-locked so that the copies run in parallel.
 
-    Direct    the ring itself: page-locked in place (`page_locking.py`), or the device is the CPU
+    Direct    the ring itself: page-locked in place, or the device is the CPU
     Bounced   a page-locked buffer as large as the ring, if the system refuses to lock the ring:
                   ring -> buffer -> device      device -> buffer -> ring
 
@@ -8,16 +8,18 @@ A piece has the same offset in the buffer as in the ring. So its bytes in the bu
 same time, without separate bookkeeping.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rowcast.protocol.messages import Released, RingRef
-from rowcast.protocol.transport.ring import RingReader, release
+from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import get_logger
 
 
 class HostMemory(Protocol):
@@ -76,12 +78,22 @@ def host_memory(ring: Bytes, device: torch.device, *, page_locked: bool) -> Host
         ) from None
 
 
+class RingEnds:
+    """The trainer's ends of both rings, and the host memory that copies between them and the device use."""
+
+    def __init__(self, fetch: Bytes, back: Bytes, device: torch.device, *, page_locked: bool, mirrored: bool) -> None:
+        """`page_locked`: both buffers are. `mirrored`: each process has a copy of each ring, kept equal over TCP."""
+        self.fetch = RingReader(fetch, mirror=mirrored)
+        self.back = RingWriter(back, always_checksum=mirrored)
+        self.fetch_memory = host_memory(fetch, device, page_locked=page_locked)
+        self.back_memory = host_memory(back, device, page_locked=page_locked)
+
+
 class FetchRing:
     """The ring with rows, slots and the model state. The main thread calls `release`."""
 
-    def __init__(self, ring: RingReader, memory: HostMemory, send: Callable[[Released], None]) -> None:
-        self._ring = ring
-        self._memory = memory
+    def __init__(self, rings: RingEnds, send: Callable[[Released], None]) -> None:
+        self._ring, self._memory = rings.fetch, rings.fetch_memory
         self._send = send
 
     def payload(self, ref: RingRef, stamp: int) -> Tensor:
@@ -93,3 +105,39 @@ class FetchRing:
 
     def release(self, ref: RingRef) -> None:
         release(self._ring, ref, self._send)
+
+
+@contextmanager
+def page_locked(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool]:
+    """Registers page-aligned buffers with the driver within the context; yields whether all were registered.
+
+    A container or a memlock limit may refuse. Copies then use a buffer (`Bounced`), and a warning says what
+    to change."""
+    if device.type != "cuda":
+        yield False
+        return
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)  # the context must exist before anything is registered
+    registered = []
+    for buffer in buffers:
+        code = int(runtime.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
+        if code != 0:
+            clear_sticky_error(device)
+            get_logger().warning(
+                "rings are not pinned", bytes=buffer.nbytes, cuda_error=code, change="raise `ulimit -l`"
+            )
+            break
+        registered.append(buffer)
+    try:
+        yield len(registered) == len(buffers)
+    finally:
+        torch.cuda.synchronize(device)
+        for buffer in registered:
+            runtime.cudaHostUnregister(buffer.ctypes.data)
+
+
+def clear_sticky_error(device: torch.device) -> None:
+    """Clears the error of a refused registration by a kernel that does no harm; else the next launch would raise it."""
+    with suppress(RuntimeError):
+        # an addition is always a kernel; zeros may be a memset, which clears nothing
+        torch.ones(1, device=device).add_(1)

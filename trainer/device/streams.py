@@ -10,13 +10,14 @@ queue the closure and run it later (`tests/support/seeded_streams.py`). Only an 
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Stage
 
 Closure = Callable[[], None]
@@ -314,6 +315,18 @@ class OnDevice:
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:
     """Returns the peak memory of the device. On the CPU it is `cache_bytes`: the rest belongs to the process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cache_bytes
+
+
+@contextmanager
+def memory_for(what: str, change: str) -> Iterator[None]:
+    """Around an allocation. Raises ConfigError if memory is short; any other error, also a late one of CUDA, stays."""
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in first_line:
+            raise
+        raise ConfigError(f"{what} ({first_line}); {change}") from None
 
 
 def release_memory(device: torch.device) -> None:

@@ -43,11 +43,10 @@ from rowcast.runtime.starting import PeerStart, has_started
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.timeline import recorded_stages
-from rowcast.trainer.device.device_memory import memory_for
-from rowcast.trainer.device.page_locking import page_locked
+from rowcast.trainer.device.host_memory import RingEnds, page_locked
 from rowcast.trainer.device.phases import PhaseClock, phase_clock
-from rowcast.trainer.device.streams import OnDevice, Streams, release_memory
-from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
+from rowcast.trainer.device.streams import OnDevice, Streams, memory_for, release_memory
+from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts
 from rowcast.trainer.step.loop import ModelState, Results, Steps
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import check_welcome_fits
@@ -177,7 +176,7 @@ class Connection:
                 groups=self._groups,
                 welcome=welcome,
                 conversation=conversation,
-                rings=ring_ends(
+                rings=RingEnds(
                     *buffers, self._device, page_locked=self.has_page_locked_rings, mirrored=self._job.transport.is_tcp
                 ),
                 streams=streams,

@@ -24,9 +24,8 @@ from rowcast.protocol.transport.ring import RingWriter
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.stages import StateTable
-from rowcast.trainer.device.device_memory import memory_for
 from rowcast.trainer.device.host_memory import FetchRing
-from rowcast.trainer.device.streams import Event, Streams
+from rowcast.trainer.device.streams import Event, Streams, memory_for
 from rowcast.trainer.models.model_state import ModelStatePieces
 from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.metrics import TrainerCounters

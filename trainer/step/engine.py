@@ -9,10 +9,8 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank
-from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.stages import FunctionStage, Stage, Wakes
-from rowcast.trainer.device.host_memory import FetchRing, HostMemory, host_memory
+from rowcast.trainer.device.host_memory import FetchRing, RingEnds
 from rowcast.trainer.device.phases import HostClock, PhaseClock
 from rowcast.trainer.device.streams import Streams, peak_device_bytes
 from rowcast.trainer.step.barrier import TrainerBarrier
@@ -36,26 +34,6 @@ WAKES: Wakes = {
     "main": ("sender",),  # victims to send, a step to report, the model state
     "sender": ("main",),  # room in evict staging
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingEnds:
-    """The trainer's ends of both rings, and the host memory that copies between them and the device use."""
-
-    fetch: RingReader
-    back: RingWriter
-    fetch_memory: HostMemory
-    back_memory: HostMemory
-
-
-def ring_ends(fetch: Bytes, back: Bytes, device: torch.device, *, page_locked: bool, mirrored: bool) -> RingEnds:
-    """`page_locked`: both buffers are. `mirrored`: each process has a copy of each ring, kept equal over TCP."""
-    return RingEnds(
-        fetch=RingReader(fetch, mirror=mirrored),
-        back=RingWriter(back, always_checksum=mirrored),
-        fetch_memory=host_memory(fetch, device, page_locked=page_locked),
-        back_memory=host_memory(back, device, page_locked=page_locked),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +74,7 @@ class TrainerEngine:
             is_tcp=rings.fetch.is_mirror,
             rank=parts.rank,
         )
-        fetch_ring = FetchRing(rings.fetch, rings.fetch_memory, send)
+        fetch_ring = FetchRing(rings, send)
         training = TrainingState(
             model=parts.model,
             steps=parts.steps,

@@ -23,8 +23,7 @@ from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.device.device_memory import memory_for
-from rowcast.trainer.device.streams import Streams
+from rowcast.trainer.device.streams import Streams, memory_for
 from rowcast.trainer.kernels.arrange import arrange
 from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_items
 from rowcast.trainer.step.plan_check import i32_of, ordered

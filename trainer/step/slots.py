@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import RowSpan
-from rowcast.trainer.device.device_memory import memory_for
-from rowcast.trainer.device.streams import Streams
+from rowcast.trainer.device.streams import Streams, memory_for
 from rowcast.trainer.step.sender import EvictTask, Sender
 from rowcast.trainer.step.staging import Staging, StagingSpan
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.trainer.device.device_memory import memory_for
-from rowcast.trainer.device.streams import Event, Streams
+from rowcast.trainer.device.streams import Event, Streams, memory_for
 
 
 @dataclass(slots=True, eq=False)

@@ -40,13 +40,13 @@ from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.stages import POLL_S, Doorbell
-from rowcast.trainer.device.page_locking import page_locked
+from rowcast.trainer.device.host_memory import RingEnds, page_locked
 from rowcast.trainer.device.phases import phase_clock
 from rowcast.trainer.device.streams import OnDevice, make_streams
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.connection import hello
-from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts, ring_ends
+from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts
 from rowcast.trainer.step.loop import ModelState, Steps
 from rowcast.trainer.step.metrics import new_counters
 from rowcast.trainer.step.results import Evaluation, EvaluationFigures
@@ -233,7 +233,7 @@ class Replay:
                 groups=recording.groups,
                 welcome=welcome,
                 conversation=ours,
-                rings=ring_ends(
+                rings=RingEnds(
                     recording.fetch_buffer,
                     recording.back_buffer,
                     device,
