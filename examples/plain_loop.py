@@ -26,7 +26,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.inputs import belonging
 from rowcast.protocol.parts import part_of, part_seed
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.job_model import JobModel
 

@@ -13,8 +13,8 @@ import msgspec
 
 from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.plan_layout import Dtype
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
-from rowcast.runtime.position import Position
 
 PROTOCOL_VERSION = 11
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32

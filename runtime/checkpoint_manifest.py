@@ -20,12 +20,37 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.disk import Disk, Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.machine import UNRECORDED, Machine
-from rowcast.runtime.own_files import open_regular
-from rowcast.runtime.position import Position
-from rowcast.runtime.sealed import Sealed, read_sealed
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A position between two batches of the schedule; the default is the start."""
+
+    step: int = 0  # batches of both kinds before this position
+    train_step: int = 0  # training batches before it
+    epoch: int = 0
+    train_batch: int = 0  # training batches of this epoch before it
+    eval_batch: int | None = None  # batches of the current evaluation before it; None outside an evaluation
+
+    def after_train(self) -> "Position":
+        return msgspec.structs.replace(
+            self, step=self.step + 1, train_step=self.train_step + 1, train_batch=self.train_batch + 1, eval_batch=None
+        )
+
+    def begin_eval(self) -> "Position":
+        return msgspec.structs.replace(self, eval_batch=0)
+
+    def after_eval(self) -> "Position":
+        return msgspec.structs.replace(self, step=self.step + 1, eval_batch=(self.eval_batch or 0) + 1)
+
+    def end_eval(self) -> "Position":
+        return msgspec.structs.replace(self, eval_batch=None)
+
+    def next_epoch(self) -> "Position":
+        return Position(step=self.step, train_step=self.train_step, epoch=self.epoch + 1)
+
 
 MANIFEST_VERSION = 6
 MANIFEST_NAME = "manifest.json"
@@ -349,3 +374,53 @@ def beside(root: Path) -> tuple[Path, Path]:
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Returns the folder of a run's checkpoint with the highest step, or None. Only checks that it has a manifest."""
     return next(iter(checkpoint_folders(run_dir / "checkpoints")), None)
+
+
+SHARD_VERSION = 2
+SHARD_NAME = r"shard-[0-9]{3,}\.json"  # of `shard_name`
+OF_A_RANK = re.compile(r".*-r([0-9]{3,})-[0-9]{5}\.safetensors|shard-([0-9]{3,})\.json(?:\.partial)?")
+
+
+class ShardFile(Sealed, frozen=True, kw_only=True):
+    """The file by which a rank declares its shard of a checkpoint durable.
+
+    rank 3    row files ... | shard-003.json      waits until it sees the manifest
+    rank 0    row files ... |    waits for the files of all other ranks    | removes these, writes the manifest
+    """
+
+    number: int
+    count: int
+    run_id: str
+    position: Position  # the checkpoint's
+    after: str  # checksum of the manifest whose files its layers also name; "" if they name only new ones
+    model_state: str  # xxh3_64 of the model state that its trainer holds, 16 hex digits
+    shard: ShardLayers
+
+    def __post_init__(self) -> None:
+        check_position(self.position)
+        if not 0 <= self.number < self.count:
+            raise ValueError(f"shard {self.number} of {self.count} is impossible")
+        if not CHECKSUM.fullmatch(self.model_state):
+            raise ValueError(f"the checksum {self.model_state!r} of a model state is not 16 hex digits")
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:03d}.json"
+
+
+def writer_of(name: str, count: int) -> int:
+    """Returns which rank of `count` writes files of this name. Files without a rank are rank 0's."""
+    match = OF_A_RANK.fullmatch(name)
+    number = 0 if match is None else int(match[1] or match[2])
+    return number if number < count else 0
+
+
+def read_shard_file(path: Path) -> ShardFile | None:
+    """Reads a shard file; None if it does not exist yet. Raises DataError if it is unreadable or changed since it was
+    written."""
+    try:
+        return read_sealed(path, {SHARD_VERSION: ShardFile}, "shard file")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: the shard file cannot be read ({error.strerror})") from None

@@ -1,4 +1,6 @@
-"""Defines the operations that write durable files, so that tests can record them and make them fail.
+"""Writes durable files, recognizes files that rowcast wrote, opens files that others may have put there, seals JSON.
+
+Tests record the operations of `Disk` and make them fail.
 
 What survives a power loss, which decides the order of all writes:
 
@@ -6,8 +8,19 @@ What survives a power loss, which decides the order of all writes:
     an entry of a folder   (a file's name, a rename, an unlink) changes before the folder's last `sync_folder`
 """
 
+import errno
 import os
+import re
+import stat
+from collections.abc import Mapping
 from pathlib import Path
+from secrets import token_hex
+from typing import BinaryIO, TypeVar
+
+import msgspec
+import xxhash
+
+from rowcast.runtime.errors import DataError
 
 Content = bytes | memoryview
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW  # a link's target is not ours
@@ -66,3 +79,78 @@ class Disk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def is_own_file(path: Path, names: re.Pattern[str]) -> bool:
+    """Returns whether it is a file with such a name, not a link. True for a file that is gone. Raises OSError."""
+    try:
+        return names.fullmatch(path.name) is not None and stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def own_files_in(folder: Path, names: re.Pattern[str]) -> list[Path]:
+    """Lists rowcast's files in a folder; none if the folder is a link or does not exist. Raises OSError."""
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    return [path for path in sorted(folder.iterdir()) if is_own_file(path, names)]
+
+
+def partial_of(path: Path) -> Path:
+    """Returns a name beside `path` for a file that becomes it once it is whole: no other file has it, nor another
+    writer."""
+    return path.with_name(f"{path.name}.{token_hex(4)}.partial")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError if it is no regular file; never waits for the other end of a pipe."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - the caller closes it
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+class Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A small JSON file with a checksum inside, which detects a change of any bit."""
+
+    version: int
+    checksum: str = ""  # xxh3_64 of the file with "" here, 16 hex digits; `seal` fills it in
+
+
+class Versioned(msgspec.Struct):
+    version: int
+
+
+AnySealed = TypeVar("AnySealed", bound=Sealed)
+
+
+def render(content: Sealed) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1)
+
+
+def seal(content: AnySealed) -> AnySealed:
+    checksum = xxhash.xxh3_64_hexdigest(render(msgspec.structs.replace(content, checksum="")))
+    return msgspec.structs.replace(content, checksum=checksum)
+
+
+def read_sealed(path: Path, kinds: Mapping[int, type[AnySealed]], name: str) -> AnySealed:
+    """`kinds`: the type of each version. `name`: the file's name in errors. Raises DataError if it has a different
+    version or changed since it was written, and OSError."""
+    with open_regular(path) as file:
+        content = file.read()
+    try:
+        found = msgspec.json.decode(content, type=Versioned).version
+        if found not in kinds:
+            known = " and ".join(map(str, kinds))
+            raise DataError(f"{path}: {name} version {found}, but this version reads {known}")
+        sealed = msgspec.json.decode(content, type=kinds[found])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: not a {name} that this version can read ({error})") from None
+    checksum = xxhash.xxh3_64_hexdigest(content.replace(sealed.checksum.encode(), b"", 1))
+    if checksum != sealed.checksum:
+        raise DataError(
+            f"{path}: the {name} has checksum {checksum}, but says {sealed.checksum!r}: "
+            "it was changed after it was written"
+        )
+    return sealed

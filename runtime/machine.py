@@ -1,4 +1,14 @@
-"""What decides bits beside job and data: the threads of torch, and facts of the machine. Checkpoints record both."""
+"""What decides bits beside job and data: the threads of torch, and facts of the machine. Checkpoints record both.
+
+Also what this process may take: memory and cores of the machine, or less in a control group."""
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -40,3 +50,88 @@ def differences(was: Machine, now: Machine) -> list[str]:
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     ]
+
+
+ROOT = Path("/")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+MOST_KEPT = 2**30  # bytes of an allocation; larger ones return to the system when freed
+MOST_KEPT_BEFORE = 2**25  # the most that older versions of glibc accept
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Returns the bytes that this process can still take without swapping. `root` is for tests."""
+    return min([from_meminfo("MemAvailable", root), *(group.room for group in control_groups(root))])
+
+
+def memory_limit(root: Path = ROOT) -> int:
+    """Returns the most bytes that this process may take, file pages included."""
+    return min([from_meminfo("MemTotal", root), *(group.limit for group in control_groups(root))])
+
+
+def from_meminfo(field: str, root: Path) -> int:
+    match = re.search(rf"^{field}:\s*(\d+) kB", (root / "proc/meminfo").read_text(), flags=re.MULTILINE)
+    assert match is not None, f"/proc/meminfo has no {field}"
+    return int(match[1]) * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    limit: int  # bytes
+    room: int  # bytes: limit - usage + file pages that the kernel would drop first
+
+
+def control_groups(root: Path = ROOT) -> Iterator[ControlGroup]:
+    """Yields the control groups of this process and their parents that have a limit."""
+    lines = (root / "proc/self/cgroup").read_text()
+    for controllers, name in re.findall(r"^\d+:([^:]*):(.*)$", lines, flags=re.MULTILINE):
+        mount = {"": "sys/fs/cgroup", "memory": "sys/fs/cgroup/memory"}.get(controllers)
+        if mount is None:
+            continue
+        limit, usage = (
+            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        own = Path(name.lstrip("/"))
+        for folder in (own, *own.parents):
+            group = read_group(root / mount / folder, limit, usage)
+            if group is not None:
+                yield group
+
+
+def read_group(folder: Path, limit: str, usage: str) -> ControlGroup | None:
+    """Reads a group; None if it has no limit or is not visible."""
+    try:
+        allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return None
+    if not allowed.isdigit():  # "max"
+        return None
+    droppable = [int(nbytes) for nbytes in re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, flags=re.MULTILINE)]
+    return ControlGroup(limit=int(allowed), room=max(0, int(allowed) - used + max(droppable, default=0)))
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep memory that this process frees, for its next allocations.
+
+    A train step on a CPU repeatedly allocates and frees the same tensors. By default glibc returns the largest to the
+    system each time, and reallocating costs a page fault per page. Does nothing with other C libraries."""
+    with suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        if not mallopt(M_MMAP_THRESHOLD, MOST_KEPT):
+            mallopt(M_MMAP_THRESHOLD, MOST_KEPT_BEFORE)
+
+
+CGROUP = Path("/sys/fs/cgroup")  # in a container, the container's group
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Returns at least 1. A quota of 1.5 cores counts as 2: half a core too few costs more than some throttling.
+
+    Source: `cpu.max` of cgroup v2, "$MAX $PERIOD" in microseconds, or "max $PERIOD" without a quota."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+        return allowed if quota == "max" else max(1, min(allowed, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return allowed

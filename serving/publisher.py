@@ -28,10 +28,8 @@ from rowcast.runtime.checkpoint_manifest import (
     write_durably,
 )
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.disk import Disk, own_files_in, render, seal
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
-from rowcast.runtime.own_files import own_files_in
-from rowcast.runtime.sealed import render, seal
 from rowcast.serving.raw_ids import id_rules
 from rowcast.serving.row_layout import DType
 from rowcast.serving.snapshot import Counts, Snapshot, open_snapshot

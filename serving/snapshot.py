@@ -22,8 +22,8 @@ from rowcast.prefetcher.stores.first_values import table_initializer
 from rowcast.prefetcher.stores.pages_ahead import PAGE, ask_for, touch
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.runtime.arrays import F32, I64, U64, Bytes
+from rowcast.runtime.disk import open_regular
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.own_files import open_regular
 from rowcast.serving.index_loops import (
     AS_IS,
     PAGES_MISSING,

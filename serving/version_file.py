@@ -20,11 +20,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
-from rowcast.runtime.checkpoint_manifest import CHECKSUM, check_position
+from rowcast.runtime.checkpoint_manifest import CHECKSUM, Position, check_position
+from rowcast.runtime.disk import Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.own_files import open_regular
-from rowcast.runtime.position import Position
-from rowcast.runtime.sealed import Sealed, read_sealed
 from rowcast.serving.index_loops import CELL_BYTES, num_cells
 from rowcast.serving.row_layout import DType
 

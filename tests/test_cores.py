@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 
 ALLOWED = len(os.sched_getaffinity(0))
 

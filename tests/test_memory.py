@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.runtime.memory import free_memory, memory_limit
+from rowcast.runtime.machine import free_memory, memory_limit
 
 
 def kernel(root: Path, files: dict[str, str]) -> Path:
@@ -61,7 +61,7 @@ def test_this_machine_has_free_memory() -> None:
 PAGES_BACK = """
 import resource
 import numpy as np
-from rowcast.runtime.memory import keep_freed_memory
+from rowcast.runtime.machine import keep_freed_memory
 if {kept}:
     keep_freed_memory()
 def faults():

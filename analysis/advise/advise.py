@@ -52,7 +52,7 @@ from rowcast.prefetcher.run.sizing import sizes, stage_threads
 from rowcast.protocol.inputs import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.memory import free_memory
+from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import print_json, size_text, stdout_console
 
 STEP_MS = 10.0

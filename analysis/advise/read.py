@@ -32,8 +32,8 @@ from rowcast.prefetcher.readers.schedule import SchedulePoint, Turn, places
 from rowcast.protocol.batch import Batch, IdsBatch, Kind, ScheduledBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of, rank_of
 from rowcast.runtime.arrays import I64
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.position import Position
 
 MOST_WINDOWS = 256  # each has `depth` batches; spread evenly
 

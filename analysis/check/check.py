@@ -45,7 +45,7 @@ from rowcast.prefetcher.run.sizing import Sizes, sizes, staging_bytes
 from rowcast.protocol.parts import rank_of
 from rowcast.runtime.command_options import AsJson, Config, Overrides
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.memory import free_memory
+from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural, print_json, stdout_console
 
 STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "bold red"}

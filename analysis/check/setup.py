@@ -18,10 +18,9 @@ from rowcast.job.models import BUILT_IN_MODELS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, readable
-from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.machine import threads_of_run
+from rowcast.runtime.machine import threads_of_run, usable_cores
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.format_numbers import plural

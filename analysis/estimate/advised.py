@@ -12,7 +12,7 @@ from rowcast.analysis.progress import ProgressBar
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.runtime.memory import free_memory
+from rowcast.runtime.machine import free_memory
 
 
 def estimate_advised(job: Job, rates: Path, step_ms: float, *, max_steps: int | None = None) -> Estimate:

@@ -28,8 +28,8 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.runtime.arrays import F64
+from rowcast.runtime.disk import Sealed, read_sealed
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.sealed import Sealed, read_sealed
 
 RATES_VERSION = 2
 NAME = "rates file"

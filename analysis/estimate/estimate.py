@@ -26,8 +26,8 @@ from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.machine import usable_cores
 
 CORES_OF_PAIR = 2  # with fewer, steps of ranks took up to twice as long as estimated
 

@@ -19,7 +19,7 @@ from rowcast.job.file import parse_job
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.data_files import listed_files
 from rowcast.runtime.errors import RowcastError, printable
-from rowcast.runtime.memory import free_memory
+from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural
 
 WHOLE_RUN_ROWS = 1_000_000  # of larger data, a stretch of this length decides the capacity

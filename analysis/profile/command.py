@@ -9,7 +9,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.runtime.command_options import Config, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.memory import free_memory
+from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
 
 STEPS = 1000

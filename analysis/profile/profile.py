@@ -32,7 +32,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.command_options import AsJson
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.memory import free_memory
+from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
 
 PICK, JUDGE = 0, 1  # draws of the sample

@@ -16,7 +16,7 @@ from benchmarks.training.recorded import Touched, train_batches
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 
 KAGGLE_ROWS = 33_762_577
 

@@ -34,7 +34,7 @@ from benchmarks.training.recorded import Touched, touched, train_batches
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.device.streams import choose_device
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import hashlib
 import threading
 import time
 
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 
 SPIN_S = 0.5
 CONTENT = bytes(2**20)  # hashed without the interpreter's lock

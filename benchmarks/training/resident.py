@@ -27,7 +27,7 @@ from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.packing import plan_block, plan_header
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.device.streams import choose_device
 from rowcast.trainer.kernels.chunks import chunk_arrays
 from rowcast.trainer.kernels.lookups import arranged

@@ -31,7 +31,7 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.protocol.batch import Batch
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
 
 ARRAYS = ("dense", "labels", "ids", "offsets")  # of a batch; bags with weights are not compared

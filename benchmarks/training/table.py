@@ -30,7 +30,7 @@ from benchmarks.training.recorded import touched, train_batches
 from benchmarks.training.steady import STOCKS, WARM_STEPS, Turn, commands, faster_stock, in_turn, ratios, speed
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 
 CONFIG = Path(__file__).parents[2] / "examples" / "retail.toml"
 CAPACITY = 10.0  # percent of the rows that an epoch touches

@@ -14,12 +14,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from rowcast.prefetcher.checkpoints.row_files import Steps
-from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest
+from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest, ShardFile, read_shard_file, shard_name
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.disk import Disk, render
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.sealed import render
-from rowcast.runtime.shard_file import ShardFile, read_shard_file, shard_name
 
 LOOK_EVERY_S = 1.0  # at other ranks' files
 GIVE_UP_S = 10.0  # without any change, once the attempt is over

@@ -34,9 +34,8 @@ from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file, sync_folder
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.disk import Disk, partial_of
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.own_files import partial_of
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.runtime.telemetry.logs import get_logger
 

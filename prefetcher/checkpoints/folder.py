@@ -31,6 +31,7 @@ from rowcast.prefetcher.stores.finite_rows import FiniteRows
 from rowcast.runtime.checkpoint_manifest import (
     FOLDER_NAME,
     MANIFEST_NAME,
+    SHARD_NAME,
     DenseFile,
     Manifest,
     RowFile,
@@ -39,13 +40,13 @@ from rowcast.runtime.checkpoint_manifest import (
     read_manifest,
     readable,
     run_of,
+    shard_name,
+    writer_of,
 )
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.disk import Disk, is_own_file, own_files_in
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
-from rowcast.runtime.own_files import is_own_file, own_files_in
 from rowcast.runtime.run_directory import COMPLETE
-from rowcast.runtime.shard_file import SHARD_NAME, shard_name, writer_of
 from rowcast.runtime.telemetry.logs import get_logger
 
 CheckpointFile = RowFile | DenseFile

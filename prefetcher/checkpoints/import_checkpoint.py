@@ -37,10 +37,9 @@ from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, 
 from rowcast.prefetcher.stores.finite_rows import FiniteRows
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.checkpoint_manifest import Manifest, Position
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.position import Position
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 

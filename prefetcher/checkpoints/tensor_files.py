@@ -13,8 +13,8 @@ from typing import IO
 
 from safetensors import SafetensorError, safe_open
 
+from rowcast.runtime.disk import open_regular
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.own_files import open_regular
 
 BLOCK_BYTES = 4 * 2**20
 

@@ -25,22 +25,23 @@ from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps
 from rowcast.prefetcher.checkpoints.write_queue import Complete, QueuedDensePiece, RowBlock, WriteQueue
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_VERSION,
+    SHARD_VERSION,
     BatchChecksum,
     DenseFile,
     Manifest,
+    Position,
     RowFile,
     RowLayer,
+    ShardFile,
     ShardLayers,
     TrainingData,
     folder_name,
     run_of,
 )
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.disk import seal
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
-from rowcast.runtime.position import Position
-from rowcast.runtime.sealed import seal
-from rowcast.runtime.shard_file import SHARD_VERSION, ShardFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

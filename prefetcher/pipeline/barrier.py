@@ -35,9 +35,9 @@ from rowcast.protocol.packing import (
 )
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.runtime.position import Position
 from rowcast.runtime.stages import StateTable
 
 

@@ -55,7 +55,7 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.session import check_hello
 from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.position import Position
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.stages import FunctionStage, Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.protocol.plan import BarrierPlan, StepPlan
-from rowcast.runtime.checkpoint_manifest import BatchChecksum
+from rowcast.runtime.checkpoint_manifest import BatchChecksum, Position
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.position import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

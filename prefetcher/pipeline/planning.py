@@ -15,9 +15,9 @@ from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.inputs import Belonging, Cut, InputSpec, batch_specs, check_same
 from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, samples_of
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
-from rowcast.runtime.position import Position
 from rowcast.runtime.telemetry.logs import get_logger
 
 

@@ -12,7 +12,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.reader import Pending, Reader, num_batches, whole_batch
 from rowcast.protocol.batch import Batch, IdsBatch, Kind, ScheduledBatch
-from rowcast.runtime.position import Position
+from rowcast.runtime.checkpoint_manifest import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

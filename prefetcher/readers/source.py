@@ -23,8 +23,8 @@ from rowcast.prefetcher.readers.schedule import (
     expected_train_steps,
 )
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.position import Position
 
 Arrival = tuple[SchedulePoint, Part]
 

@@ -17,7 +17,7 @@ from rowcast.prefetcher.readers.batch_parts import Columns
 from rowcast.prefetcher.readers.decoder import Decoder, DecoderShare, Delivery, EndOfBatches
 from rowcast.prefetcher.readers.reader import can_share, stream_columns
 from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
-from rowcast.runtime.position import Position
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 

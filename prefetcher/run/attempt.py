@@ -52,10 +52,9 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.inputs import InputSpec, batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
 from rowcast.protocol.parts import Rank
-from rowcast.runtime.checkpoint_manifest import ManifestOfVersion3, TrainingData
+from rowcast.runtime.checkpoint_manifest import ManifestOfVersion3, Position, TrainingData
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
-from rowcast.runtime.position import Position
 from rowcast.runtime.process import Crew, Signals
 from rowcast.runtime.stages import IDLE_WAIT_S
 from rowcast.runtime.telemetry.health import Health

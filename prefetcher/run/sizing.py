@@ -32,8 +32,8 @@ from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, ids_of_sa
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
-from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.machine import usable_cores
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 LEAST_RING_BYTES = 2 * 2**20

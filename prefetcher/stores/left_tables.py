@@ -17,8 +17,8 @@ from rowcast.job.schema import TABLES, Job
 from rowcast.prefetcher.stores.cold import redis_note
 from rowcast.prefetcher.stores.redis_store import delete_left_keys
 from rowcast.prefetcher.stores.table_file import NAME, remove_left
+from rowcast.runtime.disk import own_files_in
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.own_files import own_files_in
 from rowcast.runtime.pair_folder import unused_pair_folders
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger

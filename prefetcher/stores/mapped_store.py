@@ -30,7 +30,7 @@ from rowcast.prefetcher.stores.table_header import HEADER_BYTES, TableHeader, la
 from rowcast.prefetcher.stores.table_store import TableStore
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64
-from rowcast.runtime.memory import memory_limit
+from rowcast.runtime.machine import memory_limit
 from rowcast.runtime.telemetry.logs import get_logger
 
 

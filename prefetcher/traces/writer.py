@@ -37,8 +37,8 @@ from rowcast.protocol.batch import Batch, IdsBatch
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.runtime.checkpoint_manifest import sync_folder
+from rowcast.runtime.disk import partial_of
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.own_files import partial_of
 
 TRACE_VERSION = "3"
 VERSION_KEY, HEADER_KEY = b"rowcast.trace.version", b"rowcast.trace.header"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rowcast.runtime.position import Position
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.trainer.adopt.epoch_count import EpochCount
 
 

@@ -18,9 +18,8 @@ from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
-from rowcast.runtime.checkpoint_manifest import Manifest, TrainingData
+from rowcast.runtime.checkpoint_manifest import Manifest, Position, TrainingData
 from rowcast.runtime.disk import Disk, FileWrite
-from rowcast.runtime.position import Position
 from tests.support import jobs
 
 Rows = dict[int, bytes]  # key -> record

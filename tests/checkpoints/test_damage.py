@@ -12,14 +12,14 @@ from rowcast.prefetcher.checkpoints.row_files import read_rows
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
+    Position,
     RowFile,
     RowLayer,
     file_checksum,
     read_manifest,
 )
+from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.position import Position
-from rowcast.runtime.sealed import render, seal
 from tests.checkpoints.fake_run import FakeRun, Warnings, restored, small_job
 from tests.support.facts import facts
 from tests.support.repeats import count

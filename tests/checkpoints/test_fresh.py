@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
-from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.checkpoint_manifest import Position, write_durably
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.position import Position
 from rowcast.runtime.run_directory import COMPLETE
 from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
 from tests.support.recording_disk import DiskModel, RecordingDisk

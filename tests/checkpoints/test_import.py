@@ -17,10 +17,9 @@ from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.stores.elements import elements_of
 from rowcast.prefetcher.stores.first_values import first_records
-from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.checkpoint_manifest import Manifest, Position
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.position import Position
 from tests.checkpoints.fake_run import restored, small_job
 from tests.support.facts import facts
 from tests.support.repeats import count

@@ -12,11 +12,16 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed
 from rowcast.prefetcher.checkpoints.row_files import read_rows
-from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest, read_manifest
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+    read_shard_file,
+    shard_name,
+    writer_of,
+)
+from rowcast.runtime.disk import Disk, render, seal
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.sealed import render, seal
-from rowcast.runtime.shard_file import read_shard_file, shard_name, writer_of
 from tests.checkpoints.fake_ranks import FakeRanks
 from tests.checkpoints.fake_run import TABLES, FakeRun, Rows, Warnings, assert_holds, small_job
 from tests.support.facts import facts

@@ -26,8 +26,8 @@ from rowcast.runtime.checkpoint_manifest import (
     TrainingData,
     read_manifest,
 )
+from rowcast.runtime.disk import render
 from rowcast.runtime.errors import Mismatch, RowcastError
-from rowcast.runtime.sealed import render
 from tests.checkpoints.golden import ALL_KEYS, DATA, FOLDER
 from tests.support import jobs
 from tests.support.jobs import table

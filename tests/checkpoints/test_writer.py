@@ -12,10 +12,9 @@ from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints import write_queue as handover
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
-from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, file_checksum
+from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Position, file_checksum
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.position import Position
 from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
 from tests.support.facts import facts
 

@@ -18,8 +18,8 @@ from rowcast.analysis.estimate.step_kernels import GroupCounts, StepCounts, mode
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.sealed import render, seal
 
 KERNELS = (
     "copy in", "gather", "scatter", "copy out", "lookup", "update adagrad", "linear forward", "linear backward",

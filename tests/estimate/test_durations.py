@@ -22,8 +22,8 @@ from rowcast.analysis.estimate.schedule import run
 from rowcast.analysis.estimate.walk import CHANGEABLE, walk
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.sealed import render, seal
 from tests.support.facts import facts
 from tests.support.made_up_device import FREE, device, job
 

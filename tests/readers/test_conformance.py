@@ -18,7 +18,7 @@ from rowcast.prefetcher.readers.reader import can_share, open_reader, stream_col
 from rowcast.prefetcher.readers.schedule import PlacedBatch, SchedulePoint, schedule
 from rowcast.prefetcher.readers.worker import WorkerSource
 from rowcast.protocol.batch import Batch, Kind
-from rowcast.runtime.position import Position
+from rowcast.runtime.checkpoint_manifest import Position
 from tests.readers.polling import rest_of
 from tests.support.data_files import (
     BATCH_SIZE,

@@ -11,7 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, open_reader
 from rowcast.prefetcher.readers.schedule import PlacedBatch, expected_train_steps, schedule
 from rowcast.protocol.batch import Batch, Kind
-from rowcast.runtime.position import Position
+from rowcast.runtime.checkpoint_manifest import Position
 from tests.support.data_files import make_job, same_batch
 
 

@@ -14,8 +14,8 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import SchedulePoint, schedule
 from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
 from rowcast.protocol.batch import IdsBatch
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.position import Position
 from tests.readers.polling import next_batch, next_dense, next_ids, polled_ahead, rest_of
 from tests.support.data_files import (
     PARQUET_COLUMNS,

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.sealed import render, seal
 from rowcast.serving.model import Model
 from rowcast.serving.version_file import Named, read_version, version_name
 from tests.serving.served_run import ServedRun, Told, publish, publisher_of, serving_job

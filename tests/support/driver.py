@@ -49,9 +49,8 @@ from rowcast.protocol.session import Session
 from rowcast.protocol.transport.link import Link, inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
 from rowcast.protocol.transport.ring_file import in_memory_buffer
-from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.checkpoint_manifest import Manifest, Position
 from rowcast.runtime.machine import Machine
-from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.device.host_memory import Bounced, RingEnds
 from rowcast.trainer.device.phases import phase_clock

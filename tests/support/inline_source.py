@@ -7,8 +7,8 @@ from rowcast.prefetcher.readers.batch_parts import Columns
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import Turn, places
 from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo, source_info
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.position import Position
 
 
 class InlineStream:

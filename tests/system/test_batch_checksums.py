@@ -9,8 +9,8 @@ from rowcast.prefetcher.pipeline.batch_checksums import DENSE_AND_LABELS, BatchC
 from rowcast.prefetcher.readers.batch_parts import divide
 from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch, SchedulePoint
 from rowcast.protocol.batch import Batch, Kind
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import Mismatch
-from rowcast.runtime.position import Position
 from tests.support.facts import facts
 
 FEATURES = ["user", "item", "shop"]

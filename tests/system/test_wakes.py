@@ -21,8 +21,8 @@ from rowcast.prefetcher.stores.store import RowStore
 from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
 from rowcast.protocol.plan import GroupPlan
 from rowcast.protocol.transport.link import inproc_pair
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.disk import Disk
-from rowcast.runtime.position import Position
 from rowcast.runtime.stages import Stage, Wakes
 from tests.support import driver, repeats
 from tests.support.batches import slots_for, small_batches, small_job

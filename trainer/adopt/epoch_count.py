@@ -5,7 +5,7 @@ after its last batch, in the loop     | (empty)   | 2 | 3 |      the script then
 after its `for` loop                  | 2 | 3 |
 """
 
-from rowcast.runtime.position import Position
+from rowcast.runtime.checkpoint_manifest import Position
 
 
 class EpochCount:

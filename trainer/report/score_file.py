@@ -18,8 +18,8 @@ from pyarrow import csv
 from pyarrow import parquet as pq
 
 from rowcast.runtime.arrays import F32
+from rowcast.runtime.disk import partial_of
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.runtime.own_files import partial_of
 from rowcast.trainer.report.score_place import check_place
 
 ROWS_AT_ONCE = 65536  # in memory, and in a row group

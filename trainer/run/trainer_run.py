@@ -12,10 +12,8 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.attempts import Attempts, RankPatience
 from rowcast.protocol.counters import serve_metrics
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
-from rowcast.runtime.cores import usable_cores
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.machine import Machine
-from rowcast.runtime.memory import keep_freed_memory
+from rowcast.runtime.machine import Machine, keep_freed_memory, usable_cores
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal

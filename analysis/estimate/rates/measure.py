@@ -15,8 +15,8 @@ from rowcast.analysis.estimate.rates.parts import part_kernels
 from rowcast.analysis.estimate.rates.rows import move_kernels, row_kernels
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch, probe_seconds
 from rowcast.job.schema import Job
-from rowcast.runtime.memory import keep_freed_memory
-from rowcast.runtime.sealed import render, seal
+from rowcast.runtime.disk import render, seal
+from rowcast.runtime.machine import keep_freed_memory
 from rowcast.trainer.device.streams import device_name
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.report.page.facts import processor

@@ -3,12 +3,12 @@ from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_VERSION,
     BatchChecksum,
     Manifest,
+    Position,
     RowFile,
     RowLayer,
     ShardLayers,
 )
-from rowcast.runtime.position import Position
-from rowcast.runtime.sealed import render, seal
+from rowcast.runtime.disk import render, seal
 from tests.checkpoints.golden import ALL_KEYS, DATA, FOLDER
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rowcast.job.schema import Job
-from rowcast.runtime.cores import usable_cores
+from rowcast.runtime.machine import usable_cores
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.trainer.report.report_json import Report
 
