@@ -23,7 +23,6 @@ SUITES = (  # the longest first
     "tests/system/test_rank_processes.py",
     "tests/system/test_group_stops.py",
     "tests/checkpoints",
-    "tests/verify",
     "tests/serving",
     "tests/protocol/test_tcp.py",
     "tests/protocol/test_attackers.py",

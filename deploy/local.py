@@ -24,7 +24,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.runtime.child import Child
 from rowcast.runtime.children import StopsChildren, ended_badly, ended_together, start_child
-from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, Timeline, Verify
+from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, Timeline
 from rowcast.runtime.errors import ConfigError, advice
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals, run_until_stopped
@@ -43,7 +43,6 @@ def train(
     ] = False,
     source: Source = None,
     timeline: Timeline = False,
-    verify: Verify = False,
     evaluate: Annotated[
         bool, Option("--eval", help="Evaluate the newest checkpoint on the evaluation batches; train nothing.")
     ] = False,
@@ -57,7 +56,7 @@ def train(
             raise ConfigError(f"--eval trains nothing, but {given[0]} is about training; remove one of them")
         job = load_job(config, tuple(overrides or ()))
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags(of_both)]
-        own = flags({**of_training, "--fresh": False, "--verify": verify, "--eval": evaluate})
+        own = flags({**of_training, "--fresh": False, "--eval": evaluate})
         run_both(job, [*shared, *own], "eval" if evaluate else "run", shared, signals)
 
     return run

@@ -10,8 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LAST_COMMIT = "4c36c62"  # the last that had them
+NO_VERIFY = "checksums cover rows on disk and on Redis, and `make exact` tests a machine"
 REMOVED = {  # name -> what replaces it
     "simulate --rates": "`simulate --ranks` counts rows and bytes, and `prefetcher estimate` models a step's time",
+    "run --verify": NO_VERIFY,
+    "run --verify-share": NO_VERIFY,
+    "train --verify": NO_VERIFY,
 }
 
 

@@ -23,7 +23,6 @@ from rowcast.protocol.messages import (
     Replica,
     Restore,
     RingRef,
-    RowChecksums,
     RowsBack,
     RowSpan,
     Saved,
@@ -229,12 +228,6 @@ def _check_rows_back(message: RowsBack) -> None:
     _check_payload(message.payload, None, message.rows)
 
 
-def _check_row_checksums(message: RowChecksums) -> None:
-    _require(message.step is not None or message.barrier is not None, "checksums come for neither a step nor a barrier")
-    nbytes = len(message.checksums)
-    _require(nbytes > 0 and nbytes % 8 == 0, f"{nbytes} bytes are not checksums of 8 bytes each, at least one")
-
-
 def _check_flush(message: Flush) -> None:
     _check_piece(message.piece, message.num_pieces)
     _check_step(message.barrier, "barrier")
@@ -274,7 +267,6 @@ def _check_dense(message: DensePiece) -> None:
 def _check_welcome(message: Welcome) -> None:
     _require(message.incarnation > 0, "incarnation 0 belongs to a trainer before its Welcome")
     _require(message.depth > 0, "depth must be at least 1")
-    _require(message.verify <= 1, f"a share of {message.verify} of the rows cannot be verified")
     _require(
         message.restore_bytes <= MODEL_STATE_LIMIT,
         f"a model state has up to {MODEL_STATE_LIMIT} bytes, not {message.restore_bytes}",
@@ -289,7 +281,6 @@ def _check_failure(message: Failure) -> None:
 _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     StepReady: _check_step_ready,
     RowsBack: _check_rows_back,
-    RowChecksums: _check_row_checksums,
     Flush: _check_flush,
     Saved: _check_dense,
     Restore: _check_dense,

@@ -1,7 +1,7 @@
 """Defines every message between the two processes as a typed header. Arrays travel in a ring, never in a header.
 
     prefetcher -> trainer   Welcome  Restore  StepReady  Flush  EndOfData
-    trainer -> prefetcher   Hello  RowsBack  RowChecksums  StepDone  Saved  Replica
+    trainer -> prefetcher   Hello  RowsBack  StepDone  Saved  Replica
     both                    StopRequest  Released  Heartbeat  Failure  Bye
 
 `session.py` defines their order.
@@ -16,7 +16,7 @@ from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
 Mode = Literal["train", "eval"]  # eval: one pass over the evaluation batches, without training or saving
 
@@ -85,7 +85,6 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     groups: tuple[GroupHeader, ...]
     arrays: tuple[ArraySpec, ...]
     arrays_bytes: int  # length of the whole block
-    num_checksums: int = 0  # requested checksums of rows in their slots; see `row_checksum.py`
     share: BatchShare | None = None  # None: the batch is not divided
 
 
@@ -126,15 +125,6 @@ class RowsBack(Message, frozen=True, kw_only=True):
     last: bool
     payload: RingRef | None  # None only in reply to an empty flush
     rows: tuple[RowSpan, ...]
-
-
-class RowChecksums(Message, frozen=True, kw_only=True):
-    """Requested checksums of a plan's or barrier's rows in their slots, sent before its StepDone or last RowsBack."""
-
-    step: int | None  # the plan's step; at a barrier the step that it follows, None before the first
-    barrier: int | None
-    start: int  # number of earlier checksums of the plan or barrier
-    checksums: bytes  # int64, little-endian, in the order of the arrays that request them
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -181,7 +171,6 @@ class Welcome(Message, frozen=True, kw_only=True):
     first_train_step: int  # train steps before this incarnation, from its checkpoint
     # size of the model state that follows in `Restore`; 0 if the model starts from the job's initial values
     restore_bytes: int
-    verify: float = 0.0  # fraction of rows with checksums requested in plans
     start: Position = Position()  # where this incarnation begins, from its checkpoint
     fresh: bool = False  # this run has no checkpoint on disk: all in the run directory are from an earlier run
     replaces: str = ""  # if `fresh`, the run_id of the earlier run, if that has a checkpoint
@@ -215,7 +204,6 @@ class Flush(Message, frozen=True, kw_only=True):
     span: ArraySpan | None
     checkpoint: bool  # the model state follows the rows, in `Saved`
     reason: str
-    num_checksums: int = 0  # checksums of dirty rows in their slots
 
 
 class DensePiece(Message, frozen=True, kw_only=True):
@@ -308,7 +296,6 @@ class Bye(Message, frozen=True, kw_only=True):
 AnyMessage = (
     StepReady
     | RowsBack
-    | RowChecksums
     | StepDone
     | Released
     | Hello

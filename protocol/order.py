@@ -17,7 +17,6 @@ from rowcast.protocol.messages import (
     PlanHeader,
     Replica,
     Restore,
-    RowChecksums,
     RowsBack,
     RowSpan,
     Saved,
@@ -119,28 +118,10 @@ class ComingHome:
 
 
 @dataclass(slots=True)
-class Checksums:
-    """The checksums of a plan or barrier, which arrive in order before its end."""
-
-    total: int
-    count: int = 0
-
-    def advance(self, message: RowChecksums) -> None:
-        require(message.start == self.count, f"checksums continue at {message.start} instead of {self.count}")
-        count = self.count + len(message.checksums) // 8
-        require(count <= self.total, f"checksum {count} came, but {self.total} were asked for")
-        self.count = count
-
-    def check_complete(self, name: str) -> None:
-        require(self.count == self.total, f"{name} ended after {self.count} of {self.total} checksums")
-
-
-@dataclass(slots=True)
 class OpenStep:
     step: int
     pieces: Pieces
     victims: ComingHome
-    checksums: Checksums
 
 
 class ModelStateOrder:
@@ -169,7 +150,6 @@ class OpenBarrier:
     after_step: int | None
     pieces: Pieces
     rows: ComingHome
-    checksums: Checksums
     model_state: ModelStateOrder | None = None  # None before its first piece
 
 
@@ -198,10 +178,6 @@ class Order:
                 self._rows_back(message)
             case RowsBack():
                 self._barrier_rows(message)
-            case RowChecksums(barrier=None):
-                self._checksums(message)
-            case RowChecksums():
-                self._barrier_checksums(message)
             case StepDone():
                 self._step_done(message)
             case Flush():
@@ -240,7 +216,7 @@ class Order:
             )
         victims = ComingHome([group.num_dirty for group in plan.groups], answered_when_empty=False)
         pieces = Pieces(message.num_pieces, plan.arrays_bytes, [group.num_fetch for group in plan.groups])
-        return OpenStep(message.step, pieces, victims, Checksums(plan.num_checksums))
+        return OpenStep(message.step, pieces, victims)
 
     def _restore(self, message: Restore) -> None:
         first = self.next_step is None and self.next_barrier is None
@@ -272,29 +248,12 @@ class Order:
         )
         expected.victims.advance(message)
 
-    def _checksums(self, message: RowChecksums) -> None:
-        oldest = self.open_steps[0] if self.open_steps else None
-        if oldest is None or message.step != oldest.step:
-            raise ProtocolError(f"checksums of step {message.step} came while step {oldest and oldest.step} is next")
-        oldest.checksums.advance(message)
-
-    def _barrier_checksums(self, message: RowChecksums) -> None:
-        newest = self.open_barrier
-        if newest is None or (message.barrier, message.step) != (newest.barrier, newest.after_step):
-            expected = (None, None) if newest is None else (newest.barrier, newest.after_step)
-            raise ProtocolError(
-                f"checksums of barrier {message.barrier} came while barrier {expected[0]} is open; they follow step "
-                f"{message.step}, it follows step {expected[1]}"
-            )
-        newest.checksums.advance(message)
-
     def _step_done(self, message: StepDone) -> None:
         oldest = self.open_steps[0] if self.open_steps else None
         if oldest is None or message.step != oldest.step:
             raise ProtocolError(f"step {message.step} is reported done while step {oldest and oldest.step} is next")
         require(oldest.pieces.complete, f"step {message.step} is reported done before its last piece came")
         require(oldest.victims.complete, f"step {message.step} is reported done before its victims came home")
-        oldest.checksums.check_complete(f"step {message.step}")
         self.open_steps.popleft()
 
     def _flush(self, message: Flush) -> None:
@@ -315,7 +274,7 @@ class Order:
         self._check_last_step(message.after_step, f"barrier {message.barrier}")
         pieces = Pieces(message.num_pieces, message.arrays_bytes, ())
         rows = ComingHome(message.num_dirty, answered_when_empty=True)
-        return OpenBarrier(message.barrier, message.after_step, pieces, rows, Checksums(message.num_checksums))
+        return OpenBarrier(message.barrier, message.after_step, pieces, rows)
 
     def _check_last_step(self, step: int | None, name: str) -> None:
         """Checks nothing before the first step of this conversation: only the prefetcher knows the step before it."""
@@ -334,7 +293,6 @@ class Order:
         if message.last:
             require(newest.pieces.complete, f"barrier {newest.barrier} ended before its slots had come")
             require(not self.open_steps, f"barrier {newest.barrier} ended before every step was done")
-            newest.checksums.check_complete(f"barrier {newest.barrier}")
         newest.rows.advance(message)
 
     def _saving(self, barrier: int) -> OpenBarrier:

@@ -80,7 +80,7 @@ def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
     )
 
 
-def plan_block(batch: Samples, plan: StepPlan, checked: Mapping[str, Array] | None = None) -> ArrayBlock:
+def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
     """Packs a plan without its rows: the arrays to look up, train and evict, and the slots to check."""
     arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
     arrays |= {f"{PREFIX}{name}": array for name, array in batch.inputs.items()}
@@ -88,12 +88,10 @@ def plan_block(batch: Samples, plan: StepPlan, checked: Mapping[str, Array] | No
         own = {name: getattr(group, name) for name in GROUP_ARRAYS}
         own |= {} if group.share is None else {name: getattr(group.share, name) for name in EXCHANGE_ARRAYS}
         arrays |= {f"{index}.{name}": array for name, array in own.items() if array is not None}
-    return make_block({**arrays, **(checked or {})})
+    return make_block(arrays)
 
 
-def plan_header(
-    batch: Samples, plan: StepPlan, block: ArrayBlock, num_checksums: int = 0, batches: int = 0
-) -> PlanHeader:
+def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
     """`batches`: the checksum that ranks compare (`BatchShare`)."""
     groups = tuple(
         GroupHeader(
@@ -115,7 +113,6 @@ def plan_header(
         groups=groups,
         arrays=block.specs,
         arrays_bytes=block.nbytes,
-        num_checksums=num_checksums,
         share=batch_share(plan, batches),
     )
 

@@ -4,7 +4,6 @@
     LookupArrays     for each group: the kernels' arrays           "0.slots", ...
     GroupArrays      for each group: also the cache's              "0.fetch_slots"
     ExchangeArrays   for each group, if ranks share the batch      "0.send_slots", ...
-    ASKED_SLOTS      for each group, in a run that verifies        "0.verify_fetch", ...
 
 All code that packs, measures, checks or uses the arrays of a plan reads them here. To add an array to the look-ups, add
 a line to `LookupArrays` and one to each of its three makers: `planner.WholeBatch`, `rank_share.ShareOfBatch` and,
@@ -32,8 +31,6 @@ class Counts:
     sequence_lookups: tuple[int, ...] = ()  # look-ups of each feature that is not pooled
     fetch: int = 0
     evict: int = 0
-    asked_fetch: int = 0
-    asked_evict: int = 0
     slots: int = 0  # slots of the group on the device
     readable: int = 0  # rows that look-ups may read: all slots, or the rows received from their owners
     parts: int = 1  # parts of the batch that are computed here
@@ -113,7 +110,7 @@ def has_sequences(counts: Counts) -> bool:
 
 B, N, U, G = map(Size, ("samples", "lookups", "unique", "bags"))
 S, L = map(Size, ("sequences", "sequence_lookups"))
-FETCH, ASKED_FETCH, ASKED_EVICT, SLOTS = map(Size, ("fetch", "asked_fetch", "asked_evict", "slots"))
+FETCH, SLOTS = map(Size, ("fetch", "slots"))
 READABLE, SENT, RETURNED, TRAINED = map(Size, ("readable", "sent", "returned", "trained"))
 HOME_ADDITIONS, ADDITIONS = map(Size, ("home_additions", "additions"))
 
@@ -195,8 +192,3 @@ def layouts(arrays: type) -> dict[str, ArrayLayout]:
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
 EXCHANGE_ARRAYS = layouts(ExchangeArrays)
-# slots of the rows with requested checksums (`row_checksum.py`): victims before the fill, fetched rows after it
-ASKED_SLOTS = {
-    "verify_fetch": ArrayLayout("i4", (ASKED_FETCH,), below=SLOTS, where=is_present("verify_fetch")),
-    "verify_evict": ArrayLayout("i4", (ASKED_EVICT,), below=SLOTS, where=is_present("verify_evict")),
-}

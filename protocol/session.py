@@ -51,7 +51,6 @@ class MessageKind(StrEnum):
     WELCOME = "Welcome"
     STEP_READY = "StepReady"
     ROWS_BACK = "RowsBack"
-    ROW_CHECKSUMS = "RowChecksums"
     STEP_DONE = "StepDone"
     RELEASED = "Released"
     FLUSH = "Flush"
@@ -71,7 +70,7 @@ class MessageKind(StrEnum):
 
 
 S, E = State, MessageKind
-WORK = (E.ROWS_BACK, E.ROW_CHECKSUMS, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
+WORK = (E.ROWS_BACK, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
 
 # state, sender, what it may send, the state that follows
 ROWS: tuple[tuple[State, Role, tuple[MessageKind, ...], State], ...] = (

@@ -23,7 +23,6 @@ Source = Annotated[
     Path | None,
     Option("--from", help="Begin a new run with the model of another run, or of an exported file.", metavar="RUN|FILE"),
 ]
-Verify = Annotated[bool, Option("--verify", help="Follow rows by checksum: end the run if one is stale, torn or lost.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON and nothing else.")]
 Timeline = Annotated[bool, Option("--timeline", help="Record a timeline for `prefetcher timeline`.")]
 LogLevel = Annotated[str, Option(help="debug, info, warning or error.")]

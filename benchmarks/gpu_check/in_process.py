@@ -104,7 +104,6 @@ WAYS = {
     "one trainer, ranks.parts = 8": Way(bags="single", job={"ranks": {"parts": 8}}, parts=8),
     "model.compile": Way(bags="single", job={"model": {"compile": True}}),
     "rings that are not page-locked": Way(settings={"bounced": True}),
-    "every row followed by its checksum": Way(settings={"verify": 1.0}),
     "averaged and empty bags, row-wise Adagrad": Way(optimizer="rowwise_adagrad", bags="mean"),
     "look-ups that are not pooled, SGD": Way(optimizer="sgd", bags="apart"),
     "rings mirrored as over TCP": Way(settings={"mirrored": True}),

@@ -306,18 +306,12 @@ tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_
         self.state is not PrefetcherState.SAVING or not => not
 tests/system/test_barrier_states.py::test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row
     a barrier does not wait until its rows are home
-        (S.FLUSHING, E.FLUSHED, S.RETURNING) => (S.FLUSHING, E.FLUSHED, S.VERIFYING)
+        return home and not self._fetch_ring.used_bytes => return not self._fetch_ring.used_bytes
     every barrier needs a checkpoint
-        (S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING), =>
+        (S.RETURNING, E.NO_CHECKPOINT, S.CLOSING), =>
 tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store
     a later piece of rows is written to the first rows' keys
         expected.keys[span.group][span.start : span.start + span.count] => expected.keys[span.group][: span.count]
-tests/verify/test_verify.py::test_a_write_that_the_store_loses_is_noticed_when_the_row_is_read_again
-    a difference between rows is not looked at
-        entries.known & (entries.checksums != found) => entries.known & False
-::test_a_lost_write_is_noticed_at_the_end_where_its_row_is_not_read_again
-    rows that the store took are not read back
-        self._mark_unread(cells, to=True) => self._mark_unread(cells, to=False)
 tests/stores/test_changed_rows.py
     a checkpoint's rows come in the order of their hashes
         found.sort() =>

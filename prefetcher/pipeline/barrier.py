@@ -19,7 +19,6 @@ from typing import Protocol
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Stall, reached
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlanStream
-from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.protocol.dense_pieces import DensePieces
 from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, TierTotals, Wait
@@ -48,7 +47,6 @@ class PrefetcherState(StrEnum):
     QUEUING = "the checkpoint before becomes durable"
     FLUSHING = "dirty slots go to the trainer"
     RETURNING = "dirty rows come home"
-    VERIFYING = "rows are read back"
     SAVING = "the dense side comes, then changed rows are frozen"
     CLOSING = "the barrier is done"
     ENDED = "ended"
@@ -61,8 +59,7 @@ class PrefetcherEvent(StrEnum):
     WRITER_FREE = "no checkpoint is being written"
     FLUSHED = "last Flush sent"
     HOME = "dirty rows are in the store"
-    NO_CHECKPOINT = "rows agree, no checkpoint"
-    VERIFIED = "rows agree"
+    NO_CHECKPOINT = "dirty rows are in the store, no checkpoint"
     SAVED = "last Saved copied, rows frozen"
     GOES_ON = "steps follow"
     DURABLE = "the last checkpoint is durable, EndOfData sent"
@@ -77,9 +74,8 @@ TABLE = StateTable(
         (S.DRAINING, E.DRAINED, S.QUEUING),
         (S.QUEUING, E.WRITER_FREE, S.FLUSHING),
         (S.FLUSHING, E.FLUSHED, S.RETURNING),
-        (S.RETURNING, E.HOME, S.VERIFYING),
-        (S.VERIFYING, E.NO_CHECKPOINT, S.CLOSING),
-        (S.VERIFYING, E.VERIFIED, S.SAVING),
+        (S.RETURNING, E.HOME, S.SAVING),
+        (S.RETURNING, E.NO_CHECKPOINT, S.CLOSING),
         (S.SAVING, E.SAVED, S.CLOSING),
         (S.CLOSING, E.GOES_ON, S.RUNNING),
         (S.CLOSING, E.DURABLE, S.ENDED),
@@ -118,7 +114,6 @@ class OutgoingFlush:
     block: ArrayBlock
     pieces: list[Piece]
     checkpoint: bool
-    num_checksums: int
     sent: int = 0
 
 
@@ -136,7 +131,6 @@ class PrefetcherBarrier:
         send: Callable[[Restore | Flush | EndOfData | Released], None],
         restore: bytes,
         takes_model_state: bool,
-        observer: RowObserver,
         tier: Callable[[], TierTotals | None],
     ) -> None:
         """`restore`: the model state that the trainer starts from; empty: the job's initial state. `takes_model_state`:
@@ -151,7 +145,6 @@ class PrefetcherBarrier:
         self._back_ring = back_ring
         self._counters = counters
         self._send = send
-        self._observer = observer
         self._takes_model_state = takes_model_state
         self._tier = tier
         self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
@@ -241,13 +234,8 @@ class PrefetcherBarrier:
                 return self._send_flush_piece(self._plan)
             case PrefetcherState.RETURNING:
                 home = self._writeback.applied_barriers > self._plan.barrier
-                return home and not self._fetch_ring.used_bytes and self._follow(PrefetcherEvent.HOME)
-            case PrefetcherState.VERIFYING:
-                if self._observer.must_read_back:
-                    return self._observer.read_back(self._plan.after_step)
-                return self._follow(
-                    PrefetcherEvent.VERIFIED if self._open.checkpoint else PrefetcherEvent.NO_CHECKPOINT
-                )
+                event = PrefetcherEvent.HOME if self._open.checkpoint else PrefetcherEvent.NO_CHECKPOINT
+                return home and not self._fetch_ring.used_bytes and self._follow(event)
             case PrefetcherState.SAVING:
                 return self._saved_barriers > self._plan.barrier and self._follow(PrefetcherEvent.SAVED)
             case PrefetcherState.CLOSING:
@@ -300,13 +288,11 @@ class PrefetcherBarrier:
         train_steps, dirty = self._barrier.position.train_step, tuple(move.keys for move in plan.dirty)
         self._writeback.expect(plan.after_step, plan.barrier, train_steps, dirty)
         slots = {f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)}
-        checked = self._observer.open_barrier(plan)
-        block = make_block({**slots, **checked})
+        block = make_block(slots)
         self._flush = OutgoingFlush(
             block=block,
             pieces=cut(block.nbytes, [], [], self._fetch_ring.max_payload),
             checkpoint=self._checkpointer.begin(self._barrier),
-            num_checksums=sum(map(len, checked.values())),
         )
         return self._follow(PrefetcherEvent.WRITER_FREE)
 
@@ -332,7 +318,6 @@ class PrefetcherBarrier:
             span=piece.arrays,
             checkpoint=flush.checkpoint,
             reason=plan.reason,
-            num_checksums=flush.num_checksums,
         )
         flush.sent += 1
         self._counters.flush(message)

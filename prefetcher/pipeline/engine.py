@@ -19,19 +19,18 @@ A barrier (`barrier.py`) replaces the fetcher's work between two plans; the writ
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier, PrefetcherState
+from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlanStream
 from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStage
-from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.schedule import ReadBatch
@@ -45,7 +44,6 @@ from rowcast.protocol.messages import (
     Mode,
     Released,
     Replica,
-    RowChecksums,
     RowsBack,
     Saved,
     StepDone,
@@ -100,7 +98,6 @@ class PrefetcherParts:
     restore: bytes  # the model state that the trainer starts from; empty: the job's initial state
     pace: Pace | None = None  # see PlanningStage
     rank: Rank = UNDIVIDED
-    observer: RowObserver = field(default_factory=RowObserver)
 
 
 class PrefetcherEngine:
@@ -123,7 +120,6 @@ class PrefetcherEngine:
             parts.back_ring,
             self.counters,
             parts.conversation.send,
-            parts.observer,
             parts.start.train_step,
         )
         self.fetcher = Fetcher(
@@ -135,7 +131,6 @@ class PrefetcherEngine:
             counters=self.counters,
             limits=Limits(depth=welcome.depth, first_step=parts.start.step, staging_bytes=welcome.staging_bytes),
             send=parts.conversation.send,
-            observer=parts.observer,
         )
         self.barrier = PrefetcherBarrier(
             plans=self.plans,
@@ -148,7 +143,6 @@ class PrefetcherEngine:
             send=parts.conversation.send,
             restore=parts.restore,
             takes_model_state=parts.rank.number == 0,
-            observer=parts.observer,
             tier=lambda: totals(self._store_counts()),
         )
         self.planning = PlanningStage(
@@ -182,7 +176,6 @@ class PrefetcherEngine:
                 RowsBack: self.writeback.accept,
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
-                RowChecksums: parts.observer.reported,
                 StepDone: self._step_done,
                 StopRequest: lambda message: self.planning.stop(message.reason, message.next_step, message.after_step),
                 Bye: self._bye,
@@ -232,7 +225,7 @@ class PrefetcherEngine:
     def polls(self) -> dict[str, Callable[[], bool]]:
         """Whether a thread waits for the tickets of a store, which ring no bell."""
         return {
-            "fetcher": lambda: self.fetcher.awaits_store or self.barrier.state is PrefetcherState.VERIFYING,
+            "fetcher": lambda: self.fetcher.awaits_store,
             "write-back": lambda: self.writeback.is_writing,
         }
 

@@ -12,9 +12,8 @@ from typing import Literal
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep, PlanStream
-from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.pipeline.writeback import Writeback
-from rowcast.prefetcher.stores.store import Records, Ticket
+from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import PlanHeader, RowSpan, StepReady
 from rowcast.protocol.packing import ArrayBlock, Piece, cut, is_sampled, plan_block, plan_header, plan_stamp
@@ -43,7 +42,6 @@ class Reading:
     outgoing: Outgoing
     number: int
     slice: RingSlice | None
-    rows: list[Records]  # of each span, in the slice
     tickets: list[Ticket]
 
     def done(self) -> bool:
@@ -78,7 +76,6 @@ class Fetcher:
         counters: PrefetcherCounters,
         limits: Limits,
         send: Callable[[StepReady], None],
-        observer: RowObserver,
     ) -> None:
         self.connected = False  # a trainer was welcomed; before that, rows may be read but not sent
         self.done_through: int | None = None  # the last step that the trainer completed
@@ -92,7 +89,6 @@ class Fetcher:
         self._counters = counters
         self._limits = limits
         self._send = send
-        self._observer = observer
         self._outgoing: Outgoing | None = None
         self._reading: deque[Reading] = deque()  # pieces in the ring, in order
 
@@ -141,8 +137,7 @@ class Fetcher:
         plan = step.plan
         victims = tuple(group.evict_keys[: group.num_dirty] for group in plan.groups)
         self._writeback.expect(plan.step, None, plan.train_step, victims)
-        checked = self._observer.open_plan(plan)
-        block = plan_block(step.dense, plan, checked)
+        block = plan_block(step.dense, plan)
         pieces = cut(
             block.nbytes,
             [len(group.fetch_keys) for group in plan.groups],
@@ -150,7 +145,7 @@ class Fetcher:
             self._ring.max_payload,
             self._limits.staging_bytes,
         )
-        header = plan_header(step.dense, plan, block, sum(map(len, checked.values())), step.batches)
+        header = plan_header(step.dense, plan, block, step.batches)
         return Outgoing(step=step, block=block, header=header, pieces=pieces)
 
     def _begin_piece(self, outgoing: Outgoing) -> bool:
@@ -161,19 +156,16 @@ class Fetcher:
             return False
         if piece.arrays is not None:
             outgoing.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
-        rows = [self._rows(slot, span) for span in piece.rows]
-        tickets = [self._read_span(outgoing.step.plan, *pair) for pair in zip(piece.rows, rows, strict=True)]
-        self._reading.append(Reading(outgoing=outgoing, number=outgoing.begun, slice=slot, rows=rows, tickets=tickets))
+        tickets = [self._read_span(outgoing.step.plan, slot, span) for span in piece.rows]
+        self._reading.append(Reading(outgoing=outgoing, number=outgoing.begun, slice=slot, tickets=tickets))
         outgoing.begun += 1
         if outgoing.begun == len(outgoing.pieces):
             self._outgoing = None
         return True
 
-    def _rows(self, slot: RingSlice, span: RowSpan) -> Records:
+    def _read_span(self, plan: StepPlan, slot: RingSlice, span: RowSpan) -> Ticket:
         width = self._groups[span.group].record_bytes
-        return slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
-
-    def _read_span(self, plan: StepPlan, span: RowSpan, rows: Records) -> Ticket:
+        rows = slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
         keys = plan.groups[span.group].fetch_keys[span.start : span.start + span.count]
         return self._stores[span.group].read(keys, rows)
 
@@ -195,16 +187,8 @@ class Fetcher:
             return False
         self._reading.popleft()
         with self._counters.timed("send", plan.step):
-            self._show_read(reading)
             self._announce(reading)
         return True
-
-    def _show_read(self, reading: Reading) -> None:
-        step, pieces = reading.outgoing.step.plan.step, reading.outgoing.pieces
-        for span, rows in zip(pieces[reading.number].rows, reading.rows, strict=True):
-            self._observer.rows_read(step, span.group, span.start, rows)
-        if reading.number == len(pieces) - 1:
-            self._observer.plan_read(step)
 
     def _announce(self, reading: Reading) -> None:
         outgoing, number = reading.outgoing, reading.number

@@ -14,7 +14,6 @@ from rowcast.runtime.telemetry.metrics import Sample
 StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 Phase = Literal["read", "plan", "fetch", "send", "write_back"]
 Queue = Literal["batches", "plans", "pieces", "rows_back"]
-VerifyKind = Literal["given", "filled", "returned", "dropped", "kept"]
 # batches: the planner waits for the reader         plans: the fetcher waits for the planner
 # credit: StepReady waits for a StepDone            write_back: rows wait until a RowsBack is applied
 # ring: no space in the fetch ring                  store: a ticket is not finished
@@ -39,7 +38,6 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
     literals = StallReason, Phase, Queue
 
     # written under a lock
-    rows_verified: dict[VerifyKind, int] = field(default_factory=lambda: dict.fromkeys(get_args(VerifyKind), 0))
     checkpoints: int = 0
     checkpoint_s: float = 0.0  # sum of the times from barrier to durable
     checkpoint_bytes: int = 0
@@ -109,8 +107,6 @@ class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges
     def samples(self) -> Iterator[Sample]:
         gauges, counters = self._gauges(), self._counters
         yield from counter_samples(counters)
-        for kind, rows in counters.rows_verified.items():
-            yield "rowcast_rows_verified_total", (kind,), rows
         for queue, entries in gauges.queue_depths.items():
             yield "rowcast_queue_depth", (queue,), entries
         yield "rowcast_ring_used_bytes", ("to_device",), gauges.ring_used_bytes

@@ -16,7 +16,6 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.pipeline.row_observer import RowObserver
 from rowcast.prefetcher.stores.finite_rows import FiniteRows
 from rowcast.prefetcher.stores.store import Keys, Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -65,7 +64,6 @@ class Writeback:
         ring: RingReader,
         counters: PrefetcherCounters,
         send: Callable[[Released], None],
-        observer: RowObserver,
         first_train_step: int,
     ) -> None:
         self.applied_through: int | None = None  # rows of every plan up to this one are in the store
@@ -78,7 +76,6 @@ class Writeback:
         self._ring = ring
         self._counters = counters
         self._send = send
-        self._observer = observer
         self._expected: deque[Expected] = deque()  # plans and barriers in order, including those that return no rows
         self._inbox: deque[RowsBack] = deque()
         self._writing: deque[PendingWrite] = deque()
@@ -168,7 +165,6 @@ class Writeback:
                 )
             rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
             self._require_finite(expected, span.group, keys, rows)
-            self._observer.rows_home(message.step, message.barrier, span.group, span.start, rows)
             tickets.append(self._stores[span.group].write(keys, rows))
             expected.applied[span.group] += span.count
         return tickets

@@ -47,7 +47,6 @@ from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads, tier
 from rowcast.prefetcher.run.starting_point import StartingPoint
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
-from rowcast.prefetcher.verify.verifier import row_observer
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.inputs import InputSpec, batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
@@ -183,7 +182,7 @@ class PrefetcherAttempt:
     def _measure(self) -> list[ReadBatch]:
         has_tier = isinstance(self._job.store, StoreWithTier)
         folder = self._run.tables.folder if has_tier else None
-        warm_up(verify=self._run.options.verify > 0, tiers_in=folder)  # while the child starts
+        warm_up(tiers_in=folder)  # while the child starts
         measured: list[ReadBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
             self._crew.check()
@@ -250,7 +249,6 @@ class PrefetcherAttempt:
                 restore=restore,
                 pace=self._interval.pace(self.train_steps, has_trace=run.options.save_trace is not None),
                 rank=run.rank,
-                observer=row_observer(run.groups, run.tables.stores, run.options.verify, run.counters),
             )
         )
         engine.planning.on_interval = self._interval.keep
@@ -346,7 +344,6 @@ class PrefetcherAttempt:
             train_steps=info.expected_train_steps,
             first_train_step=self.train_steps,
             restore_bytes=restore_bytes,
-            verify=self._run.options.verify,
             start=self._start,
             fresh=self._run.checkpoints.are_fresh,
             replaces=self._run.checkpoints.replaced_run_id(),
@@ -378,8 +375,6 @@ class PrefetcherAttempt:
         return save_plans(stack, path, self._job, self._run.groups, engine)
 
     def _log_end(self, engine: PrefetcherEngine) -> None:
-        if self._run.options.verify:
-            self._log.info("verified, in rows", **engine.counters.rows_verified)
         self._run.tables.log_counts()
         reason, steps = self._run.signals.stop_reason, self.train_steps
         if not engine.finished and self._is_over():

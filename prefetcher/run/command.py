@@ -17,14 +17,11 @@ from rowcast.runtime.command_options import (
     SaveTrace,
     Source,
     Timeline,
-    Verify,
 )
 from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
 from rowcast.runtime.starting import note_start
 from rowcast.runtime.telemetry.logs import setup_logging
-
-DEFAULT_VERIFY_SHARE = 0.05
 
 
 def run(
@@ -41,11 +38,6 @@ def run(
         bool, Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")
     ] = False,
     checkpoint: Annotated[str | None, Option(help="With --eval: which, such as step-000000000100.")] = None,
-    verify: Verify = False,
-    verify_share: Annotated[
-        float | None,
-        Option(min=0, max=1, help="The share of rows to --verify; 1: all.", show_default=str(DEFAULT_VERIFY_SHARE)),
-    ] = None,
     unfinished_code: Annotated[
         int, Option(min=0, max=125, help="Exit with this code if the run was stopped before its end.")
     ] = 0,
@@ -71,7 +63,6 @@ def run(
             timeline=timeline,
             mode="eval" if evaluate else "train",
             checkpoint=checkpoint,
-            verify=verify_share if verify_share is not None else DEFAULT_VERIFY_SHARE if verify else 0.0,
             host=host,
             rank=rank,
         )

@@ -14,7 +14,6 @@ class RunOptions:
     save_trace: Path | None = None
     timeline: bool = False  # record one
     mode: Mode = "train"
-    verify: float = 0.0  # fraction of the rows whose checksums are followed
     checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest
     host: int = 0  # which of the hosts that have ranks
     rank: int | None = None  # serve only this rank; None: all ranks of the host

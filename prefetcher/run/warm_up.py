@@ -14,7 +14,6 @@ from rowcast.prefetcher.stores.store import Records, finish
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.prefetcher.verify.verifier import warm_up_checks
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 
@@ -23,13 +22,11 @@ NUM_TIER_ROWS = 600  # on more than two pages
 INITS = ("uniform", "normal:1", "constant:0")
 
 
-def warm_up(*, verify: bool = False, tiers_in: Path | None = None) -> None:
+def warm_up(*, tiers_in: Path | None = None) -> None:
     """`tiers_in`: the folder of a store with a memory tier."""
     began_s = time.perf_counter()
     with said_if_slow(SLOW_S, "preparing the planner; a first start compiles it: about 15 s"):
         plan_and_move()
-        if verify:
-            warm_up_checks()
         if tiers_in is not None:
             move_between_tiers(tiers_in)
     seconds = time.perf_counter() - began_s

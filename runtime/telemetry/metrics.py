@@ -86,7 +86,6 @@ OF_PREFETCHER = {
     "rowcast_slots_clean{group}": "Slots whose row has the value of the store.",
     "rowcast_slots_dirty{group}": "Slots whose row was trained since its fill.",
     "rowcast_write_back_lag_steps": "Steps between the newest one done and the newest one in the store.",
-    "rowcast_rows_verified_total{kind}": "Rows whose checksum was compared under `--verify`.",
     "rowcast_tier_rows{group,tier}": "Rows that lie in a tier of the store.",
     "rowcast_tier_reads_total{group,tier}": (
         "Rows that were asked of the store, by where they lay; untouched: nowhere, as they were never trained."

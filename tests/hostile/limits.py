@@ -79,9 +79,6 @@ def related(kind: str, message: Plain) -> bool:
         case "RowsBack":
             belongs = message["step"] is not None or message["barrier"] is not None
             return belongs and message["piece"] < 2**20 and payload_fits(message["payload"], None, message["rows"])
-        case "RowChecksums":
-            belongs = message["step"] is not None or message["barrier"] is not None
-            return belongs and len(message["checksums"]) >= 8 and len(message["checksums"]) % 8 == 0
         case "Flush":
             own = specs_fit(message["arrays"], message["arrays_bytes"]) and payload_fits(
                 message["payload"], message["span"], []

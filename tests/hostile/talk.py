@@ -17,7 +17,6 @@ from rowcast.protocol.messages import (
     Released,
     Replica,
     Restore,
-    RowChecksums,
     RowsBack,
     RowSpan,
     Saved,
@@ -88,11 +87,9 @@ class Talk:
             self.pay()
         fetch = [self.number(0, 6) for _ in range(GROUPS)]
         dirty = [self.number(0, rows) for rows in fetch]
-        num_checksums = self.number(0, 5)
-        plan = self.plan(fetch, dirty, num_checksums)
+        plan = self.plan(fetch, dirty)
         self.say(PREFETCHER, *self.plan_pieces(plan, fetch))
         owed: list[AnyMessage] = [*self.rows_home(dirty, self.next_step, None)]
-        owed += self.checksums(num_checksums, self.next_step, None)
         self.open.append(Open(self.next_step, [*owed, sample_messages.step_done(self.next_step)]))
         self.next_step += 1
 
@@ -103,7 +100,7 @@ class Talk:
         if not oldest.owed:
             self.open.pop(0)
 
-    def plan(self, fetch: list[int], dirty: list[int], num_checksums: int) -> PlanHeader:
+    def plan(self, fetch: list[int], dirty: list[int]) -> PlanHeader:
         groups = tuple(
             GroupHeader(
                 num_lookups=20,
@@ -118,7 +115,7 @@ class Talk:
             for rows, out in zip(fetch, dirty, strict=True)
         )
         dirty[:] = [group.num_dirty for group in groups]
-        return change(sample_messages.plan(self.next_step), groups=groups, num_checksums=num_checksums)
+        return change(sample_messages.plan(self.next_step), groups=groups)
 
     def plan_pieces(self, plan: PlanHeader, fetch: list[int]) -> Iterator[StepReady]:
         """The block in one or two pieces, then the rows behind it or in pieces of their own."""
@@ -156,19 +153,12 @@ class Talk:
                     rows=tuple(own),
                 )
 
-    def checksums(self, total: int, step: int | None, barrier: int | None) -> Iterator[RowChecksums]:
-        cut = self.number(0, total)
-        for start, end in ((0, cut), (cut, total)):
-            if end > start:
-                yield RowChecksums(step=step, barrier=barrier, start=start, checksums=bytes(8 * (end - start)))
-
     def one_barrier(self) -> None:
         after, dirty = self.last_step, [self.number(0, 3) for _ in range(GROUPS)]
-        checkpoint, num_checksums = self.draw(st.booleans()), self.number(0, 3)
+        checkpoint = self.draw(st.booleans())
         first = change(
             sample_messages.flush(self.next_barrier, after, checkpoint, (2, 1)),
             num_dirty=tuple(dirty),
-            num_checksums=num_checksums,
         )
         self.say(
             PREFETCHER,
@@ -180,7 +170,6 @@ class Talk:
         self.say(
             TRAINER,
             *rows[:-1],
-            *(self.checksums(num_checksums, after, self.next_barrier) if any(dirty) else ()),
             rows[-1],
         )
         if checkpoint and self.draw(st.booleans()):
@@ -269,16 +258,12 @@ BREACHES: tuple[Breach, ...] = (
     field_breach((StepReady,), "step", lambda n: n + 2**40, "step .* is beyond 2.40"),
     field_breach((Flush,), "barrier", lambda n: n + 2**40, "barrier .* is beyond 2.40"),
     field_breach((RowsBack, StepDone), "step", lambda n: n + 1, "step"),
-    field_breach((RowChecksums,), "step", lambda n: n + 1, "checksums of .* came while"),
-    field_breach((RowsBack, RowChecksums, Saved, Replica), "barrier", lambda n: n + 1, "barrier"),
+    field_breach((RowsBack, Saved, Replica), "barrier", lambda n: n + 1, "barrier"),
     field_breach(PIECES, "piece", lambda n: n + 1, "piece"),
     field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
     field_breach(PIECES, "num_pieces", lambda n: 0, "does not exist"),
     field_breach(PIECES, "num_pieces", lambda n: 2**20 + 1, "there may be up to|pieces|piece"),
     field_breach((Restore,), "nbytes", lambda n: n + 1, "bytes came, but .* were announced"),
-    field_breach((RowChecksums,), "start", lambda n: n + 1, "checksums continue at"),
-    field_breach((RowChecksums,), "checksums", lambda n: bytes(8 * 100), "were asked for"),
-    field_breach((RowChecksums,), "checksums", lambda n: b"1234567", "are not checksums of 8 bytes"),
     field_breach((RowsBack,), "rows", lambda n: (), "without|ended after|came home|announced"),
     field_breach(
         (StepReady, RowsBack, Flush, Saved, Restore),

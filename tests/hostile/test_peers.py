@@ -183,10 +183,6 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
         in_plan(lambda plan: change(plan, kind="train", train_step=plan.train_step + 5)),
         "is train step .* instead of",
     ),
-    "checksums of nothing": (
-        in_plan(lambda plan: change(plan, num_checksums=9)),
-        "asks for 9 checksums and names 0 slots",
-    ),
     "more dirty victims": (
         in_group(num_dirty=lambda n: n + 1, num_evict=lambda n: n + 1),
         "victims make room|rows are fetched|without a step",
@@ -213,10 +209,6 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a barrier of fewer groups": (field_of(Flush, lambda m: change(m, num_dirty=(1,))), "brings .1,. rows home from"),
     "a barrier of other arrays": (field_of(Flush, lambda m: change(m, arrays=(EXTRA,))), "array 0.slots should be"),
-    "a barrier that asks for more": (
-        field_of(Flush, lambda m: change(m, num_checksums=4)),
-        "asks for 4 checksums and names 0 slots",
-    ),
 }
 
 WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {

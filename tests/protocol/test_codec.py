@@ -188,8 +188,6 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (msgspec.structs.replace(sample_messages.welcome(), slots=(100, 0)), "at least one for each group"),
     (msgspec.structs.replace(sample_messages.welcome(), slots=()), "at least one for each group"),
     (Failure(code=0, sentence="none"), "code 0 is not the exit code"),
-    (msgspec.structs.replace(sample_messages.welcome(), verify=float("nan")), "verify = nan must be from 0"),
-    (msgspec.structs.replace(sample_messages.welcome(), verify=float("inf")), "verify = inf must be from 0"),
 ]
 
 

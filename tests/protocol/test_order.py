@@ -8,14 +8,12 @@ from rowcast.protocol.order import Order
 from rowcast.runtime.errors import ProtocolError
 from tests.support.facts import facts
 from tests.support.sample_messages import (
-    asking,
     barrier_rows,
     end_of_data,
     flush,
     flush_pieces,
     replica,
     restore_pieces,
-    row_checksums,
     rows,
     rows_back,
     saved,
@@ -43,8 +41,6 @@ CLEAN = (0, 0)
 FIRST, SECOND, THIRD = step_pieces(1)
 SLOTS, MORE_SLOTS = flush_pieces(0, None)
 
-ASKING = asking(step_ready(0, CLEAN), 3)
-ASKING_BARRIER = change(flush(0, None), num_checksums=3)
 RESTORE = restore_pieces()
 PAST = ArraySpan(offset=961, nbytes=40)
 REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
@@ -86,14 +82,6 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     ("step 1 is reported done before its last piece came", [FIRST, rows_back(1)], step_done(1)),
     ("step 0 is reported done before its victims came home", [step_ready(0)], step_done(0)),
     ("step 0 is reported done before its victims", [step_ready(0), rows_back(0, last=False)], step_done(0)),
-    ("checksums of step 1 came while step 0 is next", [step_ready(0), asking(step_ready(1), 3)], row_checksums(1)),
-    ("checksums of step 0 came while step None is next", [], row_checksums(0)),
-    ("checksums continue at 2 instead of 0", [ASKING], row_checksums(0, start=2, count=1)),
-    ("checksum 4 came, but 3 were asked for", [ASKING, row_checksums(0, count=2)], row_checksums(0, start=2, count=2)),
-    ("step 0 ended after 2 of 3 checksums", [ASKING, row_checksums(0, count=2)], step_done(0)),
-    ("checksums of barrier 1 came while barrier 0 is open", [ASKING_BARRIER], row_checksums(None, barrier=1)),
-    ("checksum 4 came, but 3 were asked for", [ASKING_BARRIER], row_checksums(None, barrier=0, count=4)),
-    ("barrier 0 ended after 0 of 3 checksums", [ASKING_BARRIER], barrier_rows(0, None)),
     ("barrier 0 came before the last piece of step 1", [FIRST], flush(0, 1)),
     ("barrier 0 follows step 0 instead of step 1", [step_ready(0), step_ready(1)], flush(0, 0)),
     ("barrier 0 follows step None instead of step 0", [step_ready(0)], flush(0, None)),

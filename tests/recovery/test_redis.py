@@ -109,10 +109,8 @@ def files_with_the_password(folder: Path) -> list[Path]:
 
 def test_rows_on_a_server_have_the_bits_of_rows_in_memory(place: Place, session: Session, in_memory: Outcome) -> None:
     run = Recovering(session, **SMALL, **place.store)
-    run.options.append("--verify-share=1")
     processes = run.start_both()
     end_well(*processes.values())
-    assert 'event="verified, in rows"' in processes["prefetcher"].stderr
     assert run.finish().differs(in_memory) == []
     assert run.num_starts == 2
     assert place.server.calls("hmget") > 0, "rows came back from the server"

@@ -38,7 +38,6 @@ from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.prefetcher.verify.verifier import row_observer
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.inputs import batch_specs, belonging
@@ -187,7 +186,6 @@ class Settings:
     seeded_streams: bool = True
     pinned: tuple[npt.NDArray[np.int64], ...] | None = None
     without: Wait | None = None  # a wait to leave out, to show that it is needed
-    verify: float = 0.0  # share of the rows that are followed by their checksums
     # what stands in front of each store, to show that harm is noticed
     harm: Callable[[RowStore], RowStore] | None = None
     incarnation: int = 1
@@ -277,7 +275,6 @@ class InProcessRun:
             train_steps=None,
             first_train_step=start.train_step,
             restore_bytes=len(restore),
-            verify=settings.verify,
             rank=rank.number,
         )
         self.writer = None
@@ -325,7 +322,6 @@ class InProcessRun:
                 counters=seen,
                 restore=restore,
                 rank=rank,
-                observer=row_observer(self.groups, stores, settings.verify, seen),
             )
         )
         self.prefetcher.planning.on_plan = self._note_plan

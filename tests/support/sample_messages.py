@@ -1,7 +1,5 @@
 """One valid message of every type, and a conversation that uses them all."""
 
-import msgspec
-
 from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
@@ -21,7 +19,6 @@ from rowcast.protocol.messages import (
     Restore,
     RingRef,
     RingSpec,
-    RowChecksums,
     RowsBack,
     RowSpan,
     Saved,
@@ -122,12 +119,6 @@ def step_ready(step: int, num_dirty: tuple[int, int] = (4, 0)) -> StepReady:
     )
 
 
-def asking(message: StepReady, num_checksums: int) -> StepReady:
-    """The same first piece, of a plan that asks for checksums."""
-    assert message.plan is not None
-    return msgspec.structs.replace(message, plan=msgspec.structs.replace(message.plan, num_checksums=num_checksums))
-
-
 def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
     """The same plan in three pieces: arrays, arrays and rows, rows."""
     return (
@@ -163,10 +154,6 @@ def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
 
 def rows_back(step: int, piece: int = 0, last: bool = True, start: int = 0, count: int = 4) -> RowsBack:
     return RowsBack(step=step, barrier=None, piece=piece, last=last, payload=ref(), rows=(rows(0, start, count, 0),))
-
-
-def row_checksums(step: int | None, barrier: int | None = None, start: int = 0, count: int = 3) -> RowChecksums:
-    return RowChecksums(step=step, barrier=barrier, start=start, checksums=bytes(8 * count))
 
 
 def step_done(step: int) -> StepDone:
@@ -307,8 +294,6 @@ def every_message() -> list[AnyMessage]:
         *step_pieces(8),
         rows_back(7),
         rows_back(8, piece=1, last=False, start=2, count=2),
-        row_checksums(7),
-        row_checksums(None, barrier=1, start=5),
         step_done(7),
         Released(position=4096),
         flush(0, 8, checkpoint=True),

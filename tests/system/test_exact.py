@@ -95,7 +95,6 @@ def test_rows_that_come_and_go_between_memory_and_a_cold_tier_give_the_bits_of_t
                 tier_reserve=reserve,
                 seed=seed,
                 late_store=bool(seed % 2),
-                verify=float(seed < 2),
             ),
         ).run()
         stores = [store for store in run.plain_stores if isinstance(store, TieredStore)]

@@ -61,9 +61,7 @@ def test_tables_with_and_without_them_in_every_dtype_have_the_plain_loops_bits(o
     batches = small_batches(job, bags)
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
     for seed, capacity in enumerate(("one batch", "more")):
-        settings = Settings(
-            slots=slots_for(group_specs(job), batches, capacity), seed=seed, late_store=bool(seed), verify=0.5
-        )
+        settings = Settings(slots=slots_for(group_specs(job), batches, capacity), seed=seed, late_store=bool(seed))
         run = InProcessRun(job, batches, settings).run()
         assert_equal_bits(run, losses, end)
         assert_tested_what_it_claims(run, job)

@@ -107,7 +107,6 @@ def run_woken(
     tables: Mapping[str, Wakes] = TABLES,
     *,
     late_store: bool = False,
-    verify: float = 0.0,
     capacity: str = "one batch",
     ring_bytes: int = 24 * 1024,
     harm: Callable[[RowStore], RowStore] | None = None,
@@ -124,7 +123,6 @@ def run_woken(
             seed=seed,
             ring_bytes=ring_bytes,
             late_store=late_store,
-            verify=verify,
             seeded_streams=False,
             links=links,
             harm=harm,
@@ -143,11 +141,11 @@ def test_only_woken_threads_finish_a_run_with_checkpoints(seed: int, tmp_path: P
 
 
 @pytest.mark.parametrize("seed", range(repeats.count(3, 30)))
-def test_only_woken_threads_finish_a_run_with_a_slow_store_and_checksums(
+def test_only_woken_threads_finish_a_run_with_a_slow_store(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "ListSource", PunctualSource)
-    run = run_woken(tmp_path / "run", seed, late_store=True, verify=0.5)
+    run = run_woken(tmp_path / "run", seed, late_store=True)
     assert len(run.results.losses) == 14
 
 

@@ -78,7 +78,7 @@ def test_a_block_is_whole_once_after_its_last_byte_however_it_is_cut() -> None:
         assert not any(early is not None for early in seen)
 
 
-@pytest.mark.parametrize("changes", [{"num_dirty": (1, 1)}, {"arrays": ()}, {"checkpoint": True}, {"num_checksums": 1}])
+@pytest.mark.parametrize("changes", [{"num_dirty": (1, 1)}, {"arrays": ()}, {"checkpoint": True}])
 def test_a_later_piece_of_a_barrier_cannot_announce_another_one(changes: dict[str, Any]) -> None:
     check = PlanCheck(GROUPS, (100, 50), sample_messages.announced(4), 0, STAGING_BYTES, is_tcp=False)
     first, second = sample_messages.flush_pieces(0, None)

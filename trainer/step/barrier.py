@@ -31,7 +31,6 @@ from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.plan_memory import unpack
-from rowcast.trainer.step.row_checksums import RowChecks
 from rowcast.trainer.step.sender import Sender
 from rowcast.trainer.step.slots import EvictStaging, Slots
 
@@ -107,7 +106,6 @@ class TrainerBarrier:
         back_ring: RingWriter,
         dense: DenseState,
         check: PlanCheck,
-        checks: RowChecks,
         counters: TrainerCounters,
         send: Callable[[Saved | Replica], None],
         resumes: bool,
@@ -128,7 +126,6 @@ class TrainerBarrier:
         self._back_ring = back_ring
         self._dense_state = dense
         self._check = check
-        self._checks = checks
         self._counters = counters
         self._send = send
         self._flushes: deque[tuple[Flush, Tensor | None]] = deque()
@@ -256,7 +253,7 @@ class TrainerBarrier:
         return True
 
     def _open_slots(self, message: Flush, content: Tensor) -> None:
-        """Copies the slots, once all have arrived, to the device, and requests the checksums of their rows."""
+        """Copies the slots, once all have arrived, to the device."""
         self._check.barrier_arrays(message, content.numpy())
         streams = self._slots.streams
         what = f"barrier {message.barrier} brings {message.arrays_bytes} bytes of slots, for which {streams.device} "
@@ -264,7 +261,6 @@ class TrainerBarrier:
             block = streams.allocate(message.arrays_bytes)
         streams.fill.copy(content, block)
         self._dirty = unpack(block, message.arrays)
-        self._checks.barrier_opened(message, self._dirty)
         self.checkpoints += message.checkpoint
         self._follow(TrainerEvent.ALL_SLOTS)
 

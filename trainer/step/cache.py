@@ -27,7 +27,6 @@ from rowcast.trainer.device.streams import Event
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import ArrivingBlock, PlanCheck
 from rowcast.trainer.step.plan_memory import DerivedArrays, PlanMemory, derive, unpack
-from rowcast.trainer.step.row_checksums import RowChecks
 from rowcast.trainer.step.slots import EvictStaging, Slots
 from rowcast.trainer.step.staging import Staging, StagingSpan
 
@@ -73,14 +72,12 @@ class DeviceCache:
         ring: FetchRing,
         depth: int,
         check: PlanCheck,
-        checks: RowChecks,
         counters: TrainerCounters,
     ) -> None:
         """Fill staging gets the size of `evict_staging`."""
         self._slots = slots
         self._groups = slots.groups
         self._streams = streams = slots.streams
-        self._checks = checks
         self._ring = ring
         self._counters = counters
         self._check = check
@@ -192,7 +189,6 @@ class DeviceCache:
     def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
         block = self._memory(message.step).open(message.step, header)
         arrays = unpack(block, header.arrays)
-        self._checks.plan_opened(message.step, header, arrays)
         return ArrivedStep(step=message.step, header=header, block=block, arrays=arrays, num_pieces=message.num_pieces)
 
     def _copy_in(self, arrived: ArrivedStep, piece: ArrivedPiece, room: StagingSpan | None) -> None:
@@ -235,7 +231,6 @@ class DeviceCache:
         for after in {arrived.header.groups[span.group].fill_after for span in message.rows}:
             if after in self._computed:
                 fill.wait(self._computed[after], "fill_after")
-        self._checks.before_fill(arrived.step, message.rows)
         self._clock.begin(arrived.step)
         if room is not None:
             self._gather_victims(arrived, victims, room)
@@ -245,8 +240,6 @@ class DeviceCache:
             slots = self._slots_of(arrived, message.rows, self._fill_slots)
             self._slots.scatter(staged.content, message.rows, slots)
         self._clock.lap("fill")
-        if message.piece == arrived.num_pieces - 1:
-            self._checks.plan_filled(arrived.step)
         arrived.filled.append(fill.record())
         if staged is not None:
             staged.used = arrived.filled[-1]

@@ -19,7 +19,6 @@ from rowcast.trainer.step.loop import ModelState, Results, Steps, TrainingLoop, 
 from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.results import EvaluationFigures
-from rowcast.trainer.step.row_checksums import RowChecks
 from rowcast.trainer.step.sender import Sender
 from rowcast.trainer.step.slots import EvictStaging, Slots
 
@@ -84,8 +83,7 @@ class TrainerEngine:
         )
         self._device = parts.streams.device
         self.slots = Slots(parts.groups, parts.records, parts.streams)
-        checks = RowChecks(parts.records, parts.streams)
-        self.sender = Sender(parts.streams, rings.back, rings.back_memory, self.counters, checks, send)
+        self.sender = Sender(parts.streams, rings.back, rings.back_memory, self.counters, send)
         evict_staging = EvictStaging(self.slots, welcome.staging_bytes, self.sender)
         self.cache = DeviceCache(
             slots=self.slots,
@@ -93,7 +91,6 @@ class TrainerEngine:
             ring=fetch_ring,
             depth=welcome.depth,
             check=check,
-            checks=checks,
             counters=self.counters,
         )
         self.barrier = TrainerBarrier(
@@ -105,7 +102,6 @@ class TrainerEngine:
             back_ring=rings.back,
             dense=training,
             check=check,
-            checks=checks,
             counters=self.counters,
             send=send,
             resumes=welcome.restore_bytes > 0,

@@ -6,7 +6,7 @@
     Flush        the same for a barrier's slots
 
 Operations on a device cannot report a wrong position. So each value of an array of positions must be in its range in
-`protocol/plan_layout.py`; then every operation stays inside its tensors. The planner and `--verify` decide whether the
+`protocol/plan_layout.py`; then every operation stays inside its tensors. The planner decides whether the
 rows are the *right* ones; dense features, labels, weights and rows may have any value.
 
 A peer could change bytes in a shared ring after the check. It runs as the same user, who could do worse; over TCP each
@@ -15,7 +15,6 @@ more than all other checks. A slot that is written twice makes the numbers wrong
 harm. The bytes of bool arrays are checked too: torch's kernels may count with other values than 0 and 1.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,6 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.parts import UNDIVIDED, Rank, part_sizes
 from rowcast.protocol.plan_layout import (
-    ASKED_SLOTS,
     EXCHANGE_ARRAYS,
     GROUP_ARRAYS,
     ITEM_BYTES,
@@ -49,7 +47,6 @@ from rowcast.protocol.plan_layout import (
     Counts,
     Dtype,
 )
-from rowcast.protocol.row_checksum import barrier_name
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.arrays import I32, I64, U16, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
@@ -157,7 +154,7 @@ class PlanCheck:
         self._positions = {  # the arrays of positions, by name, with their group
             f"{group}.{name}": (group, layout)
             for group in range(len(self._groups))
-            for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS | ASKED_SLOTS).items()
+            for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS).items()
             if layout.dtype == "i4"
         }
 
@@ -219,14 +216,6 @@ class PlanCheck:
                 f"step {step} has the order of group {index} alone, whose bags are not all of one look-up",
             )
         check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, group_counts))
-        for index, counts in enumerate(group_counts):
-            for asked, most in ((counts.asked_fetch, counts.fetch), (counts.asked_evict, counts.evict)):
-                require(asked <= most, f"step {step} asks for checksums of {asked} of {most} rows of group {index}")
-        total = sum(counts.asked_fetch + counts.asked_evict for counts in group_counts)
-        require(
-            total == plan.num_checksums,
-            f"step {step} asks for {plan.num_checksums} checksums and names {total} slots",
-        )
         self._train_step += plan.kind == "train"
         self._due[step] = self._checks_of(plan, group_counts)
 
@@ -250,7 +239,7 @@ class PlanCheck:
         shapes = {spec.name: spec.shape for spec in plan.arrays}
         group_counts = []
         for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
-            names = (*GROUP_ARRAYS, *EXCHANGE_ARRAYS, *ASKED_SLOTS)
+            names = (*GROUP_ARRAYS, *EXCHANGE_ARRAYS)
             group_shapes = {name: shapes[f"{index}.{name}"] for name in names if f"{index}.{name}" in shapes}
             pooled = spec.num_features - len(group.sequence_lookups)
             counts = Counts(
@@ -261,8 +250,6 @@ class PlanCheck:
                 sequence_lookups=group.sequence_lookups,
                 fetch=group.num_fetch,
                 evict=group.num_evict,
-                asked_fetch=math.prod(group_shapes.get("verify_fetch", (0,))),
-                asked_evict=math.prod(group_shapes.get("verify_evict", (0,))),
                 slots=self._num_slots[index],
                 readable=self._num_slots[index],
                 present=frozenset(group_shapes),
@@ -276,9 +263,8 @@ class PlanCheck:
         for number, own in enumerate(self._inputs):
             name = own.name if number < 2 else PREFIX + own.name
             yield name, own.dtype, (self._entries(own, plan), *own.shape)
-        for arrays in ((GROUP_ARRAYS | EXCHANGE_ARRAYS), ASKED_SLOTS):
-            for index, counts in enumerate(group_counts):
-                yield from expected_arrays(f"{index}.", arrays, counts)
+        for index, counts in enumerate(group_counts):
+            yield from expected_arrays(f"{index}.", GROUP_ARRAYS | EXCHANGE_ARRAYS, counts)
 
     def _entries(self, own: InputSpec, plan: PlanHeader) -> int:
         """Returns how many entries an array of the batch has: those of its samples, or of a feature's look-ups."""
@@ -343,23 +329,16 @@ class PlanCheck:
         """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
         name = f"barrier {message.barrier}"
         if first is not None:
-            here = (message.num_dirty, message.arrays, message.arrays_bytes, message.checkpoint, message.num_checksums)
-            there = (first.num_dirty, first.arrays, first.arrays_bytes, first.checkpoint, first.num_checksums)
+            here = (message.num_dirty, message.arrays, message.arrays_bytes, message.checkpoint)
+            there = (first.num_dirty, first.arrays, first.arrays_bytes, first.checkpoint)
             require(here == there, f"piece {message.piece} of {name} announces another barrier than its first piece")
             return
         fits = len(message.num_dirty) == len(self._groups) and all(map(int.__le__, message.num_dirty, self._num_slots))
         require(fits, f"{name} brings {message.num_dirty} rows home from {self._num_slots} slots")
-        present = {spec.name: spec for spec in message.arrays}
-        names = [barrier_name(index) for index in range(len(self._groups))]
-        slots: Iterable[ExpectedArray] = (
+        slots: list[ExpectedArray] = [
             (f"{index}.slots", "i4", (count,)) for index, count in enumerate(message.num_dirty)
-        )
-        expected = itertools.chain(slots, lists_of_any_length(present, names))
-        check_layout(name, message.arrays, message.arrays_bytes, expected)
-        asked = sum(present[array].shape[0] for array in names if array in present)
-        require(
-            asked == message.num_checksums, f"{name} asks for {message.num_checksums} checksums and names {asked} slots"
-        )
+        ]
+        check_layout(name, message.arrays, message.arrays_bytes, slots)
 
     def barrier_arrays(self, message: Flush, block: Bytes) -> None:
         for spec in message.arrays:
@@ -446,14 +425,6 @@ def expected_arrays(prefix: str, arrays: dict[str, ArrayLayout], counts: Counts)
 
 def described(spec: ArraySpec | None) -> str:
     return "nothing" if spec is None else f"{spec.name}, {spec.dtype} {spec.shape} at byte {spec.offset},"
-
-
-def lists_of_any_length(present: dict[str, ArraySpec], names: Iterable[str]) -> Iterator[ExpectedArray]:
-    for name in names:
-        if name in present:
-            shape = present[name].shape
-            require(len(shape) == 1, f"array {name} has {len(shape)} dimensions instead of one")
-            yield name, "i4", shape
 
 
 def i32_of(block: Bytes, spec: ArraySpec) -> I32:

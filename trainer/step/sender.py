@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from rowcast.job.tables import aligned
-from rowcast.protocol.messages import RowChecksums, RowsBack, RowSpan, StepDone
+from rowcast.protocol.messages import RowsBack, RowSpan, StepDone
 from rowcast.protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.crash_points import crash_point
 from rowcast.trainer.device.host_memory import HostMemory
 from rowcast.trainer.device.streams import Event, Streams
 from rowcast.trainer.step.metrics import TrainerCounters
-from rowcast.trainer.step.row_checksums import RowChecks
 from rowcast.trainer.step.staging import StagingSpan
 
 
@@ -59,15 +58,13 @@ class Sender:
         ring: RingWriter,
         memory: HostMemory,
         counters: TrainerCounters,
-        checks: RowChecks,
-        send: Callable[[RowsBack | RowChecksums | StepDone], None],
+        send: Callable[[RowsBack | StepDone], None],
     ) -> None:
         self.waiting_for_ring = False  # set by the sender's thread
         self._streams = streams
         self._ring = ring
         self._memory = memory
         self._counters = counters
-        self._checks = checks
         self._send = send
         self._tasks: deque[EvictTask] = deque()
         self._copying: deque[InFlight] = deque()
@@ -144,8 +141,6 @@ class Sender:
         )
         crash_point("RowsBack not sent")
         self._counters.rows_back(message)
-        if task.barrier is not None and task.last:
-            self._send_checksums(task.step, task.barrier)
         self._send(message)
         crash_point("RowsBack sent")
 
@@ -153,15 +148,8 @@ class Sender:
         """Reports the oldest complete step once every victim of its plan was announced."""
         if not self._finished or self._rows_pending(self._finished[0].step):
             return False
-        message = self._finished[0]
-        self._send_checksums(message.step, None)
-        self._send(message)
-        self._finished.popleft()
+        self._send(self._finished.popleft())
         return True
-
-    def _send_checksums(self, step: int | None, barrier: int | None) -> None:
-        for message in self._checks.report(step, barrier):
-            self._send(message)
 
     def _rows_pending(self, step: int) -> bool:
         heads = [flight.task for flight in list(self._copying)[:1]] + list(self._tasks)[:1]

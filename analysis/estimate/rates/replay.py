@@ -214,7 +214,6 @@ class Replay:
             train_steps=None,
             first_train_step=0,
             restore_bytes=0,
-            verify=0.0,
         )
         ours.send(hello(job, UNDIVIDED, "train", Machine(threads=1), device))
         await_message(theirs)

@@ -3,9 +3,9 @@
     u64 word    0           1 ...               1 + rows ...
                 checksum    keys of its rows    their records, side by side
 
-The checksum starts from the page's identity, which no other page and no earlier content of this page has. It adds the
-checksum of everything else on the page (`rowcast.protocol.row_checksum`). It detects every change of one 32-bit word
-and every stale or misplaced page, and misses one in 2^64 of all other changes.
+The checksum starts from the page's identity, which no other page and no earlier content of this page has. It adds
+everything else on the page, as 32-bit words w0, w1, ...: w0 * c0 + w1 * c1 + ... modulo 2^64, with odd constants. It
+detects every change of one word and every stale or misplaced page, and misses one in 2^64 of all other changes.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.prefetcher.stores.row_loops import Words
-from rowcast.runtime.arrays import I32, I64, U64
+from rowcast.runtime.arrays import GOLDEN, I32, I64, U64, mix
 from rowcast.runtime.compiled import c_posix_fadvise, c_pread, compiled_loop
 
 WORD_BYTES = 8
@@ -42,6 +42,12 @@ def page_layout(record_bytes: int) -> PageLayout:
     while 4 * ((nbytes - WORD_BYTES) // row_bytes) * row_bytes < 3 * nbytes:
         nbytes += BLOCK_BYTES
     return PageLayout(nbytes, (nbytes - WORD_BYTES) // row_bytes)
+
+
+def column_constants(num_words: int) -> I64:
+    """Returns the odd constant of each 32-bit word of a record, i64 [num_words]: SplitMix64 with the lowest bit set."""
+    index = np.arange(1, num_words + 1, dtype=np.uint64)
+    return (mix(index * GOLDEN) | np.uint64(1)).view(np.int64)
 
 
 @compiled_loop

@@ -36,6 +36,7 @@ from rowcast.prefetcher.stores.cold.page_loops import (
     OTHER_ROW,
     UNREADABLE,
     WORD_BYTES,
+    column_constants,
     page_layout,
     put_rows,
     read_rows,
@@ -47,7 +48,6 @@ from rowcast.prefetcher.stores.cold.segments import SPARE, Piece, Segments
 from rowcast.prefetcher.stores.row_loops import Words
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.prefetcher.stores.table_file import NO_SPACE, reserve
-from rowcast.protocol.row_checksum import column_constants
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 
