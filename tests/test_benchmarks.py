@@ -14,7 +14,7 @@ from rowcast.job.schema import Job
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("benchmarks/**/*.py"))
-OPTIONAL = {"fbgemm_gpu", "torchrec", "matplotlib"}  # benchmarks compare with them, or draw with them
+OPTIONAL = {"fbgemm_gpu", "torchrec"}  # benchmarks compare with them
 
 
 @pytest.mark.parametrize("module", MODULES)

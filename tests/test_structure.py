@@ -55,7 +55,7 @@ MOST_ARROWS = 18  # pairs of the trainer's rooms of which one imports the other
 GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests and benchmarks
 MEASURES = f"{GUEST}rates/"  # runs the trainer's kernels
 COMMAND_LINE = "command_line"  # above all rooms: it imports each by name, when its command is called
-NUMBA_FILE = "runtime/compiled.py"
+ONE_FILE = {"numba": "runtime/compiled.py", "llvmlite": "runtime/compiled.py", "matplotlib": "runtime/drawing.py"}
 CUDA_FILES = {"trainer/device/streams.py", "trainer/device/host_memory.py"}
 
 
@@ -157,14 +157,15 @@ def test_no_test_module_is_imported_by_another() -> None:
                 )
 
 
-def test_numba_is_known_to_one_file_only() -> None:
+@pytest.mark.parametrize("library", ONE_FILE)
+def test_some_libraries_are_known_to_one_file_only(library: str) -> None:
     users = {
         str(file.relative_to(ROOT))
         for package in OTHERS
         for file in source_files(package)
-        if {name.partition(".")[0] for name in imported(ast.parse(file.read_text()))} & {"numba", "llvmlite"}
+        if library in {name.partition(".")[0] for name in imported(ast.parse(file.read_text()))}
     }
-    assert users == {NUMBA_FILE}
+    assert users == {ONE_FILE[library]}
 
 
 def test_cuda_is_touched_only_by_streams_and_rings() -> None:

@@ -22,10 +22,10 @@ from rowcast.analysis.estimate.walk import (
     steady,
     walk,
 )
-from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import usable_cores
 

@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rowcast.analysis.estimate.schedule import Task, Thread, critical_path, waits
-from rowcast.analysis.simulate.plot import save_plot
-from rowcast.analysis.timeline.plot import ROW_INCHES, WIDTH_INCHES, draw, joined
-from rowcast.analysis.timeline.trace_events import Window, overlaps
-from rowcast.runtime.telemetry.timeline import TimelineSpan
+from rowcast.runtime.drawing import Bar, Window, draw_rows, save_plot
 
 PATH = {"color": "black", "linewidth": 1.4, "zorder": 6}
 
@@ -16,36 +13,23 @@ PATH = {"color": "black", "linewidth": 1.4, "zorder": 6}
 def plot_tasks(threads: Sequence[Thread], steps: Sequence[Task], path: Path) -> None:
     """`steps`: the tasks that end the steps to draw, and the one before them. Raises ConfigError if the picture cannot
     be written."""
-    from matplotlib.figure import Figure
-
-    window: Window = (ns(steps[0].ended_s), ns(steps[-1].ended_s))
-    spans = {thread.name: [span for span in spans_of(thread) if overlaps(span, window)] for thread in threads}
-    names = [name for name, own in spans.items() if any(span.kind == "work" for span in own)]
-    figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * len(names) + 0.8), layout="constrained")
-    axes: Any = figure.subplots()
-    for row, name in enumerate(names):
-        for span in joined(spans[name], window):
-            draw(axes, row, span, window)
-    draw_path(axes, names, steps[-1], window)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(names) - 0.45, -0.55)
-    axes.set_xlim(0, (window[1] - window[0]) / 1e6)
-    axes.set_xlabel(
-        "milliseconds          a colour: a step     hatched: waiting     black: the critical path", fontsize=9
-    )
-    axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    window = (ns(steps[0].ended_s), ns(steps[-1].ended_s))
+    bars = {thread.name: [*bars_of(thread)] for thread in threads}
+    rows = {name: own for name, own in bars.items() if any(is_work(bar, window) for bar in own)}
+    figure, axes = draw_rows([*rows.items()], window, "black: the critical path")
+    draw_path(axes, [*rows], steps[-1], window)
     save_plot(figure, path, dpi=120)
 
 
-def spans_of(thread: Thread) -> Iterator[TimelineSpan]:
+def bars_of(thread: Thread) -> Iterator[Bar]:
     for task in thread.done:
-        yield TimelineSpan("work", thread.name, task.name, ns(task.began_s), ns(task.ended_s - task.began_s), task.step)
+        yield Bar(ns(task.began_s), ns(task.ended_s), task.name, task.step)
     for reason, began_s, ended_s in waits(thread):
-        yield TimelineSpan("wait", thread.name, reason, ns(began_s), ns(ended_s - began_s), None)
+        yield Bar(ns(began_s), ns(ended_s), reason, None, waits=True)
+
+
+def is_work(bar: Bar, window: Window) -> bool:
+    return not bar.waits and bar.began_ns < window[1] and bar.ended_ns > window[0]
 
 
 def draw_path(axes: Any, names: Sequence[str], last: Task, window: Window) -> None:

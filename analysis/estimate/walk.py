@@ -15,9 +15,9 @@ from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.plot import plot_tasks
 from rowcast.analysis.estimate.recorded import RecordedRun, recorded_run
 from rowcast.analysis.estimate.schedule import critical_path, run, waits
-from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.job.schema import Job
+from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 
 START_SHARE = 4  # the first quarter of the steps fills the cache; the rate is that of the others

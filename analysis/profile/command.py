@@ -4,10 +4,10 @@ from rowcast.analysis.profile.log_facts import log_facts
 from rowcast.analysis.profile.log_show import plot_log, print_log
 from rowcast.analysis.profile.profile import MEMORY_SHARE, ProfileOptions, run_profile
 from rowcast.analysis.progress import ProgressBar
-from rowcast.analysis.simulate.plot import check_plot
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.runtime.command_options import Config, Overrides, options_of
+from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console

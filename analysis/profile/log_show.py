@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rowcast.analysis.profile.log_facts import HOTTEST, LogFacts, Point, TableFacts
-from rowcast.analysis.simulate.plot import LABELS, LOOKS, line_style, save_plot
+from rowcast.analysis.simulate.plot import LABELS, line_style
 from rowcast.analysis.simulate.results import Simulation
+from rowcast.runtime.drawing import BLUE, PERCENT, dress, new_figure, save_plot
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent
 
 INCHES = (11.0, 8.0)
@@ -74,38 +75,30 @@ def share_at(points: Sequence[Point], x: float) -> float:
 
 def plot_log(facts: LogFacts, path: Path) -> None:
     """Raises ConfigError if the picture cannot be written."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatter
-
-    figure = Figure(figsize=INCHES, layout="constrained")
+    figure = new_figure(INCHES)
     ((bytes_panel, hottest_panel), (reuse_panel, cache_panel)) = figure.subplots(2, 2)
     figure.suptitle("\n".join(summary(facts)), fontsize=8, ha="left", x=0.01)
     draw_bytes(bytes_panel, facts)
-    color = LOOKS["lookahead"][0]
-    hottest_panel.plot([point.x for point in facts.hottest], [point.share for point in facts.hottest], color=color)
+    hottest_panel.plot([point.x for point in facts.hottest], [point.share for point in facts.hottest], color=BLUE)
     hottest_panel.set_xscale("log")
-    hottest_panel.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+    hottest_panel.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     label(hottest_panel, "few rows get most look-ups", "hottest rows, of all rows touched", "share of look-ups")
-    reuse_panel.plot([point.x for point in facts.reuse], [point.share for point in facts.reuse], "o-", color=color)
+    reuse_panel.plot([point.x for point in facts.reuse], [point.share for point in facts.reuse], "o-", color=BLUE)
     reuse_panel.set_xscale("log", base=2)
     label(reuse_panel, "rows come back soon", "steps since the row was used", "share of a step's distinct rows")
     draw_caches(cache_panel, facts.caches)
     for panel in (hottest_panel, reuse_panel, cache_panel):
-        panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+        panel.yaxis.set_major_formatter(PERCENT)
         panel.set_ylim(0, 1.02)
     for panel in (reuse_panel, cache_panel):
-        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        panel.xaxis.set_major_formatter("{x:g}")
     save_plot(figure, path, dpi=160)
 
 
 def label(panel: Any, title: str, x: str, y: str) -> None:
     panel.set_title(title, fontsize=10)
-    panel.set_xlabel(x)
-    panel.set_ylabel(y)
-    panel.grid(color="#e4e4e4", linewidth=0.6)
-    panel.set_axisbelow(True)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+    panel.set(xlabel=x, ylabel=y)
+    dress(panel)
 
 
 def draw_bytes(panel: Any, facts: LogFacts) -> None:
@@ -117,7 +110,7 @@ def draw_bytes(panel: Any, facts: LogFacts) -> None:
     if others:
         shown.append((sum(size for size, _ in others), f"{len(others)} others"))
     names = [name for _, name in shown]
-    panel.barh(names, [size / 2**10 for size, _ in shown], color=LOOKS["lookahead"][0])
+    panel.barh(names, [size / 2**10 for size, _ in shown], color=BLUE)
     panel.invert_yaxis()
     panel.tick_params(axis="y", labelsize=7)
     label(panel, "bytes that a step touches", "KiB of distinct rows per step", "table")

@@ -4,24 +4,22 @@ per policy. With memory tiers, other panels show the share from the cold tier, o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rowcast.analysis.simulate.grid import BOUND
 from rowcast.analysis.simulate.results import Simulation, batches_of
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.drawing import BLUE, GREEN, ORANGE, PERCENT, PINK, RED, SKY, dress, new_figure, save_plot
 from rowcast.runtime.telemetry.format_numbers import human_count
 
-SUFFIXES = (".png", ".svg")
-LOOKS = {  # distinguishable with red-green colour blindness (Okabe and Ito)
-    "lookahead": ("#0072B2", "o"),
-    "lru": ("#D55E00", "s"),
-    "lfu": ("#CC79A7", "D"),
-    "static": ("#E69F00", "v"),
-    "window": ("#56B4E9", "^"),
-    "ttl": ("#009E73", "P"),
+LOOKS = {
+    "lookahead": (BLUE, "o"),
+    "lru": (RED, "s"),
+    "lfu": (PINK, "D"),
+    "static": (ORANGE, "v"),
+    "window": (SKY, "^"),
+    "ttl": (GREEN, "P"),
 }
 BOUND_STYLE = {
     "color": "#d0d0d0",
@@ -67,20 +65,8 @@ FROM_COLD = Curves(
 )
 
 
-def check_plot(path: Path) -> None:
-    """Raises ConfigError, before any work, if no picture can be drawn to `path`."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: the folder {path.absolute().parent} does not exist; make it")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; `pip install matplotlib` adds it")
-
-
 def plot_results(results: Sequence[Simulation], path: Path) -> None:
     """Draws to `path`, one panel per batch size and order. Raises ConfigError if it cannot be written."""
-    from matplotlib.figure import Figure
-
     shown = [result for result in results if result.rows_fetched is not None and result.unique_rows]
     panels: dict[str, list[Simulation]] = {}
     for result in shown:
@@ -89,7 +75,7 @@ def plot_results(results: Sequence[Simulation], path: Path) -> None:
         return  # the command explains
     kinds = [FETCHED, FROM_COLD] if any(result.memory_rows is not None for result in shown) else [FETCHED]
     size = SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1] * len(kinds)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(size)
     axes = figure.subplots(len(kinds), len(panels), sharey="row", squeeze=False)
     for kind, row in zip(kinds, axes, strict=True):
         for panel, (title, own) in zip(row, panels.items(), strict=True):
@@ -104,39 +90,22 @@ def plot_results(results: Sequence[Simulation], path: Path) -> None:
     save_plot(figure, path, dpi=160)
 
 
-def save_plot(figure: Any, path: Path, dpi: int) -> None:
-    """`figure` is matplotlib's. Raises ConfigError."""
-    try:
-        figure.savefig(path, dpi=dpi)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot {path}: cannot be written ({error.strerror}); choose another file or free space"
-        ) from None
-
-
 def draw_panel(axes: Any, results: Sequence[Simulation], kind: Curves) -> None:
-    from matplotlib.ticker import PercentFormatter
-
     for label, style, points in curves(results, kind):
         axes.plot(*zip(*points, strict=True), label=label, **style)
     mark_sizes(axes, sorted({getattr(result, kind.size) for result in results}), kind.x_label)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.grid(color="#e4e4e4", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.yaxis.set_major_formatter(PERCENT)
+    dress(axes)
 
 
 def mark_sizes(axes: Any, sizes: list[int], label: str) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
     axes.set_xlabel(label)
     far = sizes[-1] > FAR_APART * max(1, sizes[0])
     if far:
         axes.set_xscale("log")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value)))
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
     apart = all(later > 1.2 * earlier for earlier, later in pairwise(sizes))
     if len(sizes) <= MOST_TICKS and (apart or len(sizes) == 1):
         axes.set_xticks(sizes)

@@ -24,7 +24,7 @@ from typer import Option
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
 from rowcast.analysis.simulate.grid import BOUND, WITH_TIER, Grid, Setting, batches_jobs, capacity_jobs, settings
 from rowcast.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
-from rowcast.analysis.simulate.plot import check_plot, plot_results
+from rowcast.analysis.simulate.plot import plot_results
 from rowcast.analysis.simulate.policies import ttl_moves, window_moves
 from rowcast.analysis.simulate.recording import RunRecording, record
 from rowcast.analysis.simulate.replay import BatchesAndPlans, PlanWatcher, planned_beside
@@ -38,6 +38,7 @@ from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.command_options import AsJson, MaxSteps, SaveTrace
+from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import print_json
 

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from rowcast.analysis.simulate.plot import check_plot
 from rowcast.analysis.timeline.pairs import last_lives, read_pairs, waited_for_ranks
 from rowcast.analysis.timeline.plot import plot_steps
 from rowcast.analysis.timeline.recording import AHEAD, Recordings, StepLife, ended_ns, overlap
 from rowcast.analysis.timeline.trace_events import Window, write_events
 from rowcast.runtime.command_options import RunFolder, options_of
+from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural
 

@@ -181,7 +181,6 @@ sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(cap
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"curves{suffix}"
     rowcast.analysis.simulate.plot.plot_results(
         [
@@ -227,12 +226,6 @@ def test_horizons_are_lines_of_their_own() -> None:
         for label, _, _ in curves([*results(policy="ttl", horizon=4), *results(policy="ttl", horizon="auto")], FETCHED)
     ]
     assert labels == ["time to live, horizon 4", "time to live, horizon auto", "whole future known"]
-
-
-def test_without_matplotlib_a_plot_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rowcast.analysis.simulate.plot, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=facts("--plot", "matplotlib", "pip install")):
-        run_simulate(tiny_job(), options(plot=tmp_path / "curves.png"))
 
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:

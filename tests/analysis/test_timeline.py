@@ -245,7 +245,6 @@ def test_a_timeline_that_cannot_be_written_is_refused(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_picture_has_a_row_for_each_thread(run_dir: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
     picture = run_dir / f"picture.{suffix}"
     run_timeline(run_dir, TimelineOptions(plot=picture, steps="0:4"))
     assert picture.stat().st_size > 5000

@@ -108,7 +108,6 @@ def test_a_device_twice_as_fast_takes_half_the_time(tmp_path: Path, monkeypatch:
 
 
 def test_what_is_estimated_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(estimate_module, "measured_rows", lambda job, groups: FREE)
     rates, plot = tmp_path / "rates.json", tmp_path / "path.svg"
     rates.write_bytes(render(seal(device(per_step=1.0))))

@@ -121,7 +121,6 @@ def test_waits_are_shares_of_the_time_of_steady_steps() -> None:
 
 
 def test_the_critical_path_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     pipeline = Pipeline(plan(), WIRING, lambda name, step, pieces=1: SECONDS[name] / pieces, {})
     run(pipeline.threads)
     plot_tasks(pipeline.threads, pipeline.done[100:109], tmp_path / "path.svg")
