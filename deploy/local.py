@@ -22,14 +22,11 @@ from typer import Option
 
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.runtime.child import Child
-from rowcast.runtime.children import StopsChildren, ended_badly, ended_together, start_child
+from rowcast.runtime.children import Child, StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, Timeline
 from rowcast.runtime.errors import ConfigError, advice
-from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals, run_until_stopped
-from rowcast.runtime.run_directory import Role
-from rowcast.runtime.starting import note_start
+from rowcast.runtime.run_directory import Role, note_start, pair_folder
 
 RESTARTS = 3  # how often the trainers of several ranks are restarted when one ends
 

@@ -41,8 +41,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, Rendez
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from rowcast.runtime.command import say
-from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals
+from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals, say
 from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors
 
 MEETING_S = 600  # until all hosts have arrived

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from rowcast.job.schema import Job
-from rowcast.runtime.pair_folder import pair_folder
+from rowcast.runtime.run_directory import pair_folder
 
 
 def with_ports_of_pair(job: Job, rank: int) -> Job:

@@ -65,3 +65,13 @@ def at_other_end(descriptor: int) -> OtherProcess | None:
     finally:
         connection.detach()
     return seen(pid) if pid else None
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Returns the host kernel's boot id, the same in all its containers. Raises OSError.
+
+    Processes with the same one have the same `time.monotonic` and `time.perf_counter`."""
+    return BOOT_ID.read_text().strip()

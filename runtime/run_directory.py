@@ -1,11 +1,16 @@
-"""Locks a run directory, marks its run complete, and notes the error that a process failed with.
+"""Locks a run directory, marks its run complete, and notes who starts there and the error that a process failed with.
 
-A process may fail before the link exists. So it writes a note, `<role>.failure`, which ends a waiting peer
-(`failure_since`). The process's next start removes the note.
+    <role>.failure    of a process that may fail before the link exists; ends a waiting peer (`failure_since`)
+    <role>.starting   the peer waits for as long as that process lives (`PeerStart`)
+
+A launcher notes the start of its children (for several ranks, torchrun and the parent of the prefetchers), and a
+process that has read its job notes itself, before its slow imports. Once it can be reached it removes the note; from
+then on `transport.connect_timeout` counts. The next start removes a failure note.
 """
 
 import fcntl
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +19,8 @@ from typing import Literal, Self
 import msgspec
 
 from rowcast.runtime.checkpoint_manifest import write_durably
-from rowcast.runtime.clock import boot_id
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, advice, peer_failure, told
+from rowcast.runtime.other_process import OtherProcess, boot_id, seen
 
 COMPLETE = "complete"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # the locked file is overwritten
@@ -164,3 +169,58 @@ def failure_since(run_dir: Path, role: Role, since_s: float) -> RowcastError | N
     except (OSError, msgspec.DecodeError):  # there is no note, or it is not ours
         return None
     return peer_failure(note.code, note.sentence) if is_new else None
+
+
+PAIR_FOLDER = re.compile(r"rank-[0-9]{3,}")
+
+
+def pair_folder(run_dir: Path, rank: int, count: int) -> Path:
+    """Returns the folder of a rank of `count`, for its locks, socket, failure notes, log, table files and timeline."""
+    assert 0 <= rank < count, f"rank {rank} of {count}"
+    return run_dir if count == 1 else run_dir / f"rank-{rank:03d}"
+
+
+def unused_pair_folders(run_dir: Path, count: int) -> list[Path]:
+    """Lists folders there that belong to no rank of `count`, only to ranks of a different count; `run_dir` may be
+    one."""
+    used = {pair_folder(run_dir, rank, count) for rank in range(count)}
+    ranks = (path for path in sorted(run_dir.iterdir()) if PAIR_FOLDER.fullmatch(path.name) and not path.is_symlink())
+    return [folder for folder in (run_dir, *ranks) if folder not in used]
+
+
+def note_path(folder: Path, role: Role) -> Path:
+    return folder / f"{role}.starting"
+
+
+def note_start(folder: Path, role: Role, pid: int) -> None:
+    """If the note cannot be written, the peer waits until its time-out."""
+    process = seen(pid)
+    with suppress(OSError):
+        if process is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            note_path(folder, role).write_text(f"{pid} {process.start}")
+
+
+def has_started(folder: Path, role: Role) -> None:
+    with suppress(OSError):
+        note_path(folder, role).unlink(missing_ok=True)
+
+
+class PeerStart:
+    """Watches the process that has noted its start."""
+
+    def __init__(self, folder: Path, role: Role, hangs_after_s: float) -> None:
+        self._path, self._hangs_after_s = note_path(folder, role), hangs_after_s
+        self._ticks: int | None = None
+        self._worked_s = 0.0  # when `_ticks` grew, by the monotonic clock
+
+    def goes_on(self) -> bool:
+        """Whether that process lives on this host, no signal has stopped it, and it has used processor time within
+        `hangs_after_s`."""
+        now_s, ticks = time.monotonic(), None
+        with suppress(OSError, ValueError):  # no note, or one that is just being written
+            pid, start = self._path.read_text().split()
+            ticks = OtherProcess(int(pid), start).processor_ticks
+        if ticks != self._ticks:
+            self._ticks, self._worked_s = ticks, now_s
+        return ticks is not None and now_s - self._worked_s < self._hangs_after_s

@@ -11,16 +11,17 @@ No wake-up is lost. A producer changes the state first and then rings; the threa
 
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.errors import LocalProtocolError
+
+if TYPE_CHECKING:
+    from rowcast.runtime.arrays import I32, I64
 
 IDLE_WAIT_S = 0.05  # an idle stage looks again after this time: clocks do not ring
 POLL_S = 0.0002  # between looks at sources without a bell: a device's events, a slow store's tickets
@@ -148,7 +149,7 @@ class ThreadPool:
         first: int,
         end: int,
         item_size: int = 1,
-        starts: I32 | I64 | None = None,
+        starts: "I32 | I64 | None" = None,
     ) -> list[Result]:
         """Returns work(from, to) of ranges that cover the items from `first` to `end` - 1.
 
@@ -160,12 +161,13 @@ class ThreadPool:
         return self.over(ranges, lambda own: work(*own))
 
 
-def cuts(first: int, end: int, num_shares: int, starts: I32 | I64 | None) -> list[int]:
+def cuts(first: int, end: int, num_shares: int, starts: "I32 | I64 | None") -> list[int]:
     """Returns the start of each range, and the end of the last; ranges have about the same size."""
     if starts is None:
         return [first + (end - first) * share // num_shares for share in range(num_shares + 1)]
-    shares = np.linspace(starts[first], starts[end], num_shares + 1)[1:-1]
-    return [first, *(first + np.searchsorted(starts[first:end], shares)).tolist(), end]
+    low, size = int(starts[first]), int(starts[end]) - int(starts[first])
+    inner = (bisect_left(starts, low + size * share / num_shares, first, end) for share in range(1, num_shares))
+    return [first, *inner, end]
 
 
 S = TypeVar("S", bound=StrEnum)

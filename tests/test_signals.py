@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.runtime.child import Child
-from rowcast.runtime.children import start_child
+from rowcast.runtime.children import Child, start_child
 from rowcast.runtime.process import TOGETHER_S
 from rowcast.runtime.stops import PASSED_ON
 from tests.support.processes import ROOT, proc_text
@@ -137,7 +136,7 @@ os._exit(2)
 """
 INTERRUPTED = """
 import os, signal, sys, time
-from rowcast.runtime.command import run_command
+from rowcast.runtime.process import run_command
 from rowcast.runtime.stops import hold
 
 hold()

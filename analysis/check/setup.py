@@ -21,8 +21,7 @@ from rowcast.runtime.checkpoint_manifest import newest_checkpoint, readable
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import threads_of_run, usable_cores
-from rowcast.runtime.pair_folder import pair_folder
-from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.run_directory import RunDirectory, pair_folder
 from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.runtime.telemetry.logs import get_logger
 

@@ -28,7 +28,7 @@ from rowcast.prefetcher.readers.schedule import SchedulePoint, places
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.readers.source import SourceInfo, source_info
 from rowcast.runtime.checkpoint_manifest import Position
-from rowcast.runtime.child import killed_by
+from rowcast.runtime.children import killed_by
 from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.runtime.stops import STOPS, held, release
 

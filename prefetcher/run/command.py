@@ -18,9 +18,8 @@ from rowcast.runtime.command_options import (
     Source,
     Timeline,
 )
-from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
-from rowcast.runtime.starting import note_start
+from rowcast.runtime.run_directory import note_start, pair_folder
 from rowcast.runtime.telemetry.logs import setup_logging
 
 

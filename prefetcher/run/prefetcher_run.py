@@ -25,9 +25,8 @@ from rowcast.protocol.transport.ring_file import remove_leftovers
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
-from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Crew, Signals
-from rowcast.runtime.run_directory import Completion, RunDirectory
+from rowcast.runtime.run_directory import Completion, RunDirectory, pair_folder
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
 

@@ -19,8 +19,7 @@ from rowcast.prefetcher.stores.redis_store import delete_left_keys
 from rowcast.prefetcher.stores.table_file import NAME, remove_left
 from rowcast.runtime.disk import own_files_in
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.pair_folder import unused_pair_folders
-from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.run_directory import RunDirectory, unused_pair_folders
 from rowcast.runtime.telemetry.logs import get_logger
 
 

@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from rowcast.job.removed import removed_option
-from rowcast.runtime.command import run_command
 from rowcast.runtime.errors import closest
+from rowcast.runtime.process import run_command
 
 COMMANDS = ("rowcast", "prefetcher", "trainer")  # each has a module here, with its SUBCOMMANDS
 SETTINGS: dict[str, bool] = {"add_completion": False, "pretty_exceptions_enable": False}

@@ -18,9 +18,9 @@ from typing import Literal, Self
 
 import msgspec
 
-from rowcast.runtime.clock import boot_id
 from rowcast.runtime.disk import FileWrite
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.other_process import boot_id
 from rowcast.runtime.stages import Stage
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Process

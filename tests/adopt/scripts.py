@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rowcast
-from rowcast.runtime.child import Child
+from rowcast.runtime.children import Child
 from rowcast.trainer.adopt import table_files as files
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.clicks import ROWS

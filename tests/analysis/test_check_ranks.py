@@ -20,8 +20,7 @@ from rowcast.job.tables import group_specs, make_keys
 from rowcast.prefetcher.planner.capacity import measure
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
-from rowcast.runtime.pair_folder import pair_folder
-from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.run_directory import RunDirectory, pair_folder
 from tests.support.jobs import job_content
 
 

@@ -171,7 +171,7 @@ def test_nothing_feasible_ends_with_exit_code_2_after_the_json(tmp_path: Path) -
 
 COMMAND = """
 import sys, msgspec
-from rowcast.runtime.command import run_command
+from rowcast.runtime.process import run_command
 from rowcast.job.file import parse_job
 from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 job = parse_job(msgspec.json.decode(open("{job}").read()))

@@ -11,7 +11,7 @@ from rowcast.analysis.timeline.recording import lives, overlap, read_run
 from rowcast.analysis.timeline.timeline import TimelineOptions, parse_steps, run_timeline
 from rowcast.analysis.timeline.trace_events import write_events
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.runtime.pair_folder import pair_folder
+from rowcast.runtime.run_directory import pair_folder
 from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import (
     VERSION,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rowcast.protocol.transport.endpoint import socket_path
-from rowcast.runtime.pair_folder import pair_folder
+from rowcast.runtime.run_directory import pair_folder
 from tests.support.processes import POLL_S, Process, Session, environment_of, proc_text
 
 CHILDREN_END_S = 10.0  # decoders of a killed prefetcher end on their own, but not before they are scheduled

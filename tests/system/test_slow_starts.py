@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.runtime.run_directory import Role
-from rowcast.runtime.starting import PeerStart, has_started, note_path, note_start
+from rowcast.runtime.run_directory import PeerStart, Role, has_started, note_path, note_start
 from tests.support.processes import Process, Session
 from tests.support.watched import Clock, FakeLink, pass_time, watch_of
 

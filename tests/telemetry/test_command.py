@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from rowcast.runtime.command import run_command
 from rowcast.runtime.errors import ConfigError, DataError, Diverged, Mismatch, PeerLost, RowcastError
+from rowcast.runtime.process import run_command
 
 pytestmark = pytest.mark.usefixtures("own_logs")
 
@@ -49,7 +49,7 @@ def test_our_own_bugs_show_their_traceback_and_exit_1(capsys: pytest.CaptureFixt
 
 def without_a_reader(stream: str, main: str) -> subprocess.CompletedProcess[str]:
     script = (
-        "import sys; from rowcast.runtime.command import run_command; "
+        "import sys; from rowcast.runtime.process import run_command; "
         "from rowcast.runtime.telemetry.logs import get_logger; "
         f"sys.exit(run_command('trainer', lambda: {main}))"
     )
@@ -82,7 +82,7 @@ def test_a_reader_that_goes_during_the_work_is_a_sentence() -> None:
 
 @pytest.mark.parametrize("main", ["print('line')", "print('line', flush=True)", "print('line' * 10_000)"])
 def test_a_full_stdout_is_a_sentence(main: str) -> None:
-    script = f"import sys; from rowcast.runtime.command import run_command as run; sys.exit(run('p', lambda: {main}))"
+    script = f"import sys; from rowcast.runtime.process import run_command as run; sys.exit(run('p', lambda: {main}))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from rowcast.analysis.new.new import new
 from rowcast.analysis.simulate.results import print_results
-from rowcast.runtime.command import say
 from rowcast.runtime.errors import printable
+from rowcast.runtime.process import say
 from rowcast.runtime.telemetry.format_numbers import stdout_console
 from rowcast.runtime.telemetry.lasting_output import print_line
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rowcast.job.schema import Metrics
-from rowcast.runtime.command import run_command
+from rowcast.runtime.process import run_command
 from rowcast.runtime.telemetry import http_server
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.http_server import MOST_CALLERS, HttpServer, listening

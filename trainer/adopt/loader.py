@@ -22,7 +22,7 @@ from rowcast.job.schema import Job
 from rowcast.job.training_identity import first_of, setting_differences
 from rowcast.protocol.inputs import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.child import Child
+from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors, print_line
 from rowcast.runtime.telemetry.logs import setup_logging

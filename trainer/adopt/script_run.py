@@ -22,13 +22,12 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import Welcome
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.child import Child
+from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
-from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.run_directory import RunDirectory, note_start
 from rowcast.runtime.stages import Doorbell
-from rowcast.runtime.starting import note_start
 from rowcast.runtime.telemetry.lasting_output import print_line
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt.script_state import ScriptState

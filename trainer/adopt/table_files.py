@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.schema import Job
-from rowcast.runtime.child import Child, killed_by
+from rowcast.runtime.children import Child, killed_by
 from rowcast.runtime.errors import ConfigError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stops import held

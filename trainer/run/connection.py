@@ -35,11 +35,9 @@ from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ri
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.machine import Machine
-from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Crew
-from rowcast.runtime.run_directory import failure_since
+from rowcast.runtime.run_directory import PeerStart, failure_since, has_started, pair_folder
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
-from rowcast.runtime.starting import PeerStart, has_started
 from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.timeline import recorded_stages

@@ -14,9 +14,8 @@ from rowcast.protocol.counters import serve_metrics
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.machine import Machine, keep_freed_memory, usable_cores
-from rowcast.runtime.pair_folder import pair_folder
 from rowcast.runtime.process import Signals
-from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal
+from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal, pair_folder
 from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
