@@ -15,8 +15,8 @@ from rowcast.job.tables import GroupSpec
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.trainer.models.runner import StepRunner
+from rowcast.trainer.run.attempt import TrainerRun
 from rowcast.trainer.run.errands import TRAIN
-from rowcast.trainer.run.trainer_run import TrainerRun
 from rowcast.trainer.step.engine import TrainerEngine, TrainerParts
 from rowcast.trainer.step.slots import make_records
 from tests.recovery.restarted import Recovering, end_well, killed

@@ -7,7 +7,7 @@ import torch
 
 from rowcast.job.file import load_job
 from rowcast.runtime.process import Signals
-from rowcast.trainer.run.trainer_run import TrainerRun
+from rowcast.trainer.run.attempt import TrainerRun
 from tests.recovery.restarted import Recovering, end_well
 from tests.support.one_device import OneDevice
 from tests.support.processes import Session

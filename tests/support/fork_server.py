@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 
 POLL_S = 0.01
 # torch.optim imports the first one when it is first used
-MODULES = ("torch._dynamo", "rowcast.prefetcher.run.prefetcher_run", "rowcast.trainer.run.trainer_run")
+MODULES = ("torch._dynamo", "rowcast.prefetcher.run.prefetcher_run", "rowcast.trainer.run.attempt")
 
 
 def main() -> None:

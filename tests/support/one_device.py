@@ -21,7 +21,7 @@ from rowcast.trainer.step.slots import make_records
 
 CONNECTION, SCRIPT_RUN = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.script_run"
 STREAMS = "rowcast.trainer.device.streams"
-RUN, LOADER, MODULE = "rowcast.trainer.run.trainer_run", "rowcast.trainer.adopt.loader", "rowcast.trainer.adopt.module"
+RUN, LOADER, MODULE = "rowcast.trainer.run.attempt", "rowcast.trainer.adopt.loader", "rowcast.trainer.adopt.module"
 USES = {
     "on_device": (STREAMS, SCRIPT_RUN, "rowcast.trainer.adopt.session", RUN, LOADER, MODULE),
     "choose_kernels": (SCRIPT_RUN, RUN),

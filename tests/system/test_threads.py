@@ -35,7 +35,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def trained(session: Session, cores: int, steps: int, *of_trainer: str) -> tuple[Process, Process]:
     """As on a machine with so many cores."""
     prefetcher = session.start("prefetcher", f"--max-steps={steps}")
-    patch = f"import rowcast.trainer.run.trainer_run as run; run.usable_cores = lambda: {cores}"
+    patch = f"import rowcast.trainer.run.attempt as run; run.usable_cores = lambda: {cores}"
     return prefetcher, session.start_patched("trainer", patch, *of_trainer)
 
 
@@ -91,7 +91,7 @@ def test_a_variable_of_the_environment_decides_nothing(session: Session, other: 
 def test_evaluations_and_scores_compute_as_the_run(session: Session) -> None:
     session.write_job(**{**JOB, "data": {"batch_size": 64, "eval_fraction": 0.1, "synthetic": {"samples": 4000}}})
     train(session, 3, STEPS)
-    patch = "import rowcast.trainer.run.trainer_run as run; run.usable_cores = lambda: 1"
+    patch = "import rowcast.trainer.run.attempt as run; run.usable_cores = lambda: 1"
     line = f"{patch}; from rowcast.command_line.trainer import app; app()"
     session.start("prefetcher", "--eval")
     ended = session._start(["-c", line, "eval", f"--config={session.config}"], {}).ended(300).quiet()

@@ -14,7 +14,7 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, TensorBoardWriter, check_board
-from rowcast.trainer.run.trainer_run import TrainerRun
+from rowcast.trainer.run.attempt import TrainerRun
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"

@@ -59,7 +59,7 @@ def run(
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
         job = begin(config, overrides, log_level, log_json)
-        from rowcast.trainer.run.trainer_run import TrainerRun
+        from rowcast.trainer.run.attempt import TrainerRun
 
         TrainerRun(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard).run()
 
@@ -82,8 +82,8 @@ def evaluate(
         if probability and scores is None:
             raise ConfigError("--probability says what --scores writes; add --scores, or leave it out")
         job = begin(config, overrides, log_level, log_json)
+        from rowcast.trainer.run.attempt import TrainerRun
         from rowcast.trainer.run.errands import EVALUATE, score_to
-        from rowcast.trainer.run.trainer_run import TrainerRun
 
         errand = EVALUATE if scores is None else score_to(scores, job, probability=probability)
         TrainerRun(job, signals, timeline=timeline, errand=errand).run()
