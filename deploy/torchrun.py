@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals, say
-from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors
+from rowcast.runtime.telemetry.logs import open_missing_descriptors
 
 MEETING_S = 600  # until all hosts have arrived
 LEAVE_S = 10  # for trainers to end after a failure; they have nothing to save

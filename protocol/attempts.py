@@ -10,8 +10,8 @@ from rowcast.job.units import parse_seconds
 from rowcast.protocol.session import Role
 from rowcast.runtime.errors import PeerLost, PeerNeverCame, RanksDiffer
 from rowcast.runtime.process import Crew, Signals
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.metrics import Health
 
 
 class Attempt(Protocol):

@@ -18,10 +18,8 @@ from prometheus_client.registry import Collector
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.messages import Flush, RowsBack, StepReady
-from rowcast.runtime.telemetry.health import Health, State
-from rowcast.runtime.telemetry.lasting_output import LOST
-from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.metrics import RANK, Process, Sample, families
+from rowcast.runtime.telemetry.logs import LOST, get_logger
+from rowcast.runtime.telemetry.metrics import RANK, Health, Process, Sample, State, families
 from rowcast.runtime.telemetry.server import ServerSettings, TelemetryServer
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
 

@@ -17,7 +17,7 @@ from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.other_process import stat_of
 from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals
 from rowcast.runtime.stops import PASSED_ON, held
-from rowcast.runtime.telemetry.lasting_output import open_log
+from rowcast.runtime.telemetry.logs import open_log
 
 
 @dataclass(slots=True)

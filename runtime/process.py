@@ -17,11 +17,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Self
 
-from rowcast.runtime.errors import PeerLost, RowcastError, advice, printable, told
+from rowcast.runtime.errors import PeerLost, RowcastError, advice, told
 from rowcast.runtime.stages import Doorbell, Stage, StageThread, Wakes
 from rowcast.runtime.stops import HELD, PASSED_ON, STOPS, release
-from rowcast.runtime.telemetry.lasting_output import make_lasting, write_error_line
-from rowcast.runtime.telemetry.logs import get_logger, setup_logging
+from rowcast.runtime.telemetry.logs import get_logger, make_lasting, print_line, setup_logging
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
@@ -76,8 +75,7 @@ def allow_open_files() -> None:
 
 
 def say(process: str, sentence: str) -> None:
-    line = " ".join(sentence.splitlines())
-    write_error_line(f"rowcast {process}: {printable(line)}")
+    print_line(" ".join(sentence.splitlines()), f"rowcast {process}")
 
 
 def stdout_errno(*, after: str) -> int:

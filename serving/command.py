@@ -16,9 +16,8 @@ from rowcast.job.units import parse_seconds
 from rowcast.runtime.command_options import LogJson, LogLevel, RunFolder
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging
-from rowcast.runtime.telemetry.metrics import Sample, families
+from rowcast.runtime.telemetry.metrics import Health, Sample, families
 from rowcast.runtime.telemetry.server import TelemetryServer
 from rowcast.serving.publisher import Publisher
 from rowcast.serving.row_layout import DTYPES

@@ -23,8 +23,7 @@ from rowcast.protocol.transport.callers import allowed_clients, load_server
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
-from rowcast.runtime.telemetry.health import Health
-from rowcast.runtime.telemetry.metrics import Process
+from rowcast.runtime.telemetry.metrics import Health, Process
 from rowcast.runtime.telemetry.server import TelemetryServer
 
 TIMEOUT_S = 120.0

@@ -56,8 +56,8 @@ from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.process import Crew, Signals
 from rowcast.runtime.stages import IDLE_WAIT_S
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.metrics import Health
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

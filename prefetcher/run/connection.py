@@ -33,8 +33,8 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started
 from rowcast.runtime.stages import IDLE_WAIT_S, Stage
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import Timeline, recorded_stages
 
 

@@ -27,7 +27,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.process import Crew, Signals
 from rowcast.runtime.run_directory import Completion, RunDirectory, pair_folder
-from rowcast.runtime.telemetry.build import build_info
+from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
 
 

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from rowcast.runtime.errors import printable
-from rowcast.runtime.telemetry.lasting_output import LastingStream
+from rowcast.runtime.telemetry.logs import LastingStream
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 

@@ -1,29 +1,89 @@
-"""Sets up the log of a process: structured events on stderr. A command's progress and results go to stdout."""
+"""Sets up the log of a process: structured events on stderr. A command's progress and results go to stdout.
+
+Output never ends a run: lines that stdout, stderr or a log cannot take are dropped and counted. A disk is full, a quota
+or a file's largest size is reached, a terminal or a pipe is closed, or there never was a descriptor. Each line is
+tried, so a log goes on once there is space again.
+"""
 
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from rowcast.runtime.errors import ConfigError, printable
-from rowcast.runtime.telemetry.lasting_output import write_error_line
 
 LEVELS = ("debug", "info", "warning", "error")
+# ValueError: the file was closed, or cannot encode the text; AttributeError: it was closed before this process began
+UNWRITABLE = (OSError, ValueError, AttributeError)
 
 
-class StderrLogger:
-    """Writes whole lines to the current `sys.stderr`, which a live progress line replaces while it is shown."""
+@dataclass(slots=True)
+class Lost:
+    lines: int = 0
 
-    def msg(self, line: str) -> None:
-        write_error_line(line)
 
-    debug = info = warning = error = critical = exception = msg
+LOST = Lost()  # of this process
+
+
+class LastingStream:
+    """A text stream that takes every write, and flushes each line."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+            if "\n" in text:
+                self._file.flush()
+        except UNWRITABLE:
+            LOST.lines += text.count("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(*UNWRITABLE):
+            self._file.flush()
+
+
+def open_missing_descriptors() -> None:
+    """Opens /dev/null in place of missing standard descriptors, so that no file of ours gets their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number, which is this
+
+
+def make_lasting(name: Literal["stdout", "stderr"]) -> None:
+    """Makes this process's `sys.stdout` or `sys.stderr` a LastingStream."""
+    open_missing_descriptors()
+    found = getattr(sys, name) or open(("stdout", "stderr").index(name) + 1, "w", closefd=False)  # noqa: SIM115 - stays open
+    setattr(sys, name, cast(TextIO, LastingStream(found)))
+
+
+def open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
+    """Opens /dev/null instead, and says so on stderr, if `path` cannot be opened."""
+    try:
+        return path.open(mode)
+    except OSError as error:
+        print_line(f"the log {path} cannot be written ({error.strerror}); its lines are lost")
+        return Path(os.devnull).open(mode)
+
+
+def print_line(sentence: str, who: str = "rowcast") -> None:
+    """Writes to stderr: stdout belongs to results, and to the user of a training script."""
+    LastingStream(sys.stderr).write(f"{who}: {printable(sentence)}\n")
 
 
 def setup_logging(process: str, level: str = "info", json: bool | None = None, rank: int | None = None) -> None:
@@ -43,7 +103,8 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None, r
             *renderers(json, terminal=sys.stderr is not None and sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=lambda *_: StderrLogger(),
+        # the current `sys.stderr`, which a live progress line replaces while it is shown
+        logger_factory=lambda *_: structlog.WriteLogger(cast(TextIO, LastingStream(sys.stderr))),
         cache_logger_on_first_use=False,  # a later call must also apply to existing loggers
     )
 

@@ -1,12 +1,14 @@
-"""Defines every metric of both processes in one table, and builds a scrape's families from it.
+"""Defines every metric of both processes in one table, builds a scrape's families from it, and keeps the state.
 
 Both processes count the same events (the prefetcher when it plans, sends or applies; the trainer when it executes), so
 their totals agree at the end of a run: compare them, never add them. Each pair of processes counts its rank's work.
 Sums over ranks are valid for what ranks divide (samples, look-ups, rows, bytes), not for steps and states.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -151,3 +153,44 @@ def families(process: Process, samples: Iterable[Sample], rank: int = 0) -> Iter
     for name, labels, value in samples:
         by_name[name].add_metric((str(rank), *labels), value)
     yield from by_name.values()
+
+
+State = Literal["starting", "connecting", "running", "stopping", "stopped", "failed"]
+# connecting: waits for the peer, the first time or after a loss
+# stopping: a stop was requested, and the plans already made are finished
+
+
+@dataclass(slots=True)
+class Health:
+    """The state of a process for /healthz, /readyz and `rowcast_state`.
+
+    The process sets `state`; `dead_stage` returns the name of a stage whose thread has died, or None."""
+
+    state: State = "starting"
+    dead_stage: Callable[[], str | None] = lambda: None
+
+    def healthz(self) -> tuple[bool, str]:
+        dead = self.dead_stage()
+        return dead is None, "ok" if dead is None else f"{dead} is dead"
+
+    def readyz(self) -> tuple[bool, str]:
+        healthy, word = self.healthz()
+        return healthy and self.state == "running", self.state if healthy else word
+
+
+def rowcast_version() -> str:
+    """Returns the installed version; "uninstalled" if the source runs without an installation."""
+    try:
+        return metadata.version("rowcast")
+    except metadata.PackageNotFoundError:
+        return "uninstalled"
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    named = {name: metadata.version(name) for name in distributions}
+    return {"rowcast": rowcast_version(), **named, "python": platform.python_version()}
+
+
+def build_info(process: Process, job_name: str) -> dict[str, str]:
+    """Returns the labels of `rowcast_build_info`, in the order of the metrics table."""
+    return {"process": process, "version": rowcast_version(), "python": platform.python_version(), "job_name": job_name}

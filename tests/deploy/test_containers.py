@@ -234,7 +234,7 @@ def test_the_image_has_what_the_server_for_rows_needs() -> None:
 
 @pytest.mark.parametrize("container", pod()["containers"], ids=lambda container: str(container["name"]))
 def test_no_probe_fails_because_the_other_process_is_away(container: dict[str, Any]) -> None:
-    """/readyz says so, by design: see runtime/telemetry/health.py."""
+    """/readyz says so, by design: see runtime/telemetry/metrics.py."""
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/healthz", "port": container["name"]}
 

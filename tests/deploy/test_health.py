@@ -16,8 +16,7 @@ from rowcast.job.schema import Metrics
 from rowcast.runtime.errors import PeerLost
 from rowcast.runtime.process import Crew
 from rowcast.runtime.stages import Doorbell
-from rowcast.runtime.telemetry.health import Health
-from rowcast.runtime.telemetry.metrics import Process
+from rowcast.runtime.telemetry.metrics import Health, Process
 from rowcast.runtime.telemetry.server import TelemetryServer
 from tests.deploy.manifests import ROOT, health_check
 

@@ -21,8 +21,7 @@ from rowcast.protocol.messages import (
     TierTotals,
 )
 from rowcast.protocol.plan import GroupPlan, StepPlan
-from rowcast.runtime.telemetry.build import build_info, versions
-from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Health, build_info, versions
 from rowcast.trainer.kernels.lookups import lookup_arrays
 from rowcast.trainer.report.report_json import RunFacts
 from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges

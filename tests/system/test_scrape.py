@@ -19,8 +19,7 @@ import rowcast.trainer.step.metrics
 from rowcast.command_line.trainer import app
 from rowcast.job.file import load_job
 from rowcast.job.tables import group_specs
-from rowcast.runtime.telemetry.health import State
-from rowcast.runtime.telemetry.metrics import METRICS, Process
+from rowcast.runtime.telemetry.metrics import METRICS, Process, State
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Report, read_report
 from rowcast.trainer.step.cache import ArrivedStep

@@ -11,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from rowcast.runtime.telemetry import lasting_output
-from rowcast.runtime.telemetry.lasting_output import LOST, LastingStream, open_log, open_missing_descriptors, print_line
-from rowcast.runtime.telemetry.logs import get_logger, setup_logging
+from rowcast.runtime.telemetry.logs import (
+    LOST,
+    LastingStream,
+    get_logger,
+    make_lasting,
+    open_log,
+    open_missing_descriptors,
+    print_line,
+    setup_logging,
+)
 from rowcast.trainer.report.terminal import write
 from tests.support.processes import ROOT
 
@@ -62,7 +69,7 @@ def test_no_error_of_a_write_leaves_it_and_the_line_is_counted(
     raw, stream = Raw(getattr(errno, name)), "stdout" if writer.startswith("p") else "stderr"
     monkeypatch.setattr(LOST, "lines", 0)
     monkeypatch.setattr(sys, stream, text_file(raw, line_buffering=stream == "stderr"))
-    lasting_output.make_lasting(stream)  # type: ignore[arg-type]
+    make_lasting(stream)  # type: ignore[arg-type]
     for lines in (1, 2):
         WRITERS[writer](stream)
         assert LOST.lines == lines
@@ -101,9 +108,7 @@ def test_a_log_that_cannot_be_opened_is_dropped(tmp_path: Path, capsys: pytest.C
 
 
 def test_missing_descriptors_become_dev_null_in_children_too() -> None:
-    script = (
-        "from rowcast.runtime.telemetry.lasting_output import *; import os, subprocess; open_missing_descriptors(); "
-    )
+    script = "from rowcast.runtime.telemetry.logs import *; import os, subprocess; open_missing_descriptors(); "
     script += "links = [os.readlink(f'/proc/self/fd/{n}') for n in (0, 1, 2)]; "
     script += "child = subprocess.run('readlink /proc/$$/fd/2 >&3', shell=True, pass_fds=[3]); "
     script += "os.write(3, ' '.join(links).encode())"

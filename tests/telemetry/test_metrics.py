@@ -10,9 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described
 from rowcast.protocol.counters import CountersCollector, new_registry
-from rowcast.runtime.telemetry.build import build_info
-from rowcast.runtime.telemetry.health import Health, State
-from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Process, families
+from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Health, Process, State, build_info, families
 from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from tests.support import three_steps
 from tests.support.metric_table import metric_table

@@ -19,8 +19,7 @@ from rowcast.deploy.health import main as check_health
 from rowcast.job.schema import Metrics
 from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.build import build_info
-from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.runtime.telemetry.server import TelemetryServer
 from tests.support import three_steps
 from tests.support.certificates import certificate

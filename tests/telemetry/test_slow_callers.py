@@ -15,10 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from rowcast.job.schema import Metrics
 from rowcast.runtime.process import run_command
-from rowcast.runtime.telemetry import http_server
-from rowcast.runtime.telemetry.health import Health
-from rowcast.runtime.telemetry.http_server import MOST_CALLERS, HttpServer, listening
-from rowcast.runtime.telemetry.server import TelemetryServer
+from rowcast.runtime.telemetry import server as http_server
+from rowcast.runtime.telemetry.metrics import Health
+from rowcast.runtime.telemetry.server import MOST_CALLERS, HttpServer, TelemetryServer, listening
 from tests.support.certificates import certificate
 
 DEADLINE_S = 20.0  # only a hang takes that long

@@ -24,8 +24,7 @@ from rowcast.protocol.inputs import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.lasting_output import open_missing_descriptors, print_line
-from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.runtime.telemetry.logs import open_missing_descriptors, print_line, setup_logging
 from rowcast.trainer.adopt import run_folder, table_files
 from rowcast.trainer.adopt.batch import LoadedBatch
 from rowcast.trainer.adopt.module import EmbeddingBagCollection

@@ -28,7 +28,7 @@ from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import RunDirectory, note_start
 from rowcast.runtime.stages import Doorbell
-from rowcast.runtime.telemetry.lasting_output import print_line
+from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt.script_state import ScriptState
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects

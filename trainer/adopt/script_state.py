@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from rowcast.runtime.telemetry.lasting_output import print_line
+from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.device.streams import Streams

@@ -21,7 +21,7 @@ from rowcast.runtime.children import Child, killed_by
 from rowcast.runtime.errors import ConfigError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stops import held
-from rowcast.runtime.telemetry.lasting_output import open_log
+from rowcast.runtime.telemetry.logs import open_log
 
 BLOCK_ROWS = 65536
 # in the run directory; each export replaces it, and tensors of earlier exports stay mapped

@@ -9,8 +9,7 @@ import torch
 from rowcast.job.schema import Job
 from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Welcome
-from rowcast.runtime.telemetry.build import build_info
-from rowcast.runtime.telemetry.health import Health
+from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.trainer.adopt.script_state import ScriptResults
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History

@@ -8,7 +8,7 @@ import msgspec
 from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.lasting_output import LOST
+from rowcast.runtime.telemetry.logs import LOST
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.telemetry.format_numbers import human_count, human_seconds, percent, plural, stdout_console
-from rowcast.runtime.telemetry.lasting_output import LOST, LastingStream
-from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.logs import LOST, LastingStream, get_logger
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation

@@ -38,8 +38,8 @@ from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started, pair_folder
 from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
-from rowcast.runtime.telemetry.health import Health
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
+from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
 from rowcast.trainer.device.phases import PhaseClock, phase_clock
