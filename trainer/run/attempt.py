@@ -27,8 +27,8 @@ from rowcast.runtime.errors import ConfigError, DataError, PeerLost, RowcastErro
 from rowcast.runtime.machine import UNRECORDED, Machine, keep_freed_memory, usable_cores
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal, pair_folder
-from rowcast.runtime.telemetry.build import build_info
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import choose_device, make_streams, on_device
