@@ -16,6 +16,8 @@ REMOVED = {  # name -> what replaces it
     "run --verify": NO_VERIFY,
     "run --verify-share": NO_VERIFY,
     "train --verify": NO_VERIFY,
+    "simulate --trace": "the data is read again, which gives the same batches",
+    "simulate --save-trace": "the data is read again, which gives the same batches",
 }
 
 

@@ -49,7 +49,7 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
         "command",
     ),
     "trainer": ("device", "kernels", "models", "step", "report", "run", "adopt", "__main__"),
-    "analysis": ("progress sample", "simulate", "profile", "check timeline", "advise", "estimate new"),
+    "analysis": ("progress show", "scan", "simulate", "profile", "check timeline", "advise", "estimate new"),
 }
 MOST_ARROWS = 18  # pairs of the trainer's rooms of which one imports the other
 GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests and benchmarks

@@ -7,6 +7,7 @@ A count of followed rows, divided by their share, estimates that of all rows. Ca
 two.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil
@@ -18,13 +19,12 @@ from rowcast.analysis.advise.follow import NUM_PARTS, part_counts, scaled_slots
 from rowcast.analysis.advise.read import Observed
 from rowcast.analysis.progress import AnalysisProgress, Tick
 from rowcast.analysis.simulate.grid import with_values, without_tier
-from rowcast.analysis.simulate.moves import Moves, entries, new_moves, note
+from rowcast.analysis.simulate.moves import Moves, planned_moves
 from rowcast.job.schema import Job
 from rowcast.prefetcher.planner.capacity import divide_capacity
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.arrays import F64, I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
@@ -104,32 +104,29 @@ def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, t
     own = with_values(without_tier(job), {"cache": cache, "lookahead": {"horizon": "auto"}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
     planner = job_planner(own, observed.groups, [slots], observed.measured)
-    counts, parts = count_moves(observed, planner, tick)
+    counts, (error, _) = count_moves(observed, planner, tick)
     shares = np.array(observed.shares)
     return Moved(
         fetched=counts.fetched / shares,
         written_back=counts.written_back / shares,
         flushed=counts.flushed / shares,
-        fetched_error=np.sqrt(NUM_PARTS * parts.var(axis=1, ddof=1) * (1 - shares)) / shares,
+        fetched_error=error,
         horizon=planner.horizon,
     )
 
 
-def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, I64]:
-    """Counts the moves of followed rows, and [G, NUM_PARTS] the rows of each part that counted steps fetch."""
-    moves, first = new_moves(len(observed), len(observed.groups)), observed.recording.steps[0].scheduled.step
-    parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
+def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Moves, list[F64]]:
+    """Counts the moves of followed rows. Returns also, for the device and for a memory tier, the standard error [G] of
+    all rows that come there, estimated from how parts of the followed rows differ."""
+    shares, parts = np.array(observed.shares), np.zeros((2, len(observed.groups), NUM_PARTS), np.int64)
 
-    for entry in entries(observed.recording.steps, planner):
-        if isinstance(entry, BarrierPlan):
-            moves.flushed[:] += [len(move) for move in entry.dirty]
-            continue
-        position = entry.step - first
-        note(moves, position, entry)
+    def watch(position: int, entered: Sequence[Sequence[I64]]) -> None:
         if position >= len(observed) - observed.num_counted:
-            parts[:] += [part_counts(group.fetch_keys) for group in entry.levels[0]]
-        tick()
-    return moves, parts
+            for level, of_groups in enumerate(entered):
+                parts[level] += [part_counts(keys) for keys in of_groups]
+
+    moves = planned_moves(observed.scan, planner, tick, watch)
+    return moves, [np.sqrt(NUM_PARTS * own.var(axis=1, ddof=1) * (1 - shares)) / shares for own in parts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

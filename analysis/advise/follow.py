@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rowcast.prefetcher.planner.grouping import Grouping
+from rowcast.analysis.scan.steps import StepRows
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.runtime.arrays import GOLDEN, I64, U64, mix
 
@@ -44,16 +44,10 @@ def group_shares(share: float, distinct_rows: Sequence[int]) -> tuple[float, ...
     return tuple(min(1.0, max(share, LEAST_ROWS / rows)) for rows in distinct_rows)
 
 
-def thinned(grouping: Grouping, share: float) -> Grouping:
-    """Keeps the followed rows, and no look-ups. The counted bytes stay the same, so an automatic horizon grows as in a
-    run."""
-    keys = followed(grouping.keys, share)
-    left_away = grouping.nbytes - keys.nbytes + (grouping.num_unique - len(keys)) * OCCURRENCE_BYTES
-    weight = np.broadcast_to(np.uint16(0), (left_away // 2,))
-    nothing = np.zeros(0, np.int32)
-    return replace(
-        grouping, keys=keys, order=weight, segment_offsets=nothing, offsets=None, weights=None, sequence_offsets=None
-    )
+def thinned(rows: StepRows, share: float) -> StepRows:
+    """Keeps the followed rows. The counted bytes stay the same, so an automatic horizon grows as in a run."""
+    keys = followed(rows.keys, share)
+    return replace(rows, keys=keys, nbytes=rows.nbytes + (rows.num_unique - len(keys)) * OCCURRENCE_BYTES)
 
 
 def scaled_slots(slots: int, num_rows: int, share: float, rows_a_step: float, followed_a_step: float) -> int:

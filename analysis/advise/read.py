@@ -18,12 +18,11 @@ import numpy as np
 
 from rowcast.analysis.advise.follow import group_shares, thinned
 from rowcast.analysis.progress import Tick
-from rowcast.analysis.simulate.ranks.shares import OwnedRows, Sharing, part_groupings
-from rowcast.analysis.simulate.recording import EMPTY, RecordedStep, RunRecording, without_arrays
+from rowcast.analysis.scan.shares import Sharing, part_groupings
+from rowcast.analysis.scan.steps import EMPTY, Scan, ScannedStep, StepRows, without_arrays
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, batch_features, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
-from rowcast.prefetcher.planner.grouping import Grouping
 from rowcast.prefetcher.planner.horizon import id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.batch_parts import DenseBatch, Part, join_parts
@@ -40,7 +39,7 @@ MOST_WINDOWS = 256  # each has `depth` batches; spread evenly
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenStep:
-    recorded: RecordedStep  # followed rows only
+    scanned: ScannedStep  # followed rows only
     unique_rows: tuple[int, ...]  # per group, followed or not
     most_rows: tuple[int, ...]  # the same of the rank that owns most of them
     num_samples: int
@@ -48,7 +47,7 @@ class SeenStep:
 
     @property
     def keys_bytes(self) -> int:
-        return sum(grouping.keys.nbytes for grouping in self.recorded.groupings)
+        return sum(rows.keys.nbytes for rows in self.scanned.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class Observed:
 
     @property
     def num_train(self) -> int:
-        return sum(step.recorded.trains for step in self.steps)
+        return sum(step.scanned.trains for step in self.steps)
 
     @property
     def num_samples(self) -> int:
@@ -81,7 +80,7 @@ class Observed:
 
     @property
     def num_lookups(self) -> int:
-        return sum(step.recorded.num_lookups for step in self.steps)
+        return sum(step.scanned.num_lookups for step in self.steps)
 
     @property
     def id_bytes(self) -> float:
@@ -89,8 +88,8 @@ class Observed:
         return sum(step.id_bytes for step in self.steps) / len(self)
 
     @cached_property
-    def recording(self) -> RunRecording:
-        return RunRecording(self.groups, [step.recorded for step in self.steps])
+    def scan(self) -> Scan:
+        return Scan(self.groups, [step.scanned for step in self.steps])
 
     @cached_property
     def unique_rows(self) -> I64:
@@ -100,17 +99,12 @@ class Observed:
     @cached_property
     def followed_rows(self) -> I64:
         """[P, G] distinct rows that are followed."""
-        return np.array(
-            [[grouping.num_unique for grouping in step.recorded.groupings] for step in self.steps], np.int64
-        )
+        return np.array([[rows.num_unique for rows in step.scanned.rows] for step in self.steps], np.int64)
 
     @cached_property
     def first_touches(self) -> I64:
         """[P, G] followed rows that no earlier step touches."""
-        return np.stack([first_touches(self.keys(g)) for g in range(len(self.groups))], axis=1)
-
-    def keys(self, group: int) -> list[I64]:
-        return [step.recorded.keys(group) for step in self.steps]
+        return np.stack([first_touches(self.scan.keys(g)) for g in range(len(self.groups))], axis=1)
 
     @property
     def distinct_rows(self) -> list[float]:
@@ -198,7 +192,7 @@ class Observer:
     def add(self, place: SchedulePoint, decode: Pending) -> None:
         known = self._again.get(batch_of_split(place))
         if known is not None:
-            self._steps.append(replace(known, recorded=replace(known.recorded, scheduled=scheduled(place, EMPTY))))
+            self._steps.append(replace(known, scanned=replace(known.scanned, scheduled=scheduled(place, EMPTY))))
         elif self._touched is not None:
             self._see(place, scheduled(place, whole(decode())))
         else:
@@ -229,14 +223,14 @@ class Observer:
         return self._touched
 
     def _see(self, place: SchedulePoint, batch: ScheduledBatch) -> None:
-        groupings, most_rows = self._groupings(batch.batch)
-        kept = tuple(thinned(grouping, share) for grouping, share in zip(groupings, self._shares, strict=True))
+        rows, most_rows = self._rows(batch.batch)
+        kept = tuple(map(thinned, rows, self._shares))
         seen = SeenStep(
-            recorded=RecordedStep(scheduled=without_arrays(batch), num_lookups=len(batch.batch.ids), groupings=kept),
-            unique_rows=tuple(grouping.num_unique for grouping in groupings),
+            scanned=ScannedStep(scheduled=without_arrays(batch), num_lookups=len(batch.batch.ids), rows=kept),
+            unique_rows=tuple(own.num_unique for own in rows),
             most_rows=most_rows,
             num_samples=batch.batch.size,
-            id_bytes=id_bytes(groupings, num_levels=1),
+            id_bytes=id_bytes(rows, num_levels=1),
         )
         self._steps.append(seen)
         self._kept_bytes += seen.keys_bytes
@@ -249,30 +243,14 @@ class Observer:
         if can_share(self._job) and (place.kind == "eval" or self._job.data.shuffle == "none"):
             self._again[batch_of_split(place)] = seen
 
-    def _groupings(self, batch: Batch) -> tuple[tuple[Grouping, ...], tuple[int, ...]]:
+    def _rows(self, batch: Batch) -> tuple[tuple[StepRows, ...], tuple[int, ...]]:
         """Returns the batch's rows of each group on this rank, and their number on the rank that owns most of them."""
         if not self._rank.is_divided:
-            groupings = tuple(grouper.group(grouper.lookups(batch)) for grouper in self._groupers)
-            return groupings, tuple(grouping.num_unique for grouping in groupings)
+            rows = tuple(StepRows.of(grouper.group(grouper.lookups(batch))) for grouper in self._groupers)
+            return rows, tuple(own.num_unique for own in rows)
         parts = part_groupings(self._groupers, parts_of(batch, self._rank.parts, batch_features(self._groups)))
         shares = [sharing.of(own, batch.size) for sharing, own in zip(self._sharings, parts, strict=True)]
-        return tuple(own_rows(own.owned[0]) for own in shares), tuple(int(own.owner_rows.max()) for own in shares)
-
-
-def own_rows(owned: OwnedRows) -> Grouping:
-    """Keeps a rank's rows and no look-ups. It counts as many bytes as the rank's part of the batch."""
-    nothing, none = np.zeros(0, np.int32), np.zeros(1, np.int64)
-    weight = np.broadcast_to(np.uint16(0), ((owned.nbytes - owned.keys.nbytes) // 2,))
-    return Grouping(
-        keys=owned.keys,
-        order=weight,
-        segment_offsets=nothing,
-        table_starts=none,
-        row_starts=none,
-        offsets=None,
-        weights=None,
-        sequence_offsets=None,
-    )
+        return tuple(own.owned[0] for own in shares), tuple(int(own.owner_rows.max()) for own in shares)
 
 
 def batch_of_split(place: SchedulePoint) -> tuple[Kind, int]:
@@ -333,7 +311,7 @@ def working_sets(observed: Observed, depth: int) -> tuple[WorkingSet, ...]:
             table_rows=group.num_rows,
             batch=median_and_largest(observed.unique_rows[:, g], 1.0),
             depth=depth,
-            flight=median_and_largest(window_rows(observed.keys(g), depth), observed.shares[g]),
+            flight=median_and_largest(window_rows(observed.scan.keys(g), depth), observed.shares[g]),
             touched=round(observed.distinct_rows[g]),
         )
         for g, group in enumerate(observed.groups)

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.analysis.advise.cost import stretches
-from rowcast.analysis.advise.curve import ERRORS, capacity_slots, counted, followed_slots, round_capacities
+from rowcast.analysis.advise.curve import ERRORS, capacity_slots, count_moves, counted, followed_slots, round_capacities
 from rowcast.analysis.advise.disk import DiskRate
-from rowcast.analysis.advise.follow import NUM_PARTS, part_counts
 from rowcast.analysis.advise.read import Observed
 from rowcast.analysis.advise.server import ServerRate
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.simulate.grid import with_memory, with_values
-from rowcast.analysis.simulate.moves import entries, note_tier, tier_counter
 from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec
@@ -27,7 +25,6 @@ from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
-from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.arrays import F64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import size_text
@@ -153,20 +150,10 @@ class TierTrials:
         planner = job_planner(self._thinned(job), observed.groups, [slots, tier], observed.measured)
         assert isinstance(job.store, StoreWithTier)
         tick = self._progress.begin(f"{job.store.kind}, memory {job.store.memory}", len(observed))
-        counter, first = tier_counter(observed.recording), observed.recording.steps[0].scheduled.step
-        parts = np.zeros((len(observed.groups), NUM_PARTS), np.int64)
-        for entry in entries(observed.recording.steps, planner):
-            if isinstance(entry, BarrierPlan):
-                continue
-            position = entry.step - first
-            from_cold = note_tier(counter, position, entry.levels[1], observed.recording.steps[position])
-            if position >= len(observed) - observed.num_counted:
-                parts[:] += [part_counts(keys) for keys in from_cold]
-            tick()
+        moves, (_, error) = count_moves(observed, planner, tick)
+        assert moves.tier is not None, "two levels were planned"
         return TierMoved(
-            entered=counter.moves.entered / shares,
-            from_cold=counter.moves.from_cold / shares,
-            from_cold_error=np.sqrt(NUM_PARTS * parts.var(axis=1, ddof=1) * (1 - shares)) / shares,
+            entered=moves.tier.entered / shares, from_cold=moves.tier.from_cold / shares, from_cold_error=error
         )
 
     def _thinned(self, job: Job) -> Job:

@@ -12,8 +12,8 @@ from rowcast.analysis.check.arrays import SeenArrays, check_arrays
 from rowcast.analysis.check.findings import Finding, about, error, ok, warning
 from rowcast.analysis.check.histories import SeenHistories, check_histories
 from rowcast.analysis.profile.profile import with_margin
-from rowcast.analysis.sample import Amount, read_windows, reader_for_another_pass, sample_windows
-from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_touched
+from rowcast.analysis.scan.sample import Amount, read_windows, reader_for_another_pass, sample_windows
+from rowcast.analysis.scan.shares import measured_keys, owners_touched
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of

@@ -15,9 +15,9 @@ import numpy as np
 
 from rowcast.analysis.profile.hot_rows import Popularity
 from rowcast.analysis.progress import AnalysisProgress
-from rowcast.analysis.sample import reader_for_another_pass
+from rowcast.analysis.scan.sample import reader_for_another_pass
+from rowcast.analysis.scan.steps import NEVER, numbered_rows
 from rowcast.analysis.simulate.grid import Grid, with_values
-from rowcast.analysis.simulate.recording import NEVER, numbered_rows
 from rowcast.analysis.simulate.results import Simulation
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job

@@ -21,7 +21,7 @@ from typer import Option
 from rowcast.analysis.profile.hot_rows import Coverage, CoverageShares, HotSet, Popularity, hot_set
 from rowcast.analysis.profile.interval import unseen_share
 from rowcast.analysis.profile.results import HALF, BudgetCoverage, GroupFacts, Profile, print_profile
-from rowcast.analysis.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
+from rowcast.analysis.scan.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
 from rowcast.job.units import parse_bytes, parse_rows

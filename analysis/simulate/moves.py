@@ -1,24 +1,39 @@
-"""Counts the rows that the planner of training moves over a recording, without tables, a trainer or bytes."""
+"""Counts the rows that the planner of training moves over a scan, without tables, a trainer or bytes.
 
-from collections.abc import Iterable, Iterator, Sequence
+An untrained row is stored nowhere, so bringing it into a memory tier reads nothing. Once a step has trained it, it is
+in memory or in the cold tier, as every trained row is home before it leaves memory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from rowcast.analysis.progress import Tick
+from rowcast.analysis.scan.steps import Scan, ScannedStep
 from rowcast.analysis.simulate.grid import Setting
-from rowcast.analysis.simulate.recording import RecordedStep, RunRecording
-from rowcast.analysis.simulate.tier_moves import TierCounter, TierMoves
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.group_planner import GroupMoves
 from rowcast.prefetcher.planner.job_planner import job_planner
 from rowcast.prefetcher.planner.level import Slots
 from rowcast.prefetcher.planner.planner import RowPlanner, StepMoves
 from rowcast.prefetcher.readers.pin_files import load_pins
+from rowcast.prefetcher.stores.store import ABSENT
+from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.arrays import I64
+
+# called with each step's position, and the rows of each group that come to the device and to memory
+Watch = Callable[[int, Sequence[Sequence[I64]]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierMoves:
+    entered: I64  # [P, G] rows that enter memory
+    from_cold: I64  # [P, G] of these, from the cold tier; the others were never trained
+    left: I64  # [P, G]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,41 +61,55 @@ def new_planner(
     return job_planner(setting.job, groups, slots, first_batches, pinned=pinned)
 
 
-def bound_planner(recording: RunRecording, slots: Sequence[Slots]) -> RowPlanner:
-    return RowPlanner(recording.groups, slots, depth=1, horizon=len(recording))
+def bound_planner(scan: Scan, slots: Sequence[Slots]) -> RowPlanner:
+    return RowPlanner(scan.groups, slots, depth=1, horizon=len(scan))
 
 
-def planned_moves(recording: RunRecording, planner: RowPlanner, tick: Tick) -> Moves:
+def planned_moves(scan: Scan, planner: RowPlanner, tick: Tick, watch: Watch = lambda position, entered: None) -> Moves:
     """Counts the moves of a new planner. Calls `tick` for each step. Raises ConfigError if a step does not fit."""
-    moves = new_moves(len(recording), len(recording.groups))
-    counter: TierCounter | None = None
-    for entry in entries(recording.steps, planner):
+    moves = new_moves(len(scan), len(scan.groups))
+    memory: MemoryTier | None = None
+    for entry in entries(scan.steps, planner):
         if isinstance(entry, BarrierPlan):
             moves.flushed[:] += [len(move) for move in entry.dirty]
             continue
-        position = entry.step - recording.steps[0].scheduled.step
-        note(moves, position, entry)
+        position, device = entry.step - scan.steps[0].scheduled.step, entry.levels[0]
+        moves.fetched[position] = [len(group.fetch_keys) for group in device]
+        moves.evicted[position] = [len(group.evict_keys) for group in device]
+        moves.written_back[position] = [group.num_dirty for group in device]
+        entered = [[group.fetch_keys for group in device]]
         for tier in entry.levels[1:]:
-            counter = counter or tier_counter(recording)
-            note_tier(counter, position, tier, recording.steps[position])
+            memory = memory or MemoryTier(scan)
+            entered.append(memory.note(position, tier))
+        watch(position, entered)
         tick()
-    return replace(moves, tier=None if counter is None else counter.moves)
+    return replace(moves, tier=None if memory is None else memory.moves)
 
 
-def tier_counter(recording: RunRecording) -> TierCounter:
-    most = [sum(len(step.keys(g)) for step in recording.steps) for g in range(len(recording.groups))]
-    return TierCounter(recording.groups, len(recording), most)
+class MemoryTier:
+    """Counts what moves between the memory tier and the cold one. It takes memory only for rows that are touched."""
+
+    def __init__(self, scan: Scan) -> None:
+        entered, from_cold, left = (np.zeros((len(scan), len(scan.groups)), np.int64) for _ in range(3))
+        self.moves = TierMoves(entered=entered, from_cold=from_cold, left=left)
+        self._steps = scan.steps
+        self._trained = [TouchedRows(group, sum(map(len, scan.keys(g)))) for g, group in enumerate(scan.groups)]
+
+    def note(self, position: int, tier: Sequence[GroupMoves]) -> list[I64]:
+        """Applies a step's plan, and then what the step trains. Returns the rows of each group from the cold tier."""
+        keys = [group.fetch_keys for group in tier]
+        came = [own[trained.of(own) != ABSENT] for own, trained in zip(keys, self._trained, strict=True)]
+        self.moves.entered[position] = list(map(len, keys))
+        self.moves.from_cold[position] = list(map(len, came))
+        self.moves.left[position] = [len(group.evict_keys) for group in tier]
+        step = self._steps[position]
+        if step.trains:
+            for trained, rows in zip(self._trained, step.rows, strict=True):
+                trained.added(rows.keys)
+        return came
 
 
-def note_tier(counter: TierCounter, position: int, tier: Sequence[GroupMoves], step: RecordedStep) -> list[I64]:
-    """Returns the rows of each group that come from the cold tier."""
-    from_cold = counter.note(position, tier)
-    if step.trains:
-        counter.train([grouping.keys for grouping in step.groupings])
-    return from_cold
-
-
-def entries(steps: Iterable[RecordedStep], planner: RowPlanner) -> Iterator[StepMoves | BarrierPlan]:
+def entries(steps: Iterable[ScannedStep], planner: RowPlanner) -> Iterator[StepMoves | BarrierPlan]:
     """Yields all plans and barriers of a new planner for these steps, in order, the last barrier included."""
 
     def ready() -> Iterator[StepMoves | BarrierPlan]:
@@ -90,15 +119,8 @@ def entries(steps: Iterable[RecordedStep], planner: RowPlanner) -> Iterator[Step
             yield planner.move()
 
     for step in steps:
-        planner.add(step.scheduled, step.groupings)
+        planner.add(step.scheduled, step.rows)
         yield from ready()
     planner.end()
     yield from ready()
     yield planner.barrier("end of data", finished=True)
-
-
-def note(moves: Moves, position: int, moved: StepMoves) -> None:
-    for index, group in enumerate(moved.levels[0]):
-        moves.fetched[position, index] = len(group.fetch_keys)
-        moves.evicted[position, index] = len(group.evict_keys)
-        moves.written_back[position, index] = group.num_dirty

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.analysis.progress import Tick
+from rowcast.analysis.scan.steps import NEVER, NumberedRows, Scan
 from rowcast.analysis.simulate.moves import Moves, new_moves
-from rowcast.analysis.simulate.recording import NEVER, NumberedRows, RunRecording
 from rowcast.runtime.arrays import I32
 
 
@@ -60,20 +60,18 @@ class ResidentRows:
         self._moves.flushed[self._group] = np.count_nonzero(self._dirty)
 
 
-def window_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, seed: int, tick: Tick) -> Moves:
+def window_moves(scan: Scan, slots: tuple[int, ...], horizon: int, seed: int, tick: Tick) -> Moves:
     """The caller guarantees that every step fits the slots."""
-    moves = new_moves(len(recording), len(slots))
-    caches = [
-        ResidentRows(rows, n, moves, g) for g, (rows, n) in enumerate(zip(recording.numbered, slots, strict=True))
-    ]
+    moves = new_moves(len(scan), len(slots))
+    caches = [ResidentRows(rows, n, moves, g) for g, (rows, n) in enumerate(zip(scan.numbered, slots, strict=True))]
     random = np.random.default_rng(seed)
     begin = 0
-    while begin < len(recording):
-        end = min(window_end(cache, begin, min(begin + horizon + 1, len(recording))) for cache in caches)
+    while begin < len(scan):
+        end = min(window_end(cache, begin, min(begin + horizon + 1, len(scan))) for cache in caches)
         for cache in caches:
             bring_window(cache, begin, end, random)
         for position in range(begin, end):
-            if recording.steps[position].trains:
+            if scan.steps[position].trains:
                 for cache in caches:
                     cache.train(cache.numbered.rows[position])
             tick()
@@ -110,14 +108,13 @@ def bring_window(cache: ResidentRows, begin: int, end: int, random: np.random.Ge
     cache.fetch(begin, missing)
 
 
-def ttl_moves(recording: RunRecording, slots: tuple[int, ...], horizon: int, tick: Tick) -> Moves:
+def ttl_moves(scan: Scan, slots: tuple[int, ...], horizon: int, tick: Tick) -> Moves:
     """The caller guarantees that every step fits the slots."""
-    moves = new_moves(len(recording), len(slots))
+    moves = new_moves(len(scan), len(slots))
     caches = [
-        ExpiringRows(rows, n, moves, g, horizon)
-        for g, (rows, n) in enumerate(zip(recording.numbered, slots, strict=True))
+        ExpiringRows(rows, n, moves, g, horizon) for g, (rows, n) in enumerate(zip(scan.numbered, slots, strict=True))
     ]
-    for position, step in enumerate(recording.steps):
+    for position, step in enumerate(scan.steps):
         for cache in caches:
             cache.use(position, step.trains)
         tick()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
+from rowcast.analysis.scan.steps import Scan, scan
 from rowcast.analysis.simulate.moves import Moves
-from rowcast.analysis.simulate.recording import RunRecording, record
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Batch
 from tests.support.planner_runs import one_group, schedule
@@ -24,7 +24,7 @@ class Case:
     horizon: int
 
     @property
-    def recording(self) -> RunRecording:
+    def recording(self) -> Scan:
         return recording_of(one_group(ROWS), [self.steps], self.trains)
 
     def next_use(self, row: int, after: int) -> float:
@@ -34,9 +34,7 @@ class Case:
         return max(step for step in range(before) if row in self.steps[step])
 
 
-def recording_of(
-    groups: tuple[GroupSpec, ...], steps_of_features: list[list[set[int]]], trains: list[bool]
-) -> RunRecording:
+def recording_of(groups: tuple[GroupSpec, ...], steps_of_features: list[list[set[int]]], trains: list[bool]) -> Scan:
     """Of batches with one sample, whose bag of each feature holds the feature's rows at that step."""
     batches = []
     for bags in zip(*steps_of_features, strict=True):
@@ -45,7 +43,7 @@ def recording_of(
         batches.append(
             Batch(dense=np.zeros((1, 0), np.float32), labels=np.zeros(1, np.float32), ids=ids, offsets=offsets)
         )
-    return record(groups, schedule(batches, ["train" if train else "eval" for train in trains]), lambda: None)
+    return scan(groups, schedule(batches, ["train" if train else "eval" for train in trains]), lambda: None)
 
 
 @st.composite

@@ -38,8 +38,9 @@ from rowcast.analysis.advise.server import ServerRate
 from rowcast.analysis.advise.show import print_advice, sentences
 from rowcast.analysis.advise.tiers import TierTrials
 from rowcast.analysis.progress import Silent
+from rowcast.analysis.scan.steps import StepRows
 from rowcast.analysis.simulate.grid import Grid, with_values
-from rowcast.analysis.simulate.ranks.command import simulate_ranks
+from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import parse_job
@@ -229,8 +230,8 @@ def test_batches_that_come_again_are_decoded_once() -> None:
         [grouper.group(grouper.lookups(turn.batch)).keys.tolist() for grouper in groupers]
         for turn in schedule(job, open_reader(job))
     ]
-    assert [[grouping.keys.tolist() for grouping in step.recorded.groupings] for step in seen.steps] == expected
-    assert [step.recorded.scheduled.step for step in seen.steps] == list(range(len(expected)))
+    assert [[rows.keys.tolist() for rows in step.scanned.rows] for step in seen.steps] == expected
+    assert [step.scanned.scheduled.step for step in seen.steps] == list(range(len(expected)))
     assert reader.decoded < len(expected) / 3
 
 
@@ -277,11 +278,11 @@ def test_small_groups_are_followed_as_a_whole() -> None:
 def test_a_thinned_batch_weighs_as_much_as_the_whole_one() -> None:
     job = made_job("zipf", 3, multi_hot=True)
     for turn in schedule(job, open_reader(job)):
-        groupings = tuple(grouper.group(grouper.lookups(turn.batch)) for grouper in groupers_of(group_specs(job)))
-        thin = tuple(thinned(grouping, 0.1) for grouping in groupings)
-        whole, weight = (id_bytes(some, num_levels=1) for some in (groupings, thin))
-        assert 0 <= whole - weight <= 2 * len(groupings)
-        assert sum(grouping.num_unique for grouping in thin) < 0.2 * sum(grouping.num_unique for grouping in groupings)
+        groupings = [grouper.group(grouper.lookups(turn.batch)) for grouper in groupers_of(group_specs(job))]
+        whole = [StepRows.of(grouping) for grouping in groupings]
+        thin = [thinned(rows, 0.1) for rows in whole]
+        assert id_bytes(groupings, num_levels=1) == id_bytes(whole, num_levels=1) == id_bytes(thin, num_levels=1)
+        assert sum(rows.num_unique for rows in thin) < 0.2 * sum(rows.num_unique for rows in whole)
 
 
 # the choice

@@ -16,7 +16,7 @@ from rowcast.analysis.profile.hot_rows import Coverage, HotSet, Popularity, hot_
 from rowcast.analysis.profile.interval import EstimatedShare
 from rowcast.analysis.profile.profile import PICK, ProfileOptions, ProfileRequest, profile_job, run_profile
 from rowcast.analysis.profile.results import HALF, Profile, print_profile
-from rowcast.analysis.sample import Amount, sample_windows
+from rowcast.analysis.scan.sample import Amount, sample_windows
 from rowcast.command_line.prefetcher import app
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs, make_keys

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rowcast.analysis import sample
-from rowcast.analysis.sample import (
+from rowcast.analysis.scan import sample
+from rowcast.analysis.scan.sample import (
     Amount,
     Window,
     read_windows,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import rowcast.analysis.simulate.plot
+from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.analysis.simulate.plot import FETCHED, FROM_COLD, curves
 from rowcast.analysis.simulate.results import Simulation
-from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.pin_files import save_pins
@@ -109,16 +109,6 @@ def test_the_table_has_a_row_a_setting_and_says_what_did_not_fit(capfd: pytest.C
     assert err == ""
 
 
-def test_a_trace_is_saved_and_planned_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "a.trace"
-    run_simulate(tiny_job(), options(policies=("lru",), save_trace=trace))
-    saved = capfd.readouterr().out
-    run_simulate(tiny_job(), options(policies=("lookahead", "lru"), trace=trace))
-    again = capfd.readouterr().out
-    assert again.splitlines()[-1] == "The trace's own setting was planned again: 23 plans are identical."
-    assert saved.splitlines()[2].split() in [line.split() for line in again.splitlines()]
-
-
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
@@ -127,9 +117,6 @@ def test_a_trace_is_saved_and_planned_again(tmp_path: Path, capfd: pytest.Captur
         ({"horizons": ("-1",)}, "--horizon -1"),
         ({"plot": Path("curves.jpg")}, r"--plot curves.jpg: name a file that ends in .png or .svg"),
         ({"plot": Path("/nowhere/curves.png")}, "the folder /nowhere does not exist"),
-        ({"save_trace": Path("a.trace")}, "these are 4; give one value of each"),
-        ({"save_trace": Path("a.trace"), "policies": ("ttl",)}, "--policy ttl makes no plans"),
-        ({"trace": Path("nowhere")}, "--trace nowhere: cannot be read"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -137,23 +124,12 @@ def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: s
         run_simulate(tiny_job(), options(**values))
 
 
-@pytest.mark.parametrize(
-    ("name", "values"), [("--batch-size", {"batch_sizes": (3,)}), ("--shuffle", {"shuffles": ("none",)})]
-)
-def test_a_trace_has_batches_of_its_own(name: str, values: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=facts(name, "trace", "omit"),
-    ):
-        run_simulate(tiny_job(), options(trace=tmp_path / "a.trace", **values))
-
-
 def test_orders_are_a_column_of_the_table_where_there_are_several(capfd: pytest.CaptureFixture[str]) -> None:
     run_simulate(tiny_job(), options(policies=("lru",), shuffles=("none", "window:16384", "full")))
     lines = capfd.readouterr().out.splitlines()
     assert lines[1].split()[0] == "shuffle"
     assert [line.split()[0] for line in lines[2:5]] == ["none", "window:16384", "full"]
-    assert max(map(len, lines[:5])) <= 80
+    assert max(map(len, lines[:5])) <= 92
     assert any(line.startswith("Batches of 64, shuffle window:16384: 20 train") for line in lines)
     run_simulate(tiny_job(), options(policies=("lru",), shuffles=("full",), capacity_rows=(3, 300)))
     out = capfd.readouterr().out
@@ -173,7 +149,7 @@ COMMAND = """
 import sys, msgspec
 from rowcast.runtime.process import run_command
 from rowcast.job.file import parse_job
-from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate
+from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 job = parse_job(msgspec.json.decode(open("{job}").read()))
 sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(capacity_rows=(3,), json=True))))
 """
@@ -230,7 +206,7 @@ def test_horizons_are_lines_of_their_own() -> None:
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:
     code = (
-        "import sys, rowcast.command_line.prefetcher, rowcast.analysis.simulate.simulate; "
+        "import sys, rowcast.command_line.prefetcher, rowcast.analysis.simulate.command; "
         "sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     )
     Process(["-c", code], tmp_path, os.environ).ended().quiet()

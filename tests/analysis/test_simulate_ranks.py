@@ -8,13 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from rowcast.analysis.scan.shares import Sharing, measured_keys, part_groupings
+from rowcast.analysis.simulate.command import SimulateOptions, ranks_jobs, run_simulate
 from rowcast.analysis.simulate.grid import Grid, with_values
-from rowcast.analysis.simulate.ranks.command import ranks_jobs, run_simulate_ranks, simulate_ranks
-from rowcast.analysis.simulate.ranks.counts import divided, ranks_on_host, step_exchange
-from rowcast.analysis.simulate.ranks.owners import measured_keys, owners_slots
-from rowcast.analysis.simulate.ranks.results import RanksSimulation
-from rowcast.analysis.simulate.ranks.shares import Sharing, part_groupings
-from rowcast.analysis.simulate.simulate import SimulateOptions, run_simulate, simulate
+from rowcast.analysis.simulate.ranks import owners_slots, simulate_ranks
+from rowcast.analysis.simulate.ranks_results import RanksSimulation, step_exchange, travelled
+from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
@@ -191,17 +190,11 @@ def test_a_setting_that_does_not_fit_says_why_and_the_others_are_simulated() -> 
     assert four.skipped is None
 
 
-def test_hosts_divide_what_is_exchanged() -> None:
+def test_rows_that_a_rank_owns_do_not_travel() -> None:
     exchanged = np.arange(16).reshape(4, 4)  # [who looks up, who owns]
-    sent, received = divided(exchanged, 2)
-    assert sent[0].tolist() == [4, 1, 14, 11]
-    assert sent[1].tolist() == [8 + 12, 9 + 13, 2 + 6, 3 + 7]
-    assert received[0].tolist() == [1, 4, 11, 14]
-    assert received[1].tolist() == [2 + 3, 6 + 7, 8 + 9, 12 + 13]
-    assert divided(exchanged, 4)[:, 1].sum() == 0
-    assert (ranks_on_host(8, None), ranks_on_host(8, 16), ranks_on_host(64, 8)) == (8, 8, 8)
-    with pytest.raises(ConfigError, match="hosts of 8 ranks cannot be full"):
-        ranks_on_host(12, 8)
+    sent, received = travelled(exchanged)
+    assert sent.tolist() == [24, 23, 22, 21]
+    assert received.tolist() == [6, 17, 28, 39]
 
 
 def test_gradients_go_back_where_rows_came_from() -> None:
@@ -209,12 +202,12 @@ def test_gradients_go_back_where_rows_came_from() -> None:
     groups = group_specs(job)
     groupings = part_groupings(groupers_of(groups), parts_of(batches[0].batch, 3, ()))
     shares = [Sharing(group, 3, 3).of(own, batches[0].batch.size) for group, own in zip(groups, groupings, strict=True)]
-    found = step_exchange(groups, batches[0], shares, 3)
+    found = step_exchange(groups, batches[0], shares)
     for rank in range(3):
         received = [own.exchanged[rank].sum() - own.exchanged[rank, rank] for own in shares]
         sent = sum(rows * group.embedding_dim * 4 for rows, group in zip(received, groups, strict=True))
-        assert found.gradient_bytes[0, 0, rank] == found.row_bytes[1, 0, rank] == sent
-    assert found.gradient_bytes[0, 0].tolist() != found.gradient_bytes[1, 0].tolist()
+        assert found.gradient_bytes[0, rank] == found.row_bytes[1, rank] == sent
+    assert found.gradient_bytes[0].tolist() != found.gradient_bytes[1].tolist()
 
 
 def test_other_ways_to_divide_the_tables_send_a_pooled_row_a_sample_and_feature() -> None:
@@ -257,7 +250,7 @@ def test_what_cannot_be_simulated_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=facts("--ranks", "lookahead, lru, lfu", "belady", "--policy")):
         ranks_jobs(job, SimulateOptions(ranks=[2], policies=["belady"]))
     with pytest.raises(ConfigError, match="--plot: `simulate --ranks` has none"):
-        run_simulate_ranks(job, SimulateOptions(ranks=[2], plot=Path("a.png")))
+        run_simulate(job, SimulateOptions(ranks=[2], plot=Path("a.png")))
     with pytest.raises(ConfigError, match="--samples-per-rank needs --ranks"):
         run_simulate(job, SimulateOptions(samples_per_rank=[8]))
 
@@ -269,11 +262,11 @@ def test_the_command_prints_json_and_tables(capfdbinary: pytest.CaptureFixture[b
         job={"run_dir": str(tmp_path / "run")},
     )
     options = SimulateOptions(ranks=[1, 4], max_steps=4, json=True, per_step=True)
-    run_simulate_ranks(job, options)
+    run_simulate(job, options)
     one, four = msgspec.json.decode(capfdbinary.readouterr().out)["results"]
-    assert (one["ranks"], four["ranks"], four["parts"], four["ranks_per_host"]) == (1, 4, 4, 4)
+    assert (one["ranks"], four["ranks"], four["parts"]) == (1, 4, 4)
     assert sum(four["per_step"]["owner_rows"][0]) == sum(one["per_step"]["owner_rows"][0])
-    run_simulate_ranks(job, SimulateOptions(ranks=[1, 4], max_steps=4))
+    run_simulate(job, SimulateOptions(ranks=[1, 4], max_steps=4))
     text = capfdbinary.readouterr().out.decode()
     assert "max over" in text
     assert "by column" in text

@@ -12,7 +12,7 @@ from rowcast.analysis.estimate.estimate import estimate_job, print_estimates
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.step_kernels import counted_weights
 from rowcast.analysis.estimate.walk import walk
-from rowcast.analysis.simulate.ranks.shares import GroupShares, Sharing, part_groupings
+from rowcast.analysis.scan.shares import GroupShares, Sharing, part_groupings
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import groupers_of

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.recorded import recorded_run
-from rowcast.analysis.simulate.ranks.command import simulate_ranks
+from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.timeline.pairs import read_pairs
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job

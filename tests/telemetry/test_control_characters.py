@@ -10,7 +10,6 @@ from pyarrow import parquet as pq
 from rich.table import Table
 
 from rowcast.analysis.new.new import new
-from rowcast.analysis.simulate.results import print_results
 from rowcast.runtime.errors import printable
 from rowcast.runtime.process import say
 from rowcast.runtime.telemetry.format_numbers import stdout_console
@@ -42,7 +41,6 @@ def test_control_characters_are_escaped(door: str, capsys: pytest.CaptureFixture
     written = "".join(capsys.readouterr())
     assert "\\x0" in written
     assert all(letter.isprintable() or letter == "\n" for letter in written)
-    print_results([])
 
 
 def test_a_new_job_shows_a_columns_name_escaped_and_means_the_name_itself(

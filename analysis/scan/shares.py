@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rowcast.analysis.scan.steps import StepRows
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.prefetcher.planner.capacity import Touched, touched_by
 from rowcast.prefetcher.planner.exchange import distinct
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
-from rowcast.protocol.batch import IdsBatch
+from rowcast.protocol.batch import IdsBatch, ScheduledBatch
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I32, I64
 
@@ -24,23 +26,10 @@ NO_KEYS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnedRows:
-    """A group's rows in a step on one rank. Implements `horizon.NeededRows` with the numbers of `SharedRows`."""
-
-    keys: I64
-    num_lookups: int
-    nbytes: int
-
-    @property
-    def num_unique(self) -> int:
-        return len(self.keys)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupShares:
     """One group of a step: N ranks, M parts, T tables."""
 
-    owned: tuple[OwnedRows, ...]  # by rank
+    owned: tuple[StepRows, ...]  # by rank
     part_rows: I64  # [M] distinct rows of each part
     exchanged: I64  # [N, N] distinct rows that rank i looks up and rank j owns; gradients go the other way
     late: I64  # [N] of those that rank i receives from others: used by some rank in the step before
@@ -87,13 +76,13 @@ class Sharing:
             vectors=self._vectors(groupings, batch_size),
         )
 
-    def _owned(self, groupings: Sequence[Grouping], exchanged: I64, every: I64) -> tuple[OwnedRows, ...]:
+    def _owned(self, groupings: Sequence[Grouping], exchanged: I64, every: I64) -> tuple[StepRows, ...]:
         k = self._parts // self._count
         own_parts = [groupings[first : first + k] for first in range(0, self._parts, k)]
         shards = by_owner(every, self._shards.owners(every), self._count)
         returned, received = exchanged.sum(axis=0).tolist(), exchanged.sum(axis=1).tolist()
         return tuple(
-            OwnedRows(
+            StepRows(
                 keys=keys,
                 num_lookups=sum(part.num_lookups for part in parts),
                 nbytes=sum(part.nbytes for part in parts)
@@ -135,3 +124,24 @@ def is_in(keys: I64, ascending: I64) -> npt.NDArray[np.bool_]:
     places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
     found: npt.NDArray[np.bool_] = ascending[places] == keys
     return found
+
+
+def measured_keys(groupers: Sequence[Grouper], batches: Sequence[ScheduledBatch]) -> list[list[I64]]:
+    """Returns of each group the distinct rows of each batch."""
+    return [[grouper.group(grouper.lookups(own.batch)).keys for own in batches] for grouper in groupers]
+
+
+def owners_touched(
+    groups: tuple[GroupSpec, ...],
+    keys_of_batches: Sequence[Sequence[I64]],
+    batches: Sequence[ScheduledBatch],
+    count: int,
+) -> list[Touched]:
+    """Returns the rows that the measured batches touch in the shard of each of `count` ranks."""
+    of_ranks: list[list[list[I64]]] = [[[] for _ in groups] for _ in range(count)]
+    for index, (group, keys) in enumerate(zip(groups, keys_of_batches, strict=True)):
+        shards = Shards(group.tables, count)
+        for own in keys:
+            for rank, shard in enumerate(by_owner(own, shards.owners(own), count)):
+                of_ranks[rank][index].append(shard)
+    return [touched_by(groups, own, batches, count) for own in of_ranks]

@@ -1,1 +1,0 @@
-"""`prefetcher simulate --ranks`: what each of N ranks would plan, exchange and move."""
