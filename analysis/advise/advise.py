@@ -11,6 +11,7 @@ from typing import Annotated
 
 from typer import Option
 
+from rowcast.analysis.advise.cold_rates import disk_rate, server_rate
 from rowcast.analysis.advise.cost import (
     Assumed,
     Rates,
@@ -23,7 +24,6 @@ from rowcast.analysis.advise.cost import (
     probe_rows,
 )
 from rowcast.analysis.advise.curve import Trials, capacity_slots, rounded_up
-from rowcast.analysis.advise.disk import disk_rate
 from rowcast.analysis.advise.read import Observed, SamplingPlan, observe, what_was_read, working_sets
 from rowcast.analysis.advise.recommend import (
     Advice,
@@ -36,7 +36,6 @@ from rowcast.analysis.advise.recommend import (
     sections,
     toml,
 )
-from rowcast.analysis.advise.server import server_rate
 from rowcast.analysis.advise.show import notes, print_advice
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rowcast.analysis.advise.follow import NUM_PARTS, part_counts, scaled_slots
-from rowcast.analysis.advise.read import Observed
+from rowcast.analysis.advise.read import NUM_PARTS, Observed, part_counts, scaled_slots
 from rowcast.analysis.progress import AnalysisProgress, Tick
 from rowcast.analysis.simulate.grid import with_values, without_tier
 from rowcast.analysis.simulate.moves import Moves, planned_moves

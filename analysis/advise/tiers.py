@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rowcast.analysis.advise.cold_rates import DiskRate, ServerRate
 from rowcast.analysis.advise.cost import stretches
 from rowcast.analysis.advise.curve import ERRORS, capacity_slots, count_moves, counted, followed_slots, round_capacities
-from rowcast.analysis.advise.disk import DiskRate
 from rowcast.analysis.advise.read import Observed
-from rowcast.analysis.advise.server import ServerRate
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.simulate.grid import with_memory, with_values
 from rowcast.job.schema import Job

@@ -16,8 +16,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rowcast.analysis.advise import advise, disk, follow
+from rowcast.analysis.advise import advise, cold_rates, read
 from rowcast.analysis.advise.advise import AdviseOptions, AdviseRequest, advise_job, run_advise
+from rowcast.analysis.advise.cold_rates import DiskRate, ServerRate, disk_rate
 from rowcast.analysis.advise.cost import (
     Demand,
     Rates,
@@ -30,11 +31,8 @@ from rowcast.analysis.advise.cost import (
     stretches,
 )
 from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
-from rowcast.analysis.advise.disk import DiskRate, disk_rate
-from rowcast.analysis.advise.follow import followed, group_shares, thinned
-from rowcast.analysis.advise.read import Observed, SamplingPlan, observe
+from rowcast.analysis.advise.read import Observed, SamplingPlan, followed, group_shares, observe, thinned
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
-from rowcast.analysis.advise.server import ServerRate
 from rowcast.analysis.advise.show import print_advice, sentences
 from rowcast.analysis.advise.tiers import TierTrials
 from rowcast.analysis.progress import Silent
@@ -130,7 +128,7 @@ def request(share: float = 1.0, **values: Any) -> AdviseRequest:
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data is not followed as a whole."""
-    monkeypatch.setattr(follow, "LEAST_ROWS", 1000)
+    monkeypatch.setattr(read, "LEAST_ROWS", 1000)
 
 
 # the estimate
@@ -169,7 +167,7 @@ def test_the_margin_covers_the_error_of_most_samples(monkeypatch: pytest.MonkeyP
     exact = moved(observed(job, 1.0), job, 400_000, "lookahead", lambda: None).fetched.sum()
     covered = 0
     for seed in range(12):
-        monkeypatch.setattr(follow, "GOLDEN", GOLDEN ^ np.uint64(seed << 20))
+        monkeypatch.setattr(read, "GOLDEN", GOLDEN ^ np.uint64(seed << 20))
         some = observed(job, 0.1)
         estimate = moved(some, job, 400_000, "lookahead", lambda: None)
         margin = 3 * np.sqrt((estimate.fetched_error**2).sum())
@@ -689,9 +687,9 @@ def test_a_folder_in_memory_is_no_disk() -> None:
 def test_without_direct_reads_the_page_cache_must_have_let_go(
     share: float, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "file_system", lambda folder: "nfs4")
-    monkeypatch.setattr(disk, "past_the_cache", lambda descriptor: None)
-    monkeypatch.setattr(disk, "cached_share", lambda descriptor, pages: share)
+    monkeypatch.setattr(cold_rates, "file_system", lambda folder: "nfs4")
+    monkeypatch.setattr(cold_rates, "past_the_cache", lambda descriptor: None)
+    monkeypatch.setattr(cold_rates, "cached_share", lambda descriptor, pages: share)
     found = disk_rate(tmp_path, nbytes=2**20)
     assert (found.pages_s is not None) == measured
     assert found.why_not == (None if measured else f"{tmp_path} cannot be read past the page cache (nfs4)")
@@ -701,14 +699,14 @@ def test_pages_that_were_just_read_are_seen_in_the_page_cache(tmp_path: Path) ->
     with (tmp_path / "file").open("w+b") as file:
         file.write(bytes(64 * 4096))
         file.flush()
-        assert disk.cached_share(file.fileno(), np.arange(64)) == 1.0
+        assert cold_rates.cached_share(file.fileno(), np.arange(64)) == 1.0
 
 
 def test_a_disk_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk, "file_system", lambda folder: "ext4")
-    monkeypatch.setattr(disk, "write", full)
+    monkeypatch.setattr(cold_rates, "file_system", lambda folder: "ext4")
+    monkeypatch.setattr(cold_rates, "write", full)
     with pytest.raises(ConfigError, match=facts("256 MiB", "No space left on device")):
         disk_rate(tmp_path)
