@@ -20,15 +20,20 @@ def table(
     columns: Mapping[str, Callable[[R], str]],
     *,
     left: Collection[str] = (),
+    padding: int = 2,
     chosen: Callable[[R], bool] = lambda row: False,
 ) -> Table:
     """A line for each row. Columns in `left` are aligned left; `chosen` rows are coloured."""
-    found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    found = Table(box=None, padding=(0, padding, 0, 0), header_style="bold", pad_edge=False)
     for name in columns:
         found.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:
         found.add_row(*(Text(cell(row)) for cell in columns.values()), style=CHOSEN if chosen(row) else "")
     return found
+
+
+def console_width() -> int:
+    return max(stdout_console().width, 0 if stdout_console().is_terminal else FILE_WIDTH)
 
 
 def show(value: object, parts: Iterable[Part], *, as_json: bool) -> None:

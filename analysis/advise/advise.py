@@ -6,7 +6,7 @@ data --> observed: the rows of each step --> planner of training over the follow
 this machine's rates, a step's time -------------------------> what moving them takes --> knee, no stalls --> sections
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from typer import Option
@@ -36,9 +36,10 @@ from rowcast.analysis.advise.recommend import (
     sections,
     toml,
 )
-from rowcast.analysis.advise.show import notes, print_advice
+from rowcast.analysis.advise.show import notes, parts
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
-from rowcast.analysis.progress import AnalysisProgress, ProgressBar, Silent
+from rowcast.analysis.progress import AnalysisProgress, ProgressBar
+from rowcast.analysis.show import console_width, show
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
@@ -52,7 +53,7 @@ from rowcast.protocol.inputs import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
-from rowcast.runtime.telemetry.format_numbers import print_json, size_text, stdout_console
+from rowcast.runtime.telemetry.format_numbers import size_text
 
 STEP_MS = 10.0
 LINK_GBS = 12.0
@@ -64,46 +65,59 @@ MEMORY_SHARE = 0.5  # share of the free memory that the followed rows may take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdviseRequest:
+class AdviseOptions:
     """A value of None is assumed, or measured on this machine."""
 
-    sample: SamplingPlan
-    max_steps: int | None = None
-    step_ms: float | None = None
-    link_gbs: float | None = None  # in each direction
-    gather_gbs: float | None = None  # rows read from the tables, or written to them
-    memory_bytes: float  # host memory that the followed rows may take
-    progress: AnalysisProgress = field(default_factory=Silent)
+    sample: Annotated[
+        float | None,
+        Option(help="Share of the rows to follow through every batch.", show_default="0.05; all with --samples"),
+    ] = None
+    samples: Annotated[
+        int | None, Option(help="Samples to read, from the middle of an epoch.", show_default="the whole run")
+    ] = None
+    max_steps: MaxSteps = None
+    step_ms: Annotated[float | None, Option(help="What a step takes to compute.", show_default="10")] = None
+    link_gbs: Annotated[float | None, Option(help="10^9 bytes/s to the device, and back.", show_default="12")] = None
+    gather_gbs: Annotated[
+        float | None, Option(help="10^9 bytes/s of rows from and to the tables.", show_default="measured")
+    ] = None
+    json: AsJson = False
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("--step-ms", self.step_ms),
-            ("--link-gbs", self.link_gbs),
-            ("--gather-gbs", self.gather_gbs),
-        ):
+        for name in ("step_ms", "link_gbs", "gather_gbs"):
+            value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} {value}: give a number above 0")
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+
+    @property
+    def plan(self) -> SamplingPlan:
+        usual = USUAL_SHARE if self.samples is None else 1.0
+        return SamplingPlan(share=usual if self.sample is None else self.sample, samples=self.samples)
 
 
-def advise_job(job: Job, request: AdviseRequest) -> Advice:
-    """Reads the data, then simulates. Raises ConfigError and DataError."""
+def advise_job(
+    job: Job, request: AdviseOptions, progress: AnalysisProgress, memory_share: float = MEMORY_SHARE
+) -> Advice:
+    """Reads the data, then simulates. `memory_share`: of the free memory, that the followed rows may take. Raises
+    ConfigError and DataError."""
+    plan, memory_bytes = request.plan, memory_share * free_memory()
     # a plan with the model's arrays is measured with them
     reader = open_reader(job, "all" if job.data.columns.inputs else stream_columns(job)[0])
-    tick = request.progress.begin("reading the data", num_steps(job, reader, request))
-    observed = observe(job, reader, request.sample, request.max_steps, request.memory_bytes, tick)
-    trials = Trials(observed, job, request.progress)
+    tick = progress.begin("reading the data", num_steps(job, reader, request))
+    observed = observe(job, reader, plan, request.max_steps, memory_bytes, tick)
+    trials = Trials(observed, job, progress)
     rates = machine_rates(observed, job, request, trials.smallest, reader)
-    return Adviser(job, request, observed, rates, trials).advice()
+    return Adviser(job, request, observed, rates, trials, progress).advice()
 
 
-def num_steps(job: Job, reader: Reader, request: AdviseRequest) -> int | None:
+def num_steps(job: Job, reader: Reader, request: AdviseOptions) -> int | None:
     """Returns the number of training steps to read; None if unknown."""
-    if request.sample.samples is not None:
-        return -(-request.sample.samples // job.data.batch_size)
+    if request.samples is not None:
+        return -(-request.samples // job.data.batch_size)
     return expected_train_steps(job, reader, request.max_steps)
 
 
-def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity_bytes: int, reader: Reader) -> Rates:
+def machine_rates(observed: Observed, job: Job, request: AdviseOptions, capacity_bytes: int, reader: Reader) -> Rates:
     plan_s, plan_bytes = probe_planning(
         observed, belonging(job), job.lookahead.depth, capacity_slots(observed, capacity_bytes), stage_threads(job)
     )
@@ -125,9 +139,17 @@ def machine_rates(observed: Observed, job: Job, request: AdviseRequest, capacity
 
 
 class Adviser:
-    def __init__(self, job: Job, request: AdviseRequest, observed: Observed, rates: Rates, trials: Trials) -> None:
+    def __init__(
+        self,
+        job: Job,
+        request: AdviseOptions,
+        observed: Observed,
+        rates: Rates,
+        trials: Trials,
+        progress: AnalysisProgress,
+    ) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
-        self._request, self._progress = request, request.progress
+        self._progress = progress
         self._step_ms = request.step_ms or STEP_MS
         self._assumed = assumed(request, observed, rates)
         self._points = Points(observed, trials, rates, self._step_ms / 1e3, job.lookahead.depth)
@@ -221,7 +243,7 @@ class Adviser:
         return larger if after < (1 - WORTH) * before else None
 
 
-def assumed(request: AdviseRequest, observed: Observed, rates: Rates) -> Assumed:
+def assumed(request: AdviseOptions, observed: Observed, rates: Rates) -> Assumed:
     return Assumed(
         step_ms=request.step_ms or STEP_MS,
         step_given=request.step_ms is not None,
@@ -236,43 +258,10 @@ def assumed(request: AdviseRequest, observed: Observed, rates: Rates) -> Assumed
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdviseOptions:
-    sample: Annotated[
-        float | None,
-        Option(help="Share of the rows to follow through every batch.", show_default="0.05; all with --samples"),
-    ] = None
-    samples: Annotated[
-        int | None, Option(help="Samples to read, from the middle of an epoch.", show_default="the whole run")
-    ] = None
-    max_steps: MaxSteps = None
-    step_ms: Annotated[float | None, Option(help="What a step takes to compute.", show_default="10")] = None
-    link_gbs: Annotated[float | None, Option(help="10^9 bytes/s to the device, and back.", show_default="12")] = None
-    gather_gbs: Annotated[
-        float | None, Option(help="10^9 bytes/s of rows from and to the tables.", show_default="measured")
-    ] = None
-    json: AsJson = False
-
-
 def run_advise(job: Job, options: AdviseOptions) -> None:
-    share = options.sample
-    if share is None:
-        share = USUAL_SHARE if options.samples is None else 1.0
     with ProgressBar() as progress:
-        request = AdviseRequest(
-            sample=SamplingPlan(share=share, samples=options.samples),
-            max_steps=options.max_steps,
-            step_ms=options.step_ms,
-            link_gbs=options.link_gbs,
-            gather_gbs=options.gather_gbs,
-            memory_bytes=MEMORY_SHARE * free_memory(),
-            progress=progress,
-        )
-        advice = advise_job(job, request)
-    if options.json:
-        print_json(advice)
-    else:
-        print_advice(advice, stdout_console())
+        advice = advise_job(job, options, progress)
+    show(advice, parts(advice, console_width()), as_json=options.json)
 
 
 @options_of(AdviseOptions)

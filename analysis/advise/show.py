@@ -1,49 +1,39 @@
-"""Prints the results of `prefetcher advise`: the data read, the curve, its precision, memory, sections to paste."""
+"""Says the results of `prefetcher advise`: the data read, the curve, its precision, memory, sections to paste."""
 
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rowcast.analysis.advise.cost import Assumed, CoresNeed
-from rowcast.analysis.advise.read import Read
+from rowcast.analysis.advise.read import Read, WorkingSet
 from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Point
-from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
+from rowcast.analysis.advise.tiers import MOST_WAITING, Budget, TierAdvice
+from rowcast.analysis.show import CHOSEN, Part, table
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
 
-WIDE = 100  # columns from which the curve shows slots and limits too
 MIB = 2**20
-CHOSEN = "bold green"
+WIDE, FOR_WIDE = 100, ("slots", "limit")  # columns of a terminal from which the curve shows these too
+R = TypeVar("R")
 SETTLED = 0.05  # a stretch half as long may differ by this much and still be trusted
 
 
-def print_advice(advice: Advice, console: Console) -> None:
-    say(console, title(advice.read), "bold")
-    for table in (working_sets_table(advice), curve_table(advice, wide=console.width >= WIDE)):
-        console.print()
-        console.print(table)
-    console.print()
-    for sentence in (*sentences(advice), *advice.notes):
-        say(console, f"{sentence}.")
-    console.print()
-    console.print(memory_table(advice))
+def parts(advice: Advice, width: int) -> Iterator[Part]:
+    """`width`: columns of the terminal."""
+    yield title(advice.read)
+    yield working_sets_table(advice)
+    yield curve_table(advice, wide=width >= WIDE)
+    yield from (f"{sentence}." for sentence in (*sentences(advice), *advice.notes))
+    yield memory_table(advice)
     if advice.tier is not None:
-        console.print()
-        console.print(tier_table(advice.tier))
-        console.print()
-        for sentence in tier_sentences(advice.tier, advice.assumed.step_ms, whole_run=advice.read.whole_run):
-            say(console, f"{sentence}.")
-    console.print()
-    say(console, "These sections replace those of the job file:")
-    console.print()
-    console.print(Text(advice.recommended.toml.rstrip(), CHOSEN), soft_wrap=True)
-
-
-def say(console: Console, text: str, style: str = "") -> None:
-    console.print(Text("\n".join(textwrap.wrap(text, console.width)), style), soft_wrap=True)
+        yield tier_table(advice.tier)
+        said = tier_sentences(advice.tier, advice.assumed.step_ms, whole_run=advice.read.whole_run)
+        yield from (f"{sentence}." for sentence in said)
+    yield "These sections replace those of the job file:"
+    yield ""
+    yield Text(advice.recommended.toml.rstrip(), CHOSEN)
 
 
 def title(read: Read) -> str:
@@ -56,65 +46,51 @@ def title(read: Read) -> str:
 
 
 def working_sets_table(advice: Advice) -> Table:
-    own = advice.working_sets
-    depth = own[0].depth
-    table = plain_table("distinct rows", *(group.group for group in own))
+    own, depth = advice.working_sets, advice.working_sets[0].depth
+    lines: dict[str, Callable[[WorkingSet], int]] = {
+        "a batch, median": lambda group: group.batch.median,
+        "the largest batch": lambda group: group.batch.largest,
+        f"{depth} batches, median": lambda group: group.flight.median,
+        f"the largest {depth} batches": lambda group: group.flight.largest,
+        "all batches": lambda group: group.touched,
+        "all rows of the tables": lambda group: group.table_rows,
+    }
 
-    def row(name: str, *rows: int) -> None:
-        table.add_row(
-            name, *(f"{n:,} = {human_bytes(n * group.record_bytes)}" for n, group in zip(rows, own, strict=True))
-        )
+    def rows_of(group: WorkingSet) -> Callable[[str], str]:
+        return lambda name: f"{lines[name](group):,} = {human_bytes(lines[name](group) * group.record_bytes)}"
 
-    row("a batch, median", *(group.batch.median for group in own))
-    row("the largest batch", *(group.batch.largest for group in own))
-    row(f"{depth} batches, median", *(group.flight.median for group in own))
-    row(f"the largest {depth} batches", *(group.flight.largest for group in own))
-    row("all batches", *(group.touched for group in own))
-    row("all rows of the tables", *(group.table_rows for group in own))
-    return table
+    columns: dict[str, Callable[[str], str]] = {"distinct rows": str, **{group.group: rows_of(group) for group in own}}
+    return table(lines, columns, left=("distinct rows",))
+
+
+CURVE: dict[str, Callable[[Point], str]] = {  # rows and MiB are per step
+    "capacity": lambda point: human_bytes(point.capacity_bytes),
+    "slots": lambda point: f"{point.capacity_rows:,}",
+    "rows\nfetched": lambda point: f"{point.lookahead.rows_fetched_per_step:,.0f}",
+    "MiB\nin": lambda point: mib(point.lookahead.bytes_fetched_per_step),
+    "MiB\nout": lambda point: mib(point.lookahead.bytes_written_back_per_step),
+    "hit\nratio": lambda point: "" if point.lookahead.hit_ratio is None else percent(point.lookahead.hit_ratio),
+    "LRU\nfetches": lambda point: f"{point.lru.rows_fetched_per_step:,.0f}",
+    "doubling\nsaves": lambda point: percent(point.doubling_saves),
+    "rows\nmove\nin ms": lambda point: f"{point.move_ms:.3g}",
+    "steps\nwait\nbelow ms": lambda point: f"{point.least_step_ms:.3g}" if point.least_step_ms else "-",
+    "limit": lambda point: point.limit,
+}
 
 
 def curve_table(advice: Advice, *, wide: bool) -> Table:
-    """Rows and MiB are per step."""
-    extra = ("slots",) if wide else ()
-    names = (
-        "capacity",
-        *extra,
-        "rows\nfetched",
-        "MiB\nin",
-        "MiB\nout",
-        "hit\nratio",
-        "LRU\nfetches",
-        "doubling\nsaves",
-        "rows\nmove\nin ms",
-        "steps\nwait\nbelow ms",
-    )
-    table = plain_table(*names, padding=2 if wide else 1)
-    if wide:
-        table.add_column("limit")
-    for point in advice.curve:
-        chosen = point.capacity_bytes == advice.recommended.predicted.capacity_bytes
-        table.add_row(
-            *curve_cells(point, wide=wide, chosen=chosen),
-            *([point.limit] if wide else []),
-            style=CHOSEN if chosen else "",
-        )
-    return table
+    def chosen(point: Point) -> bool:
+        return point.capacity_bytes == advice.recommended.predicted.capacity_bytes
+
+    columns = {name: cell for name, cell in CURVE.items() if wide or name not in FOR_WIDE}
+    left, padding = ("capacity", "limit"), 2 if wide else 1
+    return table(advice.curve, marked(columns, chosen), left=left, padding=padding, chosen=chosen)
 
 
-def curve_cells(point: Point, *, wide: bool, chosen: bool) -> Iterator[str]:
-    ahead = point.lookahead
-    yield f"{'*' if chosen else ' '} {human_bytes(point.capacity_bytes)}"
-    if wide:
-        yield f"{point.capacity_rows:,}"
-    yield f"{ahead.rows_fetched_per_step:,.0f}"
-    yield mib(ahead.bytes_fetched_per_step)
-    yield mib(ahead.bytes_written_back_per_step)
-    yield "" if ahead.hit_ratio is None else percent(ahead.hit_ratio)
-    yield f"{point.lru.rows_fetched_per_step:,.0f}"
-    yield percent(point.doubling_saves)
-    yield f"{point.move_ms:.3g}"
-    yield f"{point.least_step_ms:.3g}" if point.least_step_ms else "-"
+def marked(columns: Mapping[str, Callable[[R], str]], chosen: Callable[[R], bool]) -> dict[str, Callable[[R], str]]:
+    """The columns, with a star before the first cell of a chosen row."""
+    first, *_ = columns
+    return {**columns, first: lambda row: f"{'*' if chosen(row) else ' '} {columns[first](row)}"}
 
 
 def mib(nbytes: float) -> str:
@@ -123,44 +99,38 @@ def mib(nbytes: float) -> str:
 
 def memory_table(advice: Advice) -> Table:
     host, device = advice.host, advice.device
-    table = plain_table("host memory", "", "on the device", "")
-    left = {
-        "tables, all rows trained": host.tables_bytes,
+    of_host = {
+        "host: tables, all rows trained": host.tables_bytes,
         "tables, rows of this run": host.touched_bytes,
         "two rings": host.rings_bytes,
         "ids known ahead": host.ids_bytes,
         "the planner": host.planner_bytes,
         "batches decoded ahead": host.decoded_bytes,
     }
-    right = {
-        "capacity": device.capacity_bytes,
+    on_device = {
+        "device: capacity": device.capacity_bytes,
         "staging": device.staging_bytes,
         "plans": device.plans_bytes,
         "beside the dense model": device.capacity_bytes + device.staging_bytes + device.plans_bytes,
     }
-    pairs = [(name, human_bytes(nbytes)) for name, nbytes in right.items()] + 2 * [("", "")]
-    for (name, nbytes), pair in zip(left.items(), pairs, strict=True):
-        table.add_row(name, human_bytes(nbytes), *pair)
-    return table
+    lines = {**of_host, **on_device}
+    return table(lines, {"memory": str, "bytes": lambda name: human_bytes(lines[name])}, left=("memory",))
 
 
 def tier_table(tier: TierAdvice) -> Table:
-    """Rows are per step."""
-    table = plain_table(
-        "store.memory", "rows in\nmemory", "rows\nenter", "from the\ncold tier", f"of the\n{cold_tier(tier)}", "waits"
-    )
-    for budget in tier.budgets:
-        chosen = budget is tier.recommended
-        table.add_row(
-            f"{'*' if chosen else ' '} {budget.memory}",
-            f"{budget.memory_rows:,}",
-            f"{budget.rows_entered_per_step:,.0f}",
-            f"{budget.rows_from_cold_per_step:,.0f}",
-            "" if budget.disk_share is None else percent(budget.disk_share),
-            "" if budget.waits is None else percent(budget.waits),
-            style=CHOSEN if chosen else "",
-        )
-    return table
+    columns: dict[str, Callable[[Budget], str]] = {  # rows are per step
+        "store.memory": lambda budget: budget.memory,
+        "rows in\nmemory": lambda budget: f"{budget.memory_rows:,}",
+        "rows\nenter": lambda budget: f"{budget.rows_entered_per_step:,.0f}",
+        "from the\ncold tier": lambda budget: f"{budget.rows_from_cold_per_step:,.0f}",
+        f"of the\n{cold_tier(tier)}": lambda budget: "" if budget.disk_share is None else percent(budget.disk_share),
+        "waits": lambda budget: "" if budget.waits is None else percent(budget.waits),
+    }
+
+    def chosen(budget: Budget) -> bool:
+        return budget is tier.recommended
+
+    return table(tier.budgets, marked(columns, chosen), left=("store.memory",), chosen=chosen)
 
 
 def cold_tier(tier: TierAdvice) -> str:
@@ -196,14 +166,6 @@ def tier_sentences(tier: TierAdvice, step_ms: float, *, whole_run: bool) -> Iter
         yield f"Rows from the cold tier are estimates, at most ± {percent_number(margin)} % (three standard errors)"
     if not whole_run:
         yield "Rows that were trained before the stretch count as never trained: omit --samples to count them"
-
-
-def plain_table(first: str, *others: str, padding: int = 2) -> Table:
-    table = Table(box=None, padding=(0, padding, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
 
 
 def sentences(advice: Advice) -> Iterator[str]:

@@ -3,8 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from rowcast.analysis.advise.advise import MEMORY_SHARE, USUAL_SHARE, AdviseRequest, advise_job
-from rowcast.analysis.advise.read import SamplingPlan
+from rowcast.analysis.advise.advise import AdviseOptions, advise_job
 from rowcast.analysis.estimate.device_rates import read_rates
 from rowcast.analysis.estimate.durations import measured_rows
 from rowcast.analysis.estimate.estimate import Estimate, estimate_job
@@ -12,20 +11,13 @@ from rowcast.analysis.progress import ProgressBar
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.runtime.machine import free_memory
 
 
 def estimate_advised(job: Job, rates: Path, step_ms: float, *, max_steps: int | None = None) -> Estimate:
     """`step_ms`: what a step takes to compute there. Raises ConfigError and DataError."""
     with ProgressBar() as progress:
-        request = AdviseRequest(
-            sample=SamplingPlan(share=USUAL_SHARE, samples=None),
-            max_steps=max_steps,
-            step_ms=step_ms,
-            memory_bytes=MEMORY_SHARE * free_memory(),
-            progress=progress,
-        )
-        recommended = tomllib.loads(advise_job(job, request).recommended.toml)
+        request = AdviseOptions(max_steps=max_steps, step_ms=step_ms)
+        recommended = tomllib.loads(advise_job(job, request, progress).recommended.toml)
     settings = tuple((f"{name}.{key}", str(value)) for name, own in recommended.items() for key, value in own.items())
     cache = {**recommended["cache"], "pin": None, "groups": {}}  # the curve knows neither pins nor shares
     own = with_values(job, {**recommended, "cache": cache})

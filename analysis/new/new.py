@@ -10,8 +10,7 @@ from typing import Annotated
 
 from typer import Option
 
-from rowcast.analysis.advise.advise import AdviseRequest, advise_job
-from rowcast.analysis.advise.read import SamplingPlan
+from rowcast.analysis.advise.advise import AdviseOptions, advise_job
 from rowcast.analysis.new.files import LIST_SEPARATOR, DataSet, look_at
 from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
@@ -19,7 +18,6 @@ from rowcast.job.file import parse_job
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.data_files import listed_files
 from rowcast.runtime.errors import RowcastError, printable
-from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural
 
 WHOLE_RUN_ROWS = 1_000_000  # of larger data, a stretch of this length decides the capacity
@@ -59,14 +57,7 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgr
     job = parse_job(tomllib.loads(job_text(data, chosen, FIRST_CAPACITY, "")), "the new job")
     samples = None if data.num_rows <= WHOLE_RUN_ROWS else WHOLE_RUN_ROWS
     try:
-        advice = advise_job(
-            job,
-            AdviseRequest(
-                sample=SamplingPlan(share=1.0, samples=samples),
-                memory_bytes=MEMORY_SHARE * free_memory(),
-                progress=progress,
-            ),
-        )
+        advice = advise_job(job, AdviseOptions(sample=1.0, samples=samples), progress, MEMORY_SHARE)
     except RowcastError as error:
         return FIRST_CAPACITY, f"a guess, because `prefetcher advise` failed: {' '.join(str(error).split())}"
     if parse_bytes(advice.recommended.capacity) < parse_bytes(LEAST_CAPACITY):

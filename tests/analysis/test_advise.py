@@ -3,7 +3,7 @@
 import io
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from math import log2
@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rowcast.analysis.advise import advise, cold_rates, read
-from rowcast.analysis.advise.advise import AdviseOptions, AdviseRequest, advise_job, run_advise
+from rowcast.analysis.advise.advise import AdviseOptions, run_advise
 from rowcast.analysis.advise.cold_rates import DiskRate, ServerRate, disk_rate
 from rowcast.analysis.advise.cost import (
     Demand,
@@ -33,10 +33,11 @@ from rowcast.analysis.advise.cost import (
 from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
 from rowcast.analysis.advise.read import Observed, SamplingPlan, followed, group_shares, observe, thinned
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
-from rowcast.analysis.advise.show import print_advice, sentences
+from rowcast.analysis.advise.show import parts, sentences
 from rowcast.analysis.advise.tiers import TierTrials
 from rowcast.analysis.progress import Silent
 from rowcast.analysis.scan.steps import StepRows
+from rowcast.analysis.show import tell
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.simulate.simulate import simulate
@@ -57,6 +58,7 @@ from rowcast.protocol.inputs import belonging
 from rowcast.protocol.parts import rank_of
 from rowcast.runtime.arrays import GOLDEN
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.memory import free_memory
 from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings
@@ -117,12 +119,13 @@ def observed(job: Job, share: float, samples: int | None = None, max_steps: int 
     return observe(job, reader, SamplingPlan(share=share, samples=samples), max_steps, 1e9, lambda: None)
 
 
-def request(share: float = 1.0, **values: Any) -> AdviseRequest:
+def request(share: float = 1.0, **values: Any) -> AdviseOptions:
     """Without a measurement of the tables, which takes a moment."""
-    samples = values.pop("samples", None)
-    return AdviseRequest(
-        sample=SamplingPlan(share=share, samples=samples), memory_bytes=1e9, **{"gather_gbs": 1.0} | values
-    )
+    return AdviseOptions(sample=share, **{"gather_gbs": 1.0} | values)
+
+
+def advise_job(job: Job, options: AdviseOptions) -> Advice:
+    return advise.advise_job(job, options, Silent())
 
 
 @pytest.fixture
@@ -450,9 +453,9 @@ def test_the_beginning_of_a_run_can_be_asked_about() -> None:
 
 
 def shown(job: Job, width: int, **values: Any) -> list[str]:
-    console = Console(width=width, force_terminal=False, highlight=False)
+    console = Console(width=width, force_terminal=True, color_system=None, highlight=False)
     with console.capture() as text:
-        print_advice(advise_job(job, request(**values)), console)
+        tell(parts(advise_job(job, request(**values)), width), console)
     return text.get().splitlines()
 
 
@@ -469,7 +472,7 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
         "No stalls",
         "Limit: ",
         "a step takes 10 ms (--step-ms)",
-        "host memory",
+        "batches decoded ahead",
         "the planner",
         "staging",
         "Every row was followed",
@@ -552,9 +555,9 @@ def test_followed_rows_that_do_not_fit_into_memory_are_refused() -> None:
     job = made_job("zipf", 50)
     with pytest.raises(
         ConfigError,
-        match=facts("--sample 1", "followed rows", 100000),
+        match=facts("--sample 1", "followed rows"),
     ):
-        advise_job(job, replace(request(), memory_bytes=100_000))
+        advise.advise_job(job, request(), Silent(), 100_000 / free_memory())
 
 
 def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None:
@@ -630,7 +633,7 @@ def test_the_advice_for_a_tiered_store_has_its_memory_and_says_what_the_disk_rea
     assert advice.tier.recommended is not None
     assert tomllib.loads(advice.recommended.toml)["store"] == {"memory": "4000 rows"}
     console = Console(width=100, record=True, file=io.StringIO())
-    print_advice(advice, console)
+    tell(parts(advice, 100), console)
     text = console.export_text()
     assert "reads 1,000,000,000 random pages of 4 KiB a second past the page cache" in " ".join(text.split())
     assert "* 4000 rows" in text
@@ -668,7 +671,7 @@ def test_servers_count_as_a_disk_does() -> None:
 
 def advised(advice: Advice) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
-    print_advice(advice, console)
+    tell(parts(advice, 100), console)
     return " ".join(console.export_text().split())
 
 
