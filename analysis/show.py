@@ -15,7 +15,7 @@ R = TypeVar("R")
 Part = Table | Text | str
 
 
-def table(
+def table_of(
     rows: Iterable[R],
     columns: Mapping[str, Callable[[R], str]],
     *,

@@ -10,7 +10,7 @@ from rowcast.analysis.advise.cost import Assumed, CoresNeed
 from rowcast.analysis.advise.read import Read, WorkingSet
 from rowcast.analysis.advise.recommend import KNEE_SAVING, Advice, Point
 from rowcast.analysis.advise.tiers import MOST_WAITING, Budget, TierAdvice
-from rowcast.analysis.show import CHOSEN, Part, table
+from rowcast.analysis.show import CHOSEN, Part, table_of
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural
 
@@ -60,7 +60,7 @@ def working_sets_table(advice: Advice) -> Table:
         return lambda name: f"{lines[name](group):,} = {human_bytes(lines[name](group) * group.record_bytes)}"
 
     columns: dict[str, Callable[[str], str]] = {"distinct rows": str, **{group.group: rows_of(group) for group in own}}
-    return table(lines, columns, left=("distinct rows",))
+    return table_of(lines, columns, left=("distinct rows",))
 
 
 CURVE: dict[str, Callable[[Point], str]] = {  # rows and MiB are per step
@@ -84,7 +84,7 @@ def curve_table(advice: Advice, *, wide: bool) -> Table:
 
     columns = {name: cell for name, cell in CURVE.items() if wide or name not in FOR_WIDE}
     left, padding = ("capacity", "limit"), 2 if wide else 1
-    return table(advice.curve, marked(columns, chosen), left=left, padding=padding, chosen=chosen)
+    return table_of(advice.curve, marked(columns, chosen), left=left, padding=padding, chosen=chosen)
 
 
 def marked(columns: Mapping[str, Callable[[R], str]], chosen: Callable[[R], bool]) -> dict[str, Callable[[R], str]]:
@@ -114,7 +114,7 @@ def memory_table(advice: Advice) -> Table:
         "beside the dense model": device.capacity_bytes + device.staging_bytes + device.plans_bytes,
     }
     lines = {**of_host, **on_device}
-    return table(lines, {"memory": str, "bytes": lambda name: human_bytes(lines[name])}, left=("memory",))
+    return table_of(lines, {"memory": str, "bytes": lambda name: human_bytes(lines[name])}, left=("memory",))
 
 
 def tier_table(tier: TierAdvice) -> Table:
@@ -130,7 +130,7 @@ def tier_table(tier: TierAdvice) -> Table:
     def chosen(budget: Budget) -> bool:
         return budget is tier.recommended
 
-    return table(tier.budgets, marked(columns, chosen), left=("store.memory",), chosen=chosen)
+    return table_of(tier.budgets, marked(columns, chosen), left=("store.memory",), chosen=chosen)
 
 
 def cold_tier(tier: TierAdvice) -> str:

@@ -9,35 +9,51 @@ set on data that had no part in choosing it, and the pin file holds exactly the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from rich.console import Console
 from typer import Option
 
-from rowcast.analysis.profile.hot_rows import Coverage, CoverageShares, HotSet, Popularity, hot_set
-from rowcast.analysis.profile.interval import unseen_share
-from rowcast.analysis.profile.results import HALF, BudgetCoverage, GroupFacts, Profile, print_profile
-from rowcast.analysis.scan.sample import Amount, SampledBatch, read_windows, reader_for_another_pass, sample_windows
+from rowcast.analysis.profile.hot_rows import (
+    METHOD,
+    Coverage,
+    CoverageShares,
+    EstimatedShare,
+    HotSet,
+    Popularity,
+    TableShares,
+    hot_set,
+    unseen_share,
+)
+from rowcast.analysis.profile.log import log_facts, plot_log
+from rowcast.analysis.profile.log import parts as log_parts
+from rowcast.analysis.progress import AnalysisProgress, ProgressBar
+from rowcast.analysis.scan.sample import Amount, read_windows, reader_for_another_pass, sample_windows
+from rowcast.analysis.show import Part, show, table_of
+from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
 from rowcast.job.units import parse_bytes, parse_rows
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots, measure
 from rowcast.prefetcher.readers.pin_files import save_pins
-from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import I64
-from rowcast.runtime.command_options import AsJson
+from rowcast.runtime.command_options import AsJson, Config, Overrides, options_of
+from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
-from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
+from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number
 
 PICK, JUDGE = 0, 1  # draws of the sample
 DEFAULT_AMOUNT = Amount(share=0.05, least_batches=64)
-Progress = Callable[[str], None]
+HALF = "half the cache"  # the default budget
+STEPS = 1000  # with --plot
 MEMORY_SHARE = 0.5  # share of the free memory that counting may take
 
 
@@ -48,37 +64,109 @@ class Budget:
     room: tuple[int, ...] | None  # rows that each group may pin at most; None: as many as the budget holds
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileRequest:
-    amount: Amount = DEFAULT_AMOUNT
-    budgets: tuple[str, ...] = ()  # sizes as in the job file; none: half of the cache
-    confidence: float = 0.99
-    memory_bytes: float  # host memory that counting may take
-    progress: Progress = field(default=lambda what: None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileOptions:
+    sample: Annotated[
+        float | None, Option(help="Share of an epoch to read.", show_default="0.05, and at least 64 batches")
+    ] = None
+    samples: Annotated[int | None, Option(help="Samples to read instead.", show_default=False)] = None
+    budgets: Annotated[
+        Sequence[str],
+        Option("--budget", help="Bytes for hot rows, such as 16MiB. Repeatable.", show_default="half the cache"),
+    ] = ()
+    confidence: Annotated[float, Option(help="How often an interval must hold.")] = 0.99
+    out: Annotated[Path | None, Option(help="Write the largest budget's rows, for cache.pin.", metavar="FILE")] = None
+    plot: Annotated[
+        Path | None, Option(help="Instead: draw what the first steps look up, table by table.", metavar="PNG|SVG")
+    ] = None
+    max_steps: Annotated[int | None, Option(min=1, help="With --plot: train steps to read.", show_default="1000")] = (
+        None
+    )
+    json: AsJson = False
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.confidence < 1:
             raise ConfigError(f"--confidence {self.confidence}: give a probability from 0.5 to below 1, such as 0.99")
+        if self.sample is not None and self.samples is not None:
+            raise ConfigError("--sample and --samples are both given; remove one, as each says how much to read")
+        if self.plot is None and self.max_steps:
+            raise ConfigError("--max-steps needs --plot; give both")
+        of_hot_rows = {"sample": self.sample, "samples": self.samples, "budget": self.budgets, "out": self.out}
+        for name, value in of_hot_rows.items() if self.plot is not None else ():
+            if value:
+                raise ConfigError(f"--{name} is about hot rows; omit it, or --plot")
+
+    @property
+    def amount(self) -> Amount:
+        given = self.sample is not None or self.samples is not None
+        return Amount(share=self.sample, samples=self.samples) if given else DEFAULT_AMOUNT
 
 
-def profile_job(job: Job, request: ProfileRequest) -> tuple[Profile, dict[str, I64]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFacts:
+    group: str
+    slots: int
+    record_bytes: int
+    largest_batch_rows: int  # of the first batches and the sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetCoverage:
+    budget: str  # as requested
+    budget_bytes: int
+    hot_rows: int
+    hot_bytes: int
+    threshold: dict[str, int | None]  # group -> look-ups in the picking half of its least looked-up hot row
+    shares: CoverageShares
+    chosen_inputs: float  # share of whole inputs among the samples that chose the rows, which data.order also reads
+    too_large: str | None  # what to change before this job can pin these rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    epoch_samples: int | None
+    picked_batches: int
+    picked_samples: int
+    judged_batches: int
+    judged_samples: int
+    rows_seen: int  # distinct, in the picking half
+    confidence: float
+    method: str = METHOD
+    unseen_share: float  # of the data's batches: a rarer kind of batch may not be among the judged ones
+    groups: tuple[GroupFacts, ...]
+    budgets: tuple[BudgetCoverage, ...]  # ascending
+
+
+def profile_job(job: Job, options: ProfileOptions, progress: AnalysisProgress) -> tuple[Profile, dict[str, I64]]:
     """Returns the profile, and the hot rows of the largest budget by table. Raises ConfigError and DataError."""
+    amount, tick = options.amount, progress.begin("reading", None)
     groups, reader = group_specs(job), open_reader(job)
-    asked = [parse_budget(text, groups) for text in request.budgets]
+
+    def half(draw: int) -> Iterator[Batch]:
+        again = reader_for_another_pass(job, reader)
+        windows = (own for own in sample_windows(job, again, amount, draws=2) if own.draw == draw)
+        for sampled in read_windows(job, again, windows):
+            yield sampled.batch
+            tick()
+
+    asked = [parse_budget(text, groups) for text in options.budgets]
     measured = list(islice(schedule(job, reader), MEASURED_BATCHES))
     slots, touched = job_slots(job, groups, measured), measure(groups, measured)
-    popularity = pick(job, reader_for_another_pass(job, reader), request, Popularity(groups, request.memory_bytes))
+    popularity = Popularity(groups, MEMORY_SHARE * free_memory())
+    for batch in half(PICK):
+        popularity.add(batch)
     largest = list(map(max, touched.largest_batch_rows, popularity.largest_batch_rows))
     budgets = sorted(asked or [default_budget(groups, slots, largest)], key=lambda budget: budget.nbytes)
     hot_sets = [hot_set(popularity, budget.nbytes, budget.room) for budget in budgets]
-    coverages, chosen = (
-        judge(job, reader_for_another_pass(job, reader), request, draw, [Coverage(groups, hot) for hot in hot_sets])
-        for draw in (JUDGE, PICK)
-    )
+    coverages, chosen = ([Coverage(groups, hot) for hot in hot_sets] for _ in range(2))
+    for draw, judges in ((JUDGE, coverages), (PICK, chosen)):
+        for batch in half(draw):
+            for coverage in judges:
+                coverage.add(batch)
     refuse_small(popularity.num_batches, coverages[0].num_batches)
     facts = tuple(map(group_facts, groups, slots, map(max, largest, coverages[0].largest_batch_rows)))
     covered = tuple(
-        budget_coverage(budget, hot, coverage.shares(request.confidence), own.input_share, facts)
+        budget_coverage(budget, hot, coverage.shares(options.confidence), own.input_share, facts)
         for budget, hot, coverage, own in zip(budgets, hot_sets, coverages, chosen, strict=True)
     )
     profile = Profile(
@@ -88,38 +176,18 @@ def profile_job(job: Job, request: ProfileRequest) -> tuple[Profile, dict[str, I
         judged_batches=coverages[0].num_batches,
         judged_samples=coverages[0].num_samples,
         rows_seen=popularity.num_rows,
-        confidence=request.confidence,
-        unseen_share=unseen_share(coverages[0].num_batches, request.confidence),
+        confidence=options.confidence,
+        unseen_share=unseen_share(coverages[0].num_batches, options.confidence),
         groups=facts,
         budgets=covered,
     )
     return profile, rows_by_table(groups, hot_sets[-1])
 
 
-def pick(job: Job, reader: Reader, request: ProfileRequest, popularity: Popularity) -> Popularity:
-    for sampled in half(job, reader, request, PICK):
-        popularity.add(sampled.batch)
-        request.progress(f"counted {popularity.num_samples:,} samples")
-    return popularity
-
-
-def judge(job: Job, reader: Reader, request: ProfileRequest, draw: int, coverages: list[Coverage]) -> list[Coverage]:
-    for sampled in half(job, reader, request, draw):
-        for coverage in coverages:
-            coverage.add(sampled.batch)
-        request.progress(f"judged {coverages[0].num_samples:,} samples")
-    return coverages
-
-
 def group_facts(group: GroupSpec, slots: int, largest_batch_rows: int) -> GroupFacts:
     return GroupFacts(
         group=group.name, slots=slots, record_bytes=group.record_bytes, largest_batch_rows=largest_batch_rows
     )
-
-
-def half(job: Job, reader: Reader, request: ProfileRequest, draw: int) -> Iterator[SampledBatch]:
-    windows = sample_windows(job, reader, request.amount, draws=2)
-    return read_windows(job, reader, (window for window in windows if window.draw == draw))
 
 
 def refuse_small(num_picked: int, num_judged: int) -> None:
@@ -197,58 +265,106 @@ def rows_by_table(groups: tuple[GroupSpec, ...], hot: HotSet) -> dict[str, I64]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOptions:
-    sample: Annotated[
-        float | None, Option(help="Share of an epoch to read.", show_default="0.05, and at least 64 batches")
-    ] = None
-    samples: Annotated[int | None, Option(help="Samples to read instead.", show_default=False)] = None
-    budgets: Annotated[
-        Sequence[str],
-        Option("--budget", help="Bytes for hot rows, such as 16MiB. Repeatable.", show_default="half the cache"),
-    ] = ()
-    confidence: Annotated[float, Option(help="How often an interval must hold.")] = 0.99
-    out: Annotated[Path | None, Option(help="Write the largest budget's rows, for cache.pin.", metavar="FILE")] = None
-    plot: Annotated[
-        Path | None, Option(help="Instead: draw what the first steps look up, table by table.", metavar="PNG|SVG")
-    ] = None
-    max_steps: Annotated[int | None, Option(min=1, help="With --plot: train steps to read.", show_default="1000")] = (
-        None
-    )
-    json: AsJson = False
+@options_of(ProfileOptions)
+def profile(config: Config, overrides: Overrides = None, *, options: ProfileOptions) -> None:
+    run_profile(load_job(config, tuple(overrides or ())), options)
 
 
 def run_profile(job: Job, options: ProfileOptions) -> None:
-    with Console(stderr=True).status("reading") as status:
-        request = ProfileRequest(
-            amount=amount_of(options),
-            budgets=tuple(options.budgets),
-            confidence=options.confidence,
-            memory_bytes=MEMORY_SHARE * free_memory(),
-            progress=status.update,
-        )
-        profile, rows = profile_job(job, request)
-    if options.out is not None:
-        write_pins(options.out, job, profile, rows)
-    if options.json:
-        print_json(profile)
+    if options.plot is not None:
+        check_plot(options.plot)
+        with ProgressBar() as progress:
+            facts = log_facts(job, options.max_steps or STEPS, MEMORY_SHARE * free_memory(), progress)
+        plot_log(facts, options.plot)
+        show(facts, log_parts(facts), as_json=options.json)
         return
-    console = stdout_console()
-    print_profile(profile, console)
+    with ProgressBar() as progress:
+        found, rows = profile_job(job, options, progress)
     if options.out is not None:
-        console.print(
-            f'{options.out}: {profile.budgets[-1].hot_rows:,} rows; set cache.pin = "{options.out}"',
-            markup=False,
-            soft_wrap=True,
-        )
+        write_pins(options.out, job, found, rows)
+    show(found, [*parts(found), *pinned(found, options.out)], as_json=options.json)
 
 
-def amount_of(options: ProfileOptions) -> Amount:
-    if options.sample is not None and options.samples is not None:
-        raise ConfigError("--sample and --samples are both given; remove one, as each says how much to read")
-    if options.sample is None and options.samples is None:
-        return DEFAULT_AMOUNT
-    return Amount(share=options.sample, samples=options.samples)
+def pinned(profile: Profile, out: Path | None) -> Iterator[str]:
+    if out is not None:
+        yield f'{out}: {profile.budgets[-1].hot_rows:,} rows; set cache.pin = "{out}"'
+
+
+def parts(profile: Profile) -> Iterator[Part]:
+    yield title(profile)
+    yield table_of(profile.budgets, BUDGETS, left=("budget",))
+    yield "Of each table, in hot rows and % of accesses:"
+    columns: dict[str, Callable[[tuple[TableShares, ...]], str]] = {
+        "table": lambda own: own[0].table,
+        "rows": lambda own: f"{own[0].num_rows:,}",
+    }
+    for number, budget in enumerate(profile.budgets):
+        columns[f"\n{budget.budget}"] = partial(table_cell, number)
+    of_tables = zip(*(budget.shares.tables for budget in profile.budgets), strict=True)
+    yield table_of(of_tables, columns, left=("table",))
+    yield from notes(profile)
+
+
+BUDGETS: dict[str, Callable[[BudgetCoverage], str]] = {
+    "budget": lambda own: own.budget,
+    "hot rows": lambda own: f"{own.hot_rows:,}",
+    "bytes": lambda own: human_bytes(own.hot_bytes),
+    "% of accesses": lambda own: percent_interval(own.shares.accesses),
+    "% of whole inputs": lambda own: percent_interval(own.shares.inputs),
+}
+
+
+def table_cell(number: int, own: tuple[TableShares, ...]) -> str:
+    return f"{own[number].hot_rows:,}, {percent_interval(own[number].accesses)}"
+
+
+def title(profile: Profile) -> str:
+    epoch = "" if profile.epoch_samples is None else f" (an epoch: {profile.epoch_samples:,})"
+    return (
+        f"{profile.picked_samples:,} samples chose the hot rows, {profile.judged_samples:,} others judged them{epoch}"
+    )
+
+
+def notes(profile: Profile) -> Iterator[str]:
+    yield (
+        f"In brackets: {100 * profile.confidence:.4g} % intervals. {profile.judged_batches} batches were judged, each "
+        "as a cluster of similar "
+        f"samples; a kind of batch rarer than {percent_number(profile.unseen_share)} % of all may not be among them."
+    )
+    if any(budget.hot_rows for budget in profile.budgets):
+        least = ", ".join(least_lookups(budget, named=len(profile.budgets) > 1) for budget in profile.budgets)
+        times = "once" if least == "1" else f"{least} times"
+        yield f"Each hot row was looked up at least {times} by the samples that chose it."
+        chosen = ", ".join(f"{percent_number(budget.chosen_inputs)} % ({budget.budget})" for budget in profile.budgets)
+        yield f"Of the samples that chose the hot rows, {chosen} are whole inputs."
+    if any(budget.budget == HALF for budget in profile.budgets):
+        yield half_the_cache(profile)
+    yield from (f"{budget.budget}: {budget.too_large}." for budget in profile.budgets if budget.too_large is not None)
+
+
+def least_lookups(budget: BudgetCoverage, *, named: bool) -> str:
+    own = [str(least or "-") for least in budget.threshold.values()]
+    numbers = own[0] if len(set(own)) == 1 else "/".join(own)
+    return f"{numbers} ({budget.budget})" if named else numbers
+
+
+def half_the_cache(profile: Profile) -> str:
+    groups = "; ".join(
+        f"{group.slots:,} slots of {group.group}, {group.largest_batch_rows:,} rows" for group in profile.groups
+    )
+    return (
+        f"{HALF}: the other half is for rows that change from batch to batch. The largest batch seen and a tenth more "
+        f"must fit next to the hot rows ({groups})."
+    )
+
+
+def percent_interval(share: EstimatedShare | None) -> str:
+    """`62.1 (60.0 to 64.2)`."""
+    if share is None:
+        return "none"
+    if share.low == share.high:
+        return percent_number(share.estimate)
+    return f"{percent_number(share.estimate)} ({percent_number(share.low)} to {percent_number(share.high)})"
 
 
 def write_pins(path: Path, job: Job, profile: Profile, rows: Mapping[str, I64]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from rowcast.analysis.progress import ProgressBar
-from rowcast.analysis.show import Part, show, table
+from rowcast.analysis.show import Part, show, table_of
 from rowcast.analysis.simulate.grid import Grid, check_order, order_values, with_values
 from rowcast.analysis.simulate.plot import plot_results
 from rowcast.analysis.simulate.ranks import simulate_ranks
@@ -177,7 +177,7 @@ def parts(results: Sequence[Simulation]) -> Iterator[Part]:
     """A table of the settings, with batch size and order if there are several, then those that could not run."""
     ran = [result for result in results if result.skipped is None]
     if ran:
-        yield table(ran, columns(ran), left=("policy", "shuffle"))
+        yield table_of(ran, columns(ran), left=("policy", "shuffle"))
         yield "Rows and MiB are per step."
     yield from dict.fromkeys(
         f"Batches of {batches_of(result)}: {result.steps:,} train and {result.eval_steps:,} evaluation steps, "
@@ -236,10 +236,10 @@ def ranks_parts(results: Sequence[RanksSimulation]) -> Iterator[Part]:
     trained = [(result, result.parallelisms) for result in ran if result.parallelisms is not None]
     if ran:
         yield "Rows a step and, but for the batch, a rank:"
-        yield table(ran, COUNTS)
+        yield table_of(ran, COUNTS)
     if trained:
         yield "MB that a rank receives in a train step, and what the busiest sends or receives:"
-        yield table(trained, BYTES)
+        yield table_of(trained, BYTES)
     for result in results:
         if result.skipped is not None:
             yield f"Not simulated: {result.ranks} ranks at {result.capacity}: {result.skipped}."

@@ -26,7 +26,7 @@ SUBCOMMANDS = {
         "Tell how much cache a job needs, from its data: a curve, the memory it takes, and the sections to paste.",
     ),
     "profile": Subcommand(
-        f"{ANALYSIS}.profile.command:profile",
+        f"{ANALYSIS}.profile.profile:profile",
         "Find the rows that are looked up most, from a sample, and what keeping them on the device would cover. "
         "With --plot: draw what a log looks up.",
     ),

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rowcast.analysis.profile.interval import EstimatedShare, clustered_share, student_t, unseen_share, wilson
+from rowcast.analysis.profile.hot_rows import EstimatedShare, clustered_share, student_t, unseen_share, wilson
 
 Doubles = npt.NDArray[np.float64]
 BATCH = 64

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rowcast.analysis.profile.log_facts import LogFacts, log_facts
-from rowcast.analysis.profile.log_show import print_log, summary
+from rowcast.analysis.profile.log import LogFacts, log_facts, parts, summary
 from rowcast.analysis.progress import Silent
+from rowcast.analysis.show import tell
 from rowcast.analysis.simulate.grid import Grid
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.command_line.prefetcher import app
@@ -91,9 +91,9 @@ def test_bytes_are_of_whole_records_and_no_sentence_divides_them_by_a_memory(fac
 
 
 def test_the_table_fits_a_terminal(facts: LogFacts) -> None:
-    console = Console(width=80, highlight=False)
+    console = Console(width=80, force_terminal=True, color_system=None, highlight=False)
     with console.capture() as captured:
-        print_log(facts, console)
+        tell(parts(facts), console)
     table = captured.get().split("\n\n")[1]
     assert max(map(len, table.splitlines())) <= 80
     assert "…" not in table
