@@ -58,7 +58,7 @@ from rowcast.protocol.inputs import belonging
 from rowcast.protocol.parts import rank_of
 from rowcast.runtime.arrays import GOLDEN
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.memory import free_memory
+from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import size_text
 from tests.support.batches import make_batch, small_job
 from tests.support.driver import InProcessRun, Settings
