@@ -1,28 +1,51 @@
 """Defines every message between the two processes as a typed header. Arrays travel in a ring, never in a header.
 
-    prefetcher -> trainer   Welcome  Restore  StepReady  Flush  EndOfData
-    trainer -> prefetcher   Hello  RowsBack  StepDone  Saved  Replica
-    both                    StopRequest  Released  Heartbeat  Failure  Bye
-
-`session.py` defines their order.
+`session.py` defines who may send which, and when. A new message is a class here and a place in `AnyMessage`, a row in
+`session.py`, a rule in `order.py` if it has an order, and a line in `tests/support/conversations.py`.
 """
 
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from rowcast.protocol.inputs import InputSpec
-from rowcast.protocol.plan_layout import Dtype
+from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 
 PROTOCOL_VERSION = 12
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
+STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
+PIECE_LIMIT = 2**20  # and its piece's
+MODEL_STATE_LIMIT = 2**36  # bytes of the model state
+MAX_DIMENSIONS = 8  # dimensions of an array
+ALIGNMENT = 64
 Mode = Literal["train", "eval"]  # eval: one pass over the evaluation batches, without training or saving
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Base of all messages."""
+
+    @property
+    def kind(self) -> str:
+        """The name by which `session.py` knows it: its type's, divided further if that decides what may follow."""
+        return type(self).__name__
+
+    def check(self) -> None:
+        """Raises ValueError if the fields cannot belong together. `codec.py` checks the range of each alone."""
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+def check_piece(piece: int, num_pieces: int) -> None:
+    require(piece < num_pieces, f"piece {piece} of {num_pieces} does not exist")
+    require(num_pieces <= PIECE_LIMIT, f"{num_pieces} pieces come; there may be up to {PIECE_LIMIT}")
 
 
 class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +56,12 @@ class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     end: int  # of the piece's end, with padding and guards; `Released` names it
     checksum: int | None = None  # xxh3_64 of the payload, in some pieces
 
+    def check(self) -> None:
+        size = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        require(self.position % ALIGNMENT == 0, f"a payload at position {self.position} is not aligned to {ALIGNMENT}")
+        ends = self.end >= self.position + size
+        require(ends, f"a payload of {self.nbytes} bytes at {self.position} does not end by {self.end}")
+
 
 class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The place of one array in a plan's block of arrays."""
@@ -41,6 +70,18 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: Dtype
     shape: tuple[int, ...]
     offset: int  # bytes into the block, a multiple of 64
+
+
+def check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
+    for spec in specs:
+        require(len(spec.shape) <= MAX_DIMENSIONS, f"array {spec.name} has {len(spec.shape)} dimensions")
+        nbytes = math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
+        require(spec.offset % ALIGNMENT == 0, f"array {spec.name} at {spec.offset} is not aligned to {ALIGNMENT}")
+        require(
+            spec.offset + nbytes <= arrays_bytes,
+            f"array {spec.name} of {nbytes} bytes at {spec.offset} does not fit a block of {arrays_bytes}",
+        )
+    require(len({spec.name for spec in specs}) == len(specs), "two arrays of a block have one name")
 
 
 class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +95,17 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     fill_after: int | None
     # for each feature that is not pooled, the last of its `sequence_offsets`
     sequence_lookups: tuple[int, ...] = ()
+
+    def check(self, step: int, num_rows: int) -> None:
+        """`num_rows`: distinct rows of the batch that this rank owns."""
+        own, lookups, after = sum(self.sequence_lookups), self.num_lookups, self.fill_after
+        require(self.num_unique <= lookups, f"{lookups} look-ups cannot touch {self.num_unique} rows")
+        require(own <= lookups, f"{own} look-ups of sequences are among {lookups}")
+        require(self.num_fetch <= num_rows, f"{self.num_fetch} rows are fetched for a batch of {num_rows}")
+        require(self.num_evict <= self.num_fetch, f"{self.num_evict} victims make room for {self.num_fetch} rows")
+        require(self.num_dirty <= self.num_evict, f"{self.num_dirty} of {self.num_evict} victims are dirty")
+        require(self.num_evict == 0 or after is not None, "victims are evicted without a step to fill after")
+        require(after is None or after < step, f"step {step} is filled after step {after}")
 
 
 class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +139,16 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     arrays_bytes: int  # length of the whole block
     share: BatchShare | None = None  # None: the batch is not divided
 
+    def check(self, step: int) -> None:
+        shares = () if self.share is None else self.share.groups
+        require(
+            self.share is None or len(shares) == len(self.groups),
+            f"{len(shares)} of {len(self.groups)} groups are shared by ranks",
+        )
+        for group, share in itertools.zip_longest(self.groups, shares):
+            group.check(step, group.num_unique if share is None else share.num_own)
+        check_specs(self.arrays, self.arrays_bytes)
+
 
 class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Consecutive rows of one group, in the order of the plan's move."""
@@ -104,6 +166,21 @@ class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nbytes: int
 
 
+def check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple[RowSpan, ...]) -> None:
+    """Checks that array bytes come first, then spans of rows at rising offsets, all inside the payload."""
+    if payload is None:
+        require(arrays is None and not rows, "arrays or rows are announced without a payload")
+        return
+    payload.check()
+    end = 0 if arrays is None else arrays.nbytes
+    for span in rows:
+        require(span.count > 0, f"a span of group {span.group} has no rows")
+        require(span.offset % ALIGNMENT == 0, f"rows at offset {span.offset} are not aligned to {ALIGNMENT}")
+        require(span.offset >= end, f"rows at offset {span.offset} overlap what ends at {end}")
+        end = span.offset + span.count  # at least one byte per row; only the receiver knows a row's size
+    require(end <= payload.nbytes, f"arrays and rows end at {end}, beyond their payload of {payload.nbytes} bytes")
+
+
 class StepReady(Message, frozen=True, kw_only=True):
     """One piece of a plan. The first carries the header; array spans come before row spans."""
 
@@ -115,6 +192,21 @@ class StepReady(Message, frozen=True, kw_only=True):
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
 
+    def check(self) -> None:
+        check_piece(self.piece, self.num_pieces)
+        require(self.step < STEP_LIMIT, f"step {self.step} is beyond 2^40")
+        require(
+            self.payload is not None or self.num_pieces == 1,
+            f"piece {self.piece} of {self.num_pieces} brings nothing",
+        )
+        require(
+            (self.plan is not None) == (self.piece == 0),
+            f"piece {self.piece} must carry a plan if, and only if, it is piece 0",
+        )
+        if self.plan is not None:
+            self.plan.check(self.step)
+        check_payload(self.payload, self.arrays, self.rows)
+
 
 class RowsBack(Message, frozen=True, kw_only=True):
     """Dirty rows on their way home, in the order of the plan's dirty victims or of the barrier's dirty rows."""
@@ -125,6 +217,15 @@ class RowsBack(Message, frozen=True, kw_only=True):
     last: bool
     payload: RingRef | None  # None only in reply to an empty flush
     rows: tuple[RowSpan, ...]
+
+    @property
+    def kind(self) -> str:
+        return "RowsBack" if self.barrier is None else f"RowsBack (barrier{', last' if self.last else ''})"
+
+    def check(self) -> None:
+        require(self.step is not None or self.barrier is not None, "rows come home for neither a step nor a barrier")
+        require(self.piece < PIECE_LIMIT, f"piece {self.piece} of rows is beyond 2^20")
+        check_payload(self.payload, None, self.rows)
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -184,6 +285,15 @@ class Welcome(Message, frozen=True, kw_only=True):
     # names and checksums of the first batches: of each feature, of dense features and labels; evaluation's separately
     first_batches: tuple[tuple[str, str], ...] = ()
 
+    def check(self) -> None:
+        require(self.incarnation > 0, "incarnation 0 belongs to a trainer before its Welcome")
+        require(self.depth > 0, "depth must be at least 1")
+        require(
+            self.restore_bytes <= MODEL_STATE_LIMIT,
+            f"a model state has up to {MODEL_STATE_LIMIT} bytes, not {self.restore_bytes}",
+        )
+        require(bool(self.slots) and all(self.slots), f"slots {self.slots} must be at least one for each group")
+
     @property
     def num_dense(self) -> int:
         """Dense features per sample."""
@@ -205,6 +315,20 @@ class Flush(Message, frozen=True, kw_only=True):
     checkpoint: bool  # the model state follows the rows, in `Saved`
     reason: str
 
+    @property
+    def kind(self) -> str:
+        return "Flush (later piece)" if self.piece else "Flush (checkpoint)" if self.checkpoint else "Flush"
+
+    def check(self) -> None:
+        check_piece(self.piece, self.num_pieces)
+        require(self.barrier < STEP_LIMIT, f"barrier {self.barrier} is beyond 2^40")
+        require(
+            self.payload is not None or self.num_pieces == 1,
+            f"piece {self.piece} of {self.num_pieces} brings nothing",
+        )
+        check_specs(self.arrays, self.arrays_bytes)
+        check_payload(self.payload, self.span, ())
+
 
 class DensePiece(Message, frozen=True, kw_only=True):
     """Consecutive bytes of the model state as safetensors: weights, optimizer state, random state, metrics, losses."""
@@ -216,11 +340,30 @@ class DensePiece(Message, frozen=True, kw_only=True):
     payload: RingRef
     span: ArraySpan  # its bytes in the model state
 
+    def check(self) -> None:
+        check_piece(self.piece, self.num_pieces)
+        require(
+            0 < self.nbytes <= MODEL_STATE_LIMIT,
+            f"a model state has 1 to {MODEL_STATE_LIMIT} bytes, not {self.nbytes}",
+        )
+        require(self.span.nbytes > 0, f"piece {self.piece} of {self.num_pieces} brings nothing")
+        end = self.span.offset + self.span.nbytes
+        require(end <= self.nbytes, f"bytes up to {end} travel, but the model state has {self.nbytes}")
+        require(
+            self.span.nbytes == self.payload.nbytes,
+            f"{self.span.nbytes} bytes travel in a payload of {self.payload.nbytes}",
+        )
+        check_payload(self.payload, self.span, ())
+
 
 class Saved(DensePiece, frozen=True, kw_only=True):
     """The model state at a barrier, sent after the last of its rows."""
 
     barrier: int
+
+    @property
+    def kind(self) -> str:
+        return "Saved (last)" if self.piece == self.num_pieces - 1 else "Saved"
 
 
 class Replica(Message, frozen=True, kw_only=True):
@@ -287,6 +430,9 @@ class Failure(Message, frozen=True, kw_only=True):
 
     code: int
     sentence: str
+
+    def check(self) -> None:
+        require(1 <= self.code <= 255, f"code {self.code} is not the exit code of a failure")
 
 
 class Bye(Message, frozen=True, kw_only=True):

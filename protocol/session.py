@@ -12,11 +12,8 @@ from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     Envelope,
-    Flush,
     Hello,
     Mode,
-    RowsBack,
-    Saved,
     Welcome,
 )
 from rowcast.protocol.order import Order
@@ -44,89 +41,52 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-class MessageKind(StrEnum):
-    """A message type, divided further if that decides what may follow."""
+S = State
+WORK = ("RowsBack", "StepDone", "Released")  # the trainer's reports on steps
 
-    HELLO = "Hello"
-    WELCOME = "Welcome"
-    STEP_READY = "StepReady"
-    ROWS_BACK = "RowsBack"
-    STEP_DONE = "StepDone"
-    RELEASED = "Released"
-    FLUSH = "Flush"
-    CHECKPOINT = "Flush (checkpoint)"
-    MORE_SLOTS = "Flush (later piece)"
-    BARRIER_ROWS = "RowsBack (barrier)"
-    LAST_BARRIER_ROWS = "RowsBack (barrier, last)"
-    SAVED = "Saved"
-    LAST_SAVED = "Saved (last)"
-    REPLICA = "Replica"
-    RESTORE = "Restore"
-    END_OF_DATA = "EndOfData"
-    STOP_REQUEST = "StopRequest"
-    HEARTBEAT = "Heartbeat"
-    FAILURE = "Failure"
-    BYE = "Bye"
-
-
-S, E = State, MessageKind
-WORK = (E.ROWS_BACK, E.STEP_DONE, E.RELEASED)  # the trainer's reports on steps
-
-# state, sender, what it may send, the state that follows
-ROWS: tuple[tuple[State, Role, tuple[MessageKind, ...], State], ...] = (
-    (S.WAITING_HELLO, TRAINER, (E.HELLO,), S.WAITING_WELCOME),
-    (S.WAITING_HELLO, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_HELLO),
-    (S.WAITING_HELLO, PREFETCHER, (E.HEARTBEAT,), S.WAITING_HELLO),
-    (S.WAITING_HELLO, PREFETCHER, (E.BYE,), S.CLOSED),  # stopped before a trainer connected
-    (S.WAITING_WELCOME, TRAINER, (E.HEARTBEAT, E.STOP_REQUEST), S.WAITING_WELCOME),
-    (S.WAITING_WELCOME, PREFETCHER, (E.WELCOME,), S.RUNNING),
-    (S.WAITING_WELCOME, PREFETCHER, (E.HEARTBEAT,), S.WAITING_WELCOME),
-    (S.WAITING_WELCOME, PREFETCHER, (E.BYE,), S.CLOSED),
-    (S.RUNNING, PREFETCHER, (E.RESTORE, E.STEP_READY, E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.RUNNING),
-    (S.RUNNING, PREFETCHER, (E.FLUSH,), S.BARRIER),
-    (S.RUNNING, PREFETCHER, (E.CHECKPOINT,), S.CHECKPOINT),
-    (S.RUNNING, PREFETCHER, (E.END_OF_DATA,), S.ENDED),
-    (S.RUNNING, TRAINER, (*WORK, E.HEARTBEAT, E.STOP_REQUEST), S.RUNNING),
-    (S.BARRIER, PREFETCHER, (E.MORE_SLOTS, E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.BARRIER),
-    (S.BARRIER, TRAINER, (*WORK, E.BARRIER_ROWS, E.HEARTBEAT, E.STOP_REQUEST), S.BARRIER),
-    (S.BARRIER, TRAINER, (E.LAST_BARRIER_ROWS,), S.RUNNING),
-    (S.CHECKPOINT, PREFETCHER, (E.MORE_SLOTS, E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.CHECKPOINT),
-    (S.CHECKPOINT, TRAINER, (*WORK, E.BARRIER_ROWS, E.HEARTBEAT, E.STOP_REQUEST), S.CHECKPOINT),
-    (S.CHECKPOINT, TRAINER, (E.LAST_BARRIER_ROWS,), S.SAVING),
-    (S.SAVING, PREFETCHER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.SAVING),
-    (S.SAVING, TRAINER, (E.SAVED, E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.SAVING),
-    (S.SAVING, TRAINER, (E.LAST_SAVED, E.REPLICA), S.RUNNING),
-    (S.ENDED, PREFETCHER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.ENDED),
-    (S.ENDED, PREFETCHER, (E.BYE,), S.PREFETCHER_LEFT),
-    (S.ENDED, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.ENDED),
-    (S.ENDED, TRAINER, (E.BYE,), S.TRAINER_LEFT),
-    (S.PREFETCHER_LEFT, TRAINER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.PREFETCHER_LEFT),
-    (S.PREFETCHER_LEFT, TRAINER, (E.BYE,), S.CLOSED),
-    (S.TRAINER_LEFT, PREFETCHER, (E.RELEASED, E.HEARTBEAT, E.STOP_REQUEST), S.TRAINER_LEFT),
-    (S.TRAINER_LEFT, PREFETCHER, (E.BYE,), S.CLOSED),
+# state, sender, what it may send (`Message.kind`), the state that follows
+ROWS: tuple[tuple[State, Role, tuple[str, ...], State], ...] = (
+    (S.WAITING_HELLO, TRAINER, ("Hello",), S.WAITING_WELCOME),
+    (S.WAITING_HELLO, TRAINER, ("Heartbeat", "StopRequest"), S.WAITING_HELLO),
+    (S.WAITING_HELLO, PREFETCHER, ("Heartbeat",), S.WAITING_HELLO),
+    (S.WAITING_HELLO, PREFETCHER, ("Bye",), S.CLOSED),  # stopped before a trainer connected
+    (S.WAITING_WELCOME, TRAINER, ("Heartbeat", "StopRequest"), S.WAITING_WELCOME),
+    (S.WAITING_WELCOME, PREFETCHER, ("Welcome",), S.RUNNING),
+    (S.WAITING_WELCOME, PREFETCHER, ("Heartbeat",), S.WAITING_WELCOME),
+    (S.WAITING_WELCOME, PREFETCHER, ("Bye",), S.CLOSED),
+    (S.RUNNING, PREFETCHER, ("Restore", "StepReady", "Released", "Heartbeat", "StopRequest"), S.RUNNING),
+    (S.RUNNING, PREFETCHER, ("Flush",), S.BARRIER),
+    (S.RUNNING, PREFETCHER, ("Flush (checkpoint)",), S.CHECKPOINT),
+    (S.RUNNING, PREFETCHER, ("EndOfData",), S.ENDED),
+    (S.RUNNING, TRAINER, (*WORK, "Heartbeat", "StopRequest"), S.RUNNING),
+    (S.BARRIER, PREFETCHER, ("Flush (later piece)", "Released", "Heartbeat", "StopRequest"), S.BARRIER),
+    (S.BARRIER, TRAINER, (*WORK, "RowsBack (barrier)", "Heartbeat", "StopRequest"), S.BARRIER),
+    (S.BARRIER, TRAINER, ("RowsBack (barrier, last)",), S.RUNNING),
+    (S.CHECKPOINT, PREFETCHER, ("Flush (later piece)", "Released", "Heartbeat", "StopRequest"), S.CHECKPOINT),
+    (S.CHECKPOINT, TRAINER, (*WORK, "RowsBack (barrier)", "Heartbeat", "StopRequest"), S.CHECKPOINT),
+    (S.CHECKPOINT, TRAINER, ("RowsBack (barrier, last)",), S.SAVING),
+    (S.SAVING, PREFETCHER, ("Released", "Heartbeat", "StopRequest"), S.SAVING),
+    (S.SAVING, TRAINER, ("Saved", "Released", "Heartbeat", "StopRequest"), S.SAVING),
+    (S.SAVING, TRAINER, ("Saved (last)", "Replica"), S.RUNNING),
+    (S.ENDED, PREFETCHER, ("Released", "Heartbeat", "StopRequest"), S.ENDED),
+    (S.ENDED, PREFETCHER, ("Bye",), S.PREFETCHER_LEFT),
+    (S.ENDED, TRAINER, ("Released", "Heartbeat", "StopRequest"), S.ENDED),
+    (S.ENDED, TRAINER, ("Bye",), S.TRAINER_LEFT),
+    (S.PREFETCHER_LEFT, TRAINER, ("Released", "Heartbeat", "StopRequest"), S.PREFETCHER_LEFT),
+    (S.PREFETCHER_LEFT, TRAINER, ("Bye",), S.CLOSED),
+    (S.TRAINER_LEFT, PREFETCHER, ("Released", "Heartbeat", "StopRequest"), S.TRAINER_LEFT),
+    (S.TRAINER_LEFT, PREFETCHER, ("Bye",), S.CLOSED),
     *(
-        (state, role, (E.FAILURE,), S.CLOSED)
+        (state, role, ("Failure",), S.CLOSED)
         for state in S
         for role in ROLES
         if (state, role) not in ((S.PREFETCHER_LEFT, PREFETCHER), (S.TRAINER_LEFT, TRAINER)) and state is not S.CLOSED
     ),
 )
 
-TABLE: dict[tuple[State, Role], dict[MessageKind, State]] = {(state, role): {} for state in State for role in ROLES}
+TABLE: dict[tuple[State, Role], dict[str, State]] = {(state, role): {} for state in State for role in ROLES}
 for _state, _role, _events, _next in ROWS:
     TABLE[_state, _role].update(dict.fromkeys(_events, _next))
-
-
-def event_of(message: AnyMessage) -> MessageKind:
-    if isinstance(message, RowsBack) and message.barrier is not None:
-        return MessageKind.LAST_BARRIER_ROWS if message.last else MessageKind.BARRIER_ROWS
-    if isinstance(message, Flush):
-        if message.piece > 0:
-            return MessageKind.MORE_SLOTS
-        return MessageKind.CHECKPOINT if message.checkpoint else MessageKind.FLUSH
-    if isinstance(message, Saved) and message.piece == message.num_pieces - 1:
-        return MessageKind.LAST_SAVED
-    return MessageKind(type(message).__name__)
 
 
 class Session:
@@ -208,11 +168,10 @@ class Session:
 
 def next_state(state: State, sender: Role, message: AnyMessage) -> State:
     """Raises ProtocolError if `sender` may not send the message in this state."""
-    event = event_of(message)
-    following = TABLE[state, sender].get(event)
+    following = TABLE[state, sender].get(message.kind)
     if following is None:
         allowed = ", ".join(TABLE[state, sender]) or "nothing"
-        raise ProtocolError(f"the {sender} may not send {event} in state '{state}', only {allowed}")
+        raise ProtocolError(f"the {sender} may not send {message.kind} in state '{state}', only {allowed}")
     return following
 
 
@@ -276,11 +235,11 @@ def render_table() -> str:
     return "\n".join([*diagram, "```", "", *table, ""])
 
 
-def _transitions() -> list[tuple[State, Role, MessageKind, State]]:
+def _transitions() -> list[tuple[State, Role, str, State]]:
     """Lists all transitions except those of a Failure, which is allowed in every state but the last."""
     return [
         (state, role, event, after)
         for (state, role), following in TABLE.items()
         for event, after in following.items()
-        if event is not MessageKind.FAILURE
+        if event != "Failure"
     ]

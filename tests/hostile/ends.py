@@ -12,7 +12,7 @@ import msgspec
 from rowcast.protocol.messages import AnyMessage, Bye, Envelope, Welcome
 from rowcast.protocol.session import PREFETCHER, TRAINER, Role, Session, State
 from tests.support import sample_messages
-from tests.support.conversations import WHOLE_RUN, Said, greeting, make_pair, other, say
+from tests.support.conversations import EVERY_MESSAGE, WHOLE_RUN, Said, greeting, make_pair, other, say
 
 ENDS_EARLY: list[Said] = [
     *greeting(),
@@ -20,7 +20,7 @@ ENDS_EARLY: list[Said] = [
     (PREFETCHER, Bye()),
     (TRAINER, Bye()),
 ]
-FAILS: list[Said] = [*greeting(), (TRAINER, sample_messages.every_message()[-2])]
+FAILS: list[Said] = [*greeting(), (TRAINER, EVERY_MESSAGE[-1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def ends_of(said: list[Said]) -> Iterator[End]:
         for role in (PREFETCHER, TRAINER):
             following = [message for sender, message in said[place : place + 1] if sender == other(role)]
             session = copy.deepcopy(pair[role])
-            frames = tuple(numbered(session, message) for message in (*following, *sample_messages.every_message()))
+            frames = tuple(numbered(session, message) for message in (*following, *EVERY_MESSAGE))
             yield End(session, role, remembered(session), frames)
         if place < len(said):
             say(pair, said[place])

@@ -9,8 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from rowcast.protocol.codec import MAX_DIMENSIONS
-from rowcast.protocol.messages import AnyMessage
+from rowcast.protocol.messages import MAX_DIMENSIONS, AnyMessage
 from rowcast.protocol.plan_layout import ITEM_BYTES
 
 Plain = dict[str, Any]

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rowcast.protocol.messages import AnyMessage, Envelope, RowsBack, StepReady, Welcome
-from rowcast.protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State, event_of
+from rowcast.protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.hostile.ends import numbered, remembered
 from tests.hostile.talk import BREACHES, Said, conversations
 from tests.support import sample_messages
-from tests.support.conversations import Pair, make_pair, other, say
+from tests.support.conversations import EVERY_MESSAGE, Pair, make_pair, other, say
 from tests.support.repeats import count
 
 NUM_WHOLE, NUM_BROKEN, NUM_OUT_OF_TURN = count(60, 1_000), count(150, 2_500), count(90, 1_500)
@@ -90,7 +90,7 @@ def refuse_out_of_turn(pair: Pair, from_prefetcher: bool, message: AnyMessage, d
     frame = msgspec.msgpack.encode(Envelope(incarnation=incarnation + 1, sequence=sequence, message=message))
     refuse(session, frame, f"incarnation {incarnation + 1}")
     sender = PREFETCHER if from_prefetcher else TRAINER
-    forbidden = [own for own in sample_messages.every_message() if event_of(own) not in TABLE[session.state, sender]]
+    forbidden = [own for own in EVERY_MESSAGE if own.kind not in TABLE[session.state, sender]]
     refuse(
         session,
         numbered(session, data.draw(st.sampled_from(forbidden), label="forbidden")),

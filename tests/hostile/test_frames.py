@@ -12,9 +12,9 @@ from types import FrameType
 import msgspec
 import pytest
 
-from rowcast.protocol.codec import MAX_DIMENSIONS, MAX_FRAME_BYTES
+from rowcast.protocol.codec import MAX_FRAME_BYTES
 from rowcast.protocol.codec import decode as decode_frame
-from rowcast.protocol.messages import Envelope
+from rowcast.protocol.messages import MAX_DIMENSIONS, Envelope
 from rowcast.protocol.session import ROLES, Session, State
 from rowcast.runtime.errors import MAX_PEER_SENTENCE, DataError, Mismatch, RemoteProtocolError, peer_failure
 from tests.hostile.ends import End, every_end, remembered

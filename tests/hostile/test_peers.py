@@ -39,10 +39,10 @@ from rowcast.runtime.telemetry.logs import get_logger
 from tests.hostile.mutate import Mutator
 from tests.hostile.peers import HostileRun, Lie, array_of
 from tests.support.batches import Bags, slots_for, small_batches, small_job
+from tests.support.conversations import EVERY_MESSAGE
 from tests.support.driver import Past, StuckError
 from tests.support.facts import facts
 from tests.support.repeats import count
-from tests.support.sample_messages import every_message
 
 NUM_MUTATED_RUNS = count(30, 600)
 change = msgspec.structs.replace
@@ -488,7 +488,7 @@ def test_a_saved_dense_side_whose_checksum_is_of_other_bytes_makes_no_checkpoint
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.timeout(count(300, 1800))
 def test_mutated_frames_at_any_moment_end_a_run_with_a_sentence_or_do_it_no_harm(role: Role) -> None:
-    frames = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in every_message()]
+    frames = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in EVERY_MESSAGE]
     endings = {"sentence": 0, "none": 0}
     for seed in range(NUM_MUTATED_RUNS):
         chance = Random(seed)

@@ -21,12 +21,13 @@ from rowcast.protocol.messages import (
 )
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.support import sample_messages
+from tests.support.conversations import EVERY_MESSAGE
 
-FRAMES = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in sample_messages.every_message()]
+FRAMES = [encode(Envelope(incarnation=1, sequence=5, message=message)) for message in EVERY_MESSAGE]
 FUZZ_CASES = 20_000
 
 
-@pytest.mark.parametrize("message", sample_messages.every_message(), ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: type(message).__name__)
 def test_every_message_comes_back_as_it_was(message: AnyMessage) -> None:
     envelope = Envelope(incarnation=3, sequence=2**40, message=message)
     assert decode(encode(envelope)) == envelope
@@ -110,10 +111,10 @@ def integer_paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tupl
         yield from integer_paths(item, (*path, key))
 
 
-@pytest.mark.parametrize("message", sample_messages.every_message(), ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: type(message).__name__)
 @pytest.mark.parametrize("number", [-1, 2**62, 2**64 - 1])
 def test_no_number_anywhere_may_be_negative_or_beyond_62_bits(message: AnyMessage, number: int) -> None:
-    for path in integer_paths(plain := msgspec.msgpack.decode(FRAMES[sample_messages.every_message().index(message)])):
+    for path in integer_paths(plain := msgspec.msgpack.decode(FRAMES[EVERY_MESSAGE.index(message)])):
         if path[-1] == "checksum":
             continue
         changed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
@@ -151,7 +152,7 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (ready(payload=None), "announced without a payload"),
     (ready(payload=msgspec.structs.replace(sample_messages.ref(), position=65)), "position 65 is not aligned"),
     (ready(payload=msgspec.structs.replace(sample_messages.ref(), end=1087)), "1024 bytes at 64 does not end by 1087"),
-    (ready(payload=sample_messages.ref(checksum=-1)), "checksum -1 does not fit"),
+    (ready(payload=sample_messages.ref(checksum=-1)), "checksum = -1 must be from 0 to 2.64"),
     (ready(arrays=ArraySpan(offset=0, nbytes=2000), rows=()), "end at 2000, beyond their payload of 1024"),
     (ready(rows=(sample_messages.rows(0, 0, 0, 256),)), "a span of group 0 has no rows"),
     (ready(rows=(sample_messages.rows(0, 0, 5, 257),)), "offset 257 are not aligned"),

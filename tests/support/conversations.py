@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rowcast.protocol.messages import AnyMessage, Bye, Released, StopRequest
+from rowcast.protocol.messages import AnyMessage, Bye, Failure, Released, StopRequest
 from rowcast.protocol.session import PREFETCHER, TRAINER, Role, Session
 from tests.support import sample_messages
 from tests.support.sample_messages import (
@@ -79,4 +79,12 @@ WHOLE_RUN: list[Said] = [
     (TRAINER, Bye()),
     (PREFETCHER, Released(position=128)),
     (PREFETCHER, Bye()),
+]
+EVERY_MESSAGE: list[AnyMessage] = [
+    *(message for _, message in WHOLE_RUN),
+    flush(1, None, num_dirty=(0, 0)),
+    end_of_data(None),
+    StopRequest(reason="SIGTERM", next_step=7),
+    StopRequest(reason="SIGTERM", after_step=70),
+    Failure(code=3, sentence="the trainer was lost"),
 ]

@@ -1,20 +1,16 @@
-"""One valid message of every type, and a conversation that uses them all."""
+"""Valid messages of every type."""
 
 from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
-    AnyMessage,
     ArraySpan,
     ArraySpec,
-    Bye,
     EndOfData,
-    Failure,
     Flush,
     GroupHeader,
     Heartbeat,
     Hello,
     PlanHeader,
-    Released,
     Replica,
     Restore,
     RingRef,
@@ -24,7 +20,6 @@ from rowcast.protocol.messages import (
     Saved,
     StepDone,
     StepReady,
-    StopRequest,
     TierTotals,
     Wait,
     Welcome,
@@ -284,32 +279,3 @@ def tier_totals() -> TierTotals:
 
 def heartbeat() -> Heartbeat:
     return Heartbeat(work=0, step_begun=3, step_done=None, waiting_for="rows")
-
-
-def every_message() -> list[AnyMessage]:
-    return [
-        hello(),
-        welcome(),
-        step_ready(7),
-        *step_pieces(8),
-        rows_back(7),
-        rows_back(8, piece=1, last=False, start=2, count=2),
-        step_done(7),
-        Released(position=4096),
-        flush(0, 8, checkpoint=True),
-        flush(1, None, num_dirty=(0, 0)),
-        *flush_pieces(2, 8),
-        barrier_rows(0, 8),
-        RowsBack(step=None, barrier=1, piece=0, last=True, payload=None, rows=()),
-        saved(0),
-        *saved_pieces(2),
-        replica(3),
-        *restore_pieces(),
-        end_of_data(8),
-        end_of_data(None),
-        StopRequest(reason="SIGTERM", next_step=7),
-        StopRequest(reason="SIGTERM", after_step=70),
-        heartbeat(),
-        Failure(code=3, sentence="the trainer was lost"),
-        Bye(),
-    ]
