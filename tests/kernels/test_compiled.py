@@ -42,7 +42,7 @@ SHAPES = ((0, False, False), (0, True, False), (3, False, False), (3, True, Fals
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work so small that tests have it is shared out, in several blocks."""
     monkeypatch.setattr("rowcast.trainer.kernels.compiled_ops.MIN_FLOATS", 1)
-    monkeypatch.setattr("rowcast.trainer.kernels.compiled_blocks.BLOCK_FLOATS", 700)
+    monkeypatch.setattr("rowcast.trainer.kernels.compiled_loops.BLOCK_FLOATS", 700)
     warm_up_sqrt()
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -11,18 +11,25 @@ thread adds the look-ups of one bag or row in their order, starting from 0. Each
 that test is not vectorized.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rowcast.runtime.arrays import F32, I32
 from rowcast.runtime.compiled import compiled_arithmetic, prefetch
+from rowcast.runtime.stages import ThreadPool
 
 AHEAD = 8  # look-ups between prefetching data and using it
 ROWS_AHEAD = 4  # the same in distinct rows, with several look-ups each
 LINE = 16  # floats per cache line
 U = np.uint64
 ZERO, ONE = np.float32(0), np.float32(1)
+BLOCK_FLOATS = 2**18  # row gradients per block of an update; smaller blocks cost too many calls
+NO_FLOATS, NO_INTS = np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 
 class RecordArray(NamedTuple):
@@ -43,6 +50,34 @@ class Gradients(NamedTuple):
     lookups: I32  # [N] the look-up of each entry of `bags`; empty without weights
     weights: F32  # [N] by look-up; empty: all are 1
     divisors: F32  # [G] of the bags; empty: all are 1
+
+
+def sum_rows(pool: ThreadPool, grads: Gradients, first: int, end: int) -> Tensor:
+    """Returns the gradients f32 [end - first, D] of the rows from `first` to `end` - 1."""
+    row_grads = floats(end - first, grads.dim)
+    pool.share(partial(sum_each, grads, flat(row_grads), first), first, end, grads.dim, grads.segments)
+    return row_grads
+
+
+def blocks(num_rows: int, dim: int) -> Iterator[tuple[int, int]]:
+    rows = max(1, BLOCK_FLOATS // dim)
+    for first in range(0, num_rows, rows):
+        yield first, min(first + rows, num_rows)
+
+
+def floats(*shape: int) -> Tensor:
+    """Returns uninitialised fp32, independent of torch's default dtype and device."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def flat(tensor: Tensor | None) -> F32:
+    array: F32 = NO_FLOATS if tensor is None else tensor.view(-1).numpy()
+    return array
+
+
+def ints(tensor: Tensor) -> I32:
+    array: I32 = tensor.numpy()
+    return array
 
 
 @compiled_arithmetic
@@ -82,7 +117,7 @@ def pool_bags(
 
 
 @compiled_arithmetic
-def sum_rows(grads: Gradients, out: F32, block: int, first: int, end: int) -> None:
+def sum_each(grads: Gradients, out: F32, block: int, first: int, end: int) -> None:
     """out[u - block] = the gradient of row u."""
     for u in range(first, end):
         add_up(grads, u, out, U(u - block) * U(grads.dim))

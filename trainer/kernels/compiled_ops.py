@@ -1,7 +1,7 @@
 """Implements the kernels on a CPU, with the bits of `torch_ops` and in one pass over the rows.
 
     look-up    rows -> sum, divide -> result
-    update     gradients -> sum -> `row_optimizers/<name>_compiled.py` -> weights and states
+    update     gradients -> sum -> `update` of the row optimizer -> weights and states
 
 `torch_ops` does the rest: other row optimizers, clipped gradients, rows that are not fp32, and a separate `apply`.
 """
@@ -14,11 +14,19 @@ from torch import Tensor
 from rowcast.runtime.stages import ThreadPool
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels import compiled_loops as loops
-from rowcast.trainer.kernels.compiled_blocks import NO_FLOATS, NO_INTS, flat, floats, ints, sum_rows
-from rowcast.trainer.kernels.compiled_loops import Gradients, RecordArray
+from rowcast.trainer.kernels.compiled_loops import (
+    NO_FLOATS,
+    NO_INTS,
+    Gradients,
+    RecordArray,
+    flat,
+    floats,
+    ints,
+    sum_rows,
+)
 
 MIN_FLOATS = 2**16  # the least work that is worth waking a thread for
-UPDATES = {name: module.update for name, module in row_optimizers.modules("_compiled").items()}
+UPDATES = {name: module.update for name, module in row_optimizers.having("update").items()}
 
 
 class CompiledOps:

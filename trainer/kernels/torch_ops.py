@@ -16,7 +16,7 @@ from torch import Tensor
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers
 
 # (weight, states, row_grads, rule): in place on blocks f32 [U, width] of the weight and of each state
-RULES = {name: module.train for name, module in row_optimizers.modules().items()}
+RULES = {name: module.train for name, module in row_optimizers.having("train").items()}
 
 
 def lookup(rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:

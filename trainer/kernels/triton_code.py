@@ -157,7 +157,7 @@ def train_rows(
 
     Strides and widths are in elements, STRIDE and WIDTH in fp32 elements. A width includes a field's padding, which is
     read and written back unchanged: a mask that ends within 16 bytes would move each element separately. RULE, rate and
-    CONSTANTS: `train` and `scalars` of a row optimizer. PER_ROW: which states have one element per row.
+    CONSTANTS: `train_block` and `scalars` of a row optimizer. PER_ROW: which states have one element per row.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     mask = live[:, None] & (columns < WIDTH)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
@@ -19,10 +20,15 @@ from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.tables import ALIGNMENT, aligned
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels.blocks import LARGEST, BlockShape, blocks_for
+from rowcast.trainer.kernels.triton_code import device, row_sums
 from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
 
 Options = dict[str, Any]
-RULES = row_optimizers.modules("_triton")
+RULES = row_optimizers.having("train_block")
+TRAIN = {}
+for kind, file in RULES.items():
+    vars(file).update(tl=tl, row_sums=row_sums)  # these files are also read where Triton is missing
+    TRAIN[kind] = device(file.train_block)
 UNUSED = (None,) * 5  # unique_slots to rate, for kernels that train no rows
 
 
@@ -154,7 +160,7 @@ def train_options(
     blocks = blocks_for(dim, weight_bytes)
     return {
         **block_options(blocks.update, dim, blocks.columns),
-        "RULE": RULES[kind].train,
+        "RULE": TRAIN[kind],
         "CONSTANTS": constants,
         "PER_ROW": tuple(state.per_row for state in ROW_OPTIMIZERS[kind].states),
         "CLIP": clip,

@@ -3,11 +3,17 @@
 The bias correction counts all train steps.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rowcast.trainer.kernels import Rule
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
 def train(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
@@ -22,3 +28,16 @@ def step_size(rule: Rule) -> float:
     """Returns the learning rate with both moments' bias corrections."""
     beta1, beta2 = rule.settings.betas
     return rule.lr * math.sqrt(1 - beta2**rule.step) / (1 - beta1**rule.step)
+
+
+def scalars(rule: Rule) -> tuple[float, tuple[float, ...]]:
+    beta1, beta2 = rule.settings.betas
+    return step_size(rule), (rule.eps, 1 - beta1, 1 - beta2)
+
+
+def train_block(
+    old: tl.tensor, states: tl.tuple, grads: tl.tensor, rate: tl.tensor, CONSTANTS: tl.constexpr, D: tl.constexpr
+) -> tuple[tl.tensor, tl.tuple]:
+    average = states[0] + (grads - states[0]) * CONSTANTS[1]
+    square = states[1] + (grads * grads - states[1]) * CONSTANTS[2]
+    return old + tl.div_rn(average, tl.sqrt_rn(square) + CONSTANTS[0]) * -rate, (average, square)
