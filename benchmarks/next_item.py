@@ -29,7 +29,7 @@ import torch
 from rowcast.job.file import load_job
 from rowcast.job.models import NextItemSettings
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.trainer.models.ranking import RANK_BINS, count_ranks, ranking_figures, ranks_among
+from rowcast.trainer.models.evaluate import RANK_BINS, count_ranks, ranking_figures, ranks_among
 
 Rule = Callable[[list[int], list[int]], npt.NDArray[np.int64]]  # history and its times -> scores of all rows
 

@@ -24,8 +24,8 @@ from rowcast.job.file import load_job
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
 from rowcast.trainer.models import Sequences, build_model
+from rowcast.trainer.models.evaluate import RANK_BINS, count_ranks, ranking_figures
 from rowcast.trainer.models.next_item import History, NextItemModel, rounding_of
-from rowcast.trainer.models.ranking import RANK_BINS, count_ranks, ranking_figures
 
 WINDOWS = 16  # histories that are computed together
 

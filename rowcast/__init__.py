@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rowcast.trainer.adopt.loader import Loader, connect
     from rowcast.trainer.adopt.module import EmbeddingBagCollection, EmbeddingCollection
     from rowcast.trainer.adopt.settings import EmbeddingBagConfig, EmbeddingConfig
-    from rowcast.trainer.models.ranking import ranks_among
+    from rowcast.trainer.models.evaluate import ranks_among
     from rowcast.trainer.models.sequences import Sequences
 
 __all__ = [
@@ -67,7 +67,7 @@ MODULES = {
     "Sequences": "rowcast.trainer.models.sequences",
     "connect": "rowcast.trainer.adopt.loader",
     "draws": "rowcast.prefetcher.readers.draws",
-    "ranks_among": "rowcast.trainer.models.ranking",
+    "ranks_among": "rowcast.trainer.models.evaluate",
 }
 
 

@@ -21,9 +21,8 @@ from benchmarks.training.resident import ResidentRun
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.job.tables import group_specs
 from rowcast.trainer.device.streams import gather, scatter
-from rowcast.trainer.kernels import blocks
+from rowcast.trainer.kernels import blocks, rows_of, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.record_views import rows_of, rule_at
 from rowcast.trainer.models.runner import step_lookups
 
 BATCHES = 4  # the rows of the last one lie between those of the others

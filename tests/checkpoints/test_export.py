@@ -28,7 +28,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.trainer.kernels.record_views import part_of
+from rowcast.trainer.kernels import part_of
 from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
 from tests.checkpoints.fake_run import FakeRun

@@ -14,7 +14,7 @@ from rowcast.prefetcher.checkpoints.export import DTYPES as WORDS
 from rowcast.prefetcher.checkpoints.export import export_run, table_tensors
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.trainer.kernels.record_views import DTYPES
+from rowcast.trainer.kernels import DTYPES
 from tests.support.batches import NUM_DENSE, small_job
 from tests.support.driver import start_state
 from tests.support.facts import facts

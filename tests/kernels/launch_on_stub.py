@@ -22,8 +22,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rowcast.trainer.kernels import triton_ops
-from rowcast.trainer.kernels.interaction import triton_interaction
+from rowcast.trainer.kernels import triton_interaction, triton_ops
 from tests.kernels.lookups import Layout, divisors_of, group_of, rule_of
 
 Case = tuple[int, torch.dtype, bool, str]

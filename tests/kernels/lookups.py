@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule
+from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, rule_at
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
-from rowcast.trainer.kernels.record_views import rule_at
 from rowcast.trainer.kernels.self_check import fill_randomly
 
 KINDS = tuple(ROW_OPTIMIZERS)

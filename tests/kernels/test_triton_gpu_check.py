@@ -5,8 +5,7 @@ import torch
 
 from benchmarks.gpu_check.kernels import ALL, CORE, KINDS, REST, Case, Records, Sizes, check_case
 from rowcast.job.row_optimizers import SparseOptimizer
-from rowcast.trainer.kernels import Kernels, RecordViews, triton_ops
-from rowcast.trainer.kernels.record_views import rule_at
+from rowcast.trainer.kernels import Kernels, RecordViews, rule_at, triton_ops
 from tests.support.facts import facts
 
 OURS: Kernels = triton_ops

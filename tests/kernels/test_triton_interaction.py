@@ -7,9 +7,9 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from rowcast.trainer.kernels import choose, torch_ops
+from rowcast.trainer.kernels import choose, torch_ops, triton_interaction
+from rowcast.trainer.kernels import interaction as torch_interaction
 from rowcast.trainer.kernels.choose import choose_interaction, choose_kernels, interaction_difference
-from rowcast.trainer.kernels.interaction import torch_interaction, triton_interaction
 from tests.support.full_capacity import make_job, table
 
 CPU = torch.device("cpu")

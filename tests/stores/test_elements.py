@@ -18,7 +18,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.table_header import layout_digest
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.trainer.kernels.record_views import DTYPES
+from rowcast.trainer.kernels import DTYPES
 from tests.support.batches import small_job
 
 HALVES: tuple[RowType, ...] = ("fp16", "bf16")

@@ -54,13 +54,11 @@ from rowcast.runtime.stages import Stage
 from rowcast.trainer.device.host_memory import Bounced, RingEnds
 from rowcast.trainer.device.phases import phase_clock
 from rowcast.trainer.device.streams import Event, PlainStreams, Streams, Wait
-from rowcast.trainer.kernels import torch_ops
-from rowcast.trainer.kernels.record_views import part_of
-from rowcast.trainer.models.agreed_stop import AgreedStop
-from rowcast.trainer.models.collectives import Collectives
+from rowcast.trainer.kernels import part_of, torch_ops
+from rowcast.trainer.models.exchanges import Collectives
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.models.shared_runner import SharedRunner
+from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.barrier import DenseState
 from rowcast.trainer.step.metrics import new_counters

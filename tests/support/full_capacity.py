@@ -11,9 +11,8 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.trainer.kernels import Kernels, torch_ops
+from rowcast.trainer.kernels import DTYPES, Kernels, part_of, torch_ops
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
-from rowcast.trainer.kernels.record_views import DTYPES, part_of
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.job_model import JobModel

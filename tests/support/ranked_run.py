@@ -14,7 +14,7 @@ from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
-from rowcast.trainer.models.collectives import LocalCollectives
+from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support.collectives import InProcessCollectives, Network
 from tests.support.driver import QUIET_LIMIT, InProcessRun, Past, Settings, Sharing, StuckError
 from tests.support.full_capacity import bits

@@ -8,9 +8,9 @@ from examples.plain_loop import PlainTable, run_plain_loop
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import divide_capacity, measure
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.trainer.models.evaluate import RANK_BINS, ranking_figures
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.model_state import pack, unpack
-from rowcast.trainer.models.ranking import RANK_BINS, ranking_figures
 from rowcast.trainer.models.runner import StepRunner
 from tests.support.batches import (
     BATCH_SIZE,

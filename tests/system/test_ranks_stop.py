@@ -15,9 +15,9 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import EndOfData, StopRequest
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.models.agreed_stop import AgreedStop
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.model_state import unpack
+from rowcast.trainer.models.shared_runner import AgreedStop
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, start_state
 from tests.support.full_capacity import bits

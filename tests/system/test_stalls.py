@@ -24,7 +24,7 @@ from rowcast.protocol.parts import Rank
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.trainer.device.streams import Work
-from rowcast.trainer.models.collectives import LocalCollectives
+from rowcast.trainer.models.exchanges import LocalCollectives
 from rowcast.trainer.step.metrics import TrainerCounters
 from tests.support import driver, three_steps
 from tests.support.batches import slots_for, small_batches, small_job

@@ -18,7 +18,7 @@ from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.arrays import I64
-from rowcast.trainer.kernels.record_views import part_of
+from rowcast.trainer.kernels import part_of
 from rowcast.trainer.models import build_model
 from tests.support.batches import NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims

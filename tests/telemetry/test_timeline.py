@@ -25,7 +25,7 @@ from rowcast.runtime.telemetry.timeline import (
     Timeline,
     timeline_path,
 )
-from rowcast.trainer.models.collectives import LocalCollectives
+from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support import three_steps
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, Sharing

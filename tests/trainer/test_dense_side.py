@@ -12,8 +12,7 @@ from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.kernels.torch_ops import clip_rows
 from rowcast.trainer.models import mean_loss
-from rowcast.trainer.models.compiled import check_compiler
-from rowcast.trainer.models.job_model import CPU, JobModel, set_precision
+from rowcast.trainer.models.job_model import CPU, JobModel, check_compiler, set_precision
 from rowcast.trainer.models.model_state import (
     model_state,
     optimizer_state,
@@ -136,7 +135,7 @@ def test_full_train_batches_run_compiled_and_all_others_as_they_are(monkeypatch:
         return call
 
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr("rowcast.trainer.models.compiled.check_compiler", lambda device: None)
+    monkeypatch.setattr("rowcast.trainer.models.job_model.check_compiler", lambda device: None)
     job = job_with({"compile": True})
     side = JobModel(job, NUM_DENSE)
     full = job.data.batch_size

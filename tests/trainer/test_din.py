@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rowcast.trainer.models import Embedded, Sequences, build_model
-from rowcast.trainer.models.activations import Dice
+from rowcast.trainer.models.din import Dice
 from tests.support.full_capacity import NUM_DENSE, assert_equal_to_plain_loop, make_job, table
 
 WIDTHS = {"item": 4, "shop": 3}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
-from rowcast.trainer.models.neighbours import cut, joined
+from rowcast.trainer.models.embedding import cut, joined
 from tests.support.facts import facts
 from tests.support.full_capacity import Concatenated, bits, make_job
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowcast.trainer.adopt.table_files import read_tables, write_tables
 from rowcast.trainer.models import aligned
-from rowcast.trainer.models.neighbours import joined
+from rowcast.trainer.models.embedding import joined
 from tests.support.jobs import job, table
 
 MEMORY = np.arange(500, dtype=np.float32)  # more than any part below reaches

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models.evaluate import EvalMetrics
-from rowcast.trainer.models.ranking import RANK_BINS, count_ranks, ranking_figures, ranks_among, require_integers
+from rowcast.trainer.models.evaluate import (
+    RANK_BINS,
+    EvalMetrics,
+    count_ranks,
+    ranking_figures,
+    ranks_among,
+    require_integers,
+)
 from tests.support.facts import facts
 
 CUTOFFS = (1, 10, 50, 1024)

@@ -11,7 +11,7 @@ from rowcast.protocol.inputs import Belonging
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.models import aligned
 from rowcast.trainer.models.embedding import FeatureSlots
-from rowcast.trainer.models.step_inputs import named_inputs
+from rowcast.trainer.models.job_model import named_inputs
 from rowcast.trainer.step.cache import ArrivedStep
 
 IDS_STAY = (

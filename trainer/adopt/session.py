@@ -29,7 +29,7 @@ from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stream_order import StreamOrder
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
-from rowcast.trainer.models.ranking import require_integers
+from rowcast.trainer.models.evaluate import require_integers
 from rowcast.trainer.step.cache import ArrivedStep
 from rowcast.trainer.step.results import EvaluationFigures
 

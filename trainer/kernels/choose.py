@@ -14,8 +14,8 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.trainer.device.streams import on_device
-from rowcast.trainer.kernels import Kernels, torch_ops
-from rowcast.trainer.kernels.interaction import Interaction, torch_interaction
+from rowcast.trainer.kernels import Kernels, interaction, torch_ops
+from rowcast.trainer.kernels.interaction import Interaction
 from rowcast.trainer.kernels.self_check import difference, equal_bits
 
 WORTH_SAYING_S = 2.0
@@ -112,9 +112,9 @@ def choose_interaction(device: torch.device, kernels: str, num_features: int, di
     `kernels`: the job's `trainer.kernels`. Raises ConfigError if the check makes the device unusable.
     """
     if device.type != "cuda" or kernels == "torch":
-        return torch_interaction
+        return interaction
     try:
-        from rowcast.trainer.kernels.interaction import triton_interaction
+        from rowcast.trainer.kernels import triton_interaction
 
         with on_device(device):
             found = interaction_difference(triton_interaction, device, num_features, dim)
@@ -125,7 +125,7 @@ def choose_interaction(device: torch.device, kernels: str, num_features: int, di
     if found is None:
         return triton_interaction
     get_logger().warning("interaction in plain torch operations, which is slower", device=str(device), cause=found)
-    return torch_interaction
+    return interaction
 
 
 def interaction_difference(
@@ -140,8 +140,8 @@ def interaction_difference(
     )
     bottom, features, grad = (torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes)
     pairs = {
-        "products": ((kernels.forward(bottom, features),), (torch_interaction.forward(bottom, features),)),
-        "gradients": (kernels.backward(bottom, features, grad), torch_interaction.backward(bottom, features, grad)),
+        "products": ((kernels.forward(bottom, features),), (interaction.forward(bottom, features),)),
+        "gradients": (kernels.backward(bottom, features, grad), interaction.backward(bottom, features, grad)),
     }
     for name, (own, expected) in pairs.items():
         if not all(map(equal_bits, own, expected)):

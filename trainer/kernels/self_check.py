@@ -9,9 +9,8 @@ from torch import Tensor
 
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, part_of, rows_of, rule_at, torch_ops
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
-from rowcast.trainer.kernels.record_views import part_of, rows_of, rule_at
 
 NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
 LONGEST_BAG = 4

@@ -3,12 +3,17 @@
 arXiv 1906.00091
 """
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
 from rowcast.job.models import BottomAndTop, DLRMSettings
 from rowcast.job.schema import Job
-from rowcast.trainer.models.interaction import fused_interaction
+from rowcast.trainer.kernels.choose import choose_interaction
+from rowcast.trainer.kernels.interaction import Interaction
+from rowcast.trainer.models.embedding import joined
 from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
 
 
@@ -44,3 +49,32 @@ class DLRM(nn.Module):
         vectors = torch.stack([bottom, *embeddings], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         return torch.cat([bottom, products.gather(1, self.lower.expand(products.shape[0], -1))], dim=1)
+
+
+def fused_interaction(bottom: Tensor, embeddings: Sequence[Tensor], kernels: str) -> Tensor:
+    """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2], in fp32 under autocast too.
+
+    `kernels`: the job's `trainer.kernels`."""
+    chosen = choose_interaction(bottom.device, kernels, len(embeddings), bottom.shape[1])
+    return cast(Tensor, cast(Any, FusedInteraction).apply(chosen, bottom.float(), *embeddings))
+
+
+class FusedInteraction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Interaction, bottom: Tensor, *embeddings: Tensor) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(bottom, *embeddings)
+        return kernels.forward(bottom.contiguous(), features_of(embeddings))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        bottom, *embeddings = ctx.saved_tensors
+        bottom_grad, feature_grads = ctx.kernels.backward(
+            bottom.contiguous(), features_of(embeddings), grad.contiguous()
+        )
+        return None, bottom_grad, *feature_grads.unbind(0)
+
+
+def features_of(embeddings: Sequence[Tensor]) -> Tensor:
+    """Returns f32 [F, B, D]."""
+    return joined(embeddings).view(len(embeddings), *embeddings[0].shape)

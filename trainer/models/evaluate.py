@@ -7,23 +7,34 @@ one bin counts half, as a tie. Bins are narrow where logits usually are:
     width of a bin   3.1e-05  4.8e-05   1.2e-04   7.6e-04   2.1e-02
 
 With several labels per sample, each has separate counts, of the samples where it is known. Normalised entropy is the
-log loss over that of a constant prediction, the base rate (He et al. 2014). Ranks: see `ranking.py`.
+log loss over that of a constant prediction, the base rate (He et al. 2014).
+
+The rank of a positive is the number of other candidates that do not score less: 0 is best. Ties and NaN count against
+the model. Counts are integers, so kills, parts and ranks of a run change no bit of hit rate, NDCG and reciprocal rank.
+
+    bin    0          1 ... 1,024       1,025
+    rank   negative   0 ... 1,023       1,024 and more
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from rowcast.job.schema import MAX_RANK
+from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.ordered import sum_in_order
-from rowcast.trainer.models.ranking import RANK_BINS, count_ranks
 
 NUM_BINS = 2**18  # 4 MiB of counts
 MAY_LACK = ("num_own", "rank_bins")
 HALF_RANGE = 4.0  # half of the bins are within +- this logit
+
+
+RANK_BINS = MAX_RANK + 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +59,7 @@ class EvalResult:
     accuracy: float | None
     is_own_loss: bool  # `logloss` is the mean of the model's own loss
     normalized_entropy: float | None  # None for the model's own loss, of several labels, or if all labels are equal
-    rank_bins: list[int]  # [RANK_BINS]: positives by rank, see `ranking.py`
+    rank_bins: list[int]  # [RANK_BINS]: positives by rank
     tasks: tuple[TaskResult, ...] = ()  # of each of several labels
 
 
@@ -61,7 +72,7 @@ class EvalCounts:
     loss_sum: Tensor  # f64 [parts] of a batch, see `protocol/parts.py`; one if there are none
     num_samples: Tensor  # i64 []; more than in the histogram if outputs are not logits or labels are not 0 or 1
     num_own: Tensor  # i64 []: samples with the model's own loss
-    rank_bins: Tensor  # i64 [RANK_BINS], see `ranking.py`
+    rank_bins: Tensor  # i64 [RANK_BINS]
     num_labels: Tensor  # i64 [T] known labels
     task_loss_sum: Tensor  # f64 [parts, T]
 
@@ -248,3 +259,57 @@ def area_under_curve(negatives: Tensor, positives: Tensor) -> float | None:
         return None
     below = negatives.cumsum(0) - negatives
     return float((positives * (below + negatives / 2)).sum() / num_pairs)
+
+
+Ranks = Callable[[Any], Tensor]  # a model's outputs -> ranks of its positives, i64 [P]
+
+
+def ranks_among(positives: Tensor, candidates: Tensor, is_positive: Tensor) -> Tensor:
+    """Returns the rank of each positive among its candidates, i64 [P].
+
+    positives: scores, float [P]. candidates: scores, float [P, C]. is_positive: bool [P, C], or a shape that expands to
+    it; True where a candidate is the positive itself, which is left out."""
+    return (~(candidates < positives[:, None]) & ~is_positive).sum(-1)
+
+
+def own_ranks(model: nn.Module) -> Ranks:
+    """Returns the model's `ranks(outputs)`, checked at each call. A model without that method has no positives."""
+    ranks = getattr(model, "ranks", None)
+    if not callable(ranks):
+        return lambda outputs: torch.zeros(0, dtype=torch.int64, device="cpu")
+    return lambda outputs: require_integers(ranks(outputs), f"{type(model).__name__}.ranks")
+
+
+def require_integers(ranks: Any, name: str) -> Tensor:
+    """Raises ConfigError if these are not ranks."""
+    if not isinstance(ranks, Tensor) or ranks.dtype != torch.int64:
+        found = f"{ranks.dtype} of shape {list(ranks.shape)}" if isinstance(ranks, Tensor) else type(ranks).__name__
+        raise ConfigError(f"{name} gave {found}; give the rank of each positive as torch.int64, counted from 0")
+    return ranks
+
+
+def count_ranks(bins: Tensor, ranks: Tensor) -> None:
+    """Adds ranks, i64 of any shape, to `bins`, i64 [RANK_BINS] on the same device. Waits for nothing."""
+    places = ranks.to(bins.device).flatten().clamp(-1, MAX_RANK) + 1
+    bins.index_add_(0, places, torch.ones_like(places))
+
+
+def ranking_figures(bins: Sequence[int], cutoffs: Sequence[int]) -> dict[str, float]:
+    """Returns HR@k, NDCG@k and MRR@k for each k of `cutoffs`, means over all positives; empty without positives.
+
+    Each positive is alone in its list, so its ideal DCG is 1. Raises ConfigError for negative ranks."""
+    negative, *counts = bins
+    if negative:
+        raise ConfigError(
+            f"{negative} ranks of an evaluation are negative; a rank is the number of candidates that do not score "
+            "less than the positive, from 0"
+        )
+    total = sum(counts)
+    if not total:
+        return {}
+    figures = {}
+    for k in cutoffs:
+        figures[f"hr@{k}"] = sum(counts[:k]) / total
+        figures[f"ndcg@{k}"] = math.fsum(count / math.log2(rank + 2) for rank, count in enumerate(counts[:k])) / total
+        figures[f"mrr@{k}"] = math.fsum(count / (rank + 1) for rank, count in enumerate(counts[:k])) / total
+    return figures

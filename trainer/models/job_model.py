@@ -5,8 +5,12 @@ forward                         dense, rows f32, arrays -> linear weights split 
 loss                            outputs, labels -> the model's own loss, or binary cross entropy
 (its backward)
 step                            gradients -> clip -> learning rate of the step -> torch.optim
+
+A compiled model's bits differ from the plain model's, and each shape needs a separate graph. So only train batches of
+`data.batch_size` samples run compiled; smaller batches and evaluation use the plain model.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +19,11 @@ from torch import Tensor, nn
 
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import DenseOptimizer, Job
+from rowcast.protocol.inputs import PREFIX, belonging
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models import align_inputs, build_dense_optimizer, build_model
-from rowcast.trainer.models.compiled import compile_model
-from rowcast.trainer.models.loss import as_fp32, mean_loss, own_loss
-from rowcast.trainer.models.ranking import own_ranks
-from rowcast.trainer.models.sequences import Embedded
-from rowcast.trainer.models.step_inputs import ModelInputs
+from rowcast.trainer.models import align_inputs, as_fp32, build_dense_optimizer, build_model, mean_loss, own_loss
+from rowcast.trainer.models.evaluate import own_ranks
+from rowcast.trainer.models.sequences import Embedded, Sequences
 
 CPU = torch.device("cpu")
 
@@ -148,3 +150,95 @@ def set_precision(precision: str, device: torch.device) -> None:
             '"fp32" or "bf16"'
         )
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+
+
+# otherwise torch times kernels that sum in different orders and chooses the fastest
+OPTIONS: dict[str, Any] = {"deterministic": True}
+
+
+def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
+    """Returns the model, compiled at its first call, with the same parameters under the same names: one graph, nothing
+    timed, so that its bits are a function of the job.
+
+    Raises ConfigError if this machine lacks what torch.compile needs."""
+    torch.compiler.reset()  # graphs of an earlier attempt would count as variants of this model
+    # beyond the limit a model would run uncompiled, with different bits than a restarted run
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    check_compiler(device)
+    return torch.compile(model, dynamic=False, options=OPTIONS)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compiles one kernel without the cache. Raises ConfigError if that fails."""
+    kernel = torch.compile(torch.sigmoid, dynamic=False, options={**OPTIONS, "fx_graph_cache": False})
+    try:
+        kernel(torch.zeros(64, device=device))
+    except (RuntimeError, OSError, ImportError) as error:
+        needs = (
+            "a C++ compiler, such as g++, on the PATH"
+            if device.type == "cpu"
+            else "Triton and a C compiler, such as gcc, on the PATH"
+        )
+        sentence = " ".join(str(error).partition("\n\n")[0].split())[:200]  # without torch's advice
+        raise ConfigError(
+            f"model.compile: torch.compile does not work on {device} here ({type(error).__name__}: {sentence}); it "
+            f"needs {needs}; install that or remove model.compile"
+        ) from None
+
+
+def named_inputs(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the batch's arrays among those of a plan, without dense features and labels."""
+    return {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
+
+
+class ModelInputs:
+    """Arranges the rows and arrays of a batch, or a part of one, as the job's model takes them."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        """Raises ConfigError if the job names arrays and the model takes none."""
+        self._of = belonging(job)
+        self._name = type(model).__name__
+        rows = ["rows"] * (1 + any(table.linear for table in job.tables))
+        self._is_taken = accepts(model, *rows, inputs={})
+        self._is_needed = self._is_taken and not accepts(model, *rows)
+        self._refuse([*job.data.columns.inputs, *self._of.arrays])
+
+    def rows(self, rows: Sequence[Embedded]) -> list[Embedded]:
+        """The rows of each feature; of one that is the batch's, f32 [n, D]."""
+        whole = self._of.batch_positions
+        return [
+            own.values if position in whole and isinstance(own, Sequences) else own for position, own in enumerate(rows)
+        ]
+
+    def arguments(self, inputs: Mapping[str, Tensor], rows: Sequence[Embedded]) -> dict[str, Any]:
+        """The keyword argument `inputs`, if the data has arrays. `rows`: as `rows` returns them. Raises ConfigError."""
+        if not inputs and self._is_needed:
+            raise ConfigError(
+                f"{self._name}.forward needs the argument inputs, and the data has no arrays; name some as "
+                "data.columns.inputs, or yield them beside dense, sparse and labels, or give inputs a default"
+            )
+        if not inputs:
+            return {}
+        self._refuse(list(inputs))
+        return {"inputs": {name: self._beside(name, array, rows) for name, array in inputs.items()}}
+
+    def _beside(self, name: str, array: Tensor, rows: Sequence[Embedded]) -> Embedded:
+        """An array of look-ups gets the offsets of its feature."""
+        feature = self._of.arrays.get(name)
+        own = None if feature is None else rows[self._of.positions[feature]]
+        return Sequences(values=array, offsets=own.offsets) if isinstance(own, Sequences) else array
+
+    def _refuse(self, names: Sequence[str]) -> None:
+        if names and not self._is_taken:
+            raise ConfigError(
+                f"the data has the arrays {', '.join(names)}, and {self._name}.forward takes none; give it an argument "
+                "inputs, or leave them out of the data"
+            )
+
+
+def accepts(model: nn.Module, *rows: str, **named: Any) -> bool:
+    try:
+        inspect.signature(model.forward).bind("dense", *rows, **named)
+    except TypeError:
+        return False
+    return True

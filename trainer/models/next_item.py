@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models.ranking import ranks_among
+from rowcast.trainer.models.evaluate import ranks_among
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 Inputs = Mapping[str, Embedded]

@@ -17,7 +17,7 @@ from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.chunks import Chunks
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
-from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.models.job_model import JobModel, named_inputs
 from rowcast.trainer.models.model_state import (
     Tensors,
     model_state,
@@ -27,7 +27,6 @@ from rowcast.trainer.models.model_state import (
     restore_optimizer,
     restore_random,
 )
-from rowcast.trainer.models.step_inputs import named_inputs
 
 LOOKUP_FIELDS = tuple(LOOKUP_ARRAYS)
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, ExchangeArrays
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule
-from rowcast.trainer.kernels.record_views import rows_of
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, rows_of
 from rowcast.trainer.models.embedding import divisors_of
 from rowcast.trainer.models.sequences import Embedded, Sequences
 

@@ -16,29 +16,141 @@ from torch import Tensor, nn
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, unpooled_places
 from rowcast.protocol.inputs import Belonging, belonging
-from rowcast.protocol.messages import BATCHES_BITS
+from rowcast.protocol.messages import BATCHES_BITS, StopRequest
 from rowcast.protocol.parts import Rank, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.trainer.device.phases import HostClock, PhaseClock, Shown
 from rowcast.trainer.device.streams import Streams, copy
-from rowcast.trainer.kernels import GroupLookup, Kernels
+from rowcast.trainer.kernels import GroupLookup, Kernels, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.record_views import rule_at
 from rowcast.trainer.models import aligned
-from rowcast.trainer.models.agreed_stop import AgreedStop
-from rowcast.trainer.models.collectives import Collectives
-from rowcast.trainer.models.evaluate import EvalCounts, to_host
-from rowcast.trainer.models.exchanges import Exchanges, Start
-from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
+from rowcast.trainer.models.exchanges import Collectives, Exchanges, Start
+from rowcast.trainer.models.job_model import JobModel, named_inputs
 from rowcast.trainer.models.model_state import Tensors, model_state, optimizer_state, restore_model, restore_optimizer
-from rowcast.trainer.models.ordered import PartVector, sum_in_order
+from rowcast.trainer.models.ordered import PartVector, padded, sum_in_order
 from rowcast.trainer.models.runner import StepInputs, step_lookups
 from rowcast.trainer.models.sequences import Embedded
-from rowcast.trainer.models.shared_evaluation import SharedEvaluation
 from rowcast.trainer.models.shared_rows import SharedRows, group_share
-from rowcast.trainer.models.step_inputs import named_inputs
 
 HALF = 1 << BATCHES_BITS // 2  # whole numbers below it are exact in f32
+
+
+class AgreedStop:
+    """The main thread calls `seen`, any thread `ask`, and the compute stream reads `asked`."""
+
+    def __init__(self, rank: Rank, depth: int, send: Callable[[StopRequest], None]) -> None:
+        """`depth`: of the look-ahead. `send`: to this rank's prefetcher."""
+        self._is_only_rank = rank.count == 1
+        self._ahead = 2 * depth + 3
+        self._send = send
+        self._reason: str | None = None
+        self._is_agreed = False
+
+    @property
+    def asked(self) -> bool:
+        return self._reason is not None
+
+    def ask(self, reason: str) -> None:
+        """Stops a single rank at once, several ranks soon. Only the first call counts."""
+        if self._reason is not None:
+            return
+        self._reason = reason
+        if self._is_only_rank:
+            self._send(StopRequest(reason=reason))
+
+    def seen(self, step: int, asked: Sequence[bool]) -> None:
+        """`asked`: for each rank, whether it had a stop request when it sent its values of `step`. The same on all
+        ranks."""
+        if self._is_only_rank or self._is_agreed or True not in asked:
+            return
+        self._is_agreed = True
+        reason = self._reason or f"rank {asked.index(True)} was asked to stop"
+        self._send(StopRequest(reason=reason, after_step=step + self._ahead))
+
+
+LOSSES = {"loss_sum", "task_loss_sum"}  # f64 [parts, ...]; all other counts are integers
+
+
+class SharedEvaluation:
+    """Counts consecutive evaluations. Its collectives are at the same steps on all ranks."""
+
+    def __init__(self, rank: Rank, exchanges: Exchanges, device: torch.device, num_labels: int) -> None:
+        self._rank = rank
+        self._exchanges = exchanges
+        self._metrics = EvalMetrics(device, parts=rank.parts_per_rank, num_labels=num_labels)
+        self._losses_per_part = 1 + num_labels
+        self._in_progress = False  # on all ranks, also if this one has had no sample
+        self._of_all: EvalCounts | None = None  # of an evaluation in progress, for a checkpoint
+
+    def begin(self) -> None:
+        """Called when an evaluation step is issued."""
+        self._in_progress = True
+
+    def update(self, part: int, outputs: Any, labels: Tensor, own_loss: Tensor | None) -> None:
+        """Counts the samples of one of this rank's parts, like `EvalMetrics.update`."""
+        self._metrics.update(outputs, labels, own_loss, part)
+
+    def update_ranks(self, ranks: Tensor) -> None:
+        """Counts the ranks of a part's positives, like `EvalMetrics.update_ranks`."""
+        self._metrics.update_ranks(ranks)
+
+    def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
+        """Appends the counts of all ranks, on the host, and starts the next evaluation."""
+        self._in_progress = False
+        self._issue_gather(streams, closed.append)
+        streams.compute.run(self._metrics.clear)
+
+    def issue_state(self, streams: Streams) -> None:
+        """Gathers the counts for `state`, if an evaluation is in progress."""
+        self._of_all = None
+        if self._in_progress:
+            self._issue_gather(streams, lambda counts: setattr(self, "_of_all", counts))
+
+    def state(self) -> dict[str, Tensor]:
+        """The counts of an evaluation in progress, the same on all ranks; empty otherwise."""
+        if not self._in_progress:
+            return {}
+        assert self._of_all is not None, "the counts of all ranks were gathered"
+        return self._of_all.state()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Continues from a `state`, of any number of ranks. Returns whether an evaluation is in progress."""
+        saved = EvalCounts.saved(tensors)
+        if saved:
+            own = self._rank.own_parts
+            counts = {name: counts if self._rank.number == 0 else counts * 0 for name, counts in saved.items()}
+            for name in LOSSES & saved.keys():
+                counts[name] = saved[name][own.start : own.stop]
+            self._metrics.continue_from(counts)
+        self._in_progress = bool(saved)
+        return self._in_progress
+
+    def _issue_gather(self, streams: Streams, take: Callable[[EvalCounts], None]) -> None:
+        own = self._metrics.counts.named()
+        integers = {name: tensor for name, tensor in own.items() if name not in LOSSES}
+        sizes = [tensor.numel() for tensor in integers.values()]
+        counts = self._exchanges.sum_memory("counts", padded(sum(sizes), self._rank.count), torch.int64)
+        losses = self._exchanges.gather_memory(
+            "loss sums", self._rank.parts_per_rank * self._losses_per_part, torch.float64
+        )
+
+        def pack() -> None:
+            counts.own.zero_()
+            counts.own[: sum(sizes)] = torch.cat([tensor.view(-1) for tensor in integers.values()])
+            losses.own.copy_(torch.cat([own["loss_sum"][:, None], own["task_loss_sum"]], dim=1).view(-1))
+
+        def unpack() -> None:
+            totals = torch.split(to_host(counts.total[: sum(sizes)]), sizes)
+            found = {name: total.view(own[name].shape) for name, total in zip(integers, totals, strict=True)}
+            of_parts = losses.all.view(-1, self._losses_per_part)
+            loss_sum, task_loss_sum = of_parts[:, 0].contiguous(), of_parts[:, 1:].contiguous()
+            take(EvalCounts(**found, loss_sum=to_host(loss_sum), task_loss_sum=to_host(task_loss_sum)))
+
+        streams.compute.run(pack)
+        self._exchanges.name("the counts of an evaluation")
+        self._exchanges.sum(streams, counts, [self._exchanges.gather(losses)])
+        streams.compute.run(unpack)
 
 
 class SharedStep:

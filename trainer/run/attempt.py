@@ -33,9 +33,8 @@ from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import choose_device, make_streams, on_device
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.models.agreed_stop import AgreedStop
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.models.shared_runner import SharedRunner
+from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History

@@ -26,7 +26,7 @@ from rowcast.protocol.parts import Rank, rank_of
 from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, Mismatch, PeerLost, RanksDiffer, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine, differences
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.models.collectives import Collectives, LocalCollectives
+from rowcast.trainer.models.exchanges import Collectives, LocalCollectives
 from rowcast.trainer.models.torch_collectives import TorchCollectives, first_sentence
 from rowcast.trainer.run.launch import Launch, check_launch
 from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, decoded, new_greeting, open_store

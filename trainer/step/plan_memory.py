@@ -5,7 +5,7 @@
 
 Arrays that follow from others are not sent: the mail thread derives the short ones. The main thread copies them to the
 device before the block's last piece, on the same stream, so the copy needs no separate event. The long ones are made on
-the device, after that piece (`kernels/arrange.py`).
+the device, after that piece (`kernels/lookups.py`).
 """
 
 import math
@@ -24,8 +24,8 @@ from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.device.streams import Streams, memory_for
-from rowcast.trainer.kernels.arrange import arrange
 from rowcast.trainer.kernels.chunks import Chunks, chunk_arrays, most_chunk_items
+from rowcast.trainer.kernels.lookups import arrange
 from rowcast.trainer.step.plan_check import i32_of, ordered
 
 DTYPES: dict[Dtype, torch.dtype] = {

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rowcast.job.schema import Job
-from rowcast.trainer.models.evaluate import EvalResult
-from rowcast.trainer.models.ranking import ranking_figures
+from rowcast.trainer.models.evaluate import EvalResult, ranking_figures
 
 
 class TaskEvaluation(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,9 +15,8 @@ from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.tables import record_parts
 from rowcast.protocol.plan_layout import LookupArrays
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, part_of, rule_at
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
-from rowcast.trainer.kernels.record_views import part_of, rule_at
 
 FEATURES = 26
 SKEW = 3  # of the look-ups of a feature: the exponent of a uniform random number
