@@ -1,6 +1,7 @@
 """The embedding layer: what it returns, what its backward changes, what it refuses. Its bits: test_plain_loop.py."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -130,13 +131,13 @@ def test_backward_changes_the_rows_of_the_batch_and_no_others(layer: Layer) -> N
 
 def test_the_divisors_of_averaged_bags_are_computed_once_a_step(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[GroupLookup] = []
-    divisors = GroupRows._divisors
+    divisors = GroupRows.divisors
 
-    def counted(rows: GroupRows, lookup: GroupLookup) -> Tensor | None:
+    def counted(rows: GroupRows, lookup: GroupLookup, bags: Iterable[int]) -> Tensor | None:
         computed.append(lookup)
-        return divisors(rows, lookup)
+        return divisors(rows, lookup, bags)
 
-    monkeypatch.setattr(GroupRows, "_divisors", counted)
+    monkeypatch.setattr(GroupRows, "divisors", counted)
     batch = batch_of(ids=[3, 4, 5, 6], offsets=[0, 1, 2, 3, 4], size=1)
     torch.autograd.backward(sum_of(layer.forward(batch)))
     assert len(computed) == len(layer.groups)

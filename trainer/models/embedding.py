@@ -1,8 +1,8 @@
 """Looks up rows by slot in the device cache, and updates them in place in the backward pass."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -39,9 +39,7 @@ class Embeddings:
         pairs = zip(groups, records, strict=True)
         self._groups = [GroupRows(group, group_records, kernels) for group, group_records in pairs]
         self._settings = settings
-        positions = [position for group in groups for position in group.feature_positions]
-        # for each feature, in the job's order, its position among those of the groups
-        self._places = sorted(range(len(positions)), key=positions.__getitem__)
+        self._places = places_of(groups)
         self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
@@ -124,6 +122,12 @@ class Embeddings:
         self._lap("update")
 
 
+def places_of(groups: Sequence[GroupSpec]) -> list[int]:
+    """Returns for each feature, in the job's order, its position among those of the groups."""
+    positions = [position for group in groups for position in group.feature_positions]
+    return sorted(range(len(positions)), key=positions.__getitem__)
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureSlots:
     """What a feature looks up."""
@@ -137,69 +141,69 @@ class GroupRows:
 
     def __init__(self, group: GroupSpec, records: Tensor, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
+        self.rows = rows_of(records, group)
         self._features = group.feature_names
         self._unpooled = group.unpooled_features
-        self._rows = rows_of(records, group)
         self._kernels = kernels
         means = [table.pooling == "mean" for table in group.feature_tables()]
         self._means = torch.tensor(means, device=records.device) if any(means) else None  # bool [F]
         self._divided: tuple[GroupLookup, Tensor | None] | None = None  # the newest look-up with its divisors
 
     def lookup(self, lookup: GroupLookup) -> Tensor:
-        divisors = self._divisors(lookup)
+        divisors = self.divisors(lookup, self._bags_of(lookup))
         self._divided = lookup, divisors
-        return self._kernels.lookup(self._rows, lookup, divisors)
+        return self._kernels.lookup(self.rows, lookup, divisors)
 
     def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
         """f32 [G, D] -> the model's input for each of the group's features."""
-        features: list[Embedded] = list(cut(pooled, self._num_bags(lookup)))
-        for feature, offsets in self._sequence_offsets(lookup):
-            values = features[feature]
-            assert isinstance(values, Tensor)
-            features[feature] = Sequences(values=values, offsets=offsets)
+        return self.cut(pooled, self._bags_of(lookup), lookup.sequence_offsets)
+
+    def cut(self, pooled: Tensor, bags: Sequence[int], sequence_offsets: Tensor | None) -> list[Embedded]:
+        """`bags`: of each feature. `sequence_offsets`: i32 [S, B + 1], of the features that are not pooled."""
+        values = cut(pooled, bags)
+        features: list[Embedded] = list(values)
+        for feature, offsets in zip(self._unpooled, () if sequence_offsets is None else sequence_offsets, strict=True):
+            features[feature] = Sequences(values=values[feature], offsets=offsets)
         return features
 
     def slots(self, lookup: GroupLookup) -> dict[str, FeatureSlots]:
         counts = lookup.slots.new_ones(len(lookup.slots)) if lookup.offsets is None else lookup.offsets.diff()
-        lengths = list(counts.split_with_sizes(self._num_bags(lookup)))
+        lengths = list(counts.split_with_sizes(self._bags_of(lookup)))
         slots = lookup.slots.split_with_sizes([int(own.sum()) for own in lengths])
-        for feature, offsets in self._sequence_offsets(lookup):
+        for feature, offsets in zip(
+            self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True
+        ):
             lengths[feature] = offsets.diff()
         return dict(zip(self._features, map(FeatureSlots, slots, lengths), strict=True))
 
     def zeros(self, lookup: GroupLookup) -> Tensor:
-        return torch.zeros(sum(self._num_bags(lookup)), self.dim, dtype=torch.float32, device=self._rows.weight.device)
+        return torch.zeros(sum(self._bags_of(lookup)), self.dim, dtype=torch.float32, device=self.rows.weight.device)
 
     def update(self, pooled_grad: Tensor, lookup: GroupLookup, rule: Rule) -> None:
         divided, self._divided = self._divided, None
-        divisors = divided[1] if divided is not None and divided[0] is lookup else self._divisors(lookup)
-        self._kernels.update(self._rows, pooled_grad, lookup, divisors, rule)
+        divisors = (
+            divided[1] if divided is not None and divided[0] is lookup else self.divisors(lookup, self._bags_of(lookup))
+        )
+        self._kernels.update(self.rows, pooled_grad, lookup, divisors, rule)
 
-    def _divisors(self, lookup: GroupLookup) -> Tensor | None:
-        """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. None if all are 1."""
+    def divisors(self, lookup: GroupLookup, bags: Iterable[int]) -> Tensor | None:
+        """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. None if all are 1.
+
+        `bags`: of each feature, part by part."""
         if self._means is None or lookup.offsets is None:
             return None
-        is_mean = torch.cat(
-            [mean.expand(num_bags) for mean, num_bags in zip(self._means, self._num_bags(lookup), strict=True)]
-        )
-        return divisors_of(lookup.offsets, is_mean)
+        is_mean = torch.cat([mean.expand(count) for mean, count in zip(cycle(self._means), bags, strict=False)])
+        return torch.where(is_mean, lookup.offsets.diff().clamp(min=1), 1).float().view(-1, 1)
 
-    def _sequence_offsets(self, lookup: GroupLookup) -> Iterator[tuple[int, Tensor]]:
-        """Of each feature that is not pooled, i32 [B + 1]."""
-        return zip(self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True)
+    def num_bags(self, batch_size: int, sequence_lookups: Sequence[int]) -> list[int]:
+        """Returns the number of bags of each feature."""
+        bags = [batch_size] * len(self._features)
+        for feature, num_lookups in zip(self._unpooled, sequence_lookups, strict=True):
+            bags[feature] = num_lookups
+        return bags
 
-    def _num_bags(self, lookup: GroupLookup) -> list[int]:
-        num_bags = [lookup.batch_size] * len(self._features)
-        for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
-            num_bags[feature] = num_lookups
-        return num_bags
-
-
-def divisors_of(offsets: Tensor, is_mean: Tensor) -> Tensor:
-    """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. offsets i32 [G + 1]; is_mean bool
-    [G]."""
-    counts = offsets.diff()
-    return torch.where(is_mean, counts.clamp(min=1), 1).float().view(-1, 1)
+    def _bags_of(self, lookup: GroupLookup) -> list[int]:
+        return self.num_bags(lookup.batch_size, lookup.sequence_lookups)
 
 
 @dataclass(slots=True)

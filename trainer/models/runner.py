@@ -64,11 +64,67 @@ def step_lookups(step: StepInputs) -> list[GroupLookup]:
     ]
 
 
-class StepRunner:
-    """Implements `loop.Steps` and `loop.ModelState` for a model over dense features and embeddings."""
+class Runner:
+    """A model and its evaluation: what runners of whole batches and of parts share. Implements `loop.ModelState`."""
 
     trains = True
     needs_labels = True
+    keeps_random_state = True
+
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        num_dense: int,
+        clock: PhaseClock | None = None,
+        kernels: Kernels | None = None,
+        parts: int = 1,
+    ) -> None:
+        """`clock` times the steps' stream. `kernels`: None chooses those for the device."""
+        self.device = device
+        self._job = job
+        self._clock: PhaseClock = clock or HostClock()
+        self._side = JobModel(job, num_dense, device, trains=self.trains, needs_labels=self.needs_labels, parts=parts)
+        self.model = self._side.model
+        self.trained = [self.model, self._side.optimizer]
+        self._kernels = kernels or choose_kernels(device, job)
+        self._metrics = EvalMetrics(device, parts, len(job.data.columns.labels))
+
+    def count(self, step: int, outputs: Any, labels: Tensor, part: int = 0) -> None:
+        """Adds the outputs of an evaluation step, or of one of its parts, to the metrics."""
+        loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
+        self._metrics.update(self._side.logits(outputs), labels, loss, part)
+        self._metrics.update_ranks(self._side.ranks(outputs))
+
+    def completed(self, step: int) -> None:
+        pass
+
+    def issue_state(self, streams: Streams) -> None:
+        pass
+
+    def state(self) -> Tensors:
+        """The state of model, optimizer, random numbers and evaluation; called when every issued step is complete."""
+        return {
+            **model_state(self.model),
+            **optimizer_state(self.model, self._side.optimizer),
+            **(random_state(self.device) if self.keeps_random_state else {}),
+            **self._metrics.state(),
+        }
+
+    def restore(self, tensors: Tensors) -> bool:
+        """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress. To
+        evaluate, restores only weights."""
+        restore_model(self.model, tensors)
+        if not self.trains:
+            return False
+        restore_optimizer(self.model, self._side.optimizer, tensors)
+        if self.keeps_random_state:
+            restore_random(self.device, tensors)
+        return self._metrics.restore(tensors)
+
+
+class StepRunner(Runner):
+    """Implements `loop.Steps` for whole batches of dense features and embeddings."""
 
     def __init__(
         self,
@@ -79,17 +135,9 @@ class StepRunner:
         clock: PhaseClock | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
-
-        `clock` times the steps' stream."""
-        self.device = records[0].device
-        self._clock: PhaseClock = clock or HostClock()
-        self._side = JobModel(job, num_dense, self.device, trains=self.trains, needs_labels=self.needs_labels)
-        self.model = self._side.model
-        self.trained = [self.model, self._side.optimizer]
-        kernels = kernels or choose_kernels(self.device, job)
-        self._embeddings = Embeddings(groups, job.optimizer.sparse, records, kernels, self._clock.lap)
-        self._metrics = EvalMetrics(self.device, num_labels=len(job.data.columns.labels))
+        """`records`: f32 [slots, record_floats] of each group."""
+        super().__init__(job, records[0].device, num_dense, clock, kernels)
+        self._embeddings = Embeddings(groups, job.optimizer.sparse, records, self._kernels, self._clock.lap)
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
         streams.compute.run(lambda: self.train(step, loss))
@@ -102,10 +150,7 @@ class StepRunner:
         streams.compute.run(evaluate)
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
-        streams.compute.run(lambda: closed.append(self.close_evaluation()))
-
-    def completed(self, step: int) -> None:
-        pass
+        streams.compute.run(lambda: closed.append(self._metrics.close()))
 
     def train(self, step: StepInputs, loss: Tensor) -> None:
         self._clock.begin(step.step)
@@ -124,44 +169,11 @@ class StepRunner:
     def evaluate(self, step: StepInputs) -> None:
         with torch.no_grad():
             embeddings = self._embeddings(step_lookups(step), step.header.train_step)
-            inputs = named_inputs(step.arrays)
-            self.count(step, self._side.forward(step.arrays["dense"], embeddings, inputs, training=False))
-
-    def count(self, step: StepInputs, outputs: Any) -> None:
-        """Adds the outputs of an evaluation step to the metrics."""
-        labels = step.arrays["labels"]
-        loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
-        self._metrics.update(self._side.logits(outputs), labels, loss)
-        self._metrics.update_ranks(self._side.ranks(outputs))
-
-    def close_evaluation(self) -> EvalCounts:
-        return self._metrics.close()
-
-    def issue_state(self, streams: Streams) -> None:
-        pass
-
-    def state(self) -> Tensors:
-        """The state of model, optimizer, random numbers and evaluation; called when every issued step is complete."""
-        return {
-            **model_state(self.model),
-            **optimizer_state(self.model, self._side.optimizer),
-            **random_state(self.device),
-            **self._metrics.state(),
-        }
-
-    def restore(self, tensors: Tensors) -> bool:
-        """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress."""
-        restore_model(self.model, tensors)
-        restore_optimizer(self.model, self._side.optimizer, tensors)
-        restore_random(self.device, tensors)
-        return self._metrics.restore(tensors)
+            outputs = self._side.forward(step.arrays["dense"], embeddings, named_inputs(step.arrays), training=False)
+            self.count(step.step, outputs, step.arrays["labels"])
 
 
 class EvaluationRunner(StepRunner):
-    """The runner of `trainer eval`: restores only a checkpoint's weights."""
+    """The runner of `trainer eval`."""
 
     trains = False
-
-    def restore(self, tensors: Tensors) -> bool:
-        restore_model(self.model, tensors)
-        return False

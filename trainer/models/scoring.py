@@ -7,8 +7,8 @@ from torch import Tensor
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.evaluate import to_host
-from rowcast.trainer.models.runner import EvaluationRunner, StepInputs
-from rowcast.trainer.models.shared_runner import SharedEvaluationRunner, SharedStep
+from rowcast.trainer.models.runner import Runner, StepRunner
+from rowcast.trainer.models.shared_runner import SharedRunner
 
 
 class Scores(Protocol):
@@ -19,16 +19,22 @@ class Scores(Protocol):
         """Takes the scores [B], or [B, T] with several labels, of the next samples."""
 
 
-class Pending:
-    """Predictions of issued steps, on their way to the host."""
+class Scoring(Runner):
+    """The scores of issued steps are on their way to the host."""
 
-    def __init__(self, scores: Scores, name: str) -> None:
+    trains = False
+    needs_labels = False
+
+    def __init__(self, scores: Scores, *arguments: Any) -> None:
+        """`arguments`: of the other runner that a class is made of."""
+        super().__init__(*arguments)
         self._scores = scores
         self._steps: dict[int, list[Tensor]] = {}
-        scores.begin(name)
+        scores.begin(self._side.score_name)
 
-    def add(self, step: int, logits: Any, labels: Tensor) -> None:
-        """Raises ConfigError if these are not numbers for each of the `labels`."""
+    def count(self, step: int, outputs: Any, labels: Tensor, part: int = 0) -> None:
+        """Raises ConfigError if the model's outputs are not numbers for each of the `labels`."""
+        logits = self._side.logits(outputs)
         if not isinstance(logits, Tensor) or logits.shape != labels.shape:
             found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
             raise ConfigError(
@@ -38,38 +44,14 @@ class Pending:
         self._steps.setdefault(step, []).append(to_host(logits.float()))
 
     def completed(self, step: int) -> None:
+        super().completed(step)
         for part in self._steps.pop(step):
             self._scores.write(part.numpy())
 
 
-class ScoringRunner(EvaluationRunner):
-    needs_labels = False
-
-    def __init__(self, scores: Scores, *arguments: Any) -> None:
-        """`arguments`: of `EvaluationRunner`."""
-        super().__init__(*arguments)
-        self._pending = Pending(scores, self._side.score_name)
-
-    def count(self, step: StepInputs, outputs: Any) -> None:
-        self._pending.add(step.step, self._side.logits(outputs), step.arrays["labels"])
-
-    def completed(self, step: int) -> None:
-        self._pending.completed(step)
+class ScoringRunner(Scoring, StepRunner):
+    """For whole batches."""
 
 
-class SharedScoringRunner(SharedEvaluationRunner):
+class SharedScoringRunner(Scoring, SharedRunner):
     """For a trainer of several parts."""
-
-    needs_labels = False
-
-    def __init__(self, scores: Scores, *arguments: Any) -> None:
-        """`arguments`: of `SharedEvaluationRunner`."""
-        super().__init__(*arguments)
-        self._pending = Pending(scores, self._side.score_name)
-
-    def count(self, shared: SharedStep, part: int, outputs: Any) -> None:
-        self._pending.add(shared.step.step, self._side.logits(outputs), shared.samples(part, "labels"))
-
-    def completed(self, step: int) -> None:
-        super().completed(step)
-        self._pending.completed(step)

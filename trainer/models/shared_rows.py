@@ -13,7 +13,7 @@ previous part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from torch import Tensor
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, ExchangeArrays
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, rows_of
-from rowcast.trainer.models.embedding import divisors_of
-from rowcast.trainer.models.sequences import Embedded, Sequences
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule
+from rowcast.trainer.models.embedding import GroupRows
+from rowcast.trainer.models.sequences import Embedded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,48 +70,40 @@ class Memory:
     returned: Tensor  # f32 [sent, D]
 
 
-class SharedRows:
-    """Looks up and trains the rows of one group."""
+class SharedRows(GroupRows):
+    """Looks up and trains the rows of one group, part by part."""
 
     def __init__(self, group: GroupSpec, records: Tensor, kernels: Kernels) -> None:
-        self.rows = rows_of(records, group)
-        self._dim = group.embedding_dim
-        self._num_features = group.num_features
-        self._unpooled = group.unpooled_features
-        self._kernels = kernels
-        self._means = [table.pooling == "mean" for table in group.feature_tables()]
+        super().__init__(group, records, kernels)
         dtype, device = self.rows.weight.dtype, records.device
         self._rows_out, self._rows_in = Reused(dtype, device), Reused(dtype, device)
         self._gradients_out, self._gradients_in = Reused(torch.float32, device), Reused(torch.float32, device)
 
     def memory(self, share: GroupShare) -> Memory:
         return Memory(
-            sent=self._rows_out.rows(share.sent, self._dim),
-            received=self._rows_in.rows(share.received, self._dim),
-            back=self._gradients_out.rows(share.received, self._dim),
-            returned=self._gradients_in.rows(share.sent, self._dim),
+            sent=self._rows_out.rows(share.sent, self.dim),
+            received=self._rows_in.rows(share.received, self.dim),
+            back=self._gradients_out.rows(share.received, self.dim),
+            returned=self._gradients_in.rows(share.sent, self.dim),
         )
 
     def pool(self, received: Tensor, lookup: GroupLookup, share: GroupShare) -> list[Tensor]:
         """Returns f32 [G, D] of each part of this rank."""
         views = RecordViews(weight=received, master=None, states=())
-        pooled = self._kernels.lookup(views, lookup, self._divisors(lookup, share))
+        pooled = self._kernels.lookup(views, lookup, self.divisors(lookup, chain(*self._bags(share))))
         return list(pooled.split_with_sizes([sum(bags) for bags in self._bags(share)]))
 
-    def by_feature(self, part: int, pooled: Tensor, lookup: GroupLookup, share: GroupShare) -> list[Embedded]:
+    def features_of(self, part: int, pooled: Tensor, lookup: GroupLookup, share: GroupShare) -> list[Embedded]:
         """f32 [G, D] of an own part -> the model's input for each of the group's features."""
-        features: list[Embedded] = list(pooled.split_with_sizes(self._bags(share)[part]))
-        first, end = sum(share.part_sizes[:part]), sum(share.part_sizes[: part + 1])
-        for index, feature in enumerate(self._unpooled):
-            assert lookup.sequence_offsets is not None, "a plan with sequences has their offsets"
-            offsets, values = lookup.sequence_offsets[index, first : end + 1], features[feature]
-            assert isinstance(values, Tensor)
-            features[feature] = Sequences(values=values, offsets=offsets - offsets[0])
-        return features
+        offsets = lookup.sequence_offsets
+        if offsets is not None:
+            first, end = sum(share.part_sizes[:part]), sum(share.part_sizes[: part + 1])
+            offsets = offsets[:, first : end + 1] - offsets[:, first : first + 1]
+        return self.cut(pooled, self._bags(share)[part], offsets)
 
     def reduce(self, pooled_grads: Sequence[Tensor], lookup: GroupLookup, share: GroupShare, back: Tensor) -> None:
         """Gradients f32 [G, D] of each part's pooled rows -> one per received row, the parts added in order."""
-        divisors = self._divisors(lookup, share)
+        divisors = self.divisors(lookup, chain(*self._bags(share)))
         gradients = self._kernels.reduce(torch.cat(list(pooled_grads)), lookup, divisors)
         add_levels(gradients, share.home_to, share.home_of, share.header.home_levels)
         torch.index_select(gradients, 0, share.home_roots, out=back)
@@ -123,21 +115,7 @@ class SharedRows:
 
     def _bags(self, share: GroupShare) -> list[list[int]]:
         """The number of bags of each own part and feature."""
-        parts = [[size] * self._num_features for size in share.part_sizes]
-        for bags, sequences in zip(parts, share.header.sequence_lookups, strict=True):
-            for feature, num_lookups in zip(self._unpooled, sequences, strict=True):
-                bags[feature] = num_lookups
-        return parts
-
-    def _divisors(self, lookup: GroupLookup, share: GroupShare) -> Tensor | None:
-        """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. None if all are 1."""
-        if not any(self._means) or lookup.offsets is None:
-            return None
-        bags = [own for part in self._bags(share) for own in part]
-        is_mean = torch.tensor(self._means * len(share.part_sizes), device="cpu").repeat_interleave(
-            torch.tensor(bags, device="cpu")
-        )
-        return divisors_of(lookup.offsets, is_mean.to(lookup.offsets.device))
+        return list(starmap(self.num_bags, zip(share.part_sizes, share.header.sequence_lookups, strict=True)))
 
 
 def add_levels(values: Tensor, to: Tensor, of: Tensor, level_ends: Sequence[int]) -> None:

@@ -8,7 +8,6 @@ Plans decide the order of collectives, the same on all ranks, and their sizes.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,16 @@ from rowcast.protocol.inputs import Belonging, belonging
 from rowcast.protocol.messages import BATCHES_BITS, StopRequest
 from rowcast.protocol.parts import Rank, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError, Mismatch
-from rowcast.trainer.device.phases import HostClock, PhaseClock, Shown
+from rowcast.trainer.device.phases import PhaseClock, Shown
 from rowcast.trainer.device.streams import Streams, copy
 from rowcast.trainer.kernels import GroupLookup, Kernels, rule_at
-from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models import aligned
+from rowcast.trainer.models.embedding import places_of
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
 from rowcast.trainer.models.exchanges import Collectives, Exchanges, Start
-from rowcast.trainer.models.job_model import JobModel, named_inputs
-from rowcast.trainer.models.model_state import Tensors, model_state, optimizer_state, restore_model, restore_optimizer
+from rowcast.trainer.models.job_model import named_inputs
 from rowcast.trainer.models.ordered import PartVector, padded, sum_in_order
-from rowcast.trainer.models.runner import StepInputs, step_lookups
+from rowcast.trainer.models.runner import Runner, StepInputs, step_lookups
 from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.models.shared_rows import SharedRows, group_share
 
@@ -37,7 +35,14 @@ HALF = 1 << BATCHES_BITS // 2  # whole numbers below it are exact in f32
 
 
 class AgreedStop:
-    """The main thread calls `seen`, any thread `ask`, and the compute stream reads `asked`."""
+    """Agrees on the last step of several ranks, which must all have their last barrier after the same step.
+
+    step p       each rank tells the others, with what they exchange anyway, whether it was asked to stop
+    complete     all see the same flags of step p; from the first step with one, all name the same last step
+    p + 2 depth + 3   no prefetcher can have planned it: plans go to 2 depth + 2 steps beyond the last StepDone that it
+                 has, and the StopRequest of step p is sent before the StepDone of step p
+
+    The main thread calls `seen`, any thread `ask`, and the compute stream reads `asked`."""
 
     def __init__(self, rank: Rank, depth: int, send: Callable[[StopRequest], None]) -> None:
         """`depth`: of the look-ahead. `send`: to this rank's prefetcher."""
@@ -72,44 +77,36 @@ class AgreedStop:
 LOSSES = {"loss_sum", "task_loss_sum"}  # f64 [parts, ...]; all other counts are integers
 
 
-class SharedEvaluation:
-    """Counts consecutive evaluations. Its collectives are at the same steps on all ranks."""
+class SharedEvaluation(EvalMetrics):
+    """Counts the predictions of a rank's parts in consecutive evaluations, and adds up the counts of all ranks.
+
+    Counts are integers, so the order of their sum is irrelevant. Losses are summed per part; when the evaluation ends,
+    these sums are gathered and added once, in the tree. So the result is the same for any number of ranks, even if it
+    changes in the middle of an evaluation. Collectives are at the same steps on all ranks."""
 
     def __init__(self, rank: Rank, exchanges: Exchanges, device: torch.device, num_labels: int) -> None:
+        super().__init__(device, rank.parts_per_rank, num_labels)
         self._rank = rank
         self._exchanges = exchanges
-        self._metrics = EvalMetrics(device, parts=rank.parts_per_rank, num_labels=num_labels)
         self._losses_per_part = 1 + num_labels
-        self._in_progress = False  # on all ranks, also if this one has had no sample
+        self.in_progress = False  # on all ranks, also if this one has had no sample
         self._of_all: EvalCounts | None = None  # of an evaluation in progress, for a checkpoint
-
-    def begin(self) -> None:
-        """Called when an evaluation step is issued."""
-        self._in_progress = True
-
-    def update(self, part: int, outputs: Any, labels: Tensor, own_loss: Tensor | None) -> None:
-        """Counts the samples of one of this rank's parts, like `EvalMetrics.update`."""
-        self._metrics.update(outputs, labels, own_loss, part)
-
-    def update_ranks(self, ranks: Tensor) -> None:
-        """Counts the ranks of a part's positives, like `EvalMetrics.update_ranks`."""
-        self._metrics.update_ranks(ranks)
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
         """Appends the counts of all ranks, on the host, and starts the next evaluation."""
-        self._in_progress = False
+        self.in_progress = False
         self._issue_gather(streams, closed.append)
-        streams.compute.run(self._metrics.clear)
+        streams.compute.run(self.clear)
 
     def issue_state(self, streams: Streams) -> None:
         """Gathers the counts for `state`, if an evaluation is in progress."""
         self._of_all = None
-        if self._in_progress:
+        if self.in_progress:
             self._issue_gather(streams, lambda counts: setattr(self, "_of_all", counts))
 
     def state(self) -> dict[str, Tensor]:
         """The counts of an evaluation in progress, the same on all ranks; empty otherwise."""
-        if not self._in_progress:
+        if not self.in_progress:
             return {}
         assert self._of_all is not None, "the counts of all ranks were gathered"
         return self._of_all.state()
@@ -122,12 +119,12 @@ class SharedEvaluation:
             counts = {name: counts if self._rank.number == 0 else counts * 0 for name, counts in saved.items()}
             for name in LOSSES & saved.keys():
                 counts[name] = saved[name][own.start : own.stop]
-            self._metrics.continue_from(counts)
-        self._in_progress = bool(saved)
-        return self._in_progress
+            self.continue_from(counts)
+        self.in_progress = bool(saved)
+        return self.in_progress
 
     def _issue_gather(self, streams: Streams, take: Callable[[EvalCounts], None]) -> None:
-        own = self._metrics.counts.named()
+        own = self.counts.named()
         integers = {name: tensor for name, tensor in own.items() if name not in LOSSES}
         sizes = [tensor.numel() for tensor in integers.values()]
         counts = self._exchanges.sum_memory("counts", padded(sum(sizes), self._rank.count), torch.int64)
@@ -197,11 +194,11 @@ def slice_of(sizes: Sequence[int], part: int) -> slice:
     return slice(first, first + sizes[part])
 
 
-class SharedRunner:
-    """Implements `loop.Steps` and `loop.ModelState` for one of several ranks, or for a trainer of several parts."""
+class SharedRunner(Runner):
+    """Implements `loop.Steps` for the parts of one of several ranks, or of a trainer of several parts."""
 
-    trains = True
-    needs_labels = True
+    keeps_random_state = False  # random numbers follow from the step
+    _metrics: SharedEvaluation
 
     def __init__(
         self,
@@ -216,26 +213,16 @@ class SharedRunner:
         clock: PhaseClock | None = None,
         balanced: Callable[[float], None] = lambda imbalance: None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] of each group. `kernels`: None chooses those for the device.
-
-        `clock` times the steps' stream. `balanced`: called for each train step with the rows that a rank owns, maximum
-        over mean."""
-        self.device = records[0].device
-        self._clock: PhaseClock = clock or HostClock()
+        """`records`: f32 [slots, record_floats] of each group. `balanced`: called for each train step with the rows
+        that a rank owns, maximum over mean."""
+        super().__init__(job, records[0].device, num_dense, clock, kernels, rank.parts)
         self._step = 0  # the newest issued
-        self._job, self._rank, self._stop = job, rank, stop
-        self._side = JobModel(
-            job, num_dense, self.device, trains=self.trains, needs_labels=self.needs_labels, parts=rank.parts
-        )
-        self.model = self._side.model
-        self.trained = [self.model, self._side.optimizer]
-        kernels = kernels or choose_kernels(self.device, job)
-        self._layer = [SharedRows(group, own, kernels) for group, own in zip(groups, records, strict=True)]
-        positions = [position for group in groups for position in group.feature_positions]
-        self._places = sorted(range(len(positions)), key=positions.__getitem__)  # as in `Embeddings`
+        self._rank, self._stop = rank, stop
+        self._layer = [SharedRows(group, own, self._kernels) for group, own in zip(groups, records, strict=True)]
+        self._places = places_of(groups)
         self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=4 * rank.count)
         self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
-        self._evaluation = SharedEvaluation(rank, self._exchanges, self.device, len(job.data.columns.labels))
+        self._metrics = SharedEvaluation(rank, self._exchanges, self.device, len(job.data.columns.labels))
         self._balanced = balanced
         self._belonging = belonging(job), unpooled_places(groups)
         # for each step, f32 [3 or 4, ranks] on the host: nonzero if a rank has a stop request; both halves of its
@@ -268,12 +255,12 @@ class SharedRunner:
             with shown(), torch.no_grad():
                 self._evaluate_parts(shared)
 
-        self._evaluation.begin()
+        self._metrics.in_progress = True
         streams.compute.run(evaluate)
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
         self._begin(streams, self._step)
-        self._evaluation.issue_close(streams, closed)
+        self._metrics.issue_close(streams, closed)
 
     def completed(self, step: int) -> None:
         asked, low, high, *owned = self._told.pop(step)
@@ -284,21 +271,7 @@ class SharedRunner:
 
     def issue_state(self, streams: Streams) -> None:
         self._begin(streams, self._step)
-        self._evaluation.issue_state(streams)
-
-    def state(self) -> Tensors:
-        """The state of model and optimizer, the same on every rank. Random numbers follow from the step."""
-        return {
-            **model_state(self.model),
-            **optimizer_state(self.model, self._side.optimizer),
-            **self._evaluation.state(),
-        }
-
-    def restore(self, tensors: Tensors) -> bool:
-        optimizer = self._side.optimizer
-        restore_model(self.model, tensors)
-        restore_optimizer(self.model, optimizer, tensors)
-        return self._evaluation.restore(tensors)
+        self._metrics.issue_state(streams)
 
     def _issue_rows(self, streams: Streams, shared: SharedStep, with_them: Sequence[Start] = ()) -> None:
         for rows, share, memory in zip(self._layer, shared.shares, shared.memory, strict=True):
@@ -377,14 +350,8 @@ class SharedRunner:
         for part in range(self._rank.parts_per_rank):
             if shared.part_sizes[part]:
                 rows, dense = self._inputs(shared, part, pooled, lookups), shared.samples(part, "dense")
-                self.count(shared, part, self._side.forward(dense, rows, shared.inputs(part), training=False))
-
-    def count(self, shared: SharedStep, part: int, outputs: Any) -> None:
-        """Adds the outputs of a part of an evaluation step to the metrics."""
-        labels = shared.samples(part, "labels")
-        loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
-        self._evaluation.update(part, self._side.logits(outputs), labels, loss)
-        self._evaluation.update_ranks(self._side.ranks(outputs))
+                outputs = self._side.forward(dense, rows, shared.inputs(part), training=False)
+                self.count(shared.step.step, outputs, shared.samples(part, "labels"), part)
 
     def _pool(self, shared: SharedStep) -> tuple[list[GroupLookup], list[list[Tensor]]]:
         """Returns the look-ups of each group, and its pooled rows f32 [G, D] of each part of this rank."""
@@ -399,19 +366,15 @@ class SharedRunner:
         by_group = [
             feature
             for rows, of_parts, lookup, share in zip(self._layer, pooled, lookups, shared.shares, strict=True)
-            for feature in rows.by_feature(part, of_parts[part], lookup, share)
+            for feature in rows.features_of(part, of_parts[part], lookup, share)
         ]
         return [by_group[place] for place in self._places]
 
 
 class SharedEvaluationRunner(SharedRunner):
-    """The runner of `trainer eval`: restores only a checkpoint's weights."""
+    """The runner of `trainer eval`."""
 
     trains = False
-
-    def restore(self, tensors: Tensors) -> bool:
-        restore_model(self.model, tensors)
-        return False
 
 
 def imbalance(owned: Tensor) -> float:
