@@ -32,7 +32,7 @@ from tests.kernels.lookups import (
 )
 from tests.support.full_capacity import bits, make_job, random_schedule, random_start, train
 
-DIMS = (1, 4, 5, 12, 16, 32, 33, 64, 100, 128)
+DIMS = (1, 5, 16, 33, 128)
 STEPS = 3
 # most look-ups, weighted, mean
 SHAPES = ((0, False, False), (0, True, False), (3, False, False), (3, True, False), (3, False, True))

@@ -5,27 +5,21 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.exact import capacity_of, cover, job_text, train
 from examples.plain_loop import run_plain_loop
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.disk import Disk
 from rowcast.trainer.kernels import DTYPES
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
 from tests.support.driver import InProcessRun, Past, Settings, start_state
-from tests.support.full_capacity import bits
 
 MIXES: Mapping[str, tuple[RowType, ...]] = {
     "bf16": ("bf16", "bf16", "bf16", "bf16"),
@@ -87,22 +81,3 @@ def test_a_run_of_half_rows_goes_on_from_its_checkpoint_with_the_same_bits(maste
     assert_equal_bits(
         InProcessRun(job, batches, settings, Past(checkpoints=checkpoints, newest=newest)).run(), losses, end
     )
-
-
-@pytest.mark.parametrize(("dtype", "master", "store"), [("bf16", False, "memory"), ("fp16", True, "mapped")])
-def test_two_processes_train_and_export_half_rows_with_the_bits_of_the_plain_loop(
-    dtype: RowType, master: bool, store: str, tmp_path: Path
-) -> None:
-    way = cover(None, batch_size=("256",), optimizer=("adagrad",), capacity=("one batch",))[0]
-    config, run_dir = tmp_path / "job.toml", tmp_path / "run"
-    config.write_text(job_text(way, None, run_dir))
-    settings = [f"tables_from.dtype={dtype}", f"optimizer.sparse.master={str(master).lower()}", f"store.kind={store}"]
-    job = load_job(config, tuple(settings))
-    batches = list(schedule(job, open_reader(job), 6))
-    losses, plain = run_plain_loop(job, start_state(job, batches[0].batch.dense.shape[1]), batches)
-    end = train(config, run_dir, [*settings, f'cache.capacity="{capacity_of(way, job, batches)} rows"'], 6)
-    assert (run_dir / "losses.f32").read_bytes() == np.array(losses, np.float32).tobytes()
-    assert end.keys() == plain.keys()
-    for name, tensor in plain.items():
-        assert end[name].dtype == tensor.dtype
-        assert torch.equal(bits(end[name]), bits(tensor)), f"{name} differs"

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +22,6 @@ from tests.support.driver import InProcessRun, Past, Settings, start_state
 from tests.support.facts import facts
 from tests.support.full_capacity import bits
 from tests.support.jobs import table
-from tests.support.ranked_run import RankedRun
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -65,20 +63,6 @@ def test_tables_with_and_without_them_in_every_dtype_have_the_plain_loops_bits(o
         run = InProcessRun(job, batches, settings).run()
         assert_equal_bits(run, losses, end)
         assert_tested_what_it_claims(run, job)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_have_the_bits_of_the_plain_loop_in_parts(ranks: int) -> None:
-    job = mixed_job("adagrad")
-    batches = small_batches(job, "multi", num_steps=5, eval_at=(2,))
-    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 4)
-    settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"), seed=ranks)
-    run = RankedRun(job, batches, settings, ranks=ranks, parts=4).run()
-    assert np.array(run.losses(), np.float32).tobytes() == np.array(losses, np.float32).tobytes()
-    state = run.state()
-    assert state.keys() == end.keys()
-    assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
 
 
 def test_a_run_goes_on_from_its_checkpoint_and_an_import_of_its_export_is_exported_the_same(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
@@ -13,9 +12,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from tests.support.batches import NUM_DENSE, make_batch, slots_for
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, start_state
-from tests.support.full_capacity import bits
 from tests.support.jobs import job, table
-from tests.support.ranked_run import RankedRun
 
 DLRM = {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [4, 1]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,14 +47,3 @@ def test_a_batch_of_one_sample_gives_the_bits_of_the_plain_loop(model: str, size
     losses, end = run_plain_loop(own, start_state(own, NUM_DENSE), batches)
     run = InProcessRun(own, batches, Settings(slots=slots_for(group_specs(own), batches, "more"))).run()
     assert_equal_bits(run, losses, end)
-
-
-@pytest.mark.parametrize("model", ["dlrm", "dcnv2"])
-def test_parts_of_one_sample_or_none_give_the_bits_of_the_plain_loop(model: str) -> None:
-    own = job_of(model)
-    batches = batches_of(own, (64, 1, 2, 3, 5))
-    losses, end = run_plain_loop(own, start_state(own, NUM_DENSE), batches, parts=4)
-    run = RankedRun(own, batches, Settings(slots=slots_for(group_specs(own), batches, "everything")), ranks=2, parts=4)
-    state = run.run().state()
-    assert np.array(run.losses(), np.float32).tobytes() == np.array(losses, np.float32).tobytes()
-    assert all(torch.equal(bits(state[name]), bits(tensor)) for name, tensor in end.items())

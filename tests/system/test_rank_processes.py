@@ -46,18 +46,6 @@ def rank_pid(session: Session, role: str, rank: int) -> int:
     return int(lock.read_text() or 0) if lock.exists() else 0
 
 
-def test_one_trainer_of_six_parts_has_the_bits_of_the_plain_loop_in_six_parts(session: Session) -> None:
-    session.write_job(**SMALL, ranks={"parts": 6})
-    for process in session.start_both("--max-steps", str(STEPS)):
-        process.ended().quiet()
-    losses, end = plain(session.config, 6)
-    assert (session.run_dir / "losses.f32").read_bytes() == losses
-    out = session.folder / "model.safetensors"
-    session.export(out).quiet()
-    assert differing(load_file(out), end) == []
-    assert differing(load_file(out), plain(session.config, 1)[1]) != []
-
-
 @pytest.mark.parametrize(("count", "parts"), [(2, 4), (3, 3), (4, 4)][: times(2, 3)])
 def test_several_ranks_have_the_bits_of_the_plain_loop(count: int, parts: int, session: Session) -> None:
     session.write_job(**SMALL, ranks={"count": count, "parts": parts})

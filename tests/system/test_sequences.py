@@ -62,31 +62,6 @@ def assert_same_bits(end: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
     assert all(torch.equal(end[name].view(torch.int32), tensor.view(torch.int32)) for name, tensor in plain.items())
 
 
-def test_two_processes_train_on_histories_as_the_plain_loop_and_as_simulated(
-    session: Session, tmp_path: Path, one_thread: None
-) -> None:
-    pq.write_table(make_sequences(1000, seed=3), tmp_path / "sequences.parquet")
-    data = {"format": "parquet", "path": str(tmp_path / "sequences.parquet"), "eval_fraction": 0.1, "synthetic": None}
-    session.write_job(data=data, **SECTIONS)
-    job = load_job(session.config)
-    batches = list(schedule(job, open_reader(job)))
-    trace = tmp_path / "run.trace"
-    prefetcher, trainer = session.start_both(f"--save-trace={trace}")
-    trainer.ended().quiet()
-    prefetcher.ended().quiet()
-    session.export(tmp_path / "end").quiet()
-    report = msgspec.to_builtins(read_report(session.run_dir / "report.json"))
-    assert (report["steps"], report["eval_steps"]) == (15, 2)
-    assert report["rows_written_back"] > 0
-    losses, plain = run_plain_loop(job, start_state(job, 1), batches)
-    assert (session.run_dir / "losses.f32").read_bytes() == np.array(losses, np.float32).tobytes()
-    assert_same_bits(load_file(tmp_path / "end"), plain)
-    simulated = msgspec.json.decode(session.start("simulate", "--json", f"--trace={trace}").ended().quiet().stdout)
-    assert simulated["plans_compared"] == len(batches)
-    for name in ("lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed"):
-        assert simulated["results"][0][name] == report[name], name
-
-
 TABLES = {"item": (100_000, "past_items"), "category": (NUM_CATEGORIES, "past_categories")}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "din": (

@@ -56,20 +56,6 @@ def test_a_stop_while_a_process_still_imports_ends_it(name: Literal["prefetcher"
         assert session.remains() == []
 
 
-@pytest.mark.parametrize("stopped", ["prefetcher", "trainer"])
-def test_a_stop_right_after_the_two_have_met_ends_both(stopped: str, session: Session) -> None:
-    prefetcher, trainer = session.start_both()
-    prefetcher.until_logged("trainer connected")
-    (prefetcher if stopped == "prefetcher" else trainer).signal(SIGTERM)
-    ends_in_order(prefetcher, trainer)
-    assert session.remains() == []
-    steps = (session.run_dir / "losses.f32").stat().st_size // 4
-    if steps == 0:  # the stop came before the first plan: nothing is trained, so nothing is saved
-        assert not (session.run_dir / "checkpoints").exists()
-    else:
-        assert (session.manifest().finished, session.manifest().train_steps) == (False, steps)
-
-
 @pytest.mark.parametrize(("stopped", "number"), [("prefetcher", SIGINT), ("trainer", SIGTERM)])
 def test_a_stop_in_the_middle_leaves_a_checkpoint_that_is_not_finished(
     stopped: str, number: signal.Signals, session: Session
@@ -174,21 +160,4 @@ def test_the_launcher_names_a_killed_trainer_and_ends_the_prefetcher(session: Se
     assert ended.sentences == [
         f"the trainer (process {trainer}) was killed by SIGKILL; unless you sent it, the machine ran out of memory"
     ]
-    assert session.remains() == []
-
-
-def test_a_stop_of_the_launcher_stops_both_in_order(session: Session) -> None:
-    launcher = session.start("local")
-    launcher.until_counted("rowcast_train_steps_total", 20)
-    launcher.signal(SIGINT)
-    ends_in_order(launcher)
-    assert session.remains() == []
-    assert not session.manifest().finished
-
-
-def test_a_stop_of_the_launcher_before_its_processes_can_act_on_it_is_not_lost(session: Session) -> None:
-    launcher = session.start("local")
-    launcher.until(lambda: len(session.children()) >= 2, "two processes")
-    launcher.signal(SIGTERM)
-    ends_in_order(launcher)
     assert session.remains() == []
