@@ -18,6 +18,8 @@ REMOVED = {  # name -> what replaces it
     "train --verify": NO_VERIFY,
     "simulate --trace": "the data is read again, which gives the same batches",
     "simulate --save-trace": "the data is read again, which gives the same batches",
+    "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
+    "estimate --plot": "the line of the bottleneck names the critical path's tasks",
 }
 
 

@@ -42,9 +42,6 @@ class EstimateOptions:
     changes: Annotated[
         Sequence[str], Option("--change", help="With --run: how long a task would take, such as step=0.1. Repeatable.")
     ] = ()
-    plot: Annotated[
-        Path | None, Option(help="Draw eight steps and the critical path.", metavar="FILE", show_default=False)
-    ] = None
     max_steps: Annotated[int | None, Option(min=0, help="Train steps; as the run had it.", show_default=False)] = None
 
     def __post_init__(self) -> None:
@@ -57,8 +54,6 @@ class EstimateOptions:
             raise ConfigError("--compare and --advised take the job as it is, one --rates, and not each other")
         if self.rates and self.changes:
             raise ConfigError("--change needs --run; with --rates, --vary says what would be different")
-        if self.plot is not None and (several or self.advised or self.compare is not None):
-            raise ConfigError("--plot draws one walk; give one --rates or --run, and no other settings or --compare")
 
 
 @options_of(EstimateOptions)
@@ -68,13 +63,13 @@ def estimate(config: Config, overrides: Overrides = None, *, options: EstimateOp
     def load(settings: Sequence[str]) -> Job:
         return load_job(config, (*(overrides or ()), *settings))
 
-    max_steps, plot = options.max_steps, options.plot
+    max_steps = options.max_steps
     if options.run_dir is not None:
-        walk_recorded(load(()), options.run_dir, options.changes, max_steps=max_steps, plot=plot)
+        walk_recorded(load(()), options.run_dir, options.changes, max_steps=max_steps)
     elif options.compare is not None:
         print_compared(compare(load(()), options.rates[0], options.compare, max_steps=max_steps))
     else:
-        found = estimate_jobs(load, options.rates, options.vary, max_steps=max_steps, plot=plot)
+        found = estimate_jobs(load, options.rates, options.vary, max_steps=max_steps)
         if options.advised:
             found.append(estimate_advised(load(()), options.rates[0], 1e3 * found[0].compute_s, max_steps=max_steps))
         print_estimates(found)

@@ -9,7 +9,7 @@ import typer
 
 from rowcast.analysis.estimate.device_rates import DeviceRates, read_rates
 from rowcast.analysis.estimate.durations import EstimatedDurations, HostRow, measured_rows
-from rowcast.analysis.estimate.pipeline import Durations, Pipeline
+from rowcast.analysis.estimate.pipeline import Durations
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.recorded import recorded_run
 from rowcast.analysis.estimate.walk import (
@@ -18,14 +18,12 @@ from rowcast.analysis.estimate.walk import (
     Walked,
     check_steps,
     described,
-    plot_middle,
     steady,
     walk,
 )
-from rowcast.analysis.timeline.pairs import read_pairs
+from rowcast.analysis.timeline.recording import read_pairs
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import usable_cores
 
@@ -53,19 +51,16 @@ def estimate_jobs(
     vary: Sequence[str],
     *,
     max_steps: int | None = None,
-    plot: Path | None = None,
 ) -> list[Estimate]:
     """One estimate for each combination of the values in `vary` ("key=value"; values of one key are alternatives) and
-    each rates file. `load` reads the job file with such settings. `plot`: a picture of the only one. Raises ConfigError
+    each rates file. `load` reads the job file with such settings. Raises ConfigError
     and DataError."""
-    if plot is not None:
-        check_plot(plot)
     devices = [read_rates(path) for path in rates]
     found = []
     for settings in combinations(vary):
         job = load([f"{key}={value}" for key, value in settings])
         row = measured_rows(job, group_specs(job))
-        found += estimate_job(job, devices, row, settings, max_steps=max_steps, plot=plot)
+        found += estimate_job(job, devices, row, settings, max_steps=max_steps)
     return found
 
 
@@ -76,7 +71,6 @@ def estimate_job(
     settings: tuple[Setting, ...] = (),
     *,
     max_steps: int | None = None,
-    plot: Path | None = None,
 ) -> list[Estimate]:
     """One estimate for each device. Raises ConfigError and DataError."""
     plan, wiring, num_dense = plan_job(job, max_steps)
@@ -85,8 +79,6 @@ def estimate_job(
     for device in devices:
         durations = EstimatedDurations(job, plan, num_dense, device, row)
         walked = walk(plan, wiring, durations, {}, cores)
-        if plot is not None:
-            plot_middle(Pipeline(plan, wiring, durations, {}), cores, plot)
         later = range(len(plan) // START_SHARE, len(plan))
         compute_s = [
             durations("step", at) for at in later if (own := plan[at].counted) is not None and own.counts.trains

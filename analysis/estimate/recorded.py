@@ -1,15 +1,32 @@
-"""Reads how long each task of a recorded run took, step by step, to walk the run again."""
+"""Reads how long each task of a recorded run took, step by step, and its overhead by type, to walk the run again.
 
+Overhead is what no span of work covers, between the events of the trace:
+
+    message   send         -> copy in         rows sent
+              send back    -> write back      rows back
+              copy in      -> fetch           ring room
+              step         -> plan, send      step done
+    wait      fill         -> copy out        rows filled: a thread of the same process wakes
+              write back   -> fetch           rows home
+    Python    between two spans of a thread that wait for nothing; it counts with the second one
+
+What a span covers has overhead too: launches, and waits for Python's lock. They stay in the task's time.
+"""
+
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, product
+from statistics import fmean, median
 
-from rowcast.analysis.estimate.handovers import WITH_WAITS, Handovers, handovers, own_work
-from rowcast.analysis.timeline.recording import MAIN, Recordings, TimelineRecording, ended_ns, lives
-from rowcast.analysis.timeline.trace_events import track_name
+from rowcast.analysis.estimate.pipeline import Handover
+from rowcast.analysis.timeline.recording import Pair, Recording, began, ended, lives
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.timeline import MAIN, Event
 
+WITH_WAITS = (MAIN, "fetcher", "planning")  # threads whose waits are recorded
+S = 1e6  # microseconds
 TASKS = {  # a span's name -> the task that it is a part of; others have their own name
     "gather": "fill",
     "lookup": "step",
@@ -23,87 +40,148 @@ TASKS = {  # a span's name -> the task that it is a part of; others have their o
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class RecordedRun:
     first_step: int
-    seconds: dict[str, dict[int, float]]  # task -> step -> seconds
-    handovers: Handovers
     begins: dict[str, float]  # when the threads "planning" and "main" began
     ended: list[float]  # when each step was done
+    # task -> step -> seconds; None: outside steps
+    seconds: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    usual: dict[Handover, float] = field(default_factory=dict)  # medians; 0 for one that nothing waited for
+    # the mean of a step's pieces, where it is known
+    of_step: dict[Handover, dict[int, float]] = field(default_factory=dict)
 
     def __call__(self, name: str, step: int, pieces: int = 1) -> float:
         """Implements `pipeline.Durations`."""
-        if name in self.handovers.usual:
-            return self.handovers(name, step + self.first_step)
-        return self.seconds[name].get(step + self.first_step, 0.0) / pieces
+        step += self.first_step
+        if name in self.usual:
+            return self.of_step.get(name, {}).get(step, self.usual[name])
+        return self.seconds[name].get(step, 0.0) / pieces
 
 
-def recorded_run(recordings: Recordings) -> RecordedRun:
+def recorded_run(pair: Pair) -> RecordedRun:
     """Raises ConfigError unless the recordings are of one attempt from its first step on."""
-    whole = lives(recordings)
-    steps, numbers = [life.step for life in whole], [life.number for life in whole]
-    if len(recordings.prefetcher.incarnations) != 1 or len(recordings.trainer.incarnations) != 1 or not steps:
+    steps = lives(pair)
+    if any(len(recording.incarnations) != 1 for recording in pair.both) or not steps:
         raise ConfigError("the timeline has several attempts or no whole step; record a run that is not interrupted")
-    seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for span in chain(recordings.prefetcher.spans, recordings.trainer.spans):
-        if span.step is None:
-            continue
-        if span.kind == "work":
-            seconds[TASKS.get(span.name, span.name)][span.step] += span.duration_ns / 1e9
-        elif span.name == "ranks":  # the same time is work of the phase `exchange`
-            seconds["exchange"][span.step] += span.duration_ns / 1e9
-            seconds["step"][span.step] -= span.duration_ns / 1e9
-    connected_ns = first_ns(recordings.trainer, MAIN)
-    for recording, track in product(recordings.both, WITH_WAITS):
-        for span, own_ns in own_work(recording, track, connected_ns):
-            if span.step is not None:
-                seconds[TASKS.get(span.name, span.name)][span.step] += own_ns / 1e9
-    began_ns = first_recorded_ns(recordings)
-    given = handovers(recordings)
-    for task, own in given.between.items():
-        for step, own_s in own.items():
-            seconds[task][step] += own_s
-    for step, barrier_ns in between_steps(recordings, dict(zip(numbers, map(ended_ns, steps), strict=True))):
-        seconds["barrier"][step] = max(0.0, barrier_ns / 1e9 - given.usual["step done"])
-    return RecordedRun(
-        first_step=numbers[0],
-        seconds=seconds,
-        handovers=given,
-        begins={
-            "planning": (first_ns(recordings.prefetcher, "planning") - began_ns) / 1e9,
-            "main": (first_ns(recordings.trainer, MAIN) - began_ns) / 1e9,
-        },
-        ended=[(ended_ns(span) - began_ns) / 1e9 for span in steps],
+    first = min(began(span) for recording in pair.both for span in recording.spans)
+    tracks = {"planning": pair.prefetcher.track("planning"), "main": pair.trainer.track(MAIN)}
+    found = RecordedRun(
+        first_step=steps[0].number,
+        begins={name: (began(spans[0]) - first) / S for name, spans in tracks.items()},
+        ended=[(ended(life.step) - first) / S for life in steps],
     )
+    add_tasks(found, pair, began(tracks["main"][0]))
+    add_handovers(found, pair, sorted(ended(life.step) for life in steps))
+    fetched: dict[int, float] = {}
+    for span in pair.prefetcher.named("fetch"):
+        fetched.setdefault(span.step or 0, began(span))
+    for life in steps:  # from the end of a step to the first fetch of the next one: what a barrier takes
+        if life.number + 1 in fetched:
+            barrier_s = (fetched[life.number + 1] - ended(life.step)) / S
+            found.seconds["barrier"][life.number] = max(0.0, barrier_s - found.usual["step done"])
+    return found
 
 
-def waited(recordings: Recordings) -> Iterator[tuple[str, float, float]]:
-    """What the threads waited for, as recorded: track and reason ("main: rows"), from, to; seconds as in `ended`."""
-    began_ns = first_recorded_ns(recordings)
-    for recording in recordings.both:
-        for span in recording.spans:
-            if span.kind == "wait":
-                yield (
-                    f"{track_name(span)}: {span.name}",
-                    (span.began_ns - began_ns) / 1e9,
-                    (ended_ns(span) - began_ns) / 1e9,
-                )
+def add_tasks(found: RecordedRun, pair: Pair, connected: float) -> None:
+    def add(span: Event, us: float) -> None:
+        if span.step is not None:
+            found.seconds[TASKS.get(span.name, span.name)][span.step] += us / S
+
+    for span in chain(pair.prefetcher.spans, pair.trainer.spans):
+        if span.cat == "work":
+            add(span, span.dur or 0.0)
+        elif span.name == "wait: ranks" and span.step is not None:  # the same time is work of the phase `exchange`
+            found.seconds["exchange"][span.step] += (span.dur or 0.0) / S
+            found.seconds["step"][span.step] -= (span.dur or 0.0) / S
+    for recording, track in product(pair.both, WITH_WAITS):
+        for span, us in own_work(recording.track(track), connected):
+            add(span, us)
 
 
-def between_steps(recordings: Recordings, ended: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """Nanoseconds from the end of each step to the first fetch of the next one: what a barrier takes."""
-    fetched: dict[int, int] = {}
-    for span in recordings.prefetcher.spans:
-        if (span.kind, span.name) == ("work", "fetch") and span.step is not None:
-            fetched.setdefault(span.step, span.began_ns)
-    for step, end_ns in ended.items():
-        if step + 1 in fetched:
-            yield step, fetched[step + 1] - end_ns
+def add_handovers(found: RecordedRun, pair: Pair, done: Sequence[float]) -> None:
+    """Each as far as the receiving thread was free. `done`: the ends of steps."""
+    prefetcher, trainer = pair.both
+    main = trainer.track(MAIN)
+    pieces: dict[Handover, Taken] = {
+        "rows sent": taken(prefetcher.named("send"), main, "copy in", own_work(main)),
+        "rows filled": taken(trainer.named("fill"), trainer.track("sender"), "copy out"),
+        "rows back": taken(trainer.named("send back"), prefetcher.track("write-back"), "write_back"),
+    }
+    woken: dict[Handover, list[float]] = {
+        "rows home": [*woken_by(prefetcher, "write_back", ends(prefetcher.named("write_back")))],
+        "ring room": [*woken_by(prefetcher, "ring", ends(trainer.named("copy in")))],
+        "step done": [*woken_by(prefetcher, "ahead", done), *woken_by(prefetcher, "credit", done)],
+    }
+    for name, own in pieces.items():
+        found.usual[name] = usual(chain.from_iterable(own.ways.values()))
+        found.of_step[name] = {step: fmean(ways) / S for step, ways in own.ways.items()}
+    for name, times in woken.items():
+        found.usual[name] = usual(times)
+    for task, handover in (("copy out", "rows filled"), ("write back", "rows back")):
+        for step, until_free, until_begun in pieces[handover].queued:  # type: ignore[index]
+            if until_free / S > found.usual[handover]:  # type: ignore[index]
+                found.seconds[task][step] += until_begun / S
 
 
-def first_recorded_ns(recordings: Recordings) -> int:
-    return min(span.began_ns for recording in recordings.both for span in recording.spans)
+def usual(times: Iterable[float]) -> float:
+    known = [*times]
+    return median(known) / S if known else 0.0
 
 
-def first_ns(recording: TimelineRecording, track: str) -> int:
-    return min(span.began_ns for span in recording.spans if span.track == track and span.kind != "step")
+def ends(spans: Iterable[Event]) -> list[float]:
+    return sorted(map(ended, spans))
+
+
+@dataclass(slots=True)
+class Taken:
+    """How a thread took the pieces of a task, in microseconds."""
+
+    ways: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # pieces that found it free
+    queued: list[tuple[int, float, float]] = field(default_factory=list)  # step, until it was free, until it began
+
+
+def taken(
+    given: Iterable[Event], spans: Sequence[Event], task: str, before: Iterable[tuple[Event, float]] = ()
+) -> Taken:
+    """How a thread with `spans` took up `task` after each task `given`, piece by piece. `before`: its `own_work`."""
+    own = {id(span): us for span, us in before}
+    spans = [span for span in spans if span.name != "wait: rows"]  # one that waits for something else is not free
+    left, begun = defaultdict[int | None, list[float]](list), defaultdict[int | None, list[float]](list)
+    for span in given:
+        left[span.step].append(ended(span))
+    for span in spans:
+        if span.name == task:
+            begun[span.step].append(began(span) - own.get(id(span), 0.0))
+    all_ends, found = [ended(span) for span in spans], Taken()
+    for step, times in left.items():
+        if step is None or len(times) != len(begun[step]):
+            continue  # a piece without dirty victims sends nothing back
+        for sent, taken_up in zip(sorted(times), sorted(begun[step]), strict=True):
+            last = bisect_right(all_ends, taken_up) - 1
+            if last < 0:
+                continue  # the thread had not begun
+            if all_ends[last] > sent:
+                found.queued.append((step, all_ends[last] - sent, taken_up - all_ends[last]))
+            else:
+                found.ways[step].append(max(0.0, taken_up - sent))
+    return found
+
+
+def woken_by(recording: Recording, reason: str, times: Sequence[float]) -> Iterator[float]:
+    """Microseconds from the last of `times` (ordered) in each wait for this reason to the end of the wait."""
+    for wait in recording.named(f"wait: {reason}"):
+        last = bisect_left(times, ended(wait)) - 1
+        if last >= 0 and times[last] > began(wait):
+            yield ended(wait) - times[last]
+
+
+def own_work(spans: Sequence[Event], since: float = 0.0) -> list[tuple[Event, float]]:
+    """Microseconds that a thread worked before each span, on what no span covers: messages, results, polling. Only for
+    threads whose waits are recorded."""
+    found, end = [], began(spans[0]) if spans else 0.0
+    for span in spans:
+        if span.cat == "work" and began(span) > end >= since:
+            found.append((span, began(span) - end))
+        end = max(end, ended(span))
+    return found

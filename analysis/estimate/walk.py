@@ -12,17 +12,14 @@ import typer
 
 from rowcast.analysis.estimate.pipeline import Durations, Pipeline, Planned, Wiring
 from rowcast.analysis.estimate.planned import plan_job
-from rowcast.analysis.estimate.plot import plot_tasks
 from rowcast.analysis.estimate.recorded import RecordedRun, recorded_run
 from rowcast.analysis.estimate.schedule import critical_path, run, waits
-from rowcast.analysis.timeline.pairs import read_pairs
+from rowcast.analysis.timeline.recording import read_pairs
 from rowcast.job.schema import Job
-from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 
 START_SHARE = 4  # the first quarter of the steps fills the cache; the rate is that of the others
 LAST_STEPS = 4  # at the end nothing is left to do ahead
-NUM_DRAWN = 8  # steps
 NAMED = 3  # tasks of the critical path in the report
 OFTEN = 0.05  # least times per step, or fraction of the time, in the report
 LIMITS = {"ahead", "barrier", "checkpoint", "credit", "queue", "ring", "staging", "write_back"}
@@ -71,20 +68,14 @@ class Steady:
         )
 
 
-def walk_recorded(
-    job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: int | None = None, plot: Path | None = None
-) -> None:
+def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps: int | None = None) -> None:
     """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
-    if plot is not None:
-        check_plot(plot)
     factors = [parse_change(change) for change in changes]
     recorded = recorded_run(read_pairs(run_dir)[0])
     plan, wiring, _ = plan_job(job, max_steps)
     check_steps(plan, recorded, run_dir)
     measured = steady(recorded.ended).step_s
     again = walk(plan, wiring, recorded, recorded.begins)
-    if plot is not None:
-        plot_middle(Pipeline(plan, wiring, recorded, recorded.begins), math.inf, plot)
     typer.echo(f"{run_dir}: {len(plan)} steps, {1e3 * measured:.1f} ms a step")
     typer.echo(
         f"walked again: {1e3 * again.step_s:.1f} ms a step ({again.step_s / measured - 1:+.1%}), bound by "
@@ -98,13 +89,6 @@ def walk_recorded(
             f"with {change}: {1e3 * found.step_s:.1f} ms a step ({again.step_s / found.step_s:.2f} times as fast), "
             f"bound by {described(found)}"
         )
-
-
-def plot_middle(pipeline: Pipeline, cores: float, path: Path) -> None:
-    """Draws eight steps from the middle. Raises ConfigError if the picture cannot be written."""
-    run(pipeline.threads, cores)
-    middle = len(pipeline.done) // 2
-    plot_tasks(pipeline.threads, pipeline.done[max(0, middle - NUM_DRAWN // 2) : middle + NUM_DRAWN // 2 + 1], path)
 
 
 def check_steps(plan: Sequence[Planned], recorded: RecordedRun, run_dir: Path) -> None:

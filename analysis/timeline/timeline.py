@@ -1,23 +1,21 @@
-"""`prefetcher timeline`: chooses the steps and prints a summary."""
+"""`prefetcher timeline`: puts the recordings of a run into one file for Perfetto, and prints a summary."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from typer import Option
 
-from rowcast.analysis.timeline.pairs import last_lives, read_pairs, waited_for_ranks
-from rowcast.analysis.timeline.plot import plot_steps
-from rowcast.analysis.timeline.recording import AHEAD, Recordings, StepLife, ended_ns, overlap
-from rowcast.analysis.timeline.trace_events import Window, write_events
+from rowcast.analysis.timeline.recording import AHEAD, Pair, StepLife, began, ended, lives, overlap, read_pairs
 from rowcast.runtime.command_options import RunFolder, options_of
-from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import plural
+from rowcast.runtime.telemetry.timeline import Event
 
-NUM_DRAWN = 8  # steps, without --steps
 OPEN = "open it at https://ui.perfetto.dev or chrome://tracing"
 
 
@@ -28,32 +26,34 @@ class TimelineOptions:
         Option(help="The file to write, as JSON.", metavar="FILE", show_default="timeline.json in the run directory"),
     ] = None
     steps: Annotated[str | None, Option(help="Only these, such as 100:110.", metavar="FIRST:END")] = None
-    plot: Annotated[Path | None, Option(help="Draw --steps too, or eight in the middle.", metavar="PNG|SVG")] = None
 
 
 def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
-    """Raises ConfigError and DataError as `read_run` does, and ConfigError for steps that the run does not have."""
-    if options.plot is not None:
-        check_plot(options.plot)
+    """Raises ConfigError and DataError as `read_pairs` does, and ConfigError for steps that the run does not have."""
     asked = None if options.steps is None else parse_steps(options.steps)
     pairs = read_pairs(run_dir)
     steps = [last_lives(pair) for pair in pairs]
     out = options.out or run_dir / "timeline.json"
-    began_ns = min(pair.began_ns for pair in pairs)
-    window = (began_ns, float("inf")) if asked is None else window_of([chosen(own, asked) for own in steps])
-    number = write_events(pairs, window, out)
-    if not all(pair.one_clock for pair in pairs):
+    first, last = (float("-inf"), float("inf")) if asked is None else window_of([chosen(own, asked) for own in steps])
+    events = [event for pair in pairs for event in inside(pair, first, last)]
+    try:
+        out.write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, events)) + b"\n]\n")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: cannot be written ({error.strerror}); choose another file or free space"
+        ) from None
+    if len({recording.clock[0] for pair in pairs for recording in pair.both}) > 1:
         typer.echo(
             "The recordings are from two hosts or boots: they are aligned by the wall clock, which is as accurate as "
             "the hosts' clocks."
         )
-    typer.echo(f"{out}: {plural(number, 'event')}; {OPEN}")
+    typer.echo(f"{out}: {plural(len(events), 'event')}; {OPEN}")
     for rank, (pair, own) in enumerate(zip(pairs, steps, strict=True)):
-        if own:
-            typer.echo(describe(pair, own) if len(pairs) == 1 else f"rank {rank}: {describe_rank(pair, own)}")
-    if options.plot is not None:
-        drawn = chosen(steps[0], asked or middle(steps[0]))
-        plot_steps(pairs[0], window_of([drawn]), options.plot)
+        if own and len(pairs) == 1:
+            typer.echo(describe(pair, own))
+        elif own:
+            share = waited_for_ranks(pair, own)
+            typer.echo(f"rank {rank}: {describe(pair, own)}, and for other ranks during {share:.1%} of the time")
 
 
 def parse_steps(text: str) -> range:
@@ -63,11 +63,10 @@ def parse_steps(text: str) -> range:
     return range(int(match[1]), int(match[2]))
 
 
-def middle(steps: list[StepLife]) -> range:
-    if not steps:
-        return range(0)
-    first = steps[0].number + max(0, len(steps) - NUM_DRAWN) // 2
-    return range(first, first + NUM_DRAWN)
+def last_lives(pair: Pair) -> list[StepLife]:
+    """Returns the steps of the last attempt, which start after its checkpoint."""
+    steps = lives(pair)
+    return [life for life in steps if life.attempt == steps[-1].attempt]
 
 
 def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
@@ -80,22 +79,42 @@ def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
     return found
 
 
-def window_of(steps: list[list[StepLife]]) -> Window:
+def window_of(steps: list[list[StepLife]]) -> tuple[float, float]:
     """Returns the time from the first step of any rank to the last."""
-    return min(own[0].step.began_ns for own in steps), max(ended_ns(own[-1].step) for own in steps)
+    return min(began(own[0].step) for own in steps), max(ended(own[-1].step) for own in steps)
 
 
-def describe(recordings: Recordings, steps: list[StepLife]) -> str:
-    found = overlap(recordings, steps)
+def inside(pair: Pair, first: float, last: float) -> Iterator[Event]:
+    """The events between two moments, and every name."""
+    for recording in pair.both:
+        begun = set[int | None]()  # steps, whose ends belong to the time too
+        for event in recording.events:
+            if event.ph == "M" or (event.step in begun if event.ph == "e" else overlaps(event, first, last)):
+                yield event
+            if event.ph == "b" and overlaps(event, first, last):
+                begun.add(event.step)
+            elif event.ph == "e":
+                begun.discard(event.step)
+
+
+def overlaps(event: Event, first: float, last: float) -> bool:
+    return began(event) < last and ended(event) > first
+
+
+def describe(pair: Pair, steps: list[StepLife]) -> str:
+    found = overlap(pair, steps)
     return (
-        f"{plural(found.num_steps, 'step')}, of which {found.num_over['any']:,} overlapped work for later steps "
+        f"{plural(len(steps), 'step')}, of which {found.num_over:,} overlapped work for later steps "
         f"({', '.join(AHEAD)}) with their "
         f"compute; the trainer waited for rows during {found.exposed_share:.1%} of that work"
     )
 
 
-def describe_rank(pair: Recordings, steps: list[StepLife]) -> str:
-    return f"{describe(pair, steps)}, and for other ranks during {waited_for_ranks(pair, steps):.1%} of the time"
+def waited_for_ranks(pair: Pair, steps: list[StepLife]) -> float:
+    """The share of the time from the first of the steps to the last in which the trainer waited for other ranks."""
+    first, last = began(steps[0].step), ended(steps[-1].step)
+    waits = [wait for wait in pair.trainer.named("wait: ranks") if first <= began(wait) < last]
+    return sum(wait.dur or 0.0 for wait in waits) / max(1e-3, last - first)
 
 
 @options_of(TimelineOptions)

@@ -76,7 +76,9 @@ class PrefetcherRun:
         if self._shard.count == 1:
             point = settle_run(self._job, self._options, self._checkpoints, self._directory, self._shard)
         if self._options.timeline:
-            self._counters.timeline = stack.enter_context(Timeline(self._directory.path, "prefetcher"))
+            self._counters.timeline = stack.enter_context(
+                Timeline(self._directory.path, "prefetcher", self._shard.number)
+            )
         remove_leftovers()
         remove_left_keys(self._job, self._directory.path)
         own = with_tables_of_pair(self._job, self._shard.number)

@@ -1,10 +1,18 @@
-"""Records the work and waits of a process's stages; `prefetcher timeline` combines the records.
+"""Records the work and waits of a process's stages as Chrome trace events, for Perfetto and `prefetcher timeline`.
 
-    a stage's thread --- add: one record ---> queue --- every FLUSH_S, on its own thread ---> timeline.<process>.jsonl
+    a stage's thread --- add: one event ---> queue --- every FLUSH_S, on its own thread ---> timeline.<process>.json
 
-Times are `time.perf_counter`, on Linux CLOCK_MONOTONIC: one clock for all processes of a host until it reboots. The
-file's first line is a `TimelineHeader`, each other line one record. A killed process loses at most its last FLUSH_S
-seconds of records.
+The file is a JSON array with an event a line. A killed process loses at most its last FLUSH_S seconds; what it leaves
+has no closing bracket, and the format needs none.
+
+    M   names and order of processes and threads
+    X   a span; its category is work or wait
+    b e a span that may overlap others of its kind: a step, from its issue until its result is read
+    C   a level: bytes in a ring
+    i   the processes have met
+
+Times are microseconds of `time.perf_counter`, on Linux CLOCK_MONOTONIC: one clock for all processes of a host until it
+reboots.
 """
 
 import os
@@ -12,9 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -23,71 +31,56 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.other_process import boot_id
 from rowcast.runtime.stages import Stage
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.metrics import Process
+from rowcast.runtime.telemetry.metrics import BOTH, Process
 
-VERSION = 1
-MAX_RECORDS = 1_000_000  # records in a file: about 65 MB, and 40,000 steps
+MAX_EVENTS = 1_000_000  # in a file: about 130 MB, and 40,000 steps
 FLUSH_S = 0.5
 WATCH_S = 0.01  # between readings of the levels
+MAIN = "MainThread"
+TRACKS = ("planning", "staging", "fetcher", "write-back", "checkpoint", MAIN, "sender", "mail")  # below the decoders
+FIRST_THREAD = 101  # a thread whose number equals its process's would be shown first
 
 SpanKind = Literal["work", "wait", "step"]
-# work: a stage works     wait: a stage waits for `name`
-# step: from the start of a step until its result is read; on a device the next step starts before that
 
 
-class TimelineHeader(msgspec.Struct, frozen=True, kw_only=True):
-    version: int
-    process: Process
-    pid: int
-    boot_id: str  # the clocks of two files agree if their boot ids do
-    clock_ns: int  # the records' clock at
-    unix_ns: int  # this Unix time
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a file. The category of a span is its kind."""
 
-
-class TimelineSpan(msgspec.Struct, frozen=True, array_like=True, tag="span"):
-    kind: SpanKind
-    track: str  # the thread or child process
+    ph: Literal["M", "X", "b", "e", "C", "i"]
     name: str
-    began_ns: int
-    duration_ns: int
-    step: int | None  # None outside steps, or if the step is unknown
+    pid: int  # in the order of the page: processes of two containers may have the same id
+    tid: int = 0
+    cat: str | None = None
+    ts: float | None = None
+    dur: float | None = None
+    id2: dict[str, str] | None = None
+    s: str | None = None
+    args: dict[str, Any] = {}
 
-
-class Level(msgspec.Struct, frozen=True, array_like=True, tag="level"):
-    """The value of a gauge from `at_ns` on."""
-
-    name: str
-    unit: str
-    at_ns: int
-    value: int
-
-
-class Incarnation(msgspec.Struct, frozen=True, array_like=True, tag="incarnation"):
-    """The start of an attempt; steps may start over."""
-
-    number: int
-    at_ns: int
-
-
-Record = TimelineSpan | Level | Incarnation
+    @property
+    def step(self) -> int | None:
+        """None outside steps, or if the step is unknown."""
+        return self.args.get("step")
 
 
 def timeline_path(run_dir: Path, process: Process) -> Path:
-    return run_dir / f"timeline.{process}.jsonl"
+    return run_dir / f"timeline.{process}.json"
 
 
 class Timeline:
     """Records one process. Use it as a context manager; any thread may call its other methods, and no method waits.
 
-    After `max_records` it stops recording and logs this once, so that the file has no gaps."""
+    After `max_events` it stops recording and logs this once, so that the file has no gaps."""
 
-    def __init__(self, run_dir: Path, process: Process, max_records: int = MAX_RECORDS) -> None:
+    def __init__(self, run_dir: Path, process: Process, rank: int = 0, max_events: int = MAX_EVENTS) -> None:
         self._path = timeline_path(run_dir, process)
-        self._process: Process = process
-        self._max_records = max_records
-        self._waiting: deque[Record] = deque()
-        self._num_taken = 0  # records removed from the queue
+        self._name, self._pid = f"{process} {rank}", 1 + BOTH.index(process) + len(BOTH) * rank
+        self._max_events = max_events
+        self._waiting: deque[Event] = deque()
+        self._num_taken = 0  # events removed from the queue
         self._full = False
+        self._threads: dict[str, int] = {}  # by track
+        self._new_thread = threading.Lock()
         self._levels: dict[tuple[str, str], Callable[[], int]] = {}  # by name and unit
         self._last_levels: dict[tuple[str, str], int] = {}
         self._file: FileWrite | None = None
@@ -107,7 +100,17 @@ class Timeline:
         """Adds a span of `seconds` that ended at `ended_s` (None: now) on `track` (None: the calling thread)."""
         ended_s = time.perf_counter() if ended_s is None else ended_s
         track = threading.current_thread().name if track is None else track
-        self._put(TimelineSpan(kind, track, name, nanoseconds(ended_s - seconds), nanoseconds(seconds), step))
+        tid = self._threads.get(track) or self._thread_of(track)
+        began, took = microseconds(ended_s - seconds), microseconds(seconds)
+        args = {} if step is None else {"step": step}
+        if kind != "step":
+            name = f"wait: {name}" if kind == "wait" else name
+            self._put(Event(ph="X", cat=kind, name=name, pid=self._pid, tid=tid, ts=began, dur=took, args=args))
+            return
+        both = {"local": f"0x{step or 0:x}"}
+        own = Event(ph="b", cat=kind, name=f"{name} step", pid=self._pid, ts=began, dur=took, id2=both, args=args)
+        self._put(own)
+        self._put(Event(ph="e", cat=kind, name=own.name, pid=self._pid, ts=began + took, id2=both, args=args))
 
     @contextmanager
     def work(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -119,20 +122,33 @@ class Timeline:
             self.add("work", name, ended_s - began_s, step, ended_s=ended_s)
 
     def incarnation(self, number: int) -> None:
-        self._put(Incarnation(number, time.perf_counter_ns()))
+        """The start of an attempt; steps may start over."""
+        name, now = f"incarnation {number}", microseconds(time.perf_counter())
+        self._put(Event(ph="i", s="p", name=name, pid=self._pid, ts=now, args={"incarnation": number}))
 
     def watch(self, name: str, unit: str, read: Callable[[], int]) -> None:
         """Records the value of `read` when it has changed. A different thread calls `read`, which must return at
         once."""
         self._levels = {**self._levels, (name, unit): read}
 
-    def _put(self, record: Record) -> None:
+    def _thread_of(self, track: str) -> int:
+        """Names a track that is new; those of a step are in its order, below the decoders."""
+        with self._new_thread:
+            if track not in self._threads:
+                others = sum(name not in TRACKS for name in self._threads)
+                tid = FIRST_THREAD + (1000 + TRACKS.index(track) if track in TRACKS else others)
+                for name, key, value in (("thread_name", "name", track), ("thread_sort_index", "sort_index", tid)):
+                    self._put(Event(ph="M", name=name, pid=self._pid, tid=tid, args={key: value}))
+                self._threads[track] = tid
+        return self._threads[track]
+
+    def _put(self, event: Event) -> None:
         if self._full:
             return
-        if len(self._waiting) + self._num_taken >= self._max_records:
+        if len(self._waiting) + self._num_taken >= self._max_events:
             self._full = True
         else:
-            self._waiting.append(record)
+            self._waiting.append(event)
 
     def _run(self) -> None:
         flush_s = 0.0
@@ -144,20 +160,21 @@ class Timeline:
         self._flush()
 
     def _read_levels(self) -> None:
-        for key, read in self._levels.items():
+        for (name, unit), read in self._levels.items():
             value = read()
-            if self._last_levels.get(key) != value:
-                self._last_levels[key] = value
-                self._put(Level(*key, time.perf_counter_ns(), value))
+            if self._last_levels.get((name, unit)) != value:
+                self._last_levels[name, unit] = value
+                now = microseconds(time.perf_counter())
+                self._put(Event(ph="C", name=name, pid=self._pid, ts=now, args={unit: value}))
 
     def _flush(self) -> None:
         if self._file is None:
             return
         number = len(self._waiting)
-        self._num_taken += number  # before they are removed, so that `_put` cannot add one record too many in between
-        lines = msgspec.json.Encoder().encode_lines([self._waiting.popleft() for _ in range(number)])
+        self._num_taken += number  # before they are removed, so that `_put` cannot add one event too many in between
+        encode = msgspec.json.Encoder().encode
         try:
-            self._file.write(lines)
+            self._file.write(b"".join(b",\n" + encode(self._waiting.popleft()) for _ in range(number)))
         except OSError as error:
             self._give_up(f"the timeline cannot be written ({error.strerror}); nothing more is recorded")
         else:
@@ -166,16 +183,20 @@ class Timeline:
 
     def _give_up(self, why: str) -> None:
         self._full = True
-        get_logger().warning(why, file=str(self._path), records=self._num_taken)
+        get_logger().warning(why, file=str(self._path), events=self._num_taken)
         if self._file is not None:
             self._file.close()
         self._file = None
 
     def __enter__(self) -> Self:
         """Replaces the file of an earlier run. Raises ConfigError if it cannot be written."""
+        clock = {"boot_id": boot_id(), "clock": microseconds(time.perf_counter()), "unix": microseconds(time.time())}
+        name = {"name": f"{self._name} (process {os.getpid()})"}
+        first = Event(ph="M", name="process_name", pid=self._pid, args=name | clock)
+        order = Event(ph="M", name="process_sort_index", pid=self._pid, args={"sort_index": self._pid})
         try:
             self._file = FileWrite(self._path)
-            self._file.write(msgspec.json.encode(self._header()) + b"\n")
+            self._file.write(b"[\n" + b",\n".join(map(msgspec.json.encode, (first, order))))
         except OSError as error:
             raise ConfigError(
                 f"--timeline: {self._path} cannot be written ({error.strerror}); free space or omit --timeline"
@@ -183,20 +204,12 @@ class Timeline:
         self._thread.start()
         return self
 
-    def _header(self) -> TimelineHeader:
-        return TimelineHeader(
-            version=VERSION,
-            process=self._process,
-            pid=os.getpid(),
-            boot_id=boot_id(),
-            clock_ns=time.perf_counter_ns(),
-            unix_ns=time.time_ns(),
-        )
-
     def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._thread.join()
         if self._file is not None:
+            with suppress(OSError):  # the bracket is optional
+                self._file.write(b"\n]\n")
             self._file.close()
 
 
@@ -226,5 +239,5 @@ def recorded_stages(timeline: Timeline | None, stages: Mapping[str, Stage], **na
     }
 
 
-def nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
+def microseconds(seconds: float) -> float:
+    return round(1e9 * seconds) / 1e3

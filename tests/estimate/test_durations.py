@@ -14,7 +14,6 @@ from rowcast.analysis.estimate import estimate as estimate_module
 from rowcast.analysis.estimate.device_rates import KernelRates, read_rates
 from rowcast.analysis.estimate.durations import EstimatedDurations, HostRow
 from rowcast.analysis.estimate.estimate import combinations, compare, estimate_jobs, print_compared
-from rowcast.analysis.estimate.handovers import Handovers
 from rowcast.analysis.estimate.pipeline import Handover, Pipeline
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.recorded import RecordedRun
@@ -107,14 +106,6 @@ def test_a_device_twice_as_fast_takes_half_the_time(tmp_path: Path, monkeypatch:
         assert fast.walked.step_s == pytest.approx(0.5, rel=0.1)
 
 
-def test_what_is_estimated_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate_module, "measured_rows", lambda job, groups: FREE)
-    rates, plot = tmp_path / "rates.json", tmp_path / "path.svg"
-    rates.write_bytes(render(seal(device(per_step=1.0))))
-    estimate_jobs(lambda settings: job(), [rates], [], plot=plot)
-    assert "the critical path" in plot.read_text()
-
-
 def test_the_advised_sections_are_estimated_with_what_a_step_takes_to_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +149,7 @@ def test_a_run_that_took_what_was_estimated_is_off_by_nothing(
     recorded = RecordedRun(
         first_step=0,
         seconds={name: {step: durations(name, step) for step in range(len(plan))} for name in CHANGEABLE},
-        handovers=Handovers(usual={name: durations(name, 0) for name in get_args(Handover)}, of_step={}, between={}),
+        usual={name: durations(name, 0) for name in get_args(Handover)},
         begins={},
         ended=[task.ended_s for task in pipeline.done],
     )

@@ -2,17 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rowcast.analysis.estimate.pipeline import Pipeline, Planned, Wiring, room
-from rowcast.analysis.estimate.plot import plot_tasks
-from rowcast.analysis.estimate.schedule import run
+from rowcast.analysis.estimate.pipeline import Planned, Wiring, room
 from rowcast.analysis.estimate.walk import Walked, described, walk
-from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.device.streams import PlainStreams
 from rowcast.trainer.step.staging import Staging, StagingSpan
 from tests.support.made_up_pipeline import MIB, SECONDS, WIRING, plan
@@ -118,16 +114,6 @@ def test_waits_are_shares_of_the_time_of_steady_steps() -> None:
     # of 6.1 s between steps the trainer works 3.2 s
     assert slow["trainer: rows"] == near((6.1 - 3.0 - MOVES) / 6.1, rel=0.02)
     assert "fetcher: plans" not in slow
-
-
-def test_the_critical_path_is_drawn(tmp_path: Path) -> None:
-    pipeline = Pipeline(plan(), WIRING, lambda name, step, pieces=1: SECONDS[name] / pieces, {})
-    run(pipeline.threads)
-    plot_tasks(pipeline.threads, pipeline.done[100:109], tmp_path / "path.svg")
-    drawn = (tmp_path / "path.svg").read_text()
-    assert drawn.count("<svg") == 1
-    with pytest.raises(ConfigError, match="cannot be written"):
-        plot_tasks(pipeline.threads, pipeline.done[100:109], tmp_path / "nowhere" / "path.svg")
 
 
 @pytest.mark.parametrize("every", [5, 20])

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from rowcast.analysis.estimate.handovers import handovers
 from rowcast.analysis.estimate.pipeline import Handover, Pipeline, Planned, Wiring
-from rowcast.analysis.estimate.recorded import recorded_run
+from rowcast.analysis.estimate.recorded import RecordedRun, add_handovers, recorded_run
 from rowcast.analysis.estimate.schedule import Task, Thread, run, waits
 from rowcast.analysis.estimate.walk import steady, walk
-from rowcast.analysis.timeline.recording import MAIN, Recordings, TimelineRecording
+from rowcast.analysis.timeline.recording import Pair
 from rowcast.runtime.telemetry.metrics import Process
-from rowcast.runtime.telemetry.timeline import VERSION, Incarnation, TimelineHeader, TimelineSpan
+from rowcast.runtime.telemetry.timeline import MAIN, Event, SpanKind
+from tests.support import made_up_timeline
 from tests.support.made_up_pipeline import MIB, SECONDS, WIRING, plan
+from tests.support.made_up_timeline import recording
 
 TRACKS: Mapping[str, tuple[Process, str]] = {
     "planning": ("prefetcher", "planning"),
@@ -50,17 +51,17 @@ FORCED: Mapping[str, tuple[list[Planned], Wiring, Mapping[str, float], set[Hando
 }
 
 
-def spans_of(thread: Thread) -> Iterator[TimelineSpan]:
-    track = TRACKS[thread.name][1]
+def spans_of(thread: Thread) -> Iterator[Event]:
+    track = TRACKS[thread.name][1] if thread.name in TRACKS else thread.name
     for task in thread.done:
         if task.name == "step":
-            yield span("step", "step", "train step", task.began_s, task.ended_s, task.step)
+            yield span("step", track, "train step", task.began_s, task.ended_s, task.step)
         if task.name == "barrier":
             yield span("wait", track, "barrier", task.began_s, task.ended_s, None)
         elif task.name != "start":
             for name, began_s, ended_s in parts_of(task):
                 yield span("work", track, name, began_s, ended_s, task.step)
-    if thread.name not in ("sender", "write-back"):  # these record no waits
+    if thread.name in ("planning", "fetcher", "main"):  # the others record no waits
         for reason, began_s, ended_s in waits(thread):
             yield span("wait", track, reason, began_s, ended_s, None)
 
@@ -75,28 +76,16 @@ def parts_of(task: Task) -> Iterator[tuple[str, float, float]]:
         yield {"step": "forward", "write back": "write_back"}.get(task.name, task.name), task.began_s, task.ended_s
 
 
-def span(kind: str, track: str, name: str, began_s: float, ended_s: float, step: int | None) -> TimelineSpan:
-    began_ns, ended_ns = round(1e9 * began_s), round(1e9 * ended_s)
-    return TimelineSpan(kind, track, name, began_ns, ended_ns - began_ns, step)  # type: ignore[arg-type]
+def span(kind: SpanKind, track: str, name: str, began_s: float, ended_s: float, step: int | None) -> Event:
+    return made_up_timeline.span(kind, track, name, 1e3 * began_s, 1e3 * ended_s, step)
 
 
-def recording(process: Process, spans: list[TimelineSpan]) -> TimelineRecording:
-    header = TimelineHeader(version=VERSION, process=process, pid=1, boot_id="a", clock_ns=0, unix_ns=0)
-    spans = sorted(spans, key=lambda own: own.began_ns + own.duration_ns)
-    return TimelineRecording(header=header, spans=spans, levels=[], incarnations=[Incarnation(1, 0)])
-
-
-def written_down(pipeline: Pipeline) -> Recordings:
-    spans: dict[Process, list[TimelineSpan]] = {"prefetcher": [], "trainer": []}
+def written_down(pipeline: Pipeline) -> Pair:
+    spans: dict[Process, list[Event]] = {"prefetcher": [], "trainer": []}
     for thread in pipeline.threads:
-        if thread.name.startswith("decoder"):
-            spans["prefetcher"] += [
-                span("work", thread.name, "decode", task.began_s, task.ended_s, task.step) for task in thread.done
-            ]
-        elif thread.name in TRACKS:
-            spans[TRACKS[thread.name][0]] += spans_of(thread)
-    both = {process: recording(process, own) for process, own in spans.items()}
-    return Recordings(prefetcher=both["prefetcher"], trainer=both["trainer"], one_clock=True)
+        if thread.name in TRACKS or thread.name == "decoder 0":
+            spans[TRACKS[thread.name][0] if thread.name in TRACKS else "prefetcher"] += spans_of(thread)
+    return Pair(recording(spans["prefetcher"]), recording(spans["trainer"]))
 
 
 @pytest.mark.parametrize("name", FORCED)
@@ -107,12 +96,11 @@ def test_a_walk_that_was_recorded_and_walked_again_has_its_pace(name: str) -> No
         steps, wiring, lambda task, step, pieces=1: seconds[task] / pieces, {"planning": 5.0, "main": 9.0}
     )
     run(pipeline.threads)
-    recordings = written_down(pipeline)
-    recorded = recorded_run(recordings)
+    recorded = recorded_run(written_down(pipeline))
     again = walk(steps, wiring, recorded, recorded.begins)
     assert again.step_s == pytest.approx(steady([task.ended_s for task in pipeline.done]).step_s, rel=0.01)
     for handover in waited_for:
-        assert recorded.handovers.usual[handover] == pytest.approx(HANDED_OVER[handover], rel=1e-6), handover
+        assert recorded.usual[handover] == pytest.approx(HANDED_OVER[handover], rel=1e-6), handover
 
 
 def test_what_a_thread_does_between_two_pieces_is_its_own_work() -> None:
@@ -122,11 +110,11 @@ def test_what_a_thread_does_between_two_pieces_is_its_own_work() -> None:
         span("work", "write-back", "write_back", began_s, ended_s, step)
         for began_s, ended_s, step in ((0.2, 0.5, 9), (1.5, 4.0, 0), (4.3, 6.0, 0), (9.4, 10.0, 1))
     ]
-    again = handovers(
-        Recordings(prefetcher=recording("prefetcher", written), trainer=recording("trainer", sent), one_clock=True)
-    )
+    main = span("work", MAIN, "copy in", 0.0, 0.1, 0)
+    again = RecordedRun(first_step=0, begins={}, ended=[])
+    add_handovers(again, Pair(recording(written), recording([*sent, main])), [])
     assert again.usual["rows back"] == pytest.approx(0.45)  # 0.5 and 0.4
     assert again("rows back", 0) == pytest.approx(0.5)
     assert again("rows back", 7) == pytest.approx(0.45)
-    assert again.between["write back"] == {0: pytest.approx(0.3)}
+    assert again.seconds["write back"] == {0: pytest.approx(0.3)}
     assert again.usual["ring room"] == 0.0  # nothing waited for it

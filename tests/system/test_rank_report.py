@@ -1,6 +1,5 @@
 """What is seen of two ranks as real processes: metrics of each, one report, one summary, one timeline."""
 
-import json
 import re
 import urllib.request
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.recorded import recorded_run
 from rowcast.analysis.simulate.ranks import simulate_ranks
-from rowcast.analysis.timeline.pairs import read_pairs
+from rowcast.analysis.timeline.recording import read_pairs
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader
@@ -148,11 +147,10 @@ def test_only_rank_0_talks_and_every_log_line_has_its_rank(run: SeenRun) -> None
 
 def test_all_pairs_are_on_one_timeline_with_their_exchanges(run: SeenRun) -> None:
     for own, pair in zip(run.report.ranks, read_pairs(run.folder), strict=True):
-        exchanges = [span for span in pair.trainer.spans if (span.kind, span.name) == ("work", "exchange")]
-        assert {span.step for span in exchanges} >= set(range(STEPS))
-        waits = sum(span.duration_ns for span in pair.trainer.spans if (span.kind, span.name) == ("wait", "ranks"))
-        assert waits / 1e9 == pytest.approx(own.waited_for_ranks_s, abs=1e-6 + 1e-9 * len(pair.trainer.spans))
-    events = check_events(json.loads((run.folder / "timeline.json").read_text()))
+        assert {span.step for span in pair.trainer.named("exchange")} >= set(range(STEPS))
+        waits = sum(span.dur or 0.0 for span in pair.trainer.named("wait: ranks")) / 1e6
+        assert waits == pytest.approx(own.waited_for_ranks_s, abs=1e-6 + 1e-9 * len(pair.trainer.spans))
+    events = check_events(run.folder / "timeline.json")
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name.partition(" (")[0] for name in names] == ["prefetcher 0", "trainer 0", "prefetcher 1", "trainer 1"]
 
@@ -160,7 +158,7 @@ def test_all_pairs_are_on_one_timeline_with_their_exchanges(run: SeenRun) -> Non
 def test_an_estimate_plans_the_pieces_that_the_first_rank_had_and_walks_its_recording(run: SeenRun) -> None:
     planned, wiring, _ = plan_job(load_job(run.config), STEPS)
     first = read_pairs(run.folder)[0]
-    copied = [span.step for span in first.trainer.spans if (span.kind, span.name) == ("work", "copy in")]
+    copied = [span.step for span in first.trainer.named("copy in")]
     assert [len(own.pieces) for own in planned] == [copied.count(step) for step in range(len(planned))]
     assert wiring.num_ranks == RANKS
     recorded = recorded_run(first)

@@ -4,39 +4,39 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from structlog.testing import capture_logs
 
 import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.step.metrics
-from rowcast.analysis.timeline.recording import Recordings, TimelineRecording, lives, read_recording
+from rowcast.analysis.timeline.recording import Pair, Recording, began, ended, lives, read_recording
 from rowcast.job.tables import group_specs
+from rowcast.protocol.counters import Counters
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.disk import FileWrite
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Doorbell, StageThread
-from rowcast.runtime.telemetry.metrics import Process
-from rowcast.runtime.telemetry.timeline import (
-    Incarnation,
-    RecordedStage,
-    SpanKind,
-    Timeline,
-    timeline_path,
-)
+from rowcast.runtime.telemetry.metrics import BOTH, Process
+from rowcast.runtime.telemetry.timeline import RecordedStage, Timeline, timeline_path
 from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support import three_steps
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, Sharing
 from tests.support.facts import facts
+from tests.support.made_up_timeline import incarnation
+from tests.support.timeline_format import check_events
 
-MS = 10**6  # ns
 IN_TWO_PARTS = Sharing(rank=Rank(number=0, count=1, parts=2), collectives=LocalCollectives())
 
 
-def seconds_of(recording: TimelineRecording, kind: SpanKind, name: str) -> float:
-    return sum(span.duration_ns for span in recording.spans if (span.kind, span.name) == (kind, name)) / 1e9
+def seconds_of(recording: Recording, name: str) -> float:
+    return sum(span.dur or 0.0 for span in recording.named(name)) / 1e6
+
+
+def steps_of(recording: Recording) -> list[int | None]:
+    return [span.step for span in recording.spans]
 
 
 @pytest.mark.parametrize("sharing", [None, IN_TWO_PARTS], ids=["one part", "two parts"])
@@ -53,35 +53,26 @@ def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path, shar
             ours.stalled(reason, 0.001)
         for their_reason in get_args(rowcast.trainer.step.metrics.StallReason):
             theirs.stalled(their_reason, 0.25)
-    for process, counters in (("prefetcher", ours), ("trainer", theirs)):
-        recording = read_recording(tmp_path, "prefetcher" if process == "prefetcher" else "trainer")
+    sides: tuple[tuple[Process, Counters[Any, Any, Any]], ...] = (("prefetcher", ours), ("trainer", theirs))
+    for process, counters in sides:
+        recording = read_recording(tmp_path, process)
         rounding_s = len(recording.spans) * 1e-9
         assert {phase for phase, seconds in counters.phases.items() if seconds == 0} == (
             {"exchange"} if sharing is None and process == "trainer" else set()
         )
         for phase, seconds in counters.phases.items():
-            assert seconds_of(recording, "work", phase) == pytest.approx(seconds, abs=rounding_s), phase
+            assert seconds_of(recording, phase) == pytest.approx(seconds, abs=rounding_s), phase
         for waited, seconds in counters.stalls.items():
-            assert seconds_of(recording, "wait", waited) == pytest.approx(seconds, abs=rounding_s), waited
-    steps = {
-        life.number: life
-        for life in lives(
-            Recordings(prefetcher=met(tmp_path, "prefetcher"), trainer=met(tmp_path, "trainer"), one_clock=True)
-        )
-    }
+            assert seconds_of(recording, f"wait: {waited}") == pytest.approx(seconds, abs=rounding_s), waited
+    steps = {life.number: life for life in lives(Pair(*(met(tmp_path, process) for process in BOTH)))}
     assert steps.keys() == set(range(len(batches)))
-    assert all(life.announced_ns <= life.step.began_ns for life in steps.values())
+    assert all(life.announced <= began(life.step) for life in steps.values())
 
 
-def met(run_dir: Path, process: Process) -> TimelineRecording:
+def met(run_dir: Path, process: Process) -> Recording:
     """Of engines without processes: nobody noted that they met."""
     found = read_recording(run_dir, process)
-    return TimelineRecording(
-        header=found.header,
-        spans=found.spans,
-        levels=found.levels,
-        incarnations=[Incarnation(1, found.header.clock_ns)],
-    )
+    return Recording([incarnation(1, found.clock[1] / 1000), *found.events], found.threads, found.clock)
 
 
 def test_without_a_timeline_nothing_is_recorded_and_one_null_object_serves_all() -> None:
@@ -103,17 +94,24 @@ def test_a_span_names_its_thread_its_step_and_when_it_was(tmp_path: Path) -> Non
             time.sleep(0.001)
         timeline.add("work", "decode", 0.5, track="decoder 1")
         timeline.incarnation(77)
+        timeline.add("step", "train", 0.25, 9)
     recording = read_recording(tmp_path, "trainer")
     first, second, third = recording.spans
-    assert (first.kind, first.track, first.name, first.step, first.duration_ns) == ("wait", "sender", "ring", 7, 2 * MS)
-    assert abs(first.began_ns + first.duration_ns - before_ns) <= 2
-    assert (second.track, second.name, second.step) == ("MainThread", "gather", 8)
-    assert second.began_ns >= before_ns
-    assert second.duration_ns >= MS
-    assert third.track == "decoder 1"
-    assert [incarnation.number for incarnation in recording.incarnations] == [77]
-    assert recording.header.pid == os.getpid()
-    assert recording.header.clock_ns <= before_ns
+    assert (first.cat, recording.threads[first.tid], first.name) == ("wait", "sender", "wait: ring")
+    assert (first.step, first.dur) == (7, 2000.0)
+    assert ended(first) == pytest.approx(before_ns / 1000, abs=0.002)
+    assert (recording.threads[second.tid], second.name, second.step) == ("MainThread", "gather", 8)
+    assert began(second) >= before_ns / 1000 - 0.001
+    assert (second.dur or 0) >= 1000
+    assert recording.threads[third.tid] == "decoder 1"
+    assert recording.incarnations.keys() == {77}
+    assert recording.clock[1] <= before_ns / 1000 + 0.001
+    events = check_events(timeline_path(tmp_path, "trainer"))
+    assert events[0]["args"]["name"] == f"trainer 0 (process {os.getpid()})"
+    assert [(event["ph"], event["name"], event["args"]["step"]) for event in events[-2:]] == [
+        ("b", "train step", 9),
+        ("e", "train step", 9),
+    ]
 
 
 def test_records_of_many_threads_all_arrive(tmp_path: Path) -> None:
@@ -129,18 +127,19 @@ def test_records_of_many_threads_all_arrive(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    spans = read_recording(tmp_path, "prefetcher").spans
+    recording = read_recording(tmp_path, "prefetcher")
     for index in range(4):
-        assert [span.step for span in spans if span.track == f"thread {index}"] == list(range(number))
+        own = [span.step for span in recording.spans if recording.threads[span.tid] == f"thread {index}"]
+        assert own == list(range(number))
 
 
 def test_a_full_timeline_stops_without_a_hole_and_says_so_once(tmp_path: Path) -> None:
-    with capture_logs() as logs, Timeline(tmp_path, "prefetcher", max_records=10) as timeline:
+    with capture_logs() as logs, Timeline(tmp_path, "prefetcher", max_events=12) as timeline:
         for step in range(25):
             timeline.add("work", "plan", 0.0, step)
-    assert [span.step for span in read_recording(tmp_path, "prefetcher").spans] == list(range(10))
+    assert steps_of(read_recording(tmp_path, "prefetcher")) == list(range(10))
     (entry,) = logs
-    assert (entry["log_level"], entry["records"]) == ("warning", 10)
+    assert (entry["log_level"], entry["events"]) == ("warning", 12)
     assert "nothing more is recorded" in entry["event"]
 
 
@@ -161,20 +160,22 @@ def test_a_process_that_was_killed_leaves_what_can_be_read(tmp_path: Path) -> No
         for step in range(3):
             timeline.add("work", "plan", 0.0, step)
     path = timeline_path(tmp_path, "prefetcher")
-    path.write_bytes(path.read_bytes()[:-5])
-    assert [span.step for span in read_recording(tmp_path, "prefetcher").spans] == [0, 1]
+    path.write_bytes(path.read_bytes()[: -len("}\n]\n")])
+    assert steps_of(read_recording(tmp_path, "prefetcher")) == [0, 1]
+    path.write_bytes(path.read_bytes().rpartition(b",\n")[0])
+    assert len(check_events(path)) == 6, "names, and two spans"
 
 
 def test_an_earlier_runs_recording_is_replaced(tmp_path: Path) -> None:
     for step in (1, 2):
         with Timeline(tmp_path, "prefetcher") as timeline:
             timeline.add("work", "plan", 0.0, step)
-    assert [span.step for span in read_recording(tmp_path, "prefetcher").spans] == [2]
+    assert steps_of(read_recording(tmp_path, "prefetcher")) == [2]
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match=facts("--timeline", "timeline.trainer.jsonl", "No such file")),
+        pytest.raises(ConfigError, match=facts("--timeline", "timeline.trainer.json", "No such file")),
         Timeline(tmp_path / "no", "trainer"),
     ):
         pass
@@ -195,8 +196,8 @@ def test_a_level_is_recorded_when_it_has_changed(tmp_path: Path) -> None:
             seen = looks
             while looks < seen + 2:  # the next look records what the one before has found
                 time.sleep(0.001)
-    levels = read_recording(tmp_path, "trainer").levels
-    assert [(level.name, level.unit, level.value) for level in levels] == [("ring", "bytes", 3), ("ring", "bytes", 5)]
+    levels = [event for event in read_recording(tmp_path, "trainer").events if event.ph == "C"]
+    assert [(level.name, level.args) for level in levels] == [("ring", {"bytes": 3}), ("ring", {"bytes": 5})]
 
 
 def test_a_recorded_stage_shows_what_it_did_and_not_what_it_did_not(tmp_path: Path) -> None:
@@ -214,4 +215,5 @@ def test_a_recorded_stage_shows_what_it_did_and_not_what_it_did_not(tmp_path: Pa
         while stage.left >= 0:
             time.sleep(0.001)
         thread.stop()
-    assert [(span.track, span.name) for span in read_recording(tmp_path, "trainer").spans] == [("mail", "deliver")] * 3
+    recording = read_recording(tmp_path, "trainer")
+    assert [(recording.threads[span.tid], span.name) for span in recording.spans] == [("mail", "deliver")] * 3

@@ -306,7 +306,7 @@ class TrainerRun:
         if trains and not self.fresh:
             of_run.refuse_complete(self.job.data.epochs)
         if self._timeline:
-            self.counters.timeline = stack.enter_context(Timeline(self.folder, "trainer"))
+            self.counters.timeline = stack.enter_context(Timeline(self.folder, "trainer", self._launch.rank))
         build = build_info("trainer", self.job.job.name)
         # before the slow choice of kernels, so that a port in use is reported at once
         serve_metrics(stack, TrainerCollector(self.counters, self._gauges, build, self.health), self.job.metrics)
