@@ -11,15 +11,17 @@ from typing import Any
 
 LAST_COMMIT = "4c36c62"  # the last that had them
 NO_VERIFY = "checksums cover rows on disk and on Redis, and `make exact` tests a machine"
+NO_TRACES = "the data is read again, which gives the same batches"
 REMOVED = {  # name -> what replaces it
     "simulate --rates": "`simulate --ranks` counts rows and bytes, and `prefetcher estimate` models a step's time",
     "run --verify": NO_VERIFY,
     "run --verify-share": NO_VERIFY,
     "train --verify": NO_VERIFY,
-    "simulate --trace": "the data is read again, which gives the same batches",
-    "simulate --save-trace": "the data is read again, which gives the same batches",
     "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
     "estimate --plot": "the line of the bottleneck names the critical path's tasks",
+    "run --save-trace": NO_TRACES,
+    "simulate --save-trace": NO_TRACES,
+    "simulate --trace": NO_TRACES,
 }
 
 

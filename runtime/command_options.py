@@ -12,7 +12,6 @@ from typer import Option
 Config = Annotated[Path, Option("--config", help="The job file.", metavar="job.toml")]
 Overrides = Annotated[list[str] | None, Option("--set", help="Override a key: section.key=value. Repeatable.")]
 MaxSteps = Annotated[int | None, Option("--max-steps", min=0, help="End the run after this number of train steps.")]
-SaveTrace = Annotated[Path | None, Option(help="Save ids and plans for `simulate --trace`.", metavar="FILE")]
 RunFolder = Annotated[Path, Option("--run", help="The run directory.", metavar="DIR")]
 CheckpointName = Annotated[str | None, Option(help="Which, such as step-000000000100.", show_default=False)]
 Probability = Annotated[

@@ -37,7 +37,7 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
         "attempts conversation dense_pieces",
         "peer_watch",
     ),
-    "prefetcher": ("planner readers stores", "traces", "pipeline", "checkpoints", "run", "__main__"),
+    "prefetcher": ("planner readers stores", "pipeline", "checkpoints", "run", "__main__"),
     "serving": (
         "row_layout",
         "index_loops order served_job",

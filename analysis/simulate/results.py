@@ -34,7 +34,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     capacity_rows: int | None = None  # slots of all groups
     horizon: Horizon | None  # None: the policy looks at no future, or at all of it
     batch_size: int
-    shuffle: str | None = None  # with data.order, if there is one; None: the order is that of a trace
+    shuffle: str  # with data.order, if there is one
     skipped: str | None = None
     steps: int | None = None  # training steps
     eval_steps: int | None = None
@@ -143,4 +143,4 @@ def outline(setting: Setting, skipped: str | None = None) -> Simulation:
 
 
 def batches_of(result: Simulation) -> str:
-    return f"{result.batch_size:,}" + ("" if result.shuffle in (None, "none") else f", shuffle {result.shuffle}")
+    return f"{result.batch_size:,}" + ("" if result.shuffle == "none" else f", shuffle {result.shuffle}")

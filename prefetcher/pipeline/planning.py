@@ -106,7 +106,6 @@ class PlanningStage:
         self._known: deque[tuple[Position, Cut]] = deque()
         self._start = start
         self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
-        self.on_ids: Callable[[PlacedIds], None] = lambda ids: None
         self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
         # called once, with the train steps between checkpoints
         self.on_interval: Callable[[int], None] = lambda steps: None
@@ -160,7 +159,6 @@ class PlanningStage:
                 self._planner.add(ids)
                 samples = samples_of(ids.batch.size, self._rank)
                 self._known.append((ids.point.following, arrays_of_samples(ids.batch, samples, self._belonging)))
-                self.on_ids(ids)
             return True
         return self._source.ended and self._end("the end")
 

@@ -34,17 +34,12 @@ MOST_RESTARTS, WITHIN_S = 10, 24 * 3600.0
 
 
 def check_options(job: Job, options: RunOptions) -> None:
-    """Raises ConfigError for a host that the job does not have, and for what several parts cannot do."""
+    """Raises ConfigError for a host that the job does not have."""
     hosts = job.ranks.count // job.ranks.on_host
     if options.host >= hosts:
         raise ConfigError(
             f"--host {options.host}: the job's {job.ranks.count} ranks are on {hosts} hosts, 0 to {hosts - 1}; "
             "give one of these, or change ranks.per_host"
-        )
-    if options.save_trace is not None and job.ranks.num_parts > 1:
-        raise ConfigError(
-            f"--save-trace: a trace has the plans of whole batches, but this job trains {job.ranks.num_parts} parts of "
-            "each; save it with ranks.count = 1 and ranks.parts = 1"
         )
 
 

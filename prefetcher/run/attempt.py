@@ -7,7 +7,6 @@ parts in the reverse order of opening.
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -247,15 +246,13 @@ class PrefetcherAttempt:
                 start=self._start,
                 counters=run.counters,
                 restore=restore,
-                pace=self._interval.pace(self.train_steps, has_trace=run.options.save_trace is not None),
+                pace=self._interval.pace(self.train_steps),
                 rank=run.rank,
             )
         )
         engine.planning.on_interval = self._interval.keep
-        finish_trace = self._trace(connection.stack, engine)
         connection.start(engine, {} if self._writer is None else {"checkpoint": self._writer})
         connection.drive(engine, run.on_training, self._is_over)
-        finish_trace()
         if self._writer is not None:
             self.newest = self._writer.newest
         self.finished = engine.finished and engine.barrier.finished
@@ -365,14 +362,6 @@ class PrefetcherAttempt:
         )
         first = measured[0][1] if measured else none
         return batch_specs(first, belonging(self._job).arrays)
-
-    def _trace(self, stack: ExitStack, engine: PrefetcherEngine) -> Callable[[], None]:
-        path = self._run.options.save_trace
-        if path is None:
-            return lambda: None
-        from rowcast.prefetcher.run.saved_trace import save_plans  # only for a trace
-
-        return save_plans(stack, path, self._job, self._run.groups, engine)
 
     def _log_end(self, engine: PrefetcherEngine) -> None:
         self._run.tables.log_counts()

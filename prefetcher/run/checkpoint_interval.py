@@ -20,14 +20,9 @@ class AttemptInterval:
         """The interval; 0 if it is a time that this run had not yet converted to train steps at the first read."""
         return self._job.checkpoint.interval if self._seconds is None else self._read() or 0
 
-    def pace(self, train_steps: int, *, has_trace: bool) -> Pace | None:
+    def pace(self, train_steps: int) -> Pace | None:
         """Returns what finds the unknown interval; None if it is known. `train_steps`: before this attempt."""
         if self._seconds is None or self.known:
-            return None
-        if has_trace:
-            get_logger().warning(
-                "no checkpoint before the end: a trace needs their steps; set checkpoint.every to a number of steps"
-            )
             return None
         ahead = plans_ahead(self._job.lookahead.depth)
         if self._job.ranks.count == 1:

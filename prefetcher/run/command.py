@@ -14,7 +14,6 @@ from rowcast.runtime.command_options import (
     LogLevel,
     MaxSteps,
     Overrides,
-    SaveTrace,
     Source,
     Timeline,
 )
@@ -31,7 +30,6 @@ def run(
         bool, Option("--fresh", help="Begin a new run; its first checkpoint replaces those of an earlier one.")
     ] = False,
     source: Source = None,
-    save_trace: SaveTrace = None,
     timeline: Timeline = False,
     evaluate: Annotated[
         bool, Option("--eval", help="Evaluate a checkpoint, with `trainer eval`; train nothing.")
@@ -58,7 +56,6 @@ def run(
             max_steps=max_steps,
             fresh=fresh,
             source=source,
-            save_trace=save_trace,
             timeline=timeline,
             mode="eval" if evaluate else "train",
             checkpoint=checkpoint,

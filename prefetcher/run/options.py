@@ -11,7 +11,6 @@ class RunOptions:
     max_steps: int | None = None
     fresh: bool = False
     source: Path | None = None  # a run directory or an exported file to start from
-    save_trace: Path | None = None
     timeline: bool = False  # record one
     mode: Mode = "train"
     checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest

@@ -35,7 +35,14 @@ def options(**values: Any) -> SimulateOptions:
 
 def results(**values: Any) -> list[Simulation]:
     """Numbers of any kind: two policies at three capacities."""
-    facts: dict[str, Any] = {"horizon": None, "batch_size": 64, "steps": 10, "eval_steps": 0, "unique_rows": 1000}
+    facts: dict[str, Any] = {
+        "horizon": None,
+        "batch_size": 64,
+        "shuffle": "none",
+        "steps": 10,
+        "eval_steps": 0,
+        "unique_rows": 1000,
+    }
     return [
         Simulation(
             **{

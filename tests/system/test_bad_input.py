@@ -281,10 +281,7 @@ def test_a_trainer_alone_is_refused_where_the_job_file_has_two(
     )
 
 
-def test_options_that_ranks_do_not_have_are_refused(tmp_path: Path) -> None:
-    parts = job(job={"run_dir": str(tmp_path)}, ranks={"parts": 4})
-    with pytest.raises(ConfigError, match=facts("--save-trace", "4 parts", "ranks.parts = 1")):
-        check_options(parts, RunOptions(save_trace=tmp_path / "trace"))
+def test_a_host_that_ranks_do_not_have_is_refused(tmp_path: Path) -> None:
     hosts = job(job={"run_dir": str(tmp_path)}, ranks={"count": 4, "per_host": 2})
     with pytest.raises(ConfigError, match=facts("--host 2", "4 ranks", "2 hosts")):
         check_options(hosts, RunOptions(host=2))

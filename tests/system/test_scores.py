@@ -261,7 +261,7 @@ def test_files_beside_the_scores_stay_and_two_scorings_of_one_name_do_not_mix(se
     session.start("train").ended().quiet()
     write_clicks(session.folder / "new.csv", 2, [])
     (session.folder / "bad.csv").write_text("user,price\nu1,0.5\n")
-    theirs = [session.folder / f"{name}.partial" for name in ("alone.csv", "both.csv", "end", "a.trace")]
+    theirs = [session.folder / f"{name}.partial" for name in ("alone.csv", "both.csv", "end")]
     for path in theirs:
         path.write_text("a user's")
     alone, both = session.folder / "alone.csv", session.folder / "both.csv"
