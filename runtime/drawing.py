@@ -18,7 +18,11 @@ HAIR = "#e4e4e4"
 BLUE, ORANGE, GREEN, PINK, SKY, RED = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 PERCENT = "{x:.0%}"
 PIXELS = 96  # per inch, as in a browser
-NOT_NEEDED = re.compile(r'<\?xml.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->| xmlns(?::xlink)?="[^"]*"', re.DOTALL)
+NOT_NEEDED = re.compile(
+    r'<\?xml.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->| xmlns(?::xlink)?="[^"]*"'
+    r"| font-family: [^;]*;",
+    re.DOTALL,
+)
 
 
 def check_plot(path: Path) -> None:
@@ -52,14 +56,24 @@ def save_plot(figure: Any, path: Path, dpi: int) -> None:
         ) from None
 
 
+def outer_ticks(axis: Any, factor: float, *, whole: bool) -> Any:
+    """Round multiples of `factor` from below what the axis shows to above it; f64 [n]."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = axis.get_view_interval()
+    locator: Any = MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole)
+    return factor * locator.tick_values(low / factor, high / factor)
+
+
 def svg_text(figure: Any, name: str) -> str:
     """An <svg> element for a page. It takes the page's font; its ids begin with `name`, which is the page's only."""
     import matplotlib
 
     text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            text, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
     svg = re.sub(r'<g id="[^"]*"', "<g", NOT_NEEDED.sub("", text.getvalue()))
-    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
-    svg = re.sub(r"\d+\.\d\d+", lambda number: f"{float(number[0]):.1f}", svg)
+    svg = re.sub(r"\d+\.\d\d+(?=[^<>]*>)", lambda number: f"{float(number[0]):.1f}", svg)
     return re.sub(r"\s*\n\s*", "\n", svg)

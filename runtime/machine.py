@@ -4,6 +4,7 @@ Also what this process may take: memory and cores of the machine, or less in a c
 
 import ctypes
 import os
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -53,6 +54,7 @@ def differences(was: Machine, now: Machine) -> list[str]:
 
 
 ROOT = Path("/")
+CPUINFO = Path("/proc/cpuinfo")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 MOST_KEPT = 2**30  # bytes of an allocation; larger ones return to the system when freed
 MOST_KEPT_BEFORE = 2**25  # the most that older versions of glibc accept
@@ -135,3 +137,10 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
         return allowed if quota == "max" else max(1, min(allowed, -(-int(quota) // int(period))))
     except (OSError, ValueError):
         return allowed
+
+
+def processor() -> str:
+    """The model's name."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.machine()

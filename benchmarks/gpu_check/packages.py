@@ -6,7 +6,7 @@ from typing import Any
 
 NEEDED = (
     "torch", "numpy", "numba", "llvmlite", "pyarrow", "pyzmq", "msgspec", "structlog", "typer", "xxhash",
-    "prometheus-client", "safetensors", "rich", "jinja2", "matplotlib",
+    "prometheus-client", "safetensors", "rich", "matplotlib",
 )  # fmt: skip
 OPTIONAL = ("triton", "fbgemm-gpu", "torchrec")
 

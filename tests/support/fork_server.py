@@ -20,8 +20,13 @@ from collections.abc import Iterator
 from typing import IO, Any, NoReturn
 
 POLL_S = 0.01
-# torch.optim imports the first one when it is first used
-MODULES = ("torch._dynamo", "rowcast.prefetcher.run.prefetcher_run", "rowcast.trainer.run.attempt")
+# torch.optim imports the first one when it is first used, the page about a run the second
+MODULES = (
+    "torch._dynamo",
+    "matplotlib.backends.backend_svg",
+    "rowcast.prefetcher.run.prefetcher_run",
+    "rowcast.trainer.run.attempt",
+)
 
 
 def main() -> None:

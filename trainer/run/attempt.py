@@ -38,7 +38,7 @@ from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
-from rowcast.trainer.report.page.page import write_page
+from rowcast.trainer.report.page import write_page
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.summary import print_summary

@@ -12,12 +12,11 @@ import torch
 from rowcast.job.schema import Job
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.machine import Machine, differences, threads_of_run
+from rowcast.runtime.machine import Machine, differences, processor, threads_of_run
 from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.device.streams import device_name, float32_products, warm_up_sqrt
 from rowcast.trainer.kernels import Kernels
-from rowcast.trainer.report.page.facts import processor
 
 # of libraries below torch: each may choose other code, and so other bits
 CHOOSES_CODE = (

@@ -16,10 +16,9 @@ from rowcast.analysis.estimate.rates.rows import move_kernels, row_kernels
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch, probe_seconds
 from rowcast.job.schema import Job
 from rowcast.runtime.disk import render, seal
-from rowcast.runtime.machine import keep_freed_memory
+from rowcast.runtime.machine import keep_freed_memory, processor
 from rowcast.trainer.device.streams import device_name
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.report.page.facts import processor
 
 
 def measure(

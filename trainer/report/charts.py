@@ -1,0 +1,435 @@
+"""The charts of `report.html`: learning over the whole run, speed and traffic from the marks of this process."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from itertools import cycle, pairwise
+from math import ceil, floor, isfinite, log10
+from operator import attrgetter
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from rowcast.job.schema import Job
+from rowcast.runtime.arrays import F32, F64
+from rowcast.runtime.drawing import PIXELS, dress, new_figure, outer_ticks, svg_text
+from rowcast.runtime.telemetry.format_numbers import UNITS, human_bytes, human_count, human_seconds
+from rowcast.trainer.report.history import HistoryMark
+from rowcast.trainer.report.report_json import Report
+from rowcast.trainer.step.metrics import StallReason
+from rowcast.trainer.step.results import Evaluation
+
+MOST_POINTS = 300  # more cannot be distinguished on a page
+MOST_DOTS = 60
+SMOOTHED = 20  # a smoothed loss is the mean of about one in this many points
+USUAL = 0.98  # the fraction of losses that the axis must show; rare high ones may be cut off
+TABLE_ROWS = 8
+STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # the loop's waits; it has one at a time
+BESIDE: dict[StallReason, str] = {"ring": "ring (the sender)"}  # it has a separate thread
+AMONG_RANKS: dict[StallReason, str] = {"ranks": "ranks (within steps)"}
+LEAST_TOP = 0.05  # least top of an axis of fractions, so that small fractions look small
+NOTHING = "No step was done."
+RANK_WAITS = " Within its steps, rank 0 waited for the other ranks: until they had come as far, and for what they sent."
+
+THEME = {  # colour -> the page's variable, which is another colour on a dark screen
+    **{"#1d5c9e": "--one", "#a8480c": "--two", "#7aa9d8": "--area-2", "#c9dcef": "--area-3"},
+    **{"#1b1c1e": "--text", "#5a5f66": "--muted", "#dfe2e6": "--hair"},
+}
+ONE, TWO, AREA_2, AREA_3, TEXT, MUTED, HAIR = THEME
+LINES = ({"color": ONE, "linewidth": 1.5}, {"color": TWO, "linewidth": 1.5, "linestyle": (0, (3, 2))})
+AREAS = ((ONE, "-"), (AREA_2, (0, (5, 3))), (AREA_3, (0, (1.5, 2.5))))
+HEIGHT, LEGEND_ROW = 256, 19  # pixels
+LEFT, RIGHT, BOTTOM, TOP = 62, 20, 44, 14  # pixels around the axes
+
+Unit = Literal["steps", "seconds", "count", "share", "bytes", "plain"]
+TIMES = ((86400, " d"), (3600, " h"), (60, " min"), (1, " s"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The content of a run report."""
+
+    job: Job
+    report: Report
+    losses: F32  # one per train step of the whole run
+    evaluations: Sequence[Evaluation]  # those of the whole run
+    marks: Sequence[HistoryMark]  # of this process
+    starts: Sequence[int]  # train steps of the run before each attempt of this process
+    ended_at: datetime  # UTC
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One without series has no data, and its caption says why."""
+
+    title: str
+    caption: str  # its content and how to read it
+    mark: Callable[[Any], None] = lambda axes: None  # draws on matplotlib's axes
+    x_label: str = ""
+    x_unit: Unit = "steps"
+    y_unit: Unit = "plain"
+    x_end: float = 1.0  # the axis begins at 0
+    y_range: tuple[float, float] = (0.0, 1.0)  # to be shown at least
+    x: F64 = field(default_factory=lambda: np.empty(0))  # [n], of all series
+    series: dict[str, F64] = field(default_factory=dict)  # name -> [n]: for the text and the table
+
+    def svgs(self, widths: Sequence[int]) -> list[str]:
+        """Drawn for places on a page that are so many pixels wide."""
+        figure = new_figure((1, 1), None)
+        axes = self._axes(figure)
+        names = axes.get_legend_handles_labels()[1]
+        return [self._svg(figure, axes, names, width) for width in widths]
+
+    def _svg(self, figure: Any, axes: Any, names: Sequence[str], width: int) -> str:
+        rows = 1 if sum(map(len, names)) * 8 + 44 * len(names) < width else len(names)
+        height = HEIGHT + (LEGEND_ROW * rows if names else 0)
+        figure.set_size_inches(width / PIXELS, height / PIXELS)
+        axes.set_position((LEFT / width, BOTTOM / height, 1 - (LEFT + RIGHT) / width, (HEIGHT - BOTTOM - TOP) / height))
+        figure.legends.clear()
+        if names:
+            columns = len(names) if rows == 1 else 1
+            look = {"fontsize": 9.75, "labelcolor": TEXT, "frameon": False, "borderpad": 0, "borderaxespad": 0.2}
+            figure.legend(loc="upper left", ncols=columns, **look)
+        drawn = svg_text(figure, f"{self.title} {width}")
+        for colour, variable in THEME.items():
+            drawn = drawn.replace(colour, f"var({variable})")
+        return drawn
+
+    def _axes(self, figure: Any) -> Any:
+        axes = figure.subplots()
+        self.mark(axes)
+        axes.set_xlim(0, self.x_end)
+        axes.set_ylim(*self.y_range)
+        axes.set_xlabel(self.x_label, color=MUTED, fontsize=9)
+        for axis, unit, top in ((axes.xaxis, self.x_unit, self.x_end), (axes.yaxis, self.y_unit, self.y_range[1])):
+            factor, suffix = scale(unit, top)
+            ticks = outer_ticks(axis, factor, whole=unit in ("steps", "bytes") and factor == 1)
+            decimals = max(0, -floor(log10((ticks[1] - ticks[0]) / factor) + 1e-9))
+            axis.set_ticks(ticks, labels=[tick_label(tick / factor, unit, decimals) + suffix for tick in ticks])
+            if axis is axes.yaxis:
+                axes.set_ylim(ticks[0], ticks[-1])
+        axes.set_xlim(0, self.x_end)
+        axes.tick_params(length=0, pad=5, labelsize=9, labelcolor=MUTED)
+        dress(axes, "y", ("top", "right", "left", "bottom"), HAIR)
+        return axes
+
+    @property
+    def text(self) -> str:
+        """For readers who cannot see the chart."""
+        say, where = WORDS[self.y_unit], WORDS[self.x_unit]
+        sentences = [f"Over {self.x_label} from {where(self.x[0])} to {where(self.x[-1])}."]
+        for name, y in self.series.items():
+            low, high = int(np.argmin(y)), int(np.argmax(y))
+            sentences.append(
+                f"{name}: first {say(y[0])}, last {say(y[-1])}, least {say(y[low])} at {where(self.x[low])}, "
+                f"largest {say(y[high])} at {where(self.x[high])}."
+            )
+        return " ".join(sentences)
+
+    @property
+    def some_points(self) -> list[list[str]]:
+        """Rows of a table: x, and the value of each series."""
+        chosen = np.unique(np.linspace(0, len(self.x) - 1, min(TABLE_ROWS, len(self.x))).round().astype(int))
+        say, where = WORDS[self.y_unit], WORDS[self.x_unit]
+        return [[where(float(self.x[i])), *(say(float(y[i])) for y in self.series.values())] for i in chosen]
+
+
+def scale(unit: Unit, top: float) -> tuple[float, str]:
+    """What the numbers at an axis count, and what follows them."""
+    if unit == "seconds":
+        return next((own for own in TIMES if top >= 2 * own[0]), TIMES[-1])
+    if unit == "bytes":
+        return next(((size, f" {name}") for size, name in UNITS if top >= size / 2), (1, " B"))
+    return (0.01, " %") if unit == "share" else (1, "")
+
+
+def tick_label(value: float, unit: Unit, decimals: int) -> str:
+    is_short = unit == "count" or (unit == "steps" and value > 10_000)
+    return human_count(value) if is_short else f"{value:,.{decimals}f}"
+
+
+def share(value: float) -> str:
+    """Formats a fraction with two significant digits, even a very small one."""
+    return f"{100 * value:.1f} %" if value >= 0.01 or not value else f"{100 * value:.2g} %"
+
+
+WORDS: dict[Unit, Callable[[float], str]] = {
+    "steps": lambda value: f"{value:,.0f}",
+    "seconds": human_seconds,
+    "count": human_count,
+    "share": share,
+    "bytes": human_bytes,
+    "plain": lambda value: f"{value:.4f}",
+}  # a number in running text
+
+
+# learning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Consecutive train steps, grouped so that there are at most MOST_POINTS groups; all arrays are [n]."""
+
+    last: F64  # the last train step of each, from 1
+    mean: F64
+    low: F64
+    high: F64
+
+    @property
+    def steps_each(self) -> int:
+        """Train steps per bucket; the last one may have fewer."""
+        return int(self.last[0])
+
+    def smoothed(self) -> tuple[F64, int]:
+        """Returns the mean of each bucket with earlier ones, and how many (fewer at the beginning)."""
+        number = max(1, len(self.mean) // SMOOTHED)
+        sums = np.concatenate([[0.0], np.cumsum(self.mean)])
+        ends = np.arange(1, len(self.mean) + 1)
+        begins = np.maximum(ends - number, 0)
+        return (sums[ends] - sums[begins]) / (ends - begins), number
+
+
+def in_buckets(losses: F32) -> Buckets:
+    """Draws a step that a script left out, whose loss is NaN, as the one before."""
+    known = np.flatnonzero(~np.isnan(losses))
+    losses = losses[known[np.maximum(np.searchsorted(known, np.arange(len(losses)), side="right") - 1, 0)]]
+    begins = np.arange(0, len(losses), ceil(len(losses) / MOST_POINTS))
+    ends = np.append(begins[1:], len(losses))
+    return Buckets(
+        last=ends.astype(np.float64),
+        mean=np.add.reduceat(losses, begins, dtype=np.float64) / (ends - begins),
+        low=np.minimum.reduceat(losses, begins).astype(np.float64),
+        high=np.maximum.reduceat(losses, begins).astype(np.float64),
+    )
+
+
+def loss_chart(run: RunRecord) -> Chart:
+    if np.isnan(run.losses).all():
+        return Chart(title="Loss", caption="No train step was done.")
+    if num_lost := np.count_nonzero(~np.isfinite(run.losses)):
+        return Chart(title="Loss", caption=f"{num_lost:,} of {len(run.losses):,} losses are not finite.")
+    buckets = in_buckets(run.losses)
+    smooth, number = buckets.smoothed()
+    highest, usual, low = float(buckets.high.max()), float(np.quantile(buckets.high, USUAL)), float(buckets.low.min())
+    top, cut = min(highest, usual + (usual - low)), ""
+    if highest > top:
+        step = int(buckets.last[int(np.argmax(buckets.high))])
+        cut = f" The axis cuts off rare high ones: the highest is {highest:.4g}, by step {step:,}."
+
+    def mark(axes: Any) -> None:
+        if buckets.steps_each > 1:
+            name = f"lowest to highest of {buckets.steps_each:,} steps"
+            axes.fill_between(buckets.last, buckets.low, buckets.high, color=ONE, alpha=0.17, linewidth=0, label=name)
+        else:
+            axes.plot(buckets.last, buckets.mean, color=MUTED, linewidth=0.75, alpha=0.75, label="each step")
+        axes.plot(buckets.last, smooth, **LINES[0], label=f"mean of the last {number * buckets.steps_each:,} steps")
+        mark_starts(axes, run)
+
+    return Chart(
+        title="Loss",
+        caption="Binary cross entropy of each train step, or the model's own loss, mean over its samples." + cut,
+        mark=mark,
+        x_label="train steps",
+        x_end=last_step(run),
+        y_range=with_room(low, top),
+        x=buckets.last,
+        series={"smoothed": smooth, "mean" if buckets.steps_each > 1 else "loss": buckets.mean},
+    )
+
+
+def mark_starts(axes: Any, run: RunRecord) -> None:
+    for number, start in enumerate(sorted({start for start in run.starts if start})):
+        label = {} if number else {"label": "this process continued here"}
+        axes.axvline(start, color=TEXT, linewidth=0.75, linestyle=(0, (2, 3)), **label)
+
+
+def last_step(run: RunRecord) -> float:
+    return float(max([len(run.losses), 1, *(evaluation.train_step for evaluation in run.evaluations)]))
+
+
+def auc_chart(run: RunRecord) -> Chart:
+    caption = "Area under the ROC curve on the evaluation samples: 0.5 is guessing, 1 is a perfect order."
+    if any(evaluation.tasks for evaluation in run.evaluations):
+        caption += " It is the mean of the AUCs of all labels."
+    return evaluation_chart(run, "AUC", caption, lambda evaluation: evaluation.auc)
+
+
+def other_charts(run: RunRecord) -> list[Chart]:
+    """One for each of several labels, and for each k of eval.ranks."""
+    tasks, ranking = (run.evaluations[-1].tasks, run.evaluations[-1].ranking) if run.evaluations else ([], {})
+    known = "Area under the ROC curve on the evaluation samples whose label {} is known."
+    best = "Mean over the positives of the evaluation; 1 is a positive that scores more than all other candidates."
+    of_tasks = [
+        evaluation_chart(run, f"AUC of {task.label}", known.format(task.label), partial(auc_of, index))
+        for index, task in enumerate(tasks)
+    ]
+    names = [name for name in ranking if name.startswith("ndcg@")]
+    return of_tasks + [evaluation_chart(run, name.upper(), best, partial(ranking_of, name)) for name in names]
+
+
+def auc_of(index: int, evaluation: Evaluation) -> float | None:
+    return evaluation.tasks[index].auc
+
+
+def ranking_of(name: str, evaluation: Evaluation) -> float | None:
+    return evaluation.ranking.get(name)
+
+
+def logloss_chart(run: RunRecord) -> Chart:
+    title, what = "Log loss", "Mean binary cross entropy"
+    if any(evaluation.is_own_loss for evaluation in run.evaluations if evaluation.logloss is not None):
+        title, what = "Loss of evaluations", "Mean of the model's own loss"
+    caption = f"{what} on the evaluation samples; where it rises while the loss falls, the model overfits."
+    return evaluation_chart(run, title, caption, lambda evaluation: evaluation.logloss)
+
+
+def evaluation_chart(run: RunRecord, title: str, caption: str, value: Callable[[Evaluation], float | None]) -> Chart:
+    values = [(own.train_step, value(own)) for own in run.evaluations]
+    found = np.array([(step, number) for step, number in values if number is not None and isfinite(number)], np.float64)
+    if not len(found):
+        why = (
+            "Every evaluation had labels of one kind only, outputs that are no logits, or a value that is not finite."
+            if run.evaluations
+            else "No evaluation was made; data.eval_fraction makes some."
+        )
+        return Chart(title=title, caption=why)
+    steps, y = found.T
+
+    def mark(axes: Any) -> None:
+        dots = {"marker": "o", "markersize": 5} if len(y) <= MOST_DOTS else {}
+        axes.plot(steps, y, **LINES[0], **dots, clip_on=False, label="each evaluation")
+        mark_starts(axes, run)
+
+    return Chart(
+        title=title,
+        caption=caption,
+        mark=mark,
+        x_label="train steps",
+        x_end=last_step(run),
+        y_range=with_room(float(y.min()), float(y.max())),
+        x=steps,
+        series={title: y},
+    )
+
+
+def with_room(low: float, high: float) -> tuple[float, float]:
+    """On both sides if all values are equal."""
+    room = 0.0 if low < high else abs(low) / 10 or 1.0
+    return low - room, high + room
+
+
+# speed and traffic: each value is the mean between two marks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Intervals between marks: `edges` [n + 1], seconds since the first step; the marks before and after each."""
+
+    edges: F64
+    pairs: list[tuple[HistoryMark, HistoryMark]]
+
+    def ratio(self, name: str, to: str) -> F64:
+        return self.gain(attrgetter(name)) / self.gain(attrgetter(to))
+
+    def gain(self, count: Callable[[HistoryMark], float]) -> F64:
+        return np.array([count(last) - count(first) for first, last in self.pairs], np.float64)
+
+    def stalled(self, reason: StallReason) -> F64:
+        index = get_args(StallReason).index(reason)
+        return self.gain(lambda mark: mark.stalls[index]) / self.gain(attrgetter("time_s"))
+
+
+def intervals(marks: Sequence[HistoryMark], grows: str) -> Intervals | None:
+    """Returns the intervals between marks in which the counter `grows` grew; None if it never did."""
+    kept: list[HistoryMark] = []
+    for mark in marks:
+        if not kept or getattr(mark, grows) > getattr(kept[-1], grows):
+            kept.append(mark)
+    if len(kept) < 2:
+        return None
+    kept = [*kept[: -1 : ceil(len(kept) / MOST_POINTS)], kept[-1]]
+    return Intervals(
+        edges=np.array([mark.time_s - kept[0].time_s for mark in kept], np.float64), pairs=list(pairwise(kept))
+    )
+
+
+def timed_chart(
+    title: str,
+    caption: str,
+    found: Intervals,
+    unit: Unit,
+    series: dict[str, F64],
+    top: float | None = None,
+    mark: Callable[[Any], None] | None = None,
+) -> Chart:
+    """By default with a line for each of the series."""
+
+    def lines(axes: Any) -> None:
+        for (name, y), look in zip(series.items(), cycle(LINES), strict=False):
+            axes.stairs(y, found.edges, baseline=None, **look, **({"label": name} if len(series) > 1 else {}))
+
+    return Chart(
+        title=title,
+        caption=caption,
+        mark=mark or lines,
+        x_label="time since the first step",
+        x_unit="seconds",
+        x_end=float(found.edges[-1]),
+        y_unit=unit,
+        y_range=(0.0, top or max(float(y.max()) for y in series.values()) or 1.0),
+        x=found.edges[1:],
+        series=series,
+    )
+
+
+def samples_chart(run: RunRecord) -> Chart:
+    if (found := intervals(run.marks, "time_s")) is None:
+        return Chart(title="Samples a second", caption=NOTHING)
+    caption = "An evaluation has no backward pass and no update, and so takes more of them."
+    series = {"trained": found.ratio("samples", "time_s"), "evaluated": found.ratio("eval_samples", "time_s")}
+    return timed_chart("Samples a second", caption, found, "count", series)
+
+
+def stalls_chart(run: RunRecord) -> Chart:
+    if (found := intervals(run.marks, "time_s")) is None:
+        return Chart(title="Waits, as a share of time", caption=NOTHING)
+    among_ranks = len(run.report.ranks) > 1
+    beside = BESIDE | (AMONG_RANKS if among_ranks else {})
+    series: dict[str, F64] = {reason: found.stalled(reason) for reason in (*STACKED, *beside)}
+    tops = np.cumsum([series[reason] for reason in STACKED], axis=0)
+
+    def mark(axes: Any) -> None:
+        floors = [np.zeros_like(tops[0]), *tops[:-1]]
+        for reason, low, high, (colour, edge) in zip(STACKED, floors, tops, AREAS, strict=True):
+            look = {"facecolor": colour, "edgecolor": TEXT, "linewidth": 0.5, "linestyle": edge}
+            axes.stairs(high, found.edges, baseline=low, fill=True, label=reason, **look)
+        for (reason, name), look in zip(beside.items(), reversed(LINES), strict=False):
+            axes.stairs(series[reason], found.edges, baseline=None, label=name, **look)
+
+    caption = (
+        "The main loop waited for rows, for results of the device, or at the barrier of a checkpoint; these waits add "
+        "up. In parallel, the sender waited for space in the ring. Waits for rows: enlarge the cache, or give the "
+        "prefetcher more cores." + (RANK_WAITS if among_ranks else "")
+    )
+    top = max(LEAST_TOP, float(tops.max()), *(float(series[reason].max()) for reason in beside))
+    return timed_chart("Waits, as a share of time", caption, found, "share", series, top, mark)
+
+
+def hits_chart(run: RunRecord) -> Chart:
+    if (found := intervals(run.marks, "unique_rows")) is None:
+        return Chart(title="Hit ratio", caption="No row was looked up.")
+    caption = (
+        "Distinct rows of a step that were on the device when it was planned. Low: the cache is small for this data."
+    )
+    return timed_chart("Hit ratio", caption, found, "share", {"hit ratio": found.ratio("hits", "unique_rows")}, top=1.0)
+
+
+def bytes_chart(run: RunRecord) -> Chart:
+    if (found := intervals(run.marks, "steps")) is None:
+        return Chart(title="Bytes a step", caption=NOTHING)
+    series = {
+        "to the device": found.ratio("bytes_to_device", "steps"),
+        "from the device": found.ratio("bytes_from_device", "steps"),
+    }
+    return timed_chart("Bytes a step", "Rows and plans there, trained rows back.", found, "bytes", series)

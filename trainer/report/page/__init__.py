@@ -1,1 +1,0 @@
-"""Makes `report.html`: charts and tables of one run on one self-contained page."""
