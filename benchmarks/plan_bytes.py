@@ -21,9 +21,9 @@ import torch
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.pipeline import fetcher
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol import packing
 from rowcast.protocol.packing import plan_block
 from tests.support.batches import BAGS, OPTIMIZERS, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
@@ -56,7 +56,7 @@ def report(name: str, job: Job, batches: Any, slots: tuple[int, ...]) -> None:
         sizes.append(block.nbytes)
         return block
 
-    with patch.object(fetcher, "plan_block", noted):
+    with patch.object(packing, "plan_block", noted):
         run = InProcessRun(job, batches, Settings(slots=slots)).run()
     for tensor_name, tensor in sorted(run.state().items()):
         ended.update(tensor_name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())

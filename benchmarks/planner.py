@@ -100,7 +100,7 @@ def job_over(data: Mapping[str, Any], cardinalities: Sequence[int], dim: int = 1
 def spread_ids(scheduled: ScheduledBatch, factors: npt.NDArray[np.int64]) -> ScheduledBatch:
     batch = scheduled.batch
     ids = (batch.ids.reshape(len(factors), -1) * factors[:, None]).ravel()
-    return ScheduledBatch(
+    return ScheduledBatch.at(
         step=scheduled.step,
         kind=scheduled.kind,
         train_step=scheduled.train_step,

@@ -1,13 +1,63 @@
-"""Defines the batch of training data that every reader yields."""
+"""Defines the batch of training data: look-ups, needed far ahead, and samples, needed when the step is planned.
 
+Lookups        ids, offsets, weights      hundreds of batches ahead
+Samples        dense, labels, inputs      a few batches ahead
+Batch          both, as every reader yields it
+Scheduled      any of these at its place in the run, or the function that decodes it
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy.typing as npt
 
 from rowcast.runtime.arrays import F32, I64
+from rowcast.runtime.checkpoint_manifest import Position
 
 Kind = Literal["train", "eval"]
+
+
+class Sliced(Protocol):
+    """An array or a tensor."""
+
+    def __getitem__(self, entries: slice, /) -> Any: ...
+
+
+A = TypeVar("A", bound=Sliced)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The entries that some samples of a batch have in its arrays."""
+
+    samples: slice
+    lookups: Mapping[str, slice]  # of the arrays of look-ups
+
+    def of(self, arrays: Mapping[str, A]) -> dict[str, A]:
+        return {name: array[self.lookups.get(name, self.samples)] for name, array in arrays.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lookups:
+    """The planner's view of a batch; fields as in `Batch`."""
+
+    size: int  # B
+    ids: I64
+    offsets: I64 | None = None
+    weights: F32 | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """What travels beside a batch's plan; fields as in `Batch`."""
+
+    dense: F32
+    labels: F32
+    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def of(self, cut: Cut) -> "Samples":
+        return Samples(dense=self.dense[cut.samples], labels=self.labels[cut.samples], inputs=cut.of(self.inputs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,27 +74,68 @@ class Batch:
     # other arrays for the model, of any dtype: an entry per sample, or per look-up of a feature (`inputs.py`)
     inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, lookups: Lookups, samples: Samples) -> "Batch":
+        return cls(
+            dense=samples.dense,
+            labels=samples.labels,
+            ids=lookups.ids,
+            offsets=lookups.offsets,
+            weights=lookups.weights,
+            inputs=samples.inputs,
+        )
+
     @property
     def size(self) -> int:
         return len(self.labels)
 
+    @property
+    def lookups(self) -> Lookups:
+        return Lookups(size=self.size, ids=self.ids, offsets=self.offsets, weights=self.weights)
+
+    @property
+    def samples(self) -> Samples:
+        return Samples(dense=self.dense, labels=self.labels, inputs=self.inputs)
+
+
+B = TypeVar("B", covariant=True)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IdsBatch:
-    """The planner's view of a batch; fields as in `Batch`."""
+class Scheduled(Generic[B]):
+    """A batch, a half of it, or the function that decodes it, at its place in the run: a run from `position` starts
+    with this batch, a run from `following` with the next."""
 
-    size: int  # B
-    ids: I64
-    offsets: I64 | None = None
-    weights: F32 | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledBatch:
-    """A batch with its position in the run. Steps count training and evaluation batches together, without gaps."""
-
-    step: int
     kind: Kind
-    train_step: int  # training batches before this one in the run
-    epoch: int
-    batch: Batch
+    position: Position
+    following: Position
+    batch: B
+
+    @classmethod
+    def at(cls, *, step: int, kind: Kind, train_step: int, epoch: int, batch: B) -> "Scheduled[B]":  # type: ignore[misc]
+        """A batch whose place within its epoch does not matter."""
+        at = Position(step=step, train_step=train_step, epoch=epoch, eval_batch=None if kind == "train" else 0)
+        following = at.after_train() if kind == "train" else at.after_eval()
+        return cls(kind=kind, position=at, following=following, batch=batch)
+
+    @property
+    def step(self) -> int:
+        """Steps count training and evaluation batches together, without gaps."""
+        return self.position.step
+
+    @property
+    def train_step(self) -> int:
+        """Training batches before this one in the run."""
+        return self.position.train_step
+
+    @property
+    def epoch(self) -> int:
+        return self.position.epoch
+
+    def holding(self, batch: Any) -> "Scheduled[Any]":
+        """The same place with another content."""
+        return Scheduled(kind=self.kind, position=self.position, following=self.following, batch=batch)
+
+
+ScheduledBatch = Scheduled[Batch]
+ScheduledLookups = Scheduled[Batch | Lookups]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
-from rowcast.protocol.messages import Flush, RowsBack, StepReady
+from rowcast.protocol.messages import Flush, RowsBack, ShareHeader, StepReady
 from rowcast.runtime.telemetry.logs import LOST, get_logger
 from rowcast.runtime.telemetry.metrics import RANK, Health, Process, Sample, State, families
 from rowcast.runtime.telemetry.server import ServerSettings, TelemetryServer
@@ -42,19 +42,6 @@ class QueueCounters:
             self.producer_s += seconds
         else:
             self.consumer_s += seconds
-
-
-class Share(Protocol):
-    """A group's exchange between ranks in a step: a `GroupShare` (prefetcher) or a `ShareHeader` (trainer)."""
-
-    @property
-    def num_own(self) -> int: ...
-
-    @property
-    def send_counts(self) -> tuple[int, ...]: ...
-
-    @property
-    def receive_counts(self) -> tuple[int, ...]: ...
 
 
 @dataclass(slots=True)
@@ -86,7 +73,7 @@ class GroupCounters:
         self.rows_fetched += num_fetch
         self.rows_evicted += num_evict
 
-    def exchange(self, share: Share, rank: int, *, trains: bool) -> None:
+    def exchange(self, share: ShareHeader, rank: int, *, trains: bool) -> None:
         """Counts what leaves this rank, without what it sends to itself."""
         sent = sum(share.send_counts) - share.send_counts[rank]
         received = sum(share.receive_counts) - share.receive_counts[rank]
@@ -143,7 +130,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
             self.eval_steps += 1
             self.eval_samples += batch_size
 
-    def exchanged(self, kind: Kind, shares: Iterable[Share]) -> None:
+    def exchanged(self, kind: Kind, shares: Iterable[ShareHeader]) -> None:
         """Counts a step whose batch ranks divide; one share per group."""
         for group, share in zip(self._by_index, shares, strict=True):
             group.exchange(share, self.rank, trains=kind == "train")

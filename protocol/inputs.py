@@ -9,32 +9,19 @@ negative = "batch"                such a feature
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Job
+from rowcast.protocol.batch import Batch, Cut, Samples
 from rowcast.protocol.plan_layout import Dtype
-from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import DataError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 PREFIX = "inputs:"  # of their names in a plan, where what follows a dot is an array of a group, such as "0.slots"
-
-
-class Samples(Protocol):
-    """The arrays of a batch that travel beside its plan; fields as in `Batch`."""
-
-    @property
-    def dense(self) -> F32: ...
-
-    @property
-    def labels(self) -> F32: ...
-
-    @property
-    def inputs(self) -> Arrays: ...
 
 
 class InputSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,26 +31,6 @@ class InputSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: Dtype
     shape: tuple[int, ...]  # of an entry
     of: str = ""  # the feature whose look-ups have an entry each; "" for samples
-
-
-class Sliced(Protocol):
-    """An array or a tensor."""
-
-    def __getitem__(self, entries: slice, /) -> Any: ...
-
-
-A = TypeVar("A", bound=Sliced)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The entries that some samples of a batch have in its arrays."""
-
-    samples: slice
-    lookups: Mapping[str, slice]  # of the arrays of look-ups
-
-    def of(self, arrays: Mapping[str, A]) -> dict[str, A]:
-        return {name: array[self.lookups.get(name, self.samples)] for name, array in arrays.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +61,7 @@ def belonging(job: Job) -> Belonging:
     )
 
 
-def batch_specs(batch: Samples, of: Mapping[str, str]) -> tuple[InputSpec, ...]:
+def batch_specs(batch: Batch | Samples, of: Mapping[str, str]) -> tuple[InputSpec, ...]:
     """Describes all arrays of a batch, as they are announced. `of`: the feature of each array of look-ups."""
     return input_specs({"dense": batch.dense, "labels": batch.labels} | dict(batch.inputs), of)
 

@@ -109,14 +109,14 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a `GroupShare`, counted in rows, additions and look-ups."""
+    """A rank's exchange of a group's rows with the others, counted in rows, additions and look-ups."""
 
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
+    send_counts: tuple[int, ...]  # of send_slots, for each rank
+    receive_counts: tuple[int, ...]  # rows from each rank
     num_own: int  # distinct rows of this shard that the whole batch looks up
-    home_levels: tuple[int, ...]
-    levels: tuple[int, ...]
-    sequence_lookups: tuple[tuple[int, ...], ...]
+    home_levels: tuple[int, ...]  # additions of home_to up to the end of each level
+    levels: tuple[int, ...]  # additions of to up to the end of each level
+    sequence_lookups: tuple[tuple[int, ...], ...]  # for each part here, one number per feature that is not pooled
 
 
 class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

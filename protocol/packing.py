@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import aligned
-from rowcast.protocol.inputs import PREFIX, Samples
-from rowcast.protocol.messages import ArraySpan, ArraySpec, BatchShare, GroupHeader, PlanHeader, RowSpan, ShareHeader
+from rowcast.protocol.batch import Batch, Samples
+from rowcast.protocol.inputs import PREFIX
+from rowcast.protocol.messages import ArraySpan, ArraySpec, BatchShare, GroupHeader, PlanHeader, RowSpan
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
-from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.arrays import I64, Bytes
 
 Array = npt.NDArray[Any]
 ARRAY_ALIGNMENT = 64
@@ -80,7 +81,7 @@ def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
     )
 
 
-def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
+def plan_block(batch: Batch | Samples, plan: StepPlan) -> ArrayBlock:
     """Packs a plan without its rows: the arrays to look up, train and evict, and the slots to check."""
     arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
     arrays |= {f"{PREFIX}{name}": array for name, array in batch.inputs.items()}
@@ -91,7 +92,7 @@ def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
     return make_block(arrays)
 
 
-def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
+def plan_header(batch: Batch | Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
     """`batches`: the checksum that ranks compare (`BatchShare`)."""
     groups = tuple(
         GroupHeader(
@@ -118,33 +119,44 @@ def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int 
 
 
 def batch_share(plan: StepPlan, batches: int) -> BatchShare | None:
-    shares = [group.share for group in plan.groups if group.share is not None]
-    if not shares:
-        return None
-    return BatchShare(
-        batch_size=plan.batch_size,
-        batches=batches,
-        groups=tuple(
-            ShareHeader(
-                send_counts=share.send_counts,
-                receive_counts=share.receive_counts,
-                num_own=share.num_own,
-                home_levels=share.home_levels,
-                levels=share.levels,
-                sequence_lookups=share.sequence_lookups,
-            )
-            for share in shares
-        ),
-    )
+    headers = tuple(group.share.header for group in plan.groups if group.share is not None)
+    return BatchShare(batch_size=plan.batch_size, batches=batches, groups=headers) if headers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """The content of one message: bytes of the block, then spans of rows."""
+    """The content of one of `count` messages: bytes of the block, then spans of rows."""
 
+    number: int
+    count: int
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
     nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A step's plan as it travels, and the keys that stay home. One for each group: fetched rows and dirty victims."""
+
+    step: int
+    after_step: int | None  # as in StepPlan
+    header: PlanHeader
+    block: ArrayBlock
+    fetch_keys: tuple[I64, ...]
+    victims: tuple[I64, ...]
+
+
+def pack(samples: Samples, plan: StepPlan, batches: int) -> Plan:
+    """`samples`: of this rank's parts. `batches`: the checksum that ranks compare (`BatchShare`)."""
+    block = plan_block(samples, plan)
+    return Plan(
+        step=plan.step,
+        after_step=plan.after_step,
+        header=plan_header(samples, plan, block, batches),
+        block=block,
+        fetch_keys=tuple(group.fetch_keys for group in plan.groups),
+        victims=tuple(group.evict_keys[: group.num_dirty] for group in plan.groups),
+    )
 
 
 def cut_bytes(nbytes: int, max_payload: int) -> list[ArraySpan]:
@@ -163,14 +175,14 @@ def cut(
     """Cuts a block and each group's rows into at least one piece, each of at most `max_payload` bytes.
 
     The rows of a piece take at most `staging_bytes`, if that is given."""
-    pieces: list[Piece] = []
+    contents: list[tuple[ArraySpan | None, tuple[RowSpan, ...], int]] = []
     arrays: ArraySpan | None = None
     rows: list[RowSpan] = []
     end = 0
 
     def finish() -> None:
         nonlocal arrays, rows, end
-        pieces.append(Piece(arrays=arrays, rows=tuple(rows), nbytes=end))
+        contents.append((arrays, tuple(rows), end))
         arrays, rows, end = None, [], 0
 
     for span in cut_bytes(block_bytes, max_payload):
@@ -191,4 +203,7 @@ def cut(
             rows.append(RowSpan(group=group, start=start, count=count, offset=offset))
             start, end = start + count, offset + count * width
     finish()
-    return pieces
+    return [
+        Piece(number=number, count=len(contents), arrays=arrays, rows=spans, nbytes=nbytes)
+        for number, (arrays, spans, nbytes) in enumerate(contents)
+    ]

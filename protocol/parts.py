@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Ranks, check_shared
-from rowcast.protocol.batch import Batch, IdsBatch
-from rowcast.protocol.inputs import Belonging, Cut
+from rowcast.protocol.batch import Batch, Cut, Lookups
+from rowcast.protocol.inputs import Belonging
 from rowcast.runtime.arrays import GOLDEN, I64, mix
 
 Value = TypeVar("Value", np.int64, np.float32)
@@ -75,7 +75,7 @@ def samples_of(batch_size: int, rank: Rank) -> slice:
     return slice(bounds[rank.own_parts.start], bounds[rank.own_parts.stop])
 
 
-def ids_of_samples(batch: Batch | IdsBatch, samples: slice, whole: Collection[int]) -> IdsBatch:
+def ids_of_samples(batch: Batch | Lookups, samples: slice, whole: Collection[int]) -> Lookups:
     """Returns the look-ups of some samples, in the order of the batch.
 
     `whole`: positions of the features whose look-ups are the batch's. All are in its first bag, and also here."""
@@ -88,7 +88,7 @@ def ids_of_samples(batch: Batch | IdsBatch, samples: slice, whole: Collection[in
     if offsets is not None:
         counts = [np.diff(offsets[start : stop + 1]) for start, stop in lookups]
         lookups = [(int(offsets[start]), int(offsets[stop])) for start, stop in lookups]
-    return IdsBatch(
+    return Lookups(
         size=size,
         ids=joined(ids, lookups),
         offsets=None if offsets is None else np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts])),
@@ -100,12 +100,12 @@ def joined(array: npt.NDArray[Value], ranges: Sequence[tuple[int, int]]) -> npt.
     return np.concatenate([array[:0], *(array[first:end] for first, end in ranges)])
 
 
-def parts_of(batch: Batch | IdsBatch, parts: int, whole: Collection[int]) -> list[IdsBatch]:
+def parts_of(batch: Batch | Lookups, parts: int, whole: Collection[int]) -> list[Lookups]:
     """Returns the look-ups of each part, as `ids_of_samples`."""
     return [ids_of_samples(batch, slice(*ends), whole) for ends in pairwise(part_bounds(batch.size, parts))]
 
 
-def arrays_of_samples(batch: Batch | IdsBatch, samples: slice, of: Belonging) -> Cut:
+def arrays_of_samples(batch: Batch | Lookups, samples: slice, of: Belonging) -> Cut:
     """Returns the entries that some samples have in the arrays of the batch."""
 
     def lookups(feature: str) -> slice:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy.typing as npt
 
 from rowcast.protocol.batch import Kind
+from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.plan_layout import ExchangeArrays, GroupArrays
 from rowcast.runtime.arrays import I32, I64
 
@@ -25,12 +26,7 @@ class RowMove:
 class GroupShare(ExchangeArrays[npt.NDArray[Any]]):
     """A rank's exchange with the others: arrays for the trainer, and the numbers that divide them."""
 
-    num_own: int  # distinct rows of this shard that the whole batch looks up
-    send_counts: tuple[int, ...]  # of send_slots, for each rank
-    receive_counts: tuple[int, ...]  # rows from each rank
-    home_levels: tuple[int, ...]  # additions of home_to up to the end of each level
-    levels: tuple[int, ...]  # additions of to up to the end of each level
-    sequence_lookups: tuple[tuple[int, ...], ...]  # for each part here, one number per feature that is not pooled
+    header: ShareHeader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

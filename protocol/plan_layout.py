@@ -6,7 +6,7 @@
     ExchangeArrays   for each group, if ranks share the batch      "0.send_slots", ...
 
 All code that packs, measures, checks or uses the arrays of a plan reads them here. To add an array to the look-ups, add
-a line to `LookupArrays` and one to each of its three makers: `planner.WholeBatch`, `rank_share.ShareOfBatch` and,
+a line to `LookupArrays` and one to each of its three makers: `planner.WholeBatch`, `exchange.ShareOfBatch` and,
 without a planner, `trainer/kernels/lookups.py`.
 """
 

@@ -123,7 +123,7 @@ def test_the_rows_of_a_piece_fit_staging(
 
 
 def test_a_plan_with_nothing_in_it_is_one_empty_piece() -> None:
-    assert cut(0, [0, 0], [64, 32], 640) == [Piece(arrays=None, rows=(), nbytes=0)]
+    assert cut(0, [0, 0], [64, 32], 640) == [Piece(number=0, count=1, arrays=None, rows=(), nbytes=0)]
 
 
 def random_arrays(specs: list[tuple[str, tuple[int, ...]]]) -> dict[str, npt.NDArray[Any]]:

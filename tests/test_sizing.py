@@ -12,7 +12,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
-from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, staging_bytes, typical_plan

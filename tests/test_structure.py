@@ -31,7 +31,8 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
     "protocol": (
         "arrange batch plan_layout shards",
         "inputs",
-        "messages parts plan",
+        "messages parts",
+        "plan",
         "codec counters order packing",
         "session transport",
         "attempts conversation dense_pieces",

@@ -45,7 +45,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.stores import Redis, StoreWithTier, Tiered
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.auto_horizon import SHARE
+from rowcast.prefetcher.planner.planner import SHARE
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.run.sizing import sizes, stage_threads

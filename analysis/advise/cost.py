@@ -30,7 +30,6 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.batch_parts import divide
 from rowcast.prefetcher.readers.reader import Reader
 from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.memory_store import MemoryStore
@@ -151,9 +150,9 @@ def plan_first(
         plan = planner.plan()
         of_batches.append(time.perf_counter() - began_s)
         scheduled = observed.measured[len(nbytes)]
-        _, dense = divide(scheduled.batch)
+        dense = scheduled.batch.samples
         samples = samples_of(scheduled.batch.size, observed.rank)
-        own = dense.of_samples(arrays_of_samples(scheduled.batch, samples, belonging))
+        own = dense.of(arrays_of_samples(scheduled.batch, samples, belonging))
         nbytes.append(plan_block(own, plan).nbytes)
 
 

@@ -21,9 +21,7 @@ from rowcast.analysis.simulate.grid import with_values, without_tier
 from rowcast.analysis.simulate.moves import Moves, planned_moves
 from rowcast.job.schema import Job
 from rowcast.prefetcher.planner.capacity import divide_capacity
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.level import Slots
-from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.planner.planner import RowPlanner, Slots, job_planner
 from rowcast.runtime.arrays import F64, I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -37,10 +38,9 @@ from rowcast.job.tables import GroupSpec, batch_features, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES, id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, Part, join_parts
-from rowcast.prefetcher.readers.reader import Pending, Reader, can_share
-from rowcast.prefetcher.readers.schedule import SchedulePoint, Turn, places
-from rowcast.protocol.batch import Batch, IdsBatch, Kind, ScheduledBatch
+from rowcast.prefetcher.readers.reader import Part, Pending, Reader, can_share
+from rowcast.prefetcher.readers.schedule import places
+from rowcast.protocol.batch import Batch, Kind, Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of, rank_of
 from rowcast.runtime.arrays import GOLDEN, I64, U64, mix
 from rowcast.runtime.checkpoint_manifest import Position
@@ -198,15 +198,13 @@ def observe(
 ) -> Observed:
     """Calls `tick` for each step. Raises ConfigError if there is no step or no room, and the errors of reading."""
     observer = Observer(job, sample.share, memory_bytes)
-    for place, decode in (
-        places(job, reader, max_steps) if sample.samples is None else stretch(job, reader, sample.samples)
-    ):
-        observer.add(place, decode)
+    for place in places(job, reader, max_steps) if sample.samples is None else stretch(job, reader, sample.samples):
+        observer.add(place)
         tick()
     return observer.observed(reader.num_samples("train"), is_whole_run=sample.samples is None)
 
 
-def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
+def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Scheduled[Pending]]:
     """Yields training batches from the middle of the first epoch, or from its start if its length is unknown."""
     num_batches = -(-num_samples // job.data.batch_size)
     epoch = reader.num_samples("train")
@@ -214,7 +212,7 @@ def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Turn]:
     start = max(0, -(-(epoch or 0) // job.data.batch_size) - num_batches) // 2 if known else 0
     at = Position()
     for decode in islice(reader.pending("train", 0, start), num_batches):
-        yield SchedulePoint(kind="train", position=at, following=at.after_train()), decode
+        yield Scheduled(kind="train", position=at, following=at.after_train(), batch=decode)
         at = at.after_train()
 
 
@@ -228,21 +226,21 @@ class Observer:
         ranks = job.ranks
         self._rank = rank_of(ranks, 0)
         self._sharings = [Sharing(group, ranks.count, ranks.num_parts) for group in self._groups]
-        self._first: list[tuple[SchedulePoint, ScheduledBatch]] = []
+        self._first: list[ScheduledBatch] = []
         self._touched: Touched | None = None
         self._shares: tuple[float, ...] = ()
         self._steps: list[SeenStep] = []
         self._kept_bytes = 0
         self._again: dict[tuple[Kind, int], SeenStep] = {}  # by split and batch, if the order never changes
 
-    def add(self, place: SchedulePoint, decode: Pending) -> None:
+    def add(self, place: Scheduled[Pending]) -> None:
         known = self._again.get(batch_of_split(place))
         if known is not None:
-            self._steps.append(replace(known, scanned=replace(known.scanned, scheduled=scheduled(place, EMPTY))))
+            self._steps.append(replace(known, scanned=replace(known.scanned, scheduled=place.holding(EMPTY))))
         elif self._touched is not None:
-            self._see(place, scheduled(place, whole(decode())))
+            self._see(place.holding(whole(place.batch())))
         else:
-            self._first.append((place, scheduled(place, whole(decode()))))
+            self._first.append(place.holding(whole(place.batch())))
             if len(self._first) == MEASURED_BATCHES:
                 self._measure()
 
@@ -252,7 +250,7 @@ class Observer:
             rank=self._rank,
             groups=self._groups,
             shares=self._shares,
-            measured=[batch for _, batch in self._first],
+            measured=self._first,
             touched=touched,
             steps=self._steps,
             num_counted=len(self._steps) if is_whole_run else -(-len(self._steps) // 2),
@@ -262,13 +260,13 @@ class Observer:
     def _measure(self) -> Touched:
         if not self._first:
             raise ConfigError("the run has no batch; give data, and a --max-steps above 0")
-        self._touched = measure(self._groups, [batch for _, batch in self._first], self._rank)
+        self._touched = measure(self._groups, self._first, self._rank)
         self._shares = group_shares(self._share, self._touched.distinct_rows)
-        for place, batch in self._first:
-            self._see(place, batch)
+        for batch in self._first:
+            self._see(batch)
         return self._touched
 
-    def _see(self, place: SchedulePoint, batch: ScheduledBatch) -> None:
+    def _see(self, batch: ScheduledBatch) -> None:
         rows, most_rows = self._rows(batch.batch)
         kept = tuple(map(thinned, rows, self._shares))
         seen = SeenStep(
@@ -286,8 +284,8 @@ class Observer:
                 f"{self._kept_bytes} bytes, more than the {int(self._memory_bytes)} that may be used; give a smaller "
                 "--sample, or the run's first steps with --max-steps"
             )
-        if can_share(self._job) and (place.kind == "eval" or self._job.data.shuffle == "none"):
-            self._again[batch_of_split(place)] = seen
+        if can_share(self._job) and (batch.kind == "eval" or self._job.data.shuffle == "none"):
+            self._again[batch_of_split(batch)] = seen
 
     def _rows(self, batch: Batch) -> tuple[tuple[StepRows, ...], tuple[int, ...]]:
         """Returns the batch's rows of each group on this rank, and their number on the rank that owns most of them."""
@@ -299,25 +297,18 @@ class Observer:
         return tuple(own.owned[0] for own in shares), tuple(int(own.owner_rows.max()) for own in shares)
 
 
-def batch_of_split(place: SchedulePoint) -> tuple[Kind, int]:
+def batch_of_split(place: Scheduled[Any]) -> tuple[Kind, int]:
     """The batch's split and its number within the epoch."""
     at = place.position
     return place.kind, at.train_batch if place.kind == "train" else at.eval_batch or 0
-
-
-def scheduled(place: SchedulePoint, batch: Batch) -> ScheduledBatch:
-    at = place.position
-    return ScheduledBatch(step=at.step, kind=place.kind, train_step=at.train_step, epoch=at.epoch, batch=batch)
 
 
 def whole(part: Part) -> Batch:
     """A batch with its ids; dense features and labels are empty if only ids were read."""
     if isinstance(part, Batch):
         return part
-    assert isinstance(part, IdsBatch), "a reader for ids returned dense features"
-    return join_parts(
-        part, DenseBatch(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32))
-    )
+    assert isinstance(part, Lookups), "a reader for ids returned dense features"
+    return Batch.of(part, Samples(dense=np.zeros((part.size, 0), np.float32), labels=np.zeros(part.size, np.float32)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

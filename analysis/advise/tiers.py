@@ -20,8 +20,7 @@ from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.planner.planner import Slots, job_planner
 from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.runtime.arrays import F64

@@ -13,10 +13,10 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import STORES, StoreWithTier
 from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
+from rowcast.prefetcher.planner.planner import WHILE_FILLING
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.touched_rows import INDEX_LIMIT, ROW_BYTES, TouchedRows, most_indexed

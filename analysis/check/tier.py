@@ -11,7 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import Redis, StoreWithTier, Tiered
 from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.planner.planner import Slots
 from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS

@@ -14,15 +14,13 @@ from rowcast.analysis.estimate.step_kernels import ExchangeCounts, GroupCounts, 
 from rowcast.job.schema import Job, Ranks
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
+from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.reader import can_share, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.readers.worker import LEAST_AHEAD, NUM_AHEAD
+from rowcast.prefetcher.readers.workers import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads
 from rowcast.prefetcher.run.warm_up import warm_up
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.inputs import Belonging, belonging
 from rowcast.protocol.packing import Piece, cut, plan_block
 from rowcast.protocol.parts import arrays_of_samples, rank_of, samples_of
@@ -112,9 +110,8 @@ def planned_steps(
             yield before
         known, began_s = planner.num_known, time.process_time()
         scheduled, plan = added.popleft(), planner.plan()
-        _, whole = divide(scheduled.batch)
         samples = samples_of(scheduled.batch.size, rank)
-        own = whole.of_samples(arrays_of_samples(scheduled.batch, samples, belonging))
+        own = scheduled.batch.samples.of(arrays_of_samples(scheduled.batch, samples, belonging))
         plan_s += time.process_time() - began_s
         step = planned(own, plan, groups, wiring, first, known)
         counted = count(own, plan, seen, decode_s[step.step], plan_s, ranks)
@@ -130,7 +127,7 @@ def with_barrier(planned: Planned, barrier: BarrierPlan) -> Planned:
 
 
 def count(
-    own: DenseBatch, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float, ranks: Ranks
+    own: Samples, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float, ranks: Ranks
 ) -> Counted:
     """Adds the keys that are fetched to those `seen` of each group. `own`: of one trainer."""
     first = []
@@ -163,19 +160,19 @@ def count(
 
 def exchanged(share: GroupShare, ranks: Ranks) -> ExchangeCounts:
     """What the first rank exchanges. A link carries both directions at once, so the longer one counts."""
-    near, far = slice(1, ranks.on_host), slice(ranks.on_host, None)
+    own, near, far = share.header, slice(1, ranks.on_host), slice(ranks.on_host, None)
     return ExchangeCounts(
-        sent=sum(share.send_counts),
-        received=sum(share.receive_counts),
-        in_host=max(sum(share.send_counts[near]), sum(share.receive_counts[near])),
-        across=max(sum(share.send_counts[far]), sum(share.receive_counts[far])),
-        trained=share.num_own,
+        sent=sum(own.send_counts),
+        received=sum(own.receive_counts),
+        in_host=max(sum(own.send_counts[near]), sum(own.receive_counts[near])),
+        across=max(sum(own.send_counts[far]), sum(own.receive_counts[far])),
+        trained=own.num_own,
         additions=len(share.home_to) + len(share.to),
     )
 
 
 def planned(
-    own: DenseBatch, plan: StepPlan, groups: tuple[GroupSpec, ...], wiring: Wiring, first: int, known: int
+    own: Samples, plan: StepPlan, groups: tuple[GroupSpec, ...], wiring: Wiring, first: int, known: int
 ) -> Planned:
     pieces = cut(
         plan_block(own, plan).nbytes,

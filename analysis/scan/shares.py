@@ -3,7 +3,7 @@
     batch --> groupings of M parts --> rows that each of N ranks wants --> rows by owner --> the planner of each owner
                     once a number of parts                 once a number of ranks
 
-A rank's prefetcher (`prefetcher/planner/rank_share.py`) computes only its side, additions of gradients included. Here
+A rank's prefetcher (`prefetcher/planner/exchange.py`) computes only its side, additions of gradients included. Here
 only sizes count, so nothing is done N times.
 """
 
@@ -16,9 +16,8 @@ import numpy.typing as npt
 from rowcast.analysis.scan.steps import StepRows
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.capacity import Touched, touched_by
-from rowcast.prefetcher.planner.exchange import distinct
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping
-from rowcast.protocol.batch import IdsBatch, ScheduledBatch
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping, distinct
+from rowcast.protocol.batch import Lookups, ScheduledBatch
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I32, I64
 
@@ -42,7 +41,7 @@ class GroupShares:
         return np.array([len(own.keys) for own in self.owned])
 
 
-def part_groupings(groupers: Sequence[Grouper], parts: Sequence[IdsBatch]) -> list[tuple[Grouping, ...]]:
+def part_groupings(groupers: Sequence[Grouper], parts: Sequence[Lookups]) -> list[tuple[Grouping, ...]]:
     """Returns each group's look-ups in each part of a batch."""
     return [tuple(grouper.group(grouper.lookups(part)) for part in parts) for grouper in groupers]
 

@@ -102,9 +102,7 @@ def scan(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick:
 
 
 def without_arrays(scheduled: ScheduledBatch) -> ScheduledBatch:
-    return ScheduledBatch(
-        step=scheduled.step, kind=scheduled.kind, train_step=scheduled.train_step, epoch=scheduled.epoch, batch=EMPTY
-    )
+    return scheduled.holding(EMPTY)
 
 
 def numbered_rows(keys: list[I64]) -> NumberedRows:

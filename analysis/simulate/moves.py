@@ -15,9 +15,7 @@ from rowcast.analysis.scan.steps import Scan, ScannedStep
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.group_planner import GroupMoves
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.level import Slots
-from rowcast.prefetcher.planner.planner import RowPlanner, StepMoves
+from rowcast.prefetcher.planner.planner import RowPlanner, Slots, StepMoves, job_planner
 from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.prefetcher.stores.touched_rows import TouchedRows

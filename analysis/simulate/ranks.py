@@ -21,9 +21,7 @@ from rowcast.analysis.simulate.simulate import OpenBatches
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, batch_features, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, slots_of
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.level import Slots
-from rowcast.prefetcher.planner.planner import RowPlanner, StepMoves, groupers_of
+from rowcast.prefetcher.planner.planner import RowPlanner, Slots, StepMoves, groupers_of, job_planner
 from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank, parts_of

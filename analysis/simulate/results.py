@@ -10,7 +10,7 @@ from rowcast.analysis.scan.steps import Scan
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.analysis.simulate.moves import Moves, TierMoves
 from rowcast.job.schema import Horizon
-from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.planner.planner import Slots
 from rowcast.runtime.arrays import I64
 
 

@@ -24,7 +24,7 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
-from rowcast.prefetcher.planner.level import Slots
+from rowcast.prefetcher.planner.planner import Slots
 from rowcast.prefetcher.run.sizing import job_levels
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError

@@ -90,7 +90,7 @@ def plans_of(terms: Terms, group: GroupSpec, ids: npt.NDArray[np.int64]) -> list
     plans: list[GroupPlan] = []
     for step, of_step in enumerate(ids):
         batch = Batch(dense=dense, labels=labels, ids=of_step)
-        planner.add(ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=batch))
+        planner.add(ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=batch))
         if planner.ready():
             plans.append(planner.plan().groups[0])
     planner.end()

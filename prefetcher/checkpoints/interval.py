@@ -10,13 +10,18 @@ planning at a step that the first does not plan either before it knows the numbe
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
+from rowcast.job.schema import CheckpointInterval, Job
+from rowcast.prefetcher.pipeline.planning import Pace, plans_ahead
+from rowcast.protocol.messages import Mode
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.telemetry.logs import get_logger
 
 FILE = "interval.json"  # in the checkpoints' folder
 LONGEST_MEASUREMENT_S = 15.0
@@ -137,3 +142,40 @@ class AwaitedPace:
 
     def must_wait(self, planned: int) -> bool:
         return planned >= self._held_after
+
+
+class AttemptInterval:
+    """Decides when an attempt makes checkpoints: by the job's interval, converted from a time to train steps."""
+
+    def __init__(self, job: Job, root: Path, disk: Disk, rank: int, mode: Mode) -> None:
+        self._job, self._root, self._disk, self._rank = job, root, disk, rank
+        self._seconds = None if mode == "eval" else job.checkpoint.every_seconds
+
+    @cached_property  # rank 0 may find the interval between two reads on a different rank
+    def known(self) -> CheckpointInterval:
+        """The interval; 0 if it is a time that this run had not yet converted to train steps at the first read."""
+        return self._job.checkpoint.interval if self._seconds is None else self._read() or 0
+
+    def pace(self, train_steps: int) -> Pace | None:
+        """Returns what finds the unknown interval; None if it is known. `train_steps`: before this attempt."""
+        if self._seconds is None or self.known:
+            return None
+        ahead = plans_ahead(self._job.lookahead.depth)
+        if self._job.ranks.count == 1:
+            return PaceMeter(self._seconds, train_steps)
+        return AwaitedPace(self._read, ahead) if self._rank else RankPace(self._seconds, train_steps, ahead)
+
+    def keep(self, steps: int) -> None:
+        """Keeps the interval found by the pace. Rank 0 writes it for all ranks and restarts."""
+        if self._rank == 0:
+            keep_interval(self._disk, self._root, self._every, steps)
+        get_logger().info("the pace is known", checkpoint_every=self._every, train_steps=steps)
+
+    def _read(self) -> int | None:
+        return read_interval(self._root, self._every)
+
+    @property
+    def _every(self) -> str:
+        every = self._job.checkpoint.every
+        assert isinstance(every, str), "a time must be text"
+        return every

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Replica, Saved

@@ -12,13 +12,11 @@ later plan is read before the barrier's checkpoint has frozen its rows. So both 
 import resource
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from rowcast.prefetcher.pipeline.fetcher import Fetcher, Stall, reached
+from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream, Stall, reached
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlanStream
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.protocol.dense_pieces import DensePieces
 from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, TierTotals, Wait
@@ -107,16 +105,6 @@ class Checkpointer(Protocol):
         rows, which are all home. Returns False while there is no room."""
 
 
-@dataclass(slots=True, kw_only=True)
-class OutgoingFlush:
-    """A barrier's list of dirty slots, partly sent."""
-
-    block: ArrayBlock
-    pieces: list[Piece]
-    checkpoint: bool
-    sent: int = 0
-
-
 class PrefetcherBarrier:
     def __init__(
         self,
@@ -125,38 +113,40 @@ class PrefetcherBarrier:
         fetcher: Fetcher,
         writeback: Writeback,
         checkpointer: Checkpointer,
-        fetch_ring: RingWriter,
-        back_ring: RingReader,
+        rings: tuple[RingWriter, RingReader],
         counters: PrefetcherCounters,
         send: Callable[[Restore | Flush | EndOfData | Released], None],
-        restore: bytes,
         takes_model_state: bool,
         tier: Callable[[], TierTotals | None],
     ) -> None:
-        """`restore`: the model state that the trainer starts from; empty: the job's initial state. `takes_model_state`:
-        whether its trainer sends it at a checkpoint, and not only a checksum. `tier`: the stores' counters."""
-        self.state = PrefetcherState.RESTORING
+        """`rings`: fetch and back. `takes_model_state`: whether its trainer sends it at a checkpoint, and not only a
+        checksum. `tier`: the stores' counters."""
+        self.state = TABLE.after(PrefetcherState.RESTORING, PrefetcherEvent.RESTORED)
         self.finished = False  # the data had ended at the last barrier
         self._plans = plans
         self._fetcher = fetcher
         self._writeback = writeback
         self._checkpointer = checkpointer
-        self._fetch_ring = fetch_ring
-        self._back_ring = back_ring
+        self._fetch_ring, self._back_ring = rings
         self._counters = counters
         self._send = send
         self._takes_model_state = takes_model_state
         self._tier = tier
-        self._restore = DensePieces(restore, fetch_ring, dense_stamp) if restore else None
-        self._flush: OutgoingFlush | None = None
+        self._restore: DensePieces | None = None
+        self._flush: deque[tuple[ArrayBlock, Piece]] = deque()  # of the list of dirty slots, to be sent
+        self._saves = False  # a checkpoint follows the flush
         self._cut: tuple[Position, str] | None = None  # where training continues, whatever barriers say; and why
         self._dense: deque[Saved | Replica] = deque()  # pieces are in the ring
         self._copied: tuple[Saved | Replica, bytes] | None = (
             None  # a piece copied from the ring that the checkpointer lacks
         )
         self._saved_barriers = 0  # every earlier barrier has passed on its model state
-        if self._restore is None:
-            self._follow(PrefetcherEvent.RESTORED)
+
+    def restore(self, content: bytes) -> None:
+        """Sends the trainer the model state that it starts from, instead of the job's initial state. Called before any
+        other method."""
+        self.state = PrefetcherState.RESTORING
+        self._restore = DensePieces(content, self._fetch_ring, dense_stamp)
 
     @property
     def ended(self) -> bool:
@@ -234,7 +224,7 @@ class PrefetcherBarrier:
                 return self._send_flush_piece(self._plan)
             case PrefetcherState.RETURNING:
                 home = self._writeback.applied_barriers > self._plan.barrier
-                event = PrefetcherEvent.HOME if self._open.checkpoint else PrefetcherEvent.NO_CHECKPOINT
+                event = PrefetcherEvent.HOME if self._saves else PrefetcherEvent.NO_CHECKPOINT
                 return home and not self._fetch_ring.used_bytes and self._follow(event)
             case PrefetcherState.SAVING:
                 return self._saved_barriers > self._plan.barrier and self._follow(PrefetcherEvent.SAVED)
@@ -257,14 +247,10 @@ class PrefetcherBarrier:
     def _plan(self) -> BarrierPlan:
         return self._barrier.plan
 
-    @property
-    def _open(self) -> OutgoingFlush:
-        assert self._flush is not None, "a barrier must be opened before its slots are sent"
-        return self._flush
-
     def _send_restore(self) -> bool:
         # sent first, so that no row waits in the ring after it
-        if not self._fetcher.connected or self._restore is None:
+        assert self._restore is not None, "a model state is given before it is sent"
+        if not self._fetcher.connected:
             self._fetcher.stalled_by = "credit"
             return False
         room = self._restore.room()
@@ -287,46 +273,41 @@ class PrefetcherBarrier:
         plan = self._plan
         train_steps, dirty = self._barrier.position.train_step, tuple(move.keys for move in plan.dirty)
         self._writeback.expect(plan.after_step, plan.barrier, train_steps, dirty)
-        slots = {f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)}
-        block = make_block(slots)
-        self._flush = OutgoingFlush(
-            block=block,
-            pieces=cut(block.nbytes, [], [], self._fetch_ring.max_payload),
-            checkpoint=self._checkpointer.begin(self._barrier),
-        )
+        block = make_block({f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)})
+        self._flush.extend((block, piece) for piece in cut(block.nbytes, [], [], self._fetch_ring.max_payload))
+        self._saves = self._checkpointer.begin(self._barrier)
         return self._follow(PrefetcherEvent.WRITER_FREE)
 
     def _send_flush_piece(self, plan: BarrierPlan) -> bool:
-        flush, payload = self._open, None
-        piece = flush.pieces[flush.sent]
+        (block, piece), payload = self._flush[0], None
         if piece.arrays is not None:
             room = self._fetch_ring.try_allocate(piece.nbytes)
             if room is None:
                 return False
-            flush.block.write(piece.arrays.offset, room.payload)
-            stamp = barrier_stamp(plan.barrier, flush.sent)
+            block.write(piece.arrays.offset, room.payload)
+            stamp = barrier_stamp(plan.barrier, piece.number)
             payload = self._fetch_ring.commit(room, stamp, checksum=is_sampled(stamp))
         message = Flush(
             barrier=plan.barrier,
             after_step=plan.after_step,
             num_dirty=tuple(len(move) for move in plan.dirty),
-            piece=flush.sent,
-            num_pieces=len(flush.pieces),
-            arrays=flush.block.specs,
-            arrays_bytes=flush.block.nbytes,
+            piece=piece.number,
+            num_pieces=piece.count,
+            arrays=block.specs,
+            arrays_bytes=block.nbytes,
             payload=payload,
             span=piece.arrays,
-            checkpoint=flush.checkpoint,
+            checkpoint=self._saves,
             reason=plan.reason,
         )
-        flush.sent += 1
+        self._flush.popleft()
         self._counters.flush(message)
         self._send(message)
         crash_point("Flush sent")
-        return flush.sent < len(flush.pieces) or self._follow(PrefetcherEvent.FLUSHED)
+        return bool(self._flush) or self._follow(PrefetcherEvent.FLUSHED)
 
     def _close(self) -> bool:
-        barrier, self._flush = self._barrier, None
+        barrier = self._barrier
         if not barrier.last:
             self._plans.popleft()
             return self._follow(PrefetcherEvent.GOES_ON)

@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch
-from rowcast.protocol.batch import IdsBatch
+from rowcast.protocol.batch import Batch, Lookups, Samples, ScheduledBatch, ScheduledLookups
 from rowcast.protocol.messages import BATCHES_BITS
 from rowcast.runtime.checkpoint_manifest import BatchChecksum
 from rowcast.runtime.errors import Mismatch
@@ -41,15 +39,15 @@ class BatchChecksums:
         """Returns the checksums of known, unplanned batches, nearest first."""
         return tuple(islice(self._known, MOST_AHEAD))
 
-    def add_ids(self, placed: PlacedIds) -> None:
+    def add_ids(self, ids: ScheduledLookups) -> None:
         """Adds a batch. Raises Mismatch if the checkpoint's run had read different ids."""
-        at, checksum = placed.point.position, ids_checksum(placed.batch)
+        at, checksum = ids.position, ids_checksum(ids.batch)
         expected = self._expected.get((at.train_step, at.eval_batch))
         if expected is not None and expected.ids != checksum:
             raise other_batch(expected, "ids")
         self._known.append(BatchChecksum(train_step=at.train_step, eval_batch=at.eval_batch, ids=checksum, dense=""))
 
-    def add_dense(self, dense: DenseBatch) -> None:
+    def add_dense(self, dense: Batch | Samples) -> None:
         """Adds the dense features of the first batch that lacks them. Raises as `add_ids`."""
         batch, checksum = self._known[self._num_dense], dense_checksum(dense)
         expected = self._expected.get((batch.train_step, batch.eval_batch))
@@ -92,12 +90,12 @@ class Chain:
         return checksum
 
 
-def check_first(batches: Iterable[ReadBatch], expected: Iterable[BatchChecksum]) -> None:
+def check_first(batches: Iterable[ScheduledBatch], expected: Iterable[BatchChecksum]) -> None:
     """Raises Mismatch, before a trainer is welcomed, if the checkpoint's run had read different batches."""
     checksums = BatchChecksums(depth=1, expected=expected)
-    for ids, dense in batches:
-        checksums.add_ids(ids)
-        checksums.add_dense(dense)
+    for own in batches:
+        checksums.add_ids(own)
+        checksums.add_dense(own.batch)
 
 
 def other_batch(expected: BatchChecksum, what: str) -> Mismatch:
@@ -109,11 +107,11 @@ def other_batch(expected: BatchChecksum, what: str) -> Mismatch:
     )
 
 
-def ids_checksum(batch: IdsBatch) -> str:
+def ids_checksum(batch: Batch | Lookups) -> str:
     return checksum_of([batch.ids, batch.offsets, batch.weights])
 
 
-def dense_checksum(batch: DenseBatch) -> str:
+def dense_checksum(batch: Batch | Samples) -> str:
     return checksum_of([batch.dense, batch.labels, *batch.inputs.values()])
 
 
@@ -126,22 +124,22 @@ def checksum_of(arrays: Sequence[npt.NDArray[np.generic] | None]) -> str:
     return hasher.hexdigest()
 
 
-def first_checksums(features: Sequence[str], batches: Iterable[ReadBatch]) -> dict[str, str]:
+def first_checksums(features: Sequence[str], batches: Iterable[ScheduledBatch]) -> dict[str, str]:
     """A checksum over all of these batches for each feature, and for dense features and labels; separately for
     evaluation batches. With many features, neighbours have one together."""
     size = -(-len(features) // MOST_NAMED)
     names = [f"feature {features[first]}" for first in range(0, len(features), size)]
     names = names if size == 1 else [f"one of {size} features from {name} on" for name in names]
     hashers: dict[str, xxhash.xxh3_64] = {}
-    for ids, dense in batches:
-        apart = "" if ids.kind == "train" else " of an evaluation"
-        parts = [(names[index // size], of_feature(ids.batch, index)) for index in range(len(features))]
-        for name, checksum in [*parts, (DENSE_AND_LABELS, dense_checksum(dense))]:
+    for own in batches:
+        apart = "" if own.kind == "train" else " of an evaluation"
+        parts = [(names[index // size], of_feature(own.batch, index)) for index in range(len(features))]
+        for name, checksum in [*parts, (DENSE_AND_LABELS, dense_checksum(own.batch))]:
             hashers.setdefault(name + apart, xxhash.xxh3_64()).update(checksum.encode())
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
 
-def of_feature(batch: IdsBatch, index: int) -> str:
+def of_feature(batch: Batch | Lookups, index: int) -> str:
     own, offsets = slice(index * batch.size, (index + 1) * batch.size), batch.offsets
     if offsets is not None:
         offsets = offsets[own.start : own.stop + 1]

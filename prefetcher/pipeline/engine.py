@@ -19,21 +19,18 @@ A barrier (`barrier.py`) replaces the fetcher's work between two plans; the writ
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
-from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
-from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits
-from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.pipeline.plan_stream import PlanStream
-from rowcast.prefetcher.pipeline.planning import BatchSource, Pace, PlanningStage
+from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits, PlanStream
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges, SlotStates, train_steps_of
+from rowcast.prefetcher.pipeline.planning import BatchSource, PlanningStage
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.schedule import ReadBatch
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.conversation import Conversation
@@ -50,10 +47,8 @@ from rowcast.protocol.messages import (
     StopRequest,
     Welcome,
 )
-from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.session import check_hello
 from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.stages import FunctionStage, Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
@@ -76,103 +71,76 @@ WAKES: Wakes = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetcherParts:
-    """Everything that an engine is built from. The caller closes these."""
-
-    job: Job
-    groups: tuple[GroupSpec, ...]
-    source: BatchSource
-    planner: RowPlanner
-    measured: list[ReadBatch]  # the first batches, read to divide the capacity
-    checksums: BatchChecksums
-    stores: tuple[TrackedStore, ...]  # one per group
-    conversation: Conversation
-    fetch_ring: RingWriter
-    back_ring: RingReader
-    checkpointer: Checkpointer
-    welcome: Welcome
-    mode: Mode
-    start: Position  # where this incarnation begins
-    counters: PrefetcherCounters  # of the process
-    restore: bytes  # the model state that the trainer starts from; empty: the job's initial state
-    pace: Pace | None = None  # see PlanningStage
-    rank: Rank = UNDIVIDED
-
-
 class PrefetcherEngine:
     """Each of the `stages` may have a separate thread, or one thread may advance all of them in any order."""
 
-    def __init__(self, parts: PrefetcherParts) -> None:
-        welcome = parts.welcome
+    mode: Mode = "train"
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        welcome: Welcome,
+        source: BatchSource,
+        planner: RowPlanner,
+        stores: tuple[TrackedStore, ...],
+        conversation: Conversation,
+        rings: tuple[RingWriter, RingReader],
+        checkpointer: Checkpointer,
+        counters: PrefetcherCounters,
+    ) -> None:
+        """`stores`: one per group. `rings`: fetch and back. `counters`: of the process. The caller closes these."""
+        groups, send = group_specs(job), conversation.send
         self.hello: Hello | None = None
         self.peer_left = False
-        self.counters = parts.counters
-        self.welcome = welcome
-        self.fetch_ring = parts.fetch_ring
-        self.checkpointer = parts.checkpointer
-        self.planner = parts.planner
-        self.conversation = parts.conversation
+        self.counters, self.welcome, self.planner, self.conversation = counters, welcome, planner, conversation
+        self.fetch_ring, back_ring = rings
+        self.checkpointer = checkpointer
+        self._job, self._stores = job, stores
         self.plans: PlanStream = deque()
-        self.writeback = Writeback(
-            parts.groups,
-            parts.stores,
-            parts.back_ring,
-            self.counters,
-            parts.conversation.send,
-            parts.start.train_step,
-        )
+        self.writeback = Writeback(groups, stores, back_ring, counters, send, welcome.start.train_step)
         self.fetcher = Fetcher(
             plans=self.plans,
-            groups=parts.groups,
-            stores=parts.stores,
-            ring=parts.fetch_ring,
+            groups=groups,
+            stores=stores,
+            ring=self.fetch_ring,
             writeback=self.writeback,
-            counters=self.counters,
-            limits=Limits(depth=welcome.depth, first_step=parts.start.step, staging_bytes=welcome.staging_bytes),
-            send=parts.conversation.send,
+            counters=counters,
+            limits=Limits(depth=welcome.depth, first_step=welcome.start.step, staging_bytes=welcome.staging_bytes),
+            send=send,
         )
         self.barrier = PrefetcherBarrier(
             plans=self.plans,
             fetcher=self.fetcher,
             writeback=self.writeback,
-            checkpointer=parts.checkpointer,
-            fetch_ring=parts.fetch_ring,
-            back_ring=parts.back_ring,
-            counters=self.counters,
-            send=parts.conversation.send,
-            restore=parts.restore,
-            takes_model_state=parts.rank.number == 0,
+            checkpointer=checkpointer,
+            rings=rings,
+            counters=counters,
+            send=send,
+            takes_model_state=welcome.rank == 0,
             tier=lambda: totals(self._store_counts()),
         )
         self.planning = PlanningStage(
-            source=parts.source,
-            planner=self.planner,
-            stores=parts.stores,
+            source=source,
+            planner=planner,
+            stores=stores,
             plans=self.plans,
             fetcher=self.fetcher,
             barrier=self.barrier,
-            depth=welcome.depth,
-            start=parts.start,
-            measured=parts.measured,
-            checksums=parts.checksums,
-            counters=self.counters,
-            pace=parts.pace,
-            rank=parts.rank,
-            belonging=belonging(parts.job),
-            announced=welcome.inputs,
+            welcome=welcome,
+            belonging=belonging(job),
+            counters=counters,
         )
-        ahead = any(store.store.works_ahead for store in parts.stores)
+        ahead = any(store.store.works_ahead for store in stores)
         self.stages: dict[str, Stage] = {
             thread: FunctionStage(partial(self.advance, thread))
             for thread in get_args(Thread)
             if thread != "staging" or ahead
         }
-        self._parts = parts
-        parts.conversation.listen(
+        conversation.listen(
             {
                 Hello: self._greet,
-                Released: lambda message: parts.fetch_ring.release(message.position),
+                Released: lambda message: self.fetch_ring.release(message.position),
                 RowsBack: self.writeback.accept,
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
@@ -211,12 +179,12 @@ class PrefetcherEngine:
 
     def stage_rows(self) -> bool:
         home_through = self.writeback.applied_through
-        worked = [store.advance(home_through) for store in self._parts.stores]  # each has its turn
+        worked = [store.advance(home_through) for store in self._stores]  # each has its turn
         return any(worked)
 
     def stop(self, reason: str) -> None:
         """Stops in order, once a trainer has connected. Ranks agree on the last step, which the trainer then sends."""
-        if self._parts.rank.count == 1:
+        if self.planner.rank.count == 1:
             self.planning.stop(reason)
         else:
             self.conversation.send(StopRequest(reason=reason))
@@ -246,14 +214,68 @@ class PrefetcherEngine:
             return described(self._store_counts())
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
+    def stall_clocks(self) -> dict[str, Callable[[float], None]]:
+        """Returns counters for the idle seconds of the threads."""
+        counters = self.counters
+
+        def planning(seconds: float) -> None:
+            if self.planning.waits_for_batches:
+                counters.stalled("batches", seconds)
+                counters.blocked("batches", "consumer", seconds)
+            elif self.planning.waits_for_credit:
+                counters.blocked("plans", "producer", seconds)
+                counters.show("wait", "ahead", seconds)
+
+        def fetcher(seconds: float) -> None:
+            reason = self.fetcher.stalled_by
+            if reason is None or self.hello is None:
+                return
+            if self.writeback.waits_for_checkpoint:
+                reason = "checkpoint"  # the fetcher's wait is due to rows that cannot be written
+            counters.stalled(reason, seconds)
+            if reason == "plans":
+                counters.blocked("plans", "consumer", seconds)
+            elif reason in ("credit", "ring"):
+                counters.blocked("pieces", "producer", seconds)
+
+        def write_back(seconds: float) -> None:
+            if not self.rows_home_queued:
+                counters.blocked("rows_back", "consumer", seconds)
+
+        return {"planning": planning, "fetcher": fetcher, "write-back": write_back}
+
+    def gauges(self, idle: PrefetcherGauges, queued: int) -> PrefetcherGauges:
+        """Returns the values for a scrape. `queued`: decoded batches."""
+        return replace(
+            idle,
+            checkpoint_every=train_steps_of(self.planner.checkpoint_every),
+            queue_depths={
+                "batches": queued,
+                "plans": len(self.plans),
+                "pieces": self.fetcher.reading,
+                "rows_back": self.rows_home_queued,
+            },
+            ring_used_bytes=self.fetch_ring.used_bytes,
+            ring_size_bytes=self.welcome.fetch_ring.nbytes,
+            frames_refused=self.conversation.frames_refused,
+            in_flight_steps=steps_between(self.fetcher.done_through, self.fetcher.sent_through),
+            horizon=self.planner.horizon,
+            known_batches=self.planner.num_known,
+            slots=[
+                SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty)
+                for g in self.planner.occupancy
+            ],
+            write_back_lag_steps=steps_between(self.writeback.applied_through, self.fetcher.done_through),
+        )
+
     def _store_counts(self) -> list[StoreCounts | None]:
-        return [store.store.counts() for store in self._parts.stores]
+        return [store.store.counts() for store in self._stores]
 
     def _greet(self, hello: Hello) -> None:
-        parts = self._parts
-        check_hello(hello, parts.job.session_digest(), parts.mode, parts.rank.count, parts.rank.number)
+        rank = self.planner.rank
+        check_hello(hello, self._job.session_digest(), self.mode, rank.count, rank.number)
         self.hello = hello
-        self.conversation.send(parts.welcome)
+        self.conversation.send(self.welcome)
         self.fetcher.connected = True
 
     def _step_done(self, message: StepDone) -> None:
@@ -272,3 +294,8 @@ WAITS = {
     "barrier": "the barrier",
     "checkpoint": "a checkpoint to be on disk",
 }
+
+
+def steps_between(older: int | None, newer: int | None) -> int:
+    """Returns the steps after `older` up to `newer`; None: before step 0."""
+    return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))

@@ -6,42 +6,52 @@ A plan may be sent when the trainer has room to hold it:             done_throug
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep, PlanStream
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import PlanHeader, RowSpan, StepReady
-from rowcast.protocol.packing import ArrayBlock, Piece, cut, is_sampled, plan_block, plan_header, plan_stamp
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.messages import RowSpan, StepReady
+from rowcast.protocol.packing import Piece, Plan, cut, is_sampled, plan_stamp
+from rowcast.protocol.plan import BarrierPlan
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
+from rowcast.runtime.checkpoint_manifest import BatchChecksum, Position
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import RowcastError
 
 Stall = Literal["plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 
 
-@dataclass(slots=True, kw_only=True)
-class Outgoing:
-    """A plan cut into pieces, some of them being read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBarrier:
+    """An entry after a step. Every barrier of a run that makes checkpoints is one."""
 
-    step: PlannedStep
-    block: ArrayBlock
-    header: PlanHeader
-    pieces: list[Piece]
-    begun: int = 0  # pieces whose reads have begun
+    plan: BarrierPlan
+    position: Position  # where training continues after it
+    last: bool  # no entry follows
+    ahead: tuple[BatchChecksum, ...]  # of the batches that follow
+    fault: RowcastError | None  # raised once the barrier's checkpoint is durable: the batch after it is bad
+
+    def cut(self, position: Position, reason: str) -> "PlannedBarrier":
+        """Returns this barrier for a run that stops at `position`: its checkpoint is at that position or earlier."""
+        if self.position.step <= position.step:
+            return self
+        return replace(self, position=position, plan=replace(self.plan, reason=reason, finished=False), fault=None)
+
+
+PlanStream = deque[Plan | PlannedBarrier]  # the planning thread appends, the fetcher's takes
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """A piece in the ring whose rows are being read."""
+    """A piece of a plan in the ring whose rows are being read."""
 
-    outgoing: Outgoing
-    number: int
-    slice: RingSlice | None
+    plan: Plan
+    piece: Piece
+    slice: RingSlice
     tickets: list[Ticket]
 
     def done(self) -> bool:
@@ -89,7 +99,7 @@ class Fetcher:
         self._counters = counters
         self._limits = limits
         self._send = send
-        self._outgoing: Outgoing | None = None
+        self._pieces: deque[tuple[Plan, Piece]] = deque()  # of one plan, to be read
         self._reading: deque[Reading] = deque()  # pieces in the ring, in order
 
     @property
@@ -103,7 +113,7 @@ class Fetcher:
 
     @property
     def is_between_plans(self) -> bool:
-        return self._outgoing is None
+        return not self._pieces
 
     def step_done(self, step: int) -> None:
         self.done_through = step
@@ -112,61 +122,54 @@ class Fetcher:
 
     def read_rows(self) -> bool:
         """Removes the next plan from the stream, or starts reading the rows of its next piece into the ring."""
-        if self._outgoing is not None:
-            with self._counters.timed("fetch", self._outgoing.step.plan.step):
-                return self._begin_piece(self._outgoing)
+        if self._pieces:
+            with self._counters.timed("fetch", self._pieces[0][0].step):
+                return self._begin_piece(*self._pieces[0])
         head = self._plans[0] if self._plans else None
         if head is None or isinstance(head, PlannedBarrier):  # a barrier may have arrived during this turn
             self.stalled_by = self.stalled_by or "plans"
             return False
-        if not self._may_read(head.plan):
+        if not self._may_read(head):
             self.stalled_by = self.stalled_by or "write_back"
             return False
         self._plans.popleft()
-        with self._counters.timed("fetch", head.plan.step):
-            self._outgoing = self._open(head)
+        with self._counters.timed("fetch", head.step):
+            self._open(head)
         return True
 
-    def _may_read(self, plan: StepPlan) -> bool:
+    def _may_read(self, plan: Plan) -> bool:
         needed = self._limits.before(plan.step)
         if plan.after_step is not None:
             needed = max(needed, plan.after_step)
         return needed < self._limits.first_step or reached(self._writeback.applied_through, needed)
 
-    def _open(self, step: PlannedStep) -> Outgoing:
-        plan = step.plan
-        victims = tuple(group.evict_keys[: group.num_dirty] for group in plan.groups)
-        self._writeback.expect(plan.step, None, plan.train_step, victims)
-        block = plan_block(step.dense, plan)
+    def _open(self, plan: Plan) -> None:
+        self._writeback.expect(plan.step, None, plan.header.train_step, plan.victims)
         pieces = cut(
-            block.nbytes,
-            [len(group.fetch_keys) for group in plan.groups],
+            plan.block.nbytes,
+            list(map(len, plan.fetch_keys)),
             [group.record_bytes for group in self._groups],
             self._ring.max_payload,
             self._limits.staging_bytes,
         )
-        header = plan_header(step.dense, plan, block, step.batches)
-        return Outgoing(step=step, block=block, header=header, pieces=pieces)
+        self._pieces.extend((plan, piece) for piece in pieces)
 
-    def _begin_piece(self, outgoing: Outgoing) -> bool:
-        piece = outgoing.pieces[outgoing.begun]
+    def _begin_piece(self, plan: Plan, piece: Piece) -> bool:
         slot = self._ring.try_allocate(piece.nbytes)
         if slot is None:
             self.stalled_by = self.stalled_by or "ring"
             return False
         if piece.arrays is not None:
-            outgoing.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
-        tickets = [self._read_span(outgoing.step.plan, slot, span) for span in piece.rows]
-        self._reading.append(Reading(outgoing=outgoing, number=outgoing.begun, slice=slot, tickets=tickets))
-        outgoing.begun += 1
-        if outgoing.begun == len(outgoing.pieces):
-            self._outgoing = None
+            plan.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
+        tickets = [self._read_span(plan, span, slot) for span in piece.rows]
+        self._reading.append(Reading(plan=plan, piece=piece, slice=slot, tickets=tickets))
+        self._pieces.popleft()
         return True
 
-    def _read_span(self, plan: StepPlan, slot: RingSlice, span: RowSpan) -> Ticket:
+    def _read_span(self, plan: Plan, span: RowSpan, slot: RingSlice) -> Ticket:
         width = self._groups[span.group].record_bytes
         rows = slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
-        keys = plan.groups[span.group].fetch_keys[span.start : span.start + span.count]
+        keys = plan.fetch_keys[span.group][span.start : span.start + span.count]
         return self._stores[span.group].read(keys, rows)
 
     # ring -> trainer
@@ -180,7 +183,7 @@ class Fetcher:
             self.stalled_by = "store"
             return False
         reading = self._reading[0]
-        plan = reading.outgoing.step.plan
+        plan = reading.plan
         oldest = self._limits.before(plan.step)
         if not self.connected or (oldest >= self._limits.first_step and not reached(self.done_through, oldest)):
             self.stalled_by = "credit"
@@ -191,18 +194,14 @@ class Fetcher:
         return True
 
     def _announce(self, reading: Reading) -> None:
-        outgoing, number = reading.outgoing, reading.number
-        piece, plan = outgoing.pieces[number], outgoing.step.plan
-        payload = None
-        if reading.slice is not None:
-            stamp = plan_stamp(plan.step, number)
-            payload = self._ring.commit(reading.slice, stamp, checksum=is_sampled(stamp))
+        plan, piece = reading.plan, reading.piece
+        stamp = plan_stamp(plan.step, piece.number)
         message = StepReady(
             step=plan.step,
-            piece=number,
-            num_pieces=len(outgoing.pieces),
-            plan=outgoing.header if number == 0 else None,
-            payload=payload,
+            piece=piece.number,
+            num_pieces=piece.count,
+            plan=plan.header if piece.number == 0 else None,
+            payload=self._ring.commit(reading.slice, stamp, checksum=is_sampled(stamp)),
             arrays=piece.arrays,
             rows=piece.rows,
         )
@@ -210,7 +209,7 @@ class Fetcher:
         self._counters.step_ready(message)
         self._send(message)
         crash_point("StepReady sent")
-        if number == len(outgoing.pieces) - 1:
+        if piece.number == piece.count - 1:
             self.sent_through = plan.step
 
 

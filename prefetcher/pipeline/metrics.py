@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+from rowcast.job.schema import CheckpointInterval
 from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.counters import Counters, CountersCollector, counter_samples
 from rowcast.protocol.plan import StepPlan
@@ -63,11 +64,11 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
         for counters, group in zip(self.groups.values(), plan.groups, strict=True):
             counters.step(
                 num_lookups=group.num_lookups,
-                num_unique=len(group.unique_slots) if group.share is None else group.share.num_own,
+                num_unique=len(group.unique_slots) if group.share is None else group.share.header.num_own,
                 num_fetch=len(group.fetch_keys),
                 num_evict=len(group.evict_keys),
             )
-        shares = [group.share for group in plan.groups if group.share is not None]
+        shares = [group.share.header for group in plan.groups if group.share is not None]
         if shares:
             self.exchanged(plan.kind, shares)
 
@@ -96,6 +97,11 @@ class PrefetcherGauges:
     shared_memory_size_bytes: int = 0
     shared_memory_free_bytes: int = 0
     stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
+
+
+def train_steps_of(interval: CheckpointInterval) -> int:
+    """Returns the train steps between checkpoints; 0 if a different rule applies."""
+    return interval if isinstance(interval, int) else 0
 
 
 new_counters = PrefetcherCounters.new

@@ -1,20 +1,21 @@
 """The planning stage: turns batches into plans, at most a fixed number of steps ahead of the trainer."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
-from rowcast.prefetcher.pipeline.fetcher import Fetcher
+from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep, PlanStream
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.inputs import Belonging, Cut, InputSpec, batch_specs, check_same
-from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, samples_of
+from rowcast.protocol.batch import Cut, Lookups, Samples, Scheduled
+from rowcast.protocol.inputs import Belonging, batch_specs, check_same
+from rowcast.protocol.messages import Welcome
+from rowcast.protocol.packing import pack
+from rowcast.protocol.parts import arrays_of_samples, samples_of
+from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
@@ -28,10 +29,10 @@ class BatchSource(Protocol):
     def ended(self) -> bool:
         """Whether the ids of every batch have been returned."""
 
-    def poll_ids(self) -> PlacedIds | None:
+    def poll_ids(self) -> Scheduled[Lookups] | None:
         """Returns the next batch's ids, or None while they are being decoded. Raises the reader's error."""
 
-    def poll_dense(self) -> DenseBatch | None:
+    def poll_dense(self) -> Samples | None:
         """Returns the next batch's dense features and labels, or None while they are being decoded. Raises the
         reader's error."""
 
@@ -67,17 +68,10 @@ class PlanningStage:
         plans: PlanStream,
         fetcher: Fetcher,
         barrier: PrefetcherBarrier,
-        depth: int,
-        start: Position,
-        measured: list[ReadBatch],
-        checksums: BatchChecksums,
-        counters: PrefetcherCounters,
+        welcome: Welcome,
         belonging: Belonging,
-        announced: Sequence[InputSpec],
-        pace: Pace | None = None,
-        rank: Rank = UNDIVIDED,
+        counters: PrefetcherCounters,
     ) -> None:
-        """`pace`: converts a time between checkpoints into train steps; None if the interval is already known."""
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
@@ -85,28 +79,25 @@ class PlanningStage:
         self._plans = plans
         self._fetcher = fetcher
         self._barrier = barrier
-        self._ahead = plans_ahead(depth)
-        self._first_step = start.step
-        self._position = start  # after the last plan
-        self._measured = measured  # the batches that divided the capacity, read before the planner existed
-        self._checksums = checksums
-        self._measured_dense: deque[DenseBatch] = deque()  # of measured batches in the horizon
-        self._dense_batches: deque[DenseBatch] = deque()  # of the batch to be planned next, and of the one after it
+        self._ahead = plans_ahead(welcome.depth)
+        self._start = welcome.start
+        self._position = welcome.start  # after the last plan
+        self.checksums = BatchChecksums(welcome.depth)
+        self._samples: deque[Samples] = deque()  # of the batch to be planned next, and of the one after it
         self._misses_dense = False
         self._counters = counters
         self.stop_reason: str | None = None
         self._last_step: int | None = None  # of a stop, if ranks have agreed on one
         self._ended = False
         self._fault: RowcastError | None = None  # ends the run after the last plan
-        self._dense_ended = False  # the fault is in the dense part that follows `_dense_batches`
+        self._dense_ended = False  # the fault is in the dense part that follows `_samples`
         self._barrier_sent = False
-        self._pace = pace
-        self._rank, self._belonging, self._announced = rank, belonging, announced
+        self.pace: Pace | None = None  # converts a time between checkpoints into train steps
+        self._belonging, self._announced = belonging, welcome.inputs
         # one pair per batch in the horizon: the position after it, and this rank's samples and look-ups of its arrays
         self._known: deque[tuple[Position, Cut]] = deque()
-        self._start = start
         self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
-        self.on_plan: Callable[[PlannedStep], None] = lambda planned: None
+        self.on_plan: Callable[[StepPlan], None] = lambda plan: None
         # called once, with the train steps between checkpoints
         self.on_interval: Callable[[int], None] = lambda steps: None
 
@@ -121,7 +112,7 @@ class PlanningStage:
     @property
     def _data_is_planned(self) -> bool:
         """Whether all data is planned, so that a stop would change nothing."""
-        return (self._dense_ended and not self._dense_batches) or (self._ended and not self._planner.ready())
+        return (self._dense_ended and not self._samples) or (self._ended and not self._planner.ready())
 
     def stop(self, reason: str, next_step: int | None = None, after_step: int | None = None) -> None:
         """Makes no plan after the next turn, and a barrier after the last plan. The mail's thread calls it.
@@ -136,7 +127,7 @@ class PlanningStage:
             )
         self._last_step = after_step
         if next_step is not None:
-            position = self._start if next_step == self._first_step else self._position_after.get(next_step - 1)
+            position = self._start if next_step == self._start.step else self._position_after.get(next_step - 1)
             if position is None:
                 raise RemoteProtocolError(
                     f"StopRequest: step {next_step} is not among the steps that are planned and not done"
@@ -149,25 +140,25 @@ class PlanningStage:
         if self._barrier_sent or self._ended or not self._planner.wants_batch:
             return False
         try:
-            ids = self._next_measured() if self._measured else self._source.poll_ids()
+            ids = self._source.poll_ids()
         except RowcastError as fault:
             self._note(fault)
             return self._end("a fault")
         if ids is not None:
             with self._counters.timed("read", ids.step):
-                self._checksums.add_ids(ids)
+                self.checksums.add_ids(ids)
                 self._planner.add(ids)
-                samples = samples_of(ids.batch.size, self._rank)
-                self._known.append((ids.point.following, arrays_of_samples(ids.batch, samples, self._belonging)))
+                samples = samples_of(ids.batch.size, self._planner.rank)
+                self._known.append((ids.following, arrays_of_samples(ids.batch, samples, self._belonging)))
             return True
         return self._source.ended and self._end("the end")
 
     @property
     def _next_step(self) -> int:
-        return self._first_step if self.planned_through is None else self.planned_through + 1
+        return self._start.step if self.planned_through is None else self.planned_through + 1
 
     def _end(self, how: str) -> bool:
-        self._checksums.end(how)
+        self.checksums.end(how)
         self._planner.end()
         self._ended = True
         return True
@@ -176,32 +167,25 @@ class PlanningStage:
         self._fault = fault
         get_logger().warning("training will end at a fault", train_step=self._position.train_step, fault=str(fault))
 
-    def _next_measured(self) -> PlacedIds:
-        ids, dense = self._measured.pop(0)
-        self._measured_dense.append(dense)
-        return ids
-
     def _has_dense(self) -> bool:
         """Whether the next plan's batch and the one after it have their dense parts, as far as there are any."""
         wanted = min(2, self._planner.num_known)
-        while len(self._dense_batches) < wanted and not self._dense_ended:
-            dense = self._measured_dense.popleft() if self._measured_dense else self._poll_dense()
+        while len(self._samples) < wanted and not self._dense_ended:
+            dense = self._poll_dense()
             if dense is None:
                 break
-            self._checksums.add_dense(dense)
-            self._dense_batches.append(dense)
-        self._misses_dense = len(self._dense_batches) < wanted and not self._dense_ended
-        return bool(self._dense_batches) and not self._misses_dense
+            self.checksums.add_dense(dense)
+            self._samples.append(dense)
+        self._misses_dense = len(self._samples) < wanted and not self._dense_ended
+        return bool(self._samples) and not self._misses_dense
 
-    def _poll_dense(self) -> DenseBatch | None:
+    def _poll_dense(self) -> Samples | None:
         try:
             dense = self._source.poll_dense()
             if dense is not None:
                 found = batch_specs(dense, self._belonging.arrays)
                 if found != self._announced:
-                    check_same(
-                        found, self._announced, f"the batch of step {self._next_step + len(self._dense_batches)}"
-                    )
+                    check_same(found, self._announced, f"the batch of step {self._next_step + len(self._samples)}")
             return dense
         except RowcastError as fault:
             self._note(fault)
@@ -223,9 +207,9 @@ class PlanningStage:
         if self._planner.checkpoint_due:
             return self._send_barrier("checkpoint", last=False)
         step = self._next_step
-        done = self._first_step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
+        done = self._start.step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
         self._find_interval(done)
-        if self._pace is not None and self._pace.must_wait(step - self._first_step):
+        if self.pace is not None and self.pace.must_wait(step - self._start.step):
             return False
         if step > done + self._ahead or not self._has_dense():
             return False
@@ -235,11 +219,10 @@ class PlanningStage:
                 store.stage(step, group)
         crash_point("plan made")
         following, cut = self._known.popleft()
-        dense = self._dense_batches.popleft().of_samples(cut)
-        planned = PlannedStep(dense=dense, plan=plan, batches=self._checksums.planned())
-        self._counters.planned(plan, len(dense.labels))
-        self.on_plan(planned)
-        self._plans.append(planned)
+        samples = self._samples.popleft().of(cut)
+        self._counters.planned(plan, len(samples.labels))
+        self.on_plan(plan)
+        self._plans.append(pack(samples, plan, self.checksums.planned()))
         self.planned_through = step
         self._position = self._position_after[step] = following
         self._position_after.pop(step - self._ahead - 1, None)
@@ -247,9 +230,9 @@ class PlanningStage:
 
     def _find_interval(self, done: int) -> None:
         # called before a plan is made, so that the interval changes between two plans
-        steps = None if self._pace is None else self._pace.steps(done - self._first_step + 1, self._position.train_step)
+        steps = None if self.pace is None else self.pace.steps(done - self._start.step + 1, self._position.train_step)
         if steps is not None:
-            self._pace = None
+            self.pace = None
             self.on_interval(steps)
             self._planner.checkpoint_every = steps
 
@@ -263,7 +246,7 @@ class PlanningStage:
             plan=self._planner.barrier(reason, finished),
             position=self._position,
             last=last,
-            ahead=self._checksums.ahead,
+            ahead=self.checksums.ahead,
             fault=self._fault if self._data_is_planned else None,
         )
         self._plans.append(barrier)

@@ -8,9 +8,9 @@ from rowcast.job.schema import Job, Lookahead
 from rowcast.job.tables import GroupSpec, rows_in
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.directory import MOST_ROWS
-from rowcast.prefetcher.planner.exchange import distinct
-from rowcast.prefetcher.planner.grouping import Grouper
-from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES, ScheduledLookups
+from rowcast.prefetcher.planner.grouping import Grouper, distinct
+from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
+from rowcast.protocol.batch import ScheduledLookups
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64

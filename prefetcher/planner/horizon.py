@@ -38,7 +38,7 @@ from rowcast.prefetcher.planner.directory import (
     zeros_apart,
 )
 from rowcast.prefetcher.planner.grouping import sort_pairs
-from rowcast.protocol.batch import Batch, IdsBatch, Kind
+from rowcast.protocol.batch import Kind
 from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch, prefetch_to_write
 
@@ -64,25 +64,6 @@ OCCURRENCE = np.dtype(
 )
 # that a distinct row of a known batch counts in lookahead.id_bytes: horizons, and so plans, follow from it
 OCCURRENCE_BYTES = 36
-
-
-class ScheduledLookups(Protocol):
-    """A batch with its schedule, as in `rowcast.protocol.batch.ScheduledBatch`."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def kind(self) -> Kind: ...
-
-    @property
-    def train_step(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def batch(self) -> Batch | IdsBatch: ...
 
 
 class NeededRows(Protocol):

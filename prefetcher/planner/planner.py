@@ -10,16 +10,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.schema import CheckpointInterval, Policy
+from rowcast.job.schema import CheckpointInterval, Job, Lookahead, Policy
 from rowcast.job.tables import GroupSpec, batch_features
-from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.eviction import new_policy
+from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
-from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows, ScheduledLookups
-from rowcast.prefetcher.planner.level import CAPACITY_KEYS, Level, Slots, check_capacity
-from rowcast.prefetcher.planner.rank_share import ShareOfBatch
-from rowcast.protocol.batch import Batch, IdsBatch
+from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows
+from rowcast.protocol.batch import Batch, Lookups, ScheduledLookups
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.protocol.shards import Shards
@@ -29,6 +28,11 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import ThreadPool
 
 NO_IDS = np.zeros(0, np.int64)
+CAPACITY_KEYS = ("cache.capacity", "store.memory")  # of the levels, from the device down
+WHILE_FILLING = 8  # batches by which the automatic horizon grows per plan
+SHARE = 16  # it grows by 1/16 per plan while plans guess
+
+Slots = tuple[int, ...]  # of each group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ class PlanCounters:
 class Arranger(Protocol):
     """Finds the rows of a group that a batch needs on this rank. Arranges the look-ups once these rows have slots."""
 
-    def group(self, parts: Sequence[Batch | IdsBatch]) -> NeededRows:
+    def group(self, parts: Sequence[Batch | Lookups]) -> NeededRows:
         """`parts`: of all ranks; the batch itself if it is not divided."""
 
     def plan(self, rows: Any, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
@@ -77,7 +81,7 @@ class WholeBatch:
     def __init__(self, grouper: Grouper) -> None:
         self._grouper = grouper
 
-    def group(self, parts: Sequence[Batch | IdsBatch]) -> Grouping:
+    def group(self, parts: Sequence[Batch | Lookups]) -> Grouping:
         [batch] = parts
         return self._grouper.group(self._grouper.lookups(batch))
 
@@ -98,16 +102,110 @@ class WholeBatch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Plans one level of a chain of caches. Every level plans the same batches.
+
+    level          capacity          fetches rows from, evicts rows to
+    the device     cache.capacity    the store: its memory tier, or all of it without one
+    memory tier    store.memory      the cold tier
+
+    Eviction follows one order of all rows (next use, last use, key), which is the same for any number of slots. A lower
+    level has at least as many slots, so it contains every row of the levels above.
+    """
+
+    groups: Sequence[GroupPlanner]
+    trains: bool  # on the device only: a row that leaves a lower level is home, as it has left the device
+
+    def enter(self, rows: Sequence[NeededRows], step: int) -> Slots:
+        """Adds a batch. Returns the slots that it needs, pinned rows included. `rows`: of each group."""
+        return tuple(group.enter(own.keys, step) for group, own in zip(self.groups, rows, strict=True))
+
+    def move(self, batch: KnownBatch, last_step: int) -> tuple[GroupMoves, ...]:
+        """Plans the oldest batch, whose rows must fit. `last_step` is the last one entered."""
+        step, train = batch.step, self.trains and batch.kind == "train"
+        return tuple(
+            group.move(own.num_unique, step, last_step, train)
+            for group, own in zip(self.groups, batch.groups, strict=True)
+        )
+
+
+def check_capacity(levels: Sequence[Level], batch: KnownBatch) -> None:
+    """Raises ConfigError if the batch does not fit the device. If it fits there, it fits every level."""
+    for index, needed in enumerate(batch.slots_needed):
+        if needed > levels[0].groups[index].num_slots:
+            raise ConfigError(refusal(levels, index, batch.step, needed))
+
+
+def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> str:
+    # one group's slots follow its capacity; several groups share one, which is raised in proportion
+    refused, *below = (level.groups[index] for level in levels)
+    group = refused.group
+    memory = "".join(
+        f" and {own.capacity_key}, which has room for {own.num_slots} rows of the group"
+        for own in below
+        if own.num_slots < num_rows
+    )
+    pinned = f", {refused.num_pinned} pinned ones included" if refused.num_pinned else ""
+    what = (
+        f"step {step} touches {num_rows} distinct rows of group {group.name}{pinned}, "
+        f"more than its {refused.num_slots} slots"
+    )
+    needed = f"{num_rows} rows ({num_rows * group.record_bytes} bytes)"
+    device = levels[0].groups
+    if len(device) == 1:
+        return f"{what}; raise {refused.capacity_key} to at least {needed}{memory}, or make data.batch_size smaller"
+    total = sum(other.num_slots * other.group.record_bytes for other in device)
+    enough = -(-total * num_rows // max(1, refused.num_slots))
+    return (
+        f"{what}; it needs {needed}, so raise {refused.capacity_key} from {total} to about {enough} bytes{memory}, "
+        "or make data.batch_size smaller"
+    )
+
+
+class AutoHorizon:
+    """Grows the horizon, within a budget of bytes, while knowing more batches would change the fetched rows.
+
+    A plan that evicted rows and left no idle row guessed nothing: it knew the next use of every remaining row, and
+    knowing more would have changed nothing. A plan that left idle rows chose among rows without a known next use, so
+    the horizon grows. While a group has free slots there is nothing to evict yet, and the horizon grows by 8 batches
+    per plan in preparation, to about eight times the plans that fill the cache once. On 18 logs this fetched exactly as
+    many rows as the bound (docs/log/planner.md). All levels count: the horizon grows until none has anything to guess.
+
+    Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
+
+    `least`: batches known beyond the one being planned at the start. `id_bytes`: the budget for known batches.
+    """
+
+    def __init__(self, least: int, id_bytes: int) -> None:
+        self.num_batches = least
+        self._budget_bytes = id_bytes
+
+    def grow(self, groups: Sequence[GroupPlanner], known_bytes: int, num_known: int) -> int:
+        """Returns the new horizon after a plan. `groups`: of every level. `known_bytes`: bytes of the `num_known`
+        batches known now."""
+        proposed = self.num_batches + max(self._growth(group) for group in groups)
+        if proposed * known_bytes <= self._budget_bytes * num_known:
+            self.num_batches = proposed
+        return self.num_batches
+
+    def _growth(self, group: GroupPlanner) -> int:
+        if group.num_slots >= group.group.num_rows:
+            return 0
+        if group.occupancy.num_free:
+            return WHILE_FILLING
+        return 1 + self.num_batches // SHARE if group.guessed else 0
+
+
 class RowPlanner:
     """Use from one thread: `add` batches while `wants_batch` is above 0, `end` after the last, `plan` while `ready`.
 
-    groups: every group of the job. slots: of each level, from the device down (level.py). depth: steps of rows in
+    groups: every group of the job. slots: of each level, from the device down (`Level`). depth: steps of rows in
     flight. horizon: batches known beyond the one being planned, or how that number grows; plans use exactly these, so
     they do not depend on when batches are added. policy: a name in EVICTION_POLICIES. Policies that do not look ahead
     have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with several levels. pinned: for each
     group, ascending keys of rows that never leave once they are resident; a rank keeps those of its shard.
-    num_threads: changes no plan. checkpoint_every: the interval between checkpoints, each a
-    `barrier` that the caller makes when `checkpoint_due`; it may be set between two plans.
+    num_threads: changes no plan. The caller makes a `barrier` when `checkpoint_due`.
     """
 
     def __init__(
@@ -121,7 +219,6 @@ class RowPlanner:
         first_batches: Sequence[ScheduledLookups] = (),
         pinned: tuple[I64, ...] | None = None,
         num_threads: int = 1,
-        checkpoint_every: CheckpointInterval = 0,
         rank: Rank = UNDIVIDED,
     ) -> None:
         for above, below in pairwise(slots):
@@ -133,7 +230,7 @@ class RowPlanner:
             ShareOfBatch(group, grouper, rank) if rank.is_divided else WholeBatch(grouper)
             for group, grouper in zip(groups, groupers_of(groups, self._pool), strict=True)
         ]
-        self._rank, self._batch_features = rank, batch_features(groups)
+        self.rank, self._batch_features = rank, batch_features(groups)
         policies = [
             new_policy(policy, (arranger.group(self._parts(batch.batch)).keys for batch in first_batches))
             for arranger in self._arrangers
@@ -143,7 +240,7 @@ class RowPlanner:
             for group, keys in zip(groups, pinned or (NO_IDS,) * len(groups), strict=True)
         )
         self.slots = tuple(slots)
-        self._levels = tuple(
+        self.levels = tuple(
             Level(
                 [GroupPlanner(*own, key, self._pool) for own in zip(groups, of_groups, policies, pins, strict=True)],
                 trains=i == 0,
@@ -153,30 +250,30 @@ class RowPlanner:
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
         fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
-        self._horizon = Horizon(fixed if self._auto is None else self._auto.num_batches)
+        self.known = Horizon(fixed if self._auto is None else self._auto.num_batches)
         self._write_backs = WriteBackWindow(depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
-        self.checkpoint_every: CheckpointInterval = checkpoint_every
+        self.checkpoint_every: CheckpointInterval = 0  # each with a `barrier`; may be set between two plans
         self._before: KnownBatch | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
-    def group(self, batch: Batch | IdsBatch) -> tuple[NeededRows, ...]:
+    def group(self, batch: Batch | Lookups) -> tuple[NeededRows, ...]:
         """Groups a batch's look-ups. Several planners over the same batches can `add` the result."""
         parts = self._parts(batch)
         return tuple(arranger.group(parts) for arranger in self._arrangers)
 
-    def _parts(self, batch: Batch | IdsBatch) -> Sequence[Batch | IdsBatch]:
-        return parts_of(batch, self._rank.parts, self._batch_features) if self._rank.is_divided else [batch]
+    def _parts(self, batch: Batch | Lookups) -> Sequence[Batch | Lookups]:
+        return parts_of(batch, self.rank.parts, self._batch_features) if self.rank.is_divided else [batch]
 
     def add(self, scheduled: ScheduledLookups, groupings: tuple[NeededRows, ...] | None = None) -> None:
         """Adds the next batch to the horizon. Steps have no gaps and may start at any number."""
-        self._horizon.check_next(scheduled.step)
+        self.known.check_next(scheduled.step)
         if scheduled.step >= MOST_STEPS:
             raise ConfigError(f"a run has at most {MOST_STEPS} steps; make data.batch_size larger or data.epochs fewer")
         groupings = groupings or self.group(scheduled.batch)
         # first the lowest, which keeps track of most rows, so that a refusal comes before anything has changed
-        *_, needed = (level.enter(groupings, scheduled.step) for level in reversed(self._levels))
+        *_, needed = (level.enter(groupings, scheduled.step) for level in reversed(self.levels))
         known = KnownBatch(
             step=scheduled.step,
             kind=scheduled.kind,
@@ -185,37 +282,35 @@ class RowPlanner:
             size=scheduled.batch.size,
             groups=groupings,
             slots_needed=needed,
-            num_levels=len(self._levels),
+            num_levels=len(self.levels),
         )
-        self._horizon.append(known)
+        self.known.append(known)
 
     def end(self) -> None:
-        self._horizon.end()
+        self.known.end()
 
     @property
     def wants_batch(self) -> int:
         """The number of batches to add before `ready`; `add` refuses more. 0 once the data has ended."""
-        return self._horizon.wants
+        return self.known.wants
 
     @property
     def horizon(self) -> int:
-        return self._horizon.num_batches
+        return self.known.num_batches
 
     @property
     def num_known(self) -> int:
-        return self._horizon.num_known
+        return self.known.num_known
 
     def ready(self) -> bool:
         """Whether the next step can be planned: there is a batch, and its horizon is complete or the data has ended."""
-        return self._horizon.ready
+        return self.known.ready
 
     @property
     def checkpoint_due(self) -> bool:
         """Whether the next plan must follow a checkpoint's barrier. The end of the data always has a barrier."""
         return (
-            self._before is not None
-            and self.ready()
-            and is_due(self.checkpoint_every, self._before, self._horizon.next)
+            self._before is not None and self.ready() and is_due(self.checkpoint_every, self._before, self.known.next)
         )
 
     def plan(self) -> StepPlan:
@@ -223,7 +318,7 @@ class RowPlanner:
 
         Raises ConfigError, with nothing changed, if a group has fewer slots than the batch has rows.
         """
-        known = self._horizon.next
+        known = self.known.next
         moves = self.move()
         plans = tuple(
             arranger.plan(rows, of_levels, known.kind == "train")
@@ -241,14 +336,14 @@ class RowPlanner:
 
     def move(self) -> StepMoves:
         """Plans like `plan`, but makes no array with an element per look-up."""
-        known = self._horizon.next
-        check_capacity(self._levels, known)
-        moves = tuple(level.move(known, self._horizon.last_step) for level in self._levels)
-        after_step = self._write_backs.after_step(known.step, moves[0], self._horizon.num_batches)
+        known = self.known.next
+        check_capacity(self.levels, known)
+        moves = tuple(level.move(known, self.known.last_step) for level in self.levels)
+        after_step = self._write_backs.after_step(known.step, moves[0], self.known.num_batches)
         if self._auto is not None:
-            groups = [group for level in self._levels for group in level.groups]
-            self._horizon.num_batches = self._auto.grow(groups, self._horizon.id_bytes, self._horizon.num_known)
-        self._horizon.advance()
+            groups = [group for level in self.levels for group in level.groups]
+            self.known.num_batches = self._auto.grow(groups, self.known.id_bytes, self.known.num_known)
+        self.known.advance()
         self._last_planned, self._before = known.step, known
         for grouping, group_moves in zip(known.groups, moves[0], strict=True):
             self.counters.count(grouping.num_lookups, group_moves)
@@ -257,7 +352,7 @@ class RowPlanner:
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:
         """Returns a barrier after the last planned step. After it, every row is in the store, or
         clean in a slot."""
-        dirty = tuple(group.clean() for group in self._levels[0].groups)
+        dirty = tuple(group.clean() for group in self.levels[0].groups)
         self._write_backs.settle(self._last_planned)
         self._num_barriers += 1
         self._before = None
@@ -269,12 +364,7 @@ class RowPlanner:
     @property
     def occupancy(self) -> tuple[Occupancy, ...]:
         """Resident, dirty and free slots of each group on the device."""
-        return tuple(group.occupancy for group in self._levels[0].groups)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError with both numbers if directory, slots, queues and horizon disagree. Slow."""
-        for level in self._levels:
-            level.check_integrity(self._horizon.batches)
+        return tuple(group.occupancy for group in self.levels[0].groups)
 
 
 def is_due(every: CheckpointInterval, before: KnownBatch, following: KnownBatch) -> bool:
@@ -320,6 +410,39 @@ class WriteBackWindow:
 def groupers_of(groups: tuple[GroupSpec, ...], pool: ThreadPool | None = None) -> tuple[Grouper, ...]:
     num_features = sum(group.num_features for group in groups)
     return tuple(Grouper(group, num_features, pool) for group in groups)
+
+
+def job_planner(
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    slots: Sequence[Slots],
+    first_batches: Sequence[ScheduledLookups],
+    *,
+    pinned: tuple[I64, ...] | None = None,
+    num_threads: int = 1,
+    rank: Rank = UNDIVIDED,
+) -> RowPlanner:
+    """Makes the planner of a job, the same for a run and for a simulation. `first_batches`: the batches that divided
+    the capacity. `pinned`: the loaded rows of cache.pin. The others as in RowPlanner."""
+    planner = RowPlanner(
+        groups,
+        slots,
+        job.lookahead.depth,
+        job_horizon(job.lookahead),
+        policy=job.cache.policy,
+        first_batches=first_batches,
+        pinned=pinned,
+        num_threads=num_threads,
+        rank=rank,
+    )
+    planner.checkpoint_every = job.checkpoint.interval
+    return planner
+
+
+def job_horizon(lookahead: Lookahead) -> int | AutoHorizon:
+    if lookahead.horizon == "auto":
+        return AutoHorizon(lookahead.horizon_batches, parse_bytes(lookahead.id_bytes))
+    return lookahead.horizon_batches
 
 
 @compiled_loop

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
@@ -23,7 +22,7 @@ from rowcast.prefetcher.readers.id_check import (
     check_dense,
     check_labels,
 )
-from rowcast.protocol.batch import IdsBatch
+from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.errors import DataError
 
 
@@ -35,10 +34,10 @@ class RowDecoder:
             name: IdCheck.of_feature(job, self._features[name]) for name in roles.inputs if name in self._features
         }
 
-    def dense(self, table: Any, location: Location) -> DenseBatch:
+    def dense(self, table: Any, location: Location) -> Samples:
         roles = self._roles
         dense = [floats(table[name], name, location) for name in roles.dense]
-        return DenseBatch(
+        return Samples(
             dense=np.concatenate([np.zeros((table.num_rows, 0), np.float32), *dense], axis=1),
             labels=check_labels([found(table[name]) for name in roles.labels], self._columns, location)
             if roles.labels
@@ -65,7 +64,7 @@ class RowDecoder:
             lookup_values(table, name, feature, lengths, location), name, lookup_location(lengths, location)
         )
 
-    def ids(self, table: Any, location: Location) -> IdsBatch:
+    def ids(self, table: Any, location: Location) -> Lookups:
         columns = [feature_column(table, feature, location) for feature in self._roles.features]
         joined = join_columns(
             columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features)

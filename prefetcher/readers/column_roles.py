@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns
 from rowcast.prefetcher.readers.id_check import Feature, job_features, require_features
+from rowcast.prefetcher.readers.reader import Columns
 from rowcast.runtime.errors import ConfigError, DataError, listed, nearest
 
 

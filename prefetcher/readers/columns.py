@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.protocol.batch import IdsBatch
+from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.arrays import F32, I64
 
 Ids = I64
@@ -27,10 +26,10 @@ class Column:
     weights: Floats | None = None  # [n], or None: all one
 
 
-def join_columns(columns: list[Column], size: int, weighted: bool) -> IdsBatch:
+def join_columns(columns: list[Column], size: int, weighted: bool) -> Lookups:
     """Joins features, in the job's feature order, into the ids of `size` samples."""
     ids = np.concatenate([column.ids for column in columns])
-    return IdsBatch(
+    return Lookups(
         size=size,
         ids=ids,
         offsets=needed_offsets(ids, joined_offsets([column.lengths for column in columns], size)),
@@ -95,13 +94,13 @@ def as_slice(rows: Ids) -> Ids | slice:
     return slice(first, last + 1) if is_run else rows
 
 
-def join_dense(files: list[FileRows], parts: list[DenseBatch], lengths: list[dict[str, Ids]]) -> DenseBatch:
+def join_dense(files: list[FileRows], parts: list[Samples], lengths: list[dict[str, Ids]]) -> Samples:
     """Joins what was read from each file into the batch's samples, in their order. `lengths`: of each file, the entries
     of each sample in the arrays of look-ups."""
     if len(parts) == 1:
         return parts[0]
     order = batch_order(files)
-    return DenseBatch(
+    return Samples(
         dense=np.concatenate([part.dense for part in parts])[order],
         labels=np.concatenate([part.labels for part in parts])[order],
         inputs={
@@ -119,13 +118,13 @@ def join_input(arrays: list[npt.NDArray[Value]], lengths: list[Ids], order: Ids)
     return np.concatenate(arrays)[entries]
 
 
-def join_ids(files: list[FileRows], parts: list[IdsBatch]) -> IdsBatch:
+def join_ids(files: list[FileRows], parts: list[Lookups]) -> Lookups:
     if len(parts) == 1:
         return parts[0]
     sizes = [part.size for part in parts]
     offsets = [bag_offsets(part.ids, part.offsets) for part in parts]
     weights = [part.weights for part in parts if part.weights is not None]
-    joined = IdsBatch(
+    joined = Lookups(
         size=sum(sizes),
         ids=join_lookups([part.ids for part in parts], sizes, offsets),
         offsets=join_offsets(offsets, sizes),
@@ -151,13 +150,13 @@ def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: li
     )
 
 
-def take_samples(batch: IdsBatch, samples: Ids) -> IdsBatch:
+def take_samples(batch: Lookups, samples: Ids) -> Lookups:
     offsets = bag_offsets(batch.ids, batch.offsets)
     bags = np.arange(len(offsets) - 1).reshape(-1, batch.size)[:, samples].ravel()
     lookups, taken = take_bags(offsets, bags)
     ids = batch.ids[lookups]
     weights = None if batch.weights is None else batch.weights[lookups]
-    return IdsBatch(size=len(samples), ids=ids, offsets=needed_offsets(ids, taken), weights=weights)
+    return Lookups(size=len(samples), ids=ids, offsets=needed_offsets(ids, taken), weights=weights)
 
 
 def take_bags(offsets: Ids, bags: Ids) -> tuple[Ids, Ids]:

@@ -17,11 +17,10 @@ from msgspec.structs import replace
 
 from rowcast.job.formats import BATCH, Negatives
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, decode_part, divide
 from rowcast.prefetcher.readers.columns import Column, bag_offsets, join_columns
 from rowcast.prefetcher.readers.draws import Drawn, Draws, cumulative, draws
-from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, open_format
-from rowcast.protocol.batch import Batch, IdsBatch, Kind
+from rowcast.prefetcher.readers.reader import Columns, Part, Pending, Reader, decode_part, decoded, open_format
+from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
@@ -73,13 +72,13 @@ class DrawingReader:
 
     def _complete(self, decode: Pending, split: Kind, epoch: int, batch: int) -> Part:
         part, stream = decode(), draws(self._job.job.seed, split, epoch, batch)
-        if isinstance(part, DenseBatch):
+        if isinstance(part, Samples):
             return self._with_arrays(part, [own.draw(stream, self._ids_of(own, part.inputs)) for own in self._features])
-        if isinstance(part, IdsBatch):
+        if isinstance(part, Lookups):
             columns = self._columns(part)
             drawn = [own.draw(stream, columns.get(own.per, NO_LOOKUPS).ids) for own in self._features]
             return self._with_ids(part, columns, drawn)
-        ids, dense = divide(part)
+        ids, dense = part.lookups, part.samples
         drawn = [own.draw(stream, self._ids_of(own, dense.inputs)) for own in self._features]
         return decode_part(
             "all", lambda: self._with_arrays(dense, drawn), lambda: self._with_ids(ids, self._columns(ids), drawn)
@@ -89,13 +88,13 @@ class DrawingReader:
         ids: I64 = inputs.get(f"{own.per}.id", NOTHING)
         return ids
 
-    def _with_arrays(self, dense: DenseBatch, drawn: list[Drawn]) -> DenseBatch:
+    def _with_arrays(self, dense: Samples, drawn: list[Drawn]) -> Samples:
         names = [own.feature for own in self._features]
         ids = {f"{name}.id": own.ids for name, own in zip(names, drawn, strict=True)}
         log_q = {f"{name}.log_q": own.log_q for name, own in zip(names, drawn, strict=True)}
-        return DenseBatch(dense=dense.dense, labels=dense.labels, inputs={**dense.inputs, **ids, **log_q})
+        return Samples(dense=dense.dense, labels=dense.labels, inputs={**dense.inputs, **ids, **log_q})
 
-    def _columns(self, ids: IdsBatch) -> dict[str, Column]:
+    def _columns(self, ids: Lookups) -> dict[str, Column]:
         """Returns the features of the files."""
         offsets, size, columns = bag_offsets(ids.ids, ids.offsets), ids.size, {}
         for f, name in enumerate(self._file_features):
@@ -105,7 +104,7 @@ class DrawingReader:
             columns[name] = Column(ids=ids.ids[own], lengths=np.diff(bags), weights=weights)
         return columns
 
-    def _with_ids(self, ids: IdsBatch, columns: dict[str, Column], drawn: list[Drawn]) -> IdsBatch:
+    def _with_ids(self, ids: Lookups, columns: dict[str, Column], drawn: list[Drawn]) -> Lookups:
         for own, found in zip(self._features, drawn, strict=True):
             columns[own.feature] = Column(ids=found.ids, lengths=own.lengths(columns.get(own.per), ids.size))
         return join_columns([columns[name] for name in self._job.features], ids.size, self._weighted)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, Part
-from rowcast.protocol.batch import Batch, Kind
+from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
 
+Columns = Literal["all", "ids", "dense"]  # what a reader decodes: whole batches, or one half of each
+Part = Batch | Lookups | Samples
 Pending = Callable[[], Part]  # decodes and checks a batch when called
 
 
@@ -99,3 +100,11 @@ def open_reader(job: Job, columns: Columns = "all") -> Reader:
 def open_format(job: Job, columns: Columns) -> Reader:
     module = import_module(format_of(job.data.format).module)
     return cast(Reader, module.open_reader(job) if columns == "all" else module.open_reader(job, columns))
+
+
+def decode_part(columns: Columns, samples: Callable[[], Samples], lookups: Callable[[], Lookups]) -> Part:
+    """Decodes the requested columns. Decodes samples first, so their errors precede those of the look-ups."""
+    if columns == "ids":
+        return lookups()
+    decoded = samples()
+    return decoded if columns == "dense" else Batch.of(lookups(), decoded)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Part
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, eval_path, files_of, split_rows
 from rowcast.prefetcher.readers.hot_samples import HotSamples, hot_samples
 from rowcast.prefetcher.readers.id_check import IdCheck
-from rowcast.prefetcher.readers.reader import Pending, decoded
+from rowcast.prefetcher.readers.reader import Part, Pending, decoded
 from rowcast.prefetcher.readers.shuffle import HotBlocks, RowOrder
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import DataError, instead

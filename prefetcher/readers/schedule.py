@@ -1,93 +1,28 @@
 """Orders the batches of a whole run: training batches epoch by epoch, with evaluations between them.
 
-places      (schedule point, undecoded batch)     every batch; the caller decodes the ones it needs
-schedule    the same, decoded
+places      Scheduled[Pending]     every batch, undecoded; the caller decodes the ones it needs
+schedule    ScheduledBatch         the same, decoded
 """
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.reader import Pending, Reader, num_batches, whole_batch
-from rowcast.protocol.batch import Batch, IdsBatch, Kind, ScheduledBatch
+from rowcast.protocol.batch import Scheduled, ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Position
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulePoint:
-    """A batch's position in the run: a run from `position` starts with this batch, a run from `following` with the
-    next."""
-
-    kind: Kind
-    position: Position
-    following: Position
-
-    @property
-    def step(self) -> int:
-        return self.position.step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedBatch(ScheduledBatch):
-    """A scheduled batch with the positions before and after it."""
-
-    position: Position
-    following: Position
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedIds:
-    """A scheduled batch with only its ids."""
-
-    point: SchedulePoint
-    batch: IdsBatch
-
-    @property
-    def step(self) -> int:
-        return self.point.step
-
-    @property
-    def kind(self) -> Kind:
-        return self.point.kind
-
-    @property
-    def train_step(self) -> int:
-        return self.point.position.train_step
-
-    @property
-    def epoch(self) -> int:
-        return self.point.position.epoch
-
-
-ReadBatch = tuple[PlacedIds, DenseBatch]
-
-
-def placed(point: SchedulePoint, batch: Batch) -> PlacedBatch:
-    at = point.position
-    return PlacedBatch(
-        step=at.step,
-        kind=point.kind,
-        train_step=at.train_step,
-        epoch=at.epoch,
-        batch=batch,
-        position=at,
-        following=point.following,
-    )
-
-
-Turn = tuple[SchedulePoint, Pending]
 
 
 def schedule(
     job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
-) -> Iterator[PlacedBatch]:
-    for point, decode in places(job, reader, max_steps, start):
-        yield placed(point, whole_batch(decode))
+) -> Iterator[ScheduledBatch]:
+    for place in places(job, reader, max_steps, start):
+        yield place.holding(whole_batch(place.batch))
 
 
-def places(job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None) -> Iterator[Turn]:
+def places(
+    job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
+) -> Iterator[Scheduled[Pending]]:
     """Yields every batch of a run from `start` on, in order, with steps counted over the whole run.
 
     An evaluation follows each job.eval.every train steps and each epoch's training, once if the two coincide. Ends
@@ -113,7 +48,7 @@ class Schedule:
         self._num_epochs, self._eval_every = job.data.epochs, job.eval.every
         self._reader, self._max_steps = reader, max_steps
 
-    def batches(self, at: Position) -> Iterator[Turn]:
+    def batches(self, at: Position) -> Iterator[Scheduled[Pending]]:
         while at.epoch < self._num_epochs and not self._is_spent(at):
             at = yield from self._epoch(at)
 
@@ -122,7 +57,7 @@ class Schedule:
         evaluated."""
         return at.train_batch == 0 and at.eval_batch is None and self._steps_left(at) == 0
 
-    def _epoch(self, at: Position) -> Generator[Turn, None, Position]:
+    def _epoch(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:
         evaluated = at.eval_batch is not None or self._eval_is_due(at)
         at = yield from self._evaluation(at)
         for decode in islice(self._reader.pending("train", at.epoch, at.train_batch), self._steps_left(at)):
@@ -130,17 +65,17 @@ class Schedule:
             evaluated = self._eval_is_due(following)
             if evaluated:
                 following = following.begin_eval()
-            yield SchedulePoint(kind="train", position=at, following=following), decode
+            yield Scheduled(kind="train", position=at, following=following, batch=decode)
             at = yield from self._evaluation(following)
         if not evaluated:
             at = yield from self._evaluation(at.begin_eval())
         return at.next_epoch()
 
-    def _evaluation(self, at: Position) -> Generator[Turn, None, Position]:
+    def _evaluation(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:
         if at.eval_batch is None:
             return at
         for decode in self._reader.pending("eval", at.epoch, at.eval_batch):
-            yield SchedulePoint(kind="eval", position=at, following=at.after_eval()), decode
+            yield Scheduled(kind="eval", position=at, following=at.after_eval(), batch=decode)
             at = at.after_eval()
         return at.end_eval()
 

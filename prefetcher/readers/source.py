@@ -1,4 +1,4 @@
-"""Delivers the planner's batches, decoded in child processes (`worker.py`).
+"""Delivers the planner's batches, decoded in child processes (`workers.py`).
 
     stream of ids  ---- far ahead ------------------------> poll_ids
     stream of dense --- as far as poll_dense has asked ---> poll_dense
@@ -9,24 +9,17 @@ batches; their dense features are kept here until requested.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, Part, divide
-from rowcast.prefetcher.readers.reader import CutElsewhere, Reader, num_batches
-from rowcast.prefetcher.readers.schedule import (
-    PlacedIds,
-    ReadBatch,
-    SchedulePoint,
-    expected_train_steps,
-)
-from rowcast.protocol.batch import Batch
+from rowcast.prefetcher.readers.reader import CutElsewhere, Part, Reader, num_batches
+from rowcast.prefetcher.readers.schedule import expected_train_steps
+from rowcast.protocol.batch import Batch, Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import DataError
-
-Arrival = tuple[SchedulePoint, Part]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +56,7 @@ class BatchStream(Protocol):
 
     def info(self) -> SourceInfo: ...
 
-    def take(self) -> Arrival | None:
+    def take(self) -> Scheduled[Part] | None:
         """Returns the next one without waiting; None if none has arrived or, see `ended`, none will. Raises as
         `Source.poll_ids`, the same error at every later call.
         """
@@ -85,11 +78,12 @@ class Source:
         """`dense` None: `ids` delivers whole batches."""
         self.counters = ids.counters
         self._ids, self._dense = ids, dense
-        self._kept: deque[DenseBatch] = deque()  # dense parts that arrived and were not returned
-        # batches whose ids were returned, whose dense part has arrived, whose dense part was returned
+        self._back: deque[ScheduledBatch] = deque()  # batches that were put back, and whose ids were not returned again
+        self._kept: deque[Samples] = deque()  # samples that arrived and were not returned
+        # batches whose ids were returned, whose samples have arrived, whose samples were returned
         self._num_ids = self._num_arrived = self._num_whole = 0
         self._broken: DataError | None = None  # why the ids of the next batch cannot be returned
-        self._polled: PlacedIds | None = None  # by `poll`, while their dense part has not arrived
+        self._polled: Scheduled[Lookups] | None = None  # by `poll`, while their samples have not arrived
 
     def start(self) -> None:
         """Starts decoding. Called once, before anything else."""
@@ -100,16 +94,20 @@ class Source:
         """Waits for the facts known before the first batch. Raises as `poll_ids` if the data cannot be opened."""
         return self._ids.info()
 
-    def poll_ids(self) -> PlacedIds | None:
+    def poll_ids(self) -> Scheduled[Lookups] | None:
         """Returns the next batch's ids without waiting, or None if none have arrived (or, see `ended`, none will).
 
         Raises the reader's ConfigError or DataError after every batch before it, RowcastError if a decoder is gone.
         """
+        if self._back:
+            whole = self._back.popleft()
+            self._num_ids += 1
+            return whole.holding(whole.batch.lookups)
         polled, self._polled = self._polled, None
         return polled or self._next_ids()
 
-    def poll_dense(self) -> DenseBatch | None:
-        """Returns the dense part of the oldest batch that lacks it, without waiting, or None if it has not arrived.
+    def poll_dense(self) -> Samples | None:
+        """Returns the samples of the oldest batch that lacks them, without waiting, or None if they have not arrived.
         Raises as `poll_ids`.
 
         Must be called only for batches that `poll_ids` has returned.
@@ -122,26 +120,34 @@ class Source:
         self._num_whole += 1
         return self._kept.popleft()
 
-    def poll(self) -> ReadBatch | None:
+    def poll(self) -> ScheduledBatch | None:
         self._polled = self.poll_ids()
         assert self._polled is None or self._num_whole + 1 == self._num_ids, (
             f"{self._num_ids - self._num_whole} batches lack their dense part"
         )
-        dense = None if self._polled is None else self.poll_dense()
-        if self._polled is None or dense is None:
+        samples = None if self._polled is None else self.poll_dense()
+        if self._polled is None or samples is None:
             return None
         ids, self._polled = self._polled, None
-        return ids, dense
+        return ids.holding(Batch.of(ids.batch, samples))
+
+    def put_back(self, batches: Sequence[ScheduledBatch]) -> None:
+        """Every batch that `poll` has returned will be returned again."""
+        assert len(batches) == self._num_whole, f"{len(batches)} of {self._num_whole} batches are put back"
+        self._num_ids, self._num_whole = self._num_ids - len(batches), 0
+        self._back.extend(batches)
+        self._kept.extendleft(own.batch.samples for own in reversed(batches))
 
     @property
     def ended(self) -> bool:
         """Whether the ids of every batch have been returned; set by the poll that finds no more."""
-        return self._ids.ended
+        return not self._back and self._ids.ended
 
     def close(self) -> None:
         """Stops decoding and drops what was not returned. May be called at any time and repeatedly."""
         for stream in self._streams:
             stream.close()
+        self._back.clear()
         self._kept.clear()
         self._polled = None
 
@@ -149,19 +155,19 @@ class Source:
     def _streams(self) -> list[BatchStream]:
         return [self._ids] if self._dense is None else [self._ids, self._dense]
 
-    def _next_ids(self) -> PlacedIds | None:
-        arrival = self._take_ids()
-        if arrival is None:
+    def _next_ids(self) -> Scheduled[Lookups] | None:
+        arrived = self._take_ids()
+        if arrived is None:
             return None
-        point, part = arrival
+        part = arrived.batch
         if isinstance(part, Batch):
-            part, dense = divide(part)
-            self._keep(dense)
-        assert not isinstance(part, DenseBatch), "a stream of ids must give ids"
+            self._keep(part.samples)
+            part = part.lookups
+        assert not isinstance(part, Samples), "a stream of ids must give ids"
         self._num_ids += 1
-        return PlacedIds(point=point, batch=part)
+        return arrived.holding(part)
 
-    def _take_ids(self) -> Arrival | None:
+    def _take_ids(self) -> Scheduled[Part] | None:
         """Returns the next ids. Raises the data's first error, also one in a dense part, as if whole batches were
         decoded in order."""
         if self._broken is None:
@@ -174,7 +180,7 @@ class Source:
         raise self._broken
 
     def _dense_has_caught_up(self) -> bool:
-        """Whether the dense part of the batch with broken ids, and all before it, have arrived. Raises if one is
+        """Whether the samples of the batch with broken ids, and all before it, have arrived. Raises if they are
         broken."""
         while self._dense is not None and self._num_arrived <= self._num_ids:
             if not self._take_dense():
@@ -182,15 +188,15 @@ class Source:
         return True
 
     def _take_dense(self) -> bool:
-        arrival = None if self._dense is None else self._dense.take()
-        if arrival is None:
+        arrived = None if self._dense is None else self._dense.take()
+        if arrived is None:
             return False
-        assert isinstance(arrival[1], DenseBatch), "a stream of dense parts must give those"
-        self._keep(arrival[1])
+        assert isinstance(arrived.batch, Samples), "a stream of samples must give those"
+        self._keep(arrived.batch)
         return True
 
-    def _keep(self, dense: DenseBatch) -> None:
-        self._kept.append(dense)
+    def _keep(self, samples: Samples) -> None:
+        self._kept.append(samples)
         self._num_arrived += 1
 
 

@@ -1,86 +1,81 @@
-"""Runs one attempt: from the first batches to the last goodbye, or to the loss of its trainer.
+"""Implements `prefetcher run`: `PrefetcherRun` locks the pair's folder, finds where the run begins, and makes attempts.
 
-An attempt starts from the newest checkpoint, with a cold cache, new rings and a new conversation. It always closes its
+An attempt runs from the first batches to the last goodbye, or to the loss of its trainer.
+It starts from the newest checkpoint, with a cold cache, new rings and a new conversation. It always closes its
 parts in the reverse order of opening.
 """
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
+from rowcast.job.pair import with_ports_of_pair, with_tables_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import group_specs
 from rowcast.job.training_identity import check_belongs, check_can_evaluate
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.interval import AttemptInterval
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums, check_first, first_checksums
-from rowcast.prefetcher.pipeline.engine import PrefetcherEngine, PrefetcherParts
-from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges
+from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+from rowcast.prefetcher.pipeline.metrics import (
+    PrefetcherCollector,
+    PrefetcherGauges,
+    SlotStates,
+    new_counters,
+    train_steps_of,
+)
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.planner.level import Slots
-from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
+from rowcast.prefetcher.planner.planner import RowPlanner, Slots, job_planner
 from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order
 from rowcast.prefetcher.readers.file_samples import sampled
 from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
 from rowcast.prefetcher.readers.pin_files import load_pins
-from rowcast.prefetcher.readers.schedule import ReadBatch, placed
-from rowcast.prefetcher.readers.worker import WorkerSource
-from rowcast.prefetcher.run.checkpoint_interval import AttemptInterval
+from rowcast.prefetcher.readers.workers import WorkerSource
+from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Connection, Rings
-from rowcast.prefetcher.run.gauges import engine_gauges
-from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads, tier_rows
-from rowcast.prefetcher.run.starting_point import StartingPoint
+from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.prefetcher.stores.left_tables import remove_left_keys
+from rowcast.protocol.attempts import Attempts, transport_of_ranks
+from rowcast.protocol.batch import Samples, ScheduledBatch
+from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.inputs import InputSpec, batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
-from rowcast.protocol.parts import Rank
-from rowcast.runtime.checkpoint_manifest import ManifestOfVersion3, Position, TrainingData
+from rowcast.protocol.parts import rank_of
+from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
+from rowcast.runtime.checkpoint_manifest import Manifest, ManifestOfVersion3, Position, TrainingData
+from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.process import Crew, Signals
+from rowcast.runtime.run_directory import Completion, RunDirectory, pair_folder
 from rowcast.runtime.stages import IDLE_WAIT_S
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.metrics import Health
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetcherRunParts:
-    """Everything common to the attempts of a run."""
-
-    job: Job
-    groups: tuple[GroupSpec, ...]
-    rank: Rank
-    shard: OwnShard
-    folder: Path  # of this pair of processes
-    options: RunOptions
-    signals: Signals
-    health: Health
-    counters: PrefetcherCounters  # over all attempts
-    checkpoints: Checkpoints
-    tables: Tables
-    on_training: Callable[[], None]  # called when training begins, also from a checkpoint of a complete run
+from rowcast.runtime.telemetry.metrics import build_info
+from rowcast.runtime.telemetry.timeline import Timeline
 
 
 class PrefetcherAttempt:
     def __init__(
         self,
-        run: PrefetcherRunParts,
+        run: "PrefetcherRun",
         point: StartingPoint,
         transport: Transport,
         crew: Crew,
@@ -111,8 +106,12 @@ class PrefetcherAttempt:
             timeline=run.counters.timeline,
         )
         self._writer: CheckpointWriter | None = None
-        self._connection = Connection(run.folder, transport, crew, run.signals, run.health, run.counters.timeline)
-        self._interval = AttemptInterval(run.job, run.checkpoints, run.shard.number, run.options.mode)
+        self._connection = Connection(
+            run.directory.path, transport, crew, run.signals, run.health, run.counters.timeline
+        )
+        self._interval = AttemptInterval(
+            run.job, run.checkpoints.root, run.checkpoints.disk, run.shard.number, run.options.mode
+        )
 
     def live(self) -> None:
         """Returns when the run finished or was stopped in order. Raises the first error of any stage, or PeerLost."""
@@ -157,7 +156,7 @@ class PrefetcherAttempt:
 
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
         idle, engine = replace(idle, stores=self._run.tables.counts), self._connection.engine
-        return idle if engine is None else engine_gauges(idle, engine, self._source)
+        return idle if engine is None else engine.gauges(idle, self._source.counters.queue_depth)
 
     @property
     def train_steps(self) -> int:
@@ -178,11 +177,11 @@ class PrefetcherAttempt:
     def _work(self) -> int:
         return self._source.counters.batches + (0 if self._writer is None else self._writer.work)
 
-    def _measure(self) -> list[ReadBatch]:
+    def _measure(self) -> list[ScheduledBatch]:
         has_tier = isinstance(self._job.store, StoreWithTier)
         folder = self._run.tables.folder if has_tier else None
         warm_up(tiers_in=folder)  # while the child starts
-        measured: list[ReadBatch] = []
+        measured: list[ScheduledBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
             self._crew.check()
             try:
@@ -196,9 +195,10 @@ class PrefetcherAttempt:
             else:
                 measured.append(batch)
             self._run.signals.bell.hush()
+        self._source.put_back(measured)
         return measured
 
-    def _check_belongs(self, measured: list[ReadBatch]) -> None:
+    def _check_belongs(self, measured: list[ScheduledBatch]) -> None:
         """Raises if the checkpoint belongs to another job or to other data, or if there is nothing to evaluate."""
         if self.newest is not None and not self.newest.is_import and not self.newest.machine.threads:
             self._log.warning("an older version made this checkpoint: its number of torch threads is not known")
@@ -218,8 +218,8 @@ class PrefetcherAttempt:
         names = tuple(info.dense_names)
         return TrainingData(files=sampled(info.paths), hot_rows=hot_rows, num_dense=len(names), dense_columns=names)
 
-    def _serve(self, connection: Connection, measured: list[ReadBatch]) -> None:
-        run, batches = self._run, [placed(ids.point, join_parts(ids.batch, dense)) for ids, dense in measured]
+    def _serve(self, connection: Connection, batches: list[ScheduledBatch]) -> None:
+        run = self._run
         slots = job_slots(self._job, run.groups, batches, run.rank)
         own = sizes(self._job, run.groups, batches, self._job.lookahead.depth, run.rank)
         rings = connection.open_rings(own.ring_bytes)
@@ -229,27 +229,22 @@ class PrefetcherAttempt:
         planner = self._planner(levels, batches)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
-            PrefetcherParts(
-                job=self._job,
-                groups=run.groups,
-                source=self._source,
-                planner=planner,
-                measured=measured,
-                checksums=BatchChecksums(self._job.lookahead.depth, () if self.newest is None else self.newest.ahead),
-                stores=run.tables.stores,
-                conversation=connection.conversation,
-                fetch_ring=rings.fetch,
-                back_ring=rings.back,
-                checkpointer=self._checkpointer(),
-                welcome=self._welcome(connection, slots, rings, own.staging_bytes, len(restore), measured),
-                mode=run.options.mode,
-                start=self._start,
-                counters=run.counters,
-                restore=restore,
-                pace=self._interval.pace(self.train_steps),
-                rank=run.rank,
-            )
+            job=self._job,
+            welcome=self._welcome(connection, slots, rings, own.staging_bytes, len(restore), batches),
+            source=self._source,
+            planner=planner,
+            stores=run.tables.stores,
+            conversation=connection.conversation,
+            rings=(rings.fetch, rings.back),
+            checkpointer=self._checkpointer(),
+            counters=run.counters,
         )
+        engine.mode = run.options.mode
+        if self.newest is not None:
+            engine.planning.checksums = BatchChecksums(self._job.lookahead.depth, self.newest.ahead)
+        if restore:
+            engine.barrier.restore(restore)
+        engine.planning.pace = self._interval.pace(self.train_steps)
         engine.planning.on_interval = self._interval.keep
         connection.start(engine, {} if self._writer is None else {"checkpoint": self._writer})
         connection.drive(engine, run.on_training, self._is_over)
@@ -289,16 +284,17 @@ class PrefetcherAttempt:
 
     def _planner(self, slots: Sequence[Slots], measured: Sequence[ScheduledBatch]) -> RowPlanner:
         pin = self._job.cache.pin
-        return job_planner(
+        planner = job_planner(
             self._job,
             self._run.groups,
             slots,
             measured,
             pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
             num_threads=stage_threads(self._job),
-            checkpoint_every=self._interval.known,
             rank=self._run.rank,
         )
+        planner.checkpoint_every = self._interval.known
+        return planner
 
     def _welcome(
         self,
@@ -307,7 +303,7 @@ class PrefetcherAttempt:
         rings: Rings,
         staging_bytes: int,
         restore_bytes: int,
-        measured: list[ReadBatch],
+        measured: list[ScheduledBatch],
     ) -> Welcome:
         info, lookahead, data = self._source.info(), self._job.lookahead, files_text(self._ordered)
         if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
@@ -353,14 +349,14 @@ class PrefetcherAttempt:
             first_batches=tuple(first_checksums(self._job.features, measured).items()),
         )
 
-    def _inputs(self, measured: list[ReadBatch]) -> tuple[InputSpec, ...]:
+    def _inputs(self, measured: list[ScheduledBatch]) -> tuple[InputSpec, ...]:
         """Returns the arrays of the first batch; dense features and labels if no batch is left."""
         shape = self._job.data.columns.label_shape
-        none = DenseBatch(
+        none = Samples(
             dense=np.zeros((0, len(self._source.info().dense_names)), np.float32),
             labels=np.zeros((0, *shape), np.float32),
         )
-        first = measured[0][1] if measured else none
+        first = measured[0].batch.samples if measured else none
         return batch_specs(first, belonging(self._job).arrays)
 
     def _log_end(self, engine: PrefetcherEngine) -> None:
@@ -374,3 +370,135 @@ class PrefetcherAttempt:
             self._log.info("finished", after_train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
         else:
             self._log.info("stopped in order", after_train_steps=steps, reason=engine.planning.stop_reason)
+
+
+class PrefetcherRun:
+    """One run, with the lock on its directory."""
+
+    def __init__(self, job: Job, options: RunOptions, signals: Signals) -> None:
+        number, count = options.rank or 0, job.ranks.count
+        self.job = with_ports_of_pair(job, number)
+        self.options = options
+        self.signals = signals
+        self.rank = rank_of(job.ranks, number)
+        self.shard = OwnShard(number=number, count=count)
+        self.directory = RunDirectory(pair_folder(job.run_dir, number, count), "prefetcher")
+        self.checkpoints = Checkpoints(job.run_dir, Disk())
+        self.groups = group_specs(job)
+        own, ranks = self.job.transport, self.job.ranks
+        transport = own if count == 1 else transport_of_ranks(own, ranks.timeout)
+        self._attempts: Attempts[PrefetcherAttempt] = Attempts("prefetcher", "trainer", transport, signals)
+        self.health = self._attempts.health
+        self.counters = new_counters(self.groups, number)
+
+    def run(self) -> bool:
+        """Returns whether the run finished; False: it was stopped in order. Raises the first error of any stage."""
+        if self.job.prefetcher.background:
+            move_to_background()
+        with ExitStack() as stack:
+            stack.enter_context(self.directory)
+            self.directory.clear_failure()
+            try:
+                build = build_info("prefetcher", self.job.job.name)
+                collector = PrefetcherCollector(self.counters, self._gauges, build, self.health)
+                serve_metrics(stack, collector, self.job.metrics)
+                return self._run(stack)
+            except BaseException as error:
+                self.health.state = "failed"
+                self.directory.note_failure(error)
+                raise
+
+    def _gauges(self) -> PrefetcherGauges:
+        size_bytes, free_bytes = shared_memory()
+        idle = PrefetcherGauges(
+            depth=self.job.lookahead.depth,
+            checkpoint_every=train_steps_of(self.job.checkpoint.interval),
+            slots=[SlotStates(0, 0, 0)] * len(self.groups),
+            shared_memory_size_bytes=size_bytes,
+            shared_memory_free_bytes=free_bytes,
+        )
+        attempt = self._attempts.current
+        return idle if attempt is None else attempt.gauges(idle)
+
+    def _run(self, stack: ExitStack) -> bool:
+        point = None
+        if self.shard.count == 1:
+            point = settle_run(self.job, self.options, self.checkpoints, self.directory, self.shard)
+        if self.options.timeline:
+            self.counters.timeline = stack.enter_context(Timeline(self.directory.path, "prefetcher", self.shard.number))
+        remove_leftovers()
+        remove_left_keys(self.job, self.directory.path)
+        own = with_tables_of_pair(self.job, self.shard.number)
+        self.tables = Tables(own, self.groups, self.checkpoints, 1 + secrets.randbelow(2**31), self.shard)
+        stack.callback(self.tables.close)
+        return self._live(point)
+
+    def _live(self, first: StartingPoint | None) -> bool:
+        def begin(before: PrefetcherAttempt | None, transport: Transport, crew: Crew) -> PrefetcherAttempt | None:
+            point = first if before is None else before.point
+            if first is None:
+                point = self._look(None if before is None else before.newest)
+            at_end = self.shard.count > 1 and before is not None and before.reached_end
+            over = self._is_complete if at_end else lambda: False
+            return None if point is None else PrefetcherAttempt(self, point, transport, crew, over)
+
+        last = self._attempts.run(begin)
+        if last is None or self.options.mode == "eval" or not last.connected:
+            return False
+        self.tables.close(at=last.newest)
+        # with a fresh run that has no checkpoint, the run in the directory is the earlier one
+        if last.finished and not self.checkpoints.are_fresh and self.shard.number == 0:
+            crash_point("run not marked complete")
+            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(self._completion(last.train_steps))
+        return last.finished
+
+    def _is_complete(self) -> bool:
+        return RunDirectory(self.job.run_dir, "prefetcher").completion() is not None
+
+    def _look(self, known: Manifest | None) -> StartingPoint | None:
+        return look(
+            self.job,
+            self.options,
+            self.checkpoints,
+            known,
+            self.shard,
+            lambda: self.signals.stop_reason is not None,
+        )
+
+    def _completion(self, train_steps: int) -> Completion:
+        max_steps = self.options.max_steps
+        return Completion(
+            train_steps=train_steps,
+            epochs=self.job.data.epochs,
+            max_steps=max_steps if max_steps == train_steps else None,
+        )
+
+    def on_training(self) -> None:
+        """Marks a complete run as incomplete once it trains again. A fresh run does not change the earlier one."""
+        if self.options.mode == "train" and not self.checkpoints.are_fresh and self.shard.number == 0:
+            RunDirectory(self.job.run_dir, "prefetcher").go_on()
+
+
+def run_prefetcher(job: Job, options: RunOptions, signals: Signals, arguments: Sequence[str] = ()) -> bool:
+    """Returns whether the run finished; False: it was stopped in order. `arguments`: of the command line, which the
+    prefetchers of several ranks are started with."""
+    check_options(job, options)
+    if job.ranks.count > 1 and options.rank is None:
+        return AllRanks(job, options, signals, arguments).run()
+    return PrefetcherRun(job, options, signals).run()
+
+
+def move_to_background() -> None:
+    """Lets the prefetcher yield to a trainer that computes on the same cores. Warns if the system refuses.
+
+    Torch divides an operation on the CPU among threads that wait for each other at its end: if the prefetcher holds one
+    thread's core, all wait. As background work (Linux: SCHED_IDLE, see sched(7)) all its threads and their children run
+    on idle cores, and any other process preempts them at once. It cannot fall far behind its trainer, which needs no
+    core while it waits for rows. But it can starve beside other processes, and leaving the policy needs privileges. So
+    it is off by default.
+    """
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError) as error:  # not Linux; a sandbox
+        get_logger().warning("prefetcher.background has no effect here", reason=str(error))

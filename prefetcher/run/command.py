@@ -49,8 +49,8 @@ def run(
         count, on_host = job.ranks.count, job.ranks.on_host
         for own in range(count)[host * on_host :][:on_host] if rank is None else [rank]:
             note_start(pair_folder(job.run_dir, own, count), "prefetcher", os.getpid())
-        from rowcast.prefetcher.run.options import RunOptions
-        from rowcast.prefetcher.run.prefetcher_run import run_prefetcher
+        from rowcast.prefetcher.run.attempt import run_prefetcher
+        from rowcast.prefetcher.run.starting_point import RunOptions
 
         options = RunOptions(
             max_steps=max_steps,

@@ -20,7 +20,6 @@ from pathlib import Path
 from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.pipeline.engine import WAKES, PrefetcherEngine
-from rowcast.prefetcher.run.gauges import stall_clocks
 from rowcast.prefetcher.run.sizing import check_shared_memory
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, RingSpec
@@ -123,7 +122,7 @@ class Connection:
         stages = recorded_stages(
             timeline, {**engine.stages, **others}, mail="deliver", staging="stage", checkpoint="write"
         )
-        self._crew.start(stages, stall_clocks(engine), WAKES, engine.polls)
+        self._crew.start(stages, engine.stall_clocks(), WAKES, engine.polls)
         self.stack.callback(self._crew.stop)  # again, before the rings and stores are closed
 
     def drive(self, engine: PrefetcherEngine, on_training: Callable[[], None], is_over: Callable[[], bool]) -> None:

@@ -18,8 +18,8 @@ from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
-from rowcast.prefetcher.run.options import RunOptions
 from rowcast.prefetcher.stores.left_tables import remove_left_tables
+from rowcast.protocol.messages import Mode
 from rowcast.runtime.checkpoint_manifest import Manifest, write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.run_directory import RunDirectory
@@ -27,6 +27,18 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 RUN_FILE = "run.json"  # in the run directory, only with several ranks
 POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    max_steps: int | None = None
+    fresh: bool = False
+    source: Path | None = None  # a run directory or an exported file to start from
+    timeline: bool = False  # record one
+    mode: Mode = "train"
+    checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest
+    host: int = 0  # which of the hosts that have ranks
+    rank: int | None = None  # serve only this rank; None: all ranks of the host
 
 
 class RunNote(msgspec.Struct, frozen=True, kw_only=True):

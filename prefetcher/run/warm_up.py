@@ -120,4 +120,4 @@ def tiny_batch(step: int, *, multi_hot: bool, num_features: int = len(INITS)) ->
         offsets=np.arange(num_lookups + 1) if multi_hot else None,
         weights=np.ones(num_lookups, np.float32) if multi_hot else None,
     )
-    return ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=batch)
+    return ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=batch)

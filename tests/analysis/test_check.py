@@ -39,8 +39,8 @@ from rowcast.job.schema import Job
 from rowcast.job.server_url import PASSWORD
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING
 from rowcast.prefetcher.planner.group_planner import planner_bytes
+from rowcast.prefetcher.planner.planner import WHILE_FILLING
 from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.batch import Batch

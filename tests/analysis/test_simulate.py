@@ -1,7 +1,6 @@
 """A simulation says step by step what a run of the same job does; settings that cannot run are results that say why."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +159,7 @@ def test_at_every_step_the_rows_enter_and_leave_memory_that_do_in_a_run(way: dic
 def test_where_rows_come_back_late_a_run_reads_as_many_from_the_cold_tier(seed: int) -> None:
     job, first = workload("single", share=1.05, depth=1, horizon=40)
     again = [
-        replace(first[place], step=step, kind="train", train_step=step)
+        ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=first[place].batch)
         for step, place in enumerate(place for _ in range(3) for place in range(20))
     ]
     moved, _, counts = tier_of_run(job, again, 3.0, seed)
@@ -407,7 +406,7 @@ def test_a_later_batch_that_does_not_fit_skips_its_capacity_alone() -> None:
     early = [scheduled for scheduled in batches if scheduled.batch.size > 30]
     late = small_batches(job, "multi", num_steps=60, eval_at=(), seed=9)[:59]
     grown = [
-        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=scheduled.batch)
+        ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=scheduled.batch)
         for step, scheduled in enumerate([*early[:1] * 40, *late])
     ]
     tight = str(least_bytes(job, early[:1]))

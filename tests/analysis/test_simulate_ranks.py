@@ -17,8 +17,8 @@ from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
+from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.planner.rank_share import SharedRows, ShareOfBatch
 from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank, parts_of
@@ -96,7 +96,7 @@ def assert_equal_counts(job: Job, batches: Sequence[ScheduledBatch], settings: S
     for number, pair in enumerate(run.pairs):
         assert [plan.step for plan in pair.plans] == found.step
         for position, plan in enumerate(pair.plans):
-            shares = [group.share for group in plan.groups if group.share is not None]
+            shares = [group.share.header for group in plan.groups if group.share is not None]
             assert len(shares) == 2
             assert found.owner_rows[position][number] == sum(own.num_own for own in shares)
             for counts, name in ((found.rows_sent, "send_counts"), (found.rows_received, "receive_counts")):

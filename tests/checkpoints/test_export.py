@@ -168,7 +168,7 @@ def trained_dlrm(tmp_path: Path) -> tuple[InProcessRun, list[ScheduledBatch]]:
     job = dlrm_job(tmp_path / "run", [("a", 200, ["x", "y"]), ("b", 90, ["z"])])
     rng = np.random.default_rng(2)
     batches = [
-        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 32, rng))
+        ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 32, rng))
         for step in range(6)
     ]
     slots = slots_for(group_specs(job), batches, "one batch")

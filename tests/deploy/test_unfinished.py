@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import rowcast.prefetcher.run.prefetcher_run
+import rowcast.prefetcher.run.attempt
 from rowcast.command_line.prefetcher import app
 from rowcast.job.schema import Job
-from rowcast.prefetcher.run.options import RunOptions
+from rowcast.prefetcher.run.starting_point import RunOptions
 from rowcast.runtime.process import Signals
 from tests.support.jobs import job_content, write_job
 
@@ -27,7 +27,7 @@ def code_of(config: Path, monkeypatch: pytest.MonkeyPatch, *options: str, finish
     def run(job: Job, options: RunOptions, signals: Signals, arguments: Sequence[str]) -> bool:
         return finishes
 
-    monkeypatch.setattr(rowcast.prefetcher.run.prefetcher_run, "run_prefetcher", run)
+    monkeypatch.setattr(rowcast.prefetcher.run.attempt, "run_prefetcher", run)
     monkeypatch.setattr(Signals, "start", lambda signals: signals)  # this process's handlers stay
     return CliRunner().invoke(app, ["run", f"--config={config}", *options]).exit_code
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.planner.auto_horizon import WHILE_FILLING, AutoHorizon
-from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.planner.planner import WHILE_FILLING, AutoHorizon, RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import StepPlan
 from tests.support.planner_runs import assert_same, feed, one_group, random_batch, schedule
@@ -68,8 +67,8 @@ def test_the_known_batches_stay_within_the_budget() -> None:
     most = 0
     feed(planner, left, True)
     while planner.ready():
-        most = max(most, sum(known.id_bytes for known in planner._horizon.batches))
-        assert planner._horizon.id_bytes == sum(known.id_bytes for known in planner._horizon.batches)
+        most = max(most, sum(known.id_bytes for known in planner.known.batches))
+        assert planner.known.id_bytes == sum(known.id_bytes for known in planner.known.batches)
         planner.plan()
         feed(planner, left, True)
     assert budget / 2 < most < 1.1 * budget, "batches differ in size, so the mean decides"

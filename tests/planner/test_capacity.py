@@ -22,6 +22,7 @@ from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
 from tests.support.batches import small_batches, small_job
 from tests.support.facts import facts
+from tests.support.planner_integrity import check_planner
 from tests.support.planner_runs import (
     distinct_keys,
     group,
@@ -127,7 +128,7 @@ def test_a_job_whose_capacity_gives_too_many_slots_is_refused_as_it_is_divided()
 
 def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> None:
     planner = RowPlanner(one_group(100), [(5,)], 1, 0)
-    (group,) = planner._levels[0].groups
+    (group,) = planner.levels[0].groups
     first, second = single_hot_trace([[0, 1], [2, 3, 4]])
     planner.add(first)
     planner.plan()
@@ -135,7 +136,7 @@ def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> 
     with pytest.raises(ConfigError, match=facts("step 1", "3 distinct rows", MOST_ROWS - 2)):
         planner.add(second)
     group.parts[0].directory.num_tracked[0] = 2
-    planner.check_integrity()
+    check_planner(planner)
     planner.add(second)
     assert len(planner.plan().groups[0].fetch_keys) == 3
 

@@ -12,11 +12,11 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.schema import Policy
 from rowcast.job.tables import KEY_SHIFT
 from rowcast.prefetcher.planner import group_planner, horizon
-from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
-from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.parts import UNDIVIDED, Rank
+from tests.support.planner_integrity import check_planner
 from tests.support.planner_runs import (
     Run,
     assert_same,
@@ -117,8 +117,8 @@ def test_parts_grow_and_close_gaps_and_stay_the_same(policy: Policy, monkeypatch
 
     monkeypatch.setattr(Run, "planner", noted)
     assert_same(entries_of(replace(run, num_threads=3)), one)
-    planners[0].check_integrity()
-    (planned,) = planners[0]._levels[0].groups
+    check_planner(planners[0])
+    (planned,) = planners[0].levels[0].groups
     assert len(closed) == 2 * with_one_part > 0
     assert len(planned.parts) == 3
     assert len({len(part.directory.cells) for part in planned.parts}) > 1, "each grows as it fills"
@@ -145,7 +145,7 @@ def noting(calls: list[int], work: Callable[..., int]) -> Callable[..., int]:
 
 def test_parts_are_cut_at_rows_of_the_first_batch_also_inside_a_table() -> None:
     planner = RowPlanner(one_group(100, 100), [(20,)], 1, 0, num_threads=4)
-    (planned,) = planner._levels[0].groups
+    (planned,) = planner.levels[0].groups
     ids = np.array([0, 1, 2, 3, 4, 5, 6, 7, 50, 51, 52, 53])  # six samples of two tables
     batch = Batch(dense=np.zeros((6, 1), np.float32), labels=np.zeros(6, np.float32), ids=ids)
     planner.add(schedule([batch], ["train"])[0])
@@ -164,11 +164,11 @@ def test_the_check_finds_a_row_in_the_directory_or_the_queue_of_another_part() -
         for scheduled in single_hot_trace([[0, 1, 2, 3], [0, 1, 2, 3]]):
             planner.add(scheduled)
         planner.plan()
-        planner.check_integrity()
-        (planned,) = planner._levels[0].groups
+        check_planner(planner)
+        (planned,) = planner.levels[0].groups
         first, second = planned.parts
         swapped = getattr(second, spoil), getattr(first, spoil)
         setattr(first, spoil, swapped[0])
         setattr(second, spoil, swapped[1])
         with pytest.raises(AssertionError, match=r"\d"):
-            planner.check_integrity()
+            check_planner(planner)

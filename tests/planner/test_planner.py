@@ -15,6 +15,7 @@ from rowcast.protocol.batch import Batch
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
+from tests.support.planner_integrity import check_planner
 from tests.support.planner_runs import (
     Run,
     distinct_keys,
@@ -53,7 +54,7 @@ def plans_of(ids: list[list[int]], num_slots: int, horizon: int, depth: int = 1)
 def state_of(planner: RowPlanner) -> list[bytes]:
     """Every array behind a planner."""
     found = []
-    for group in planner._levels[0].groups:
+    for group in planner.levels[0].groups:
         for part in group.parts:
             found += [array.tobytes() for array in (*part.directory, *part.occurrences)]
         found.append(repr(group.positions).encode())
@@ -104,7 +105,7 @@ def test_a_batch_with_more_rows_than_slots_is_refused_and_changes_nothing() -> N
     assert "3 rows (48 bytes)" in str(refusal.value)
     assert state_of(planner) == before
     assert planner.barrier("stop", finished=False).dirty[0].keys.tolist() == [0, 1]
-    planner.check_integrity()
+    check_planner(planner)
 
 
 def test_a_refusal_by_the_second_group_leaves_the_first_unchanged() -> None:
@@ -161,7 +162,7 @@ def test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending() -> None:
     last = planner.barrier("end", finished=True)
     assert (last.dirty[0].keys.tolist(), last.finished) == ([2, 4], True)
     assert len(planner.barrier("again", finished=True).dirty[0]) == 0
-    planner.check_integrity()
+    check_planner(planner)
 
 
 def test_a_barrier_takes_no_memory_but_the_rows_that_it_lists() -> None:
@@ -227,16 +228,16 @@ def test_the_memory_follows_slots_and_horizon_not_the_rows_seen() -> None:
             planner.plan()
     seen = {key for scheduled in run.trace for key in distinct_keys(groups[0], scheduled.batch)}
     assert len(seen) > 4 * 1024
-    (group,) = planner._levels[0].groups
+    (group,) = planner.levels[0].groups
     assert (len(group.parts[0].directory.cells), len(group.occurrences.rows)) == (2048, 1024)
-    planner.check_integrity()
+    check_planner(planner)
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lfu"])
 @pytest.mark.parametrize("num_slots", [16_000, 17_000, 23_000])
 def test_a_planner_holds_what_is_said_of_it_and_at_most_100_bytes_a_slot(num_slots: int, policy: Policy) -> None:
     planner = RowPlanner(one_group(200_000), [(num_slots,)], 1, 3, policy=policy)
-    (group,) = planner._levels[0].groups
+    (group,) = planner.levels[0].groups
     rng, most_known = np.random.default_rng(2), 0
     ids = (200_000 * rng.random((600, 800)) ** 5).astype(np.int64)  # rows in frequent use leave gaps in the line
     for scheduled in single_hot_trace(ids.tolist()):
@@ -275,9 +276,9 @@ def test_check_integrity_finds_a_changed_occurrence(array: str, field: str | Non
     for scheduled in run.trace:
         planner.add(scheduled)
     planner.plan()
-    planner.check_integrity()
-    occurrences = planner._levels[0].groups[0].occurrences
-    oldest, _, tail = planner._levels[0].groups[0].positions
+    check_planner(planner)
+    occurrences = planner.levels[0].groups[0].occurrences
+    oldest, _, tail = planner.levels[0].groups[0].positions
     position = next(
         position
         for position in range(oldest, tail)
@@ -286,4 +287,4 @@ def test_check_integrity_finds_a_changed_occurrence(array: str, field: str | Non
     changed = getattr(occurrences, array)
     (changed if field is None else changed[field])[position] ^= change
     with pytest.raises(AssertionError, match=r"\d"):
-        planner.check_integrity()
+        check_planner(planner)

@@ -11,6 +11,7 @@ from rowcast.job.eviction_policies import EVICTION_POLICIES, PolicyKind
 from rowcast.prefetcher.planner.eviction import Choice, EvictionPolicy, LeastScore, Residents, Victims, new_policy
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.runtime.arrays import I32, I64
+from tests.support.planner_integrity import check_planner
 from tests.support.planner_oracle import oracle_entries
 from tests.support.planner_runs import assert_same, entries_of, one_group, random_run, single_hot_trace
 
@@ -66,7 +67,7 @@ def test_a_policy_that_finds_too_few_rows_ends_the_plan_with_nothing_changed(
 ) -> None:
     trace = single_hot_trace([[0, 1, 2], [3, 4], [0, 5], [1, 3]])
     planner = RowPlanner(one_group(6), [(4,)], 1, horizon)
-    (group,) = planner._levels[0].groups
+    (group,) = planner.levels[0].groups
     monkeypatch.setattr(group, "_policy", OneTooFew())
     for scheduled in trace[: 2 + horizon]:
         if not planner.wants_batch:
@@ -77,4 +78,4 @@ def test_a_policy_that_finds_too_few_rows_ends_the_plan_with_nothing_changed(
         planner.plan()
     assert group.occupancy == occupancy
     assert np.array_equal(group.occurrences.rows, before)
-    planner.check_integrity()
+    check_planner(planner)

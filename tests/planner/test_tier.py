@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
 from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.horizon import DIRTY
-from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
+from tests.support.planner_integrity import check_planner
 from tests.support.planner_oracle import fewest_fetches
 from tests.support.planner_runs import (
     Run,
@@ -136,7 +136,7 @@ def loads_and_horizons(slots: int, tier_slots: int, horizon: int | AutoHorizon) 
     loaded, horizons, known_bytes = 0, list[int](), list[int]()
     feed(planner, left, True)
     while planner.ready():
-        known_bytes.append(planner._horizon.id_bytes)
+        known_bytes.append(planner.known.id_bytes)
         loaded += len(planner.plan().groups[0].load_keys)
         horizons.append(planner.horizon)
         feed(planner, left, True)
@@ -165,7 +165,7 @@ def test_a_tier_counts_each_known_row_a_second_time() -> None:
     (batch,) = single_hot_trace([[1, 2, 3]])
     for planner in (alone, both):
         planner.add(batch)
-    assert both._horizon.id_bytes == alone._horizon.id_bytes + 3 * 36
+    assert both.known.id_bytes == alone.known.id_bytes + 3 * 36
 
 
 # what it takes, refuses and checks
@@ -175,7 +175,7 @@ def test_both_levels_hold_what_is_said_of_them() -> None:
     slots, tier_slots = 4_000, 17_000
     planner = RowPlanner(one_group(200_000), [(slots,), (tier_slots,)], 1, 3)
     rng, most_known = np.random.default_rng(2), 0
-    (device,), (tier,) = (level.groups for level in planner._levels)
+    (device,), (tier,) = (level.groups for level in planner.levels)
     for scheduled in single_hot_trace((200_000 * rng.random((600, 800)) ** 5).astype(np.int64).tolist()):
         planner.add(scheduled)
         _, head, tail = tier.positions
@@ -193,11 +193,11 @@ def test_check_integrity_finds_a_changed_occurrence_of_the_tier(field: str, chan
     for scheduled in single_hot_trace([[0, 1], [1, 2]]):
         planner.add(scheduled)
     planner.plan()
-    planner.check_integrity()
-    (tier,) = planner._levels[1].groups
+    check_planner(planner)
+    (tier,) = planner.levels[1].groups
     tier.occurrences.rows[field][2] += change  # row 1 at step 1
     with pytest.raises(AssertionError):
-        planner.check_integrity()
+        check_planner(planner)
 
 
 def test_a_batch_beyond_the_tier_is_refused_with_the_memory_to_raise_and_changes_nothing() -> None:
@@ -210,12 +210,12 @@ def test_a_batch_beyond_the_tier_is_refused_with_the_memory_to_raise_and_changes
         "step 0 touches 3 distinct rows of group fp32_d4_sgd, more than its 2 slots; raise cache.capacity to at least "
         "3 rows (48 bytes) and store.memory, which has room for 2 rows of the group, or make data.batch_size smaller"
     )
-    assert [group.occupancy.num_resident for level in planner._levels for group in level.groups] == [0, 0]
+    assert [group.occupancy.num_resident for level in planner.levels for group in level.groups] == [0, 0]
 
 
 def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_nothing() -> None:
     planner = RowPlanner(one_group(100), [(5,), (50,)], 1, 0)
-    (tier,) = planner._levels[1].groups
+    (tier,) = planner.levels[1].groups
     first, second = single_hot_trace([[0, 1], [2, 3, 4]])
     planner.add(first)
     planner.plan()
@@ -223,7 +223,7 @@ def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_n
     with pytest.raises(ConfigError, match=facts("store.memory", "lookahead.horizon", MOST_ROWS)):
         planner.add(second)
     tier.parts[0].directory.num_tracked[0] = 2
-    planner.check_integrity()
+    check_planner(planner)
     planner.add(second)
     assert planner.plan().groups[0].load_keys.tolist() == [2, 3, 4]
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.worker import WorkerSource
+from rowcast.prefetcher.readers.workers import WorkerSource
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
-from rowcast.prefetcher.readers.schedule import PlacedBatch, PlacedIds, placed
 from rowcast.prefetcher.readers.source import Source
+from rowcast.protocol.batch import Batch, Lookups, Samples, Scheduled, ScheduledBatch
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 60.0  # only a test that fails waits so long
@@ -35,36 +34,35 @@ def asked(ask: Callable[[], Answer | None], ended: Callable[[], bool]) -> Answer
     return answer
 
 
-def next_batch(source: Source) -> PlacedBatch | None:
+def next_batch(source: Source) -> ScheduledBatch | None:
     """None at the end."""
-    found = asked(source.poll, lambda: source.ended)
-    return None if found is None else whole_batch(*found)
+    return asked(source.poll, lambda: source.ended)
 
 
-def whole_batch(ids: PlacedIds, dense: DenseBatch) -> PlacedBatch:
-    return placed(ids.point, join_parts(ids.batch, dense))
+def whole_batch(ids: Scheduled[Lookups], dense: Samples) -> ScheduledBatch:
+    return ids.holding(Batch.of(ids.batch, dense))
 
 
-def next_ids(source: Source) -> PlacedIds | None:
+def next_ids(source: Source) -> Scheduled[Lookups] | None:
     """None at the end."""
     return asked(source.poll_ids, lambda: source.ended)
 
 
-def next_dense(source: Source) -> DenseBatch:
+def next_dense(source: Source) -> Samples:
     rest = asked(source.poll_dense, lambda: False)
     assert rest is not None, "rest has no end of its own"
     return rest
 
 
-def rest_of(source: Source) -> list[PlacedBatch]:
+def rest_of(source: Source) -> list[ScheduledBatch]:
     """Every batch that is left."""
     return list(iter(lambda: next_batch(source), None))
 
 
-def polled_ahead(source: Source, horizon: int) -> list[PlacedBatch]:
+def polled_ahead(source: Source, horizon: int) -> list[ScheduledBatch]:
     """Every batch that is left, the ids polled `horizon` batches ahead of the rest."""
-    known: list[PlacedIds] = []
-    whole: list[PlacedBatch] = []
+    known: list[Scheduled[Lookups]] = []
+    whole: list[ScheduledBatch] = []
     while (ids := next_ids(source)) is not None:
         known.append(ids)
         if len(known) > horizon:
@@ -86,7 +84,7 @@ def parent_process(job: Job, ending: str) -> Iterator[subprocess.Popen[str]]:
     """A process that starts a source, prints its decoders' pids once data is open, does `ending` and is killed."""
     lines = [
         "import msgspec, time",
-        "from rowcast.prefetcher.readers.worker import WorkerSource",
+        "from rowcast.prefetcher.readers.workers import WorkerSource",
         "from rowcast.job.file import parse_job",
         f"source = WorkerSource(parse_job(msgspec.json.decode({msgspec.json.encode(job)!r})))",
         "source.start()",

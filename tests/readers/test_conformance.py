@@ -11,13 +11,11 @@ import pytest
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
-from rowcast.prefetcher.readers.batch_parts import Columns, Part, divide
-from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.formats import criteo_tsv, csv, parquet_files
-from rowcast.prefetcher.readers.reader import can_share, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import PlacedBatch, SchedulePoint, schedule
-from rowcast.prefetcher.readers.worker import WorkerSource
-from rowcast.protocol.batch import Batch, Kind
+from rowcast.prefetcher.readers.reader import Columns, Part, can_share, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
+from rowcast.protocol.batch import Batch, Kind, Scheduled, ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Position
 from tests.readers.polling import rest_of
 from tests.support.data_files import (
@@ -240,7 +238,7 @@ def orders(job: Job) -> list[str]:
     return ["none", "window:20"] if can_share(job) else ["none"]  # a data set of one's own has its own order
 
 
-def middles(whole: list[PlacedBatch]) -> list[Position | None]:
+def middles(whole: list[ScheduledBatch]) -> list[Position | None]:
     """The beginning of a run, the middle of an epoch, and that of an evaluation."""
     positions = [batch.position for batch in whole]
     in_epoch = next(at for at in positions if at.epoch == 1 and at.train_batch == 5 and at.eval_batch is None)
@@ -258,27 +256,26 @@ def test_readers_that_share_the_batches_give_those_of_one(case: Case, num_reader
         expected = whole[start.step if start else 0 :]
         for columns in stream_columns(job):
             found = shared(job, columns, start, num_readers)
-            assert [place.position for place, _ in found] == [batch.position for batch in expected]
-            assert [place.following for place, _ in found] == [batch.following for batch in expected]
-            for (place, part), batch in zip(found, expected, strict=True):
-                assert place.kind == batch.kind
-                assert same_batch(part, part_of(batch.batch, columns))
+            assert [own.position for own in found] == [batch.position for batch in expected]
+            assert [own.following for own in found] == [batch.following for batch in expected]
+            for own, batch in zip(found, expected, strict=True):
+                assert own.kind == batch.kind
+                assert same_batch(own.batch, part_of(batch.batch, columns))
 
 
-def shared(job: Job, columns: Columns, start: Position | None, num_readers: int) -> list[tuple[SchedulePoint, Part]]:
+def shared(job: Job, columns: Columns, start: Position | None, num_readers: int) -> list[Scheduled[Part]]:
     """What each of several readers decodes of its share, in the order of the steps."""
-    found: list[tuple[SchedulePoint, Part]] = []
+    found: list[Scheduled[Part]] = []
     for index in range(num_readers):
         share = DecoderShare(
             job=job, columns=columns, max_steps=None, start=start, index=index, num_decoders=num_readers
         )
         found += decode_share(share, open_reader(job, columns))
-    return sorted(found, key=lambda own: own[0].step)
+    return sorted(found, key=lambda own: own.step)
 
 
 def part_of(batch: Batch, columns: Columns) -> Part:
-    ids, rest = divide(batch)
-    parts: dict[Columns, Part] = {"all": batch, "ids": ids, "dense": rest}
+    parts: dict[Columns, Part] = {"all": batch, "ids": batch.lookups, "dense": batch.samples}
     return parts[columns]
 
 

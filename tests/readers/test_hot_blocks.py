@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
 from rowcast.prefetcher.readers.hot_samples import HotSamples, hot_samples
 from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import expected_train_steps, schedule
 from rowcast.prefetcher.readers.shuffle import HotBlocks, RowOrder
-from rowcast.protocol.batch import IdsBatch
+from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.arrays import I64, Bools
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import make_job, write_day
@@ -105,8 +104,8 @@ def test_the_order_is_that_of_any_place_column_and_reader(tmp_path: Path) -> Non
         assert all(np.array_equal(a.ids, b.ids) for a, b in zip(rest, whole[start:11], strict=True))
     parts = [[decode() for decode in open_reader(job, part).pending("train", 0)] for part in ("ids", "dense")]
     for batch, ids, dense in zip(whole[:11], *parts, strict=True):
-        assert isinstance(ids, IdsBatch)
-        assert isinstance(dense, DenseBatch)
+        assert isinstance(ids, Lookups)
+        assert isinstance(dense, Samples)
         assert np.array_equal(batch.ids, ids.ids)
         assert np.array_equal(batch.dense, dense.dense)
     assert expected_train_steps(job, open_reader(job)) == 22

@@ -20,7 +20,7 @@ from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
-from rowcast.prefetcher.readers.worker import WorkerSource
+from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.polling import rest_of
 from tests.support.data_files import all_samples, click_log, make_job, with_workers, write_tsv

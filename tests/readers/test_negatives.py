@@ -9,11 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.draws import draws
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.protocol.batch import Batch, IdsBatch, Kind
+from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
 from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
 from tests.support.facts import facts
@@ -86,9 +85,9 @@ def test_a_stream_of_ids_and_one_of_the_rest_draw_the_same_from_any_start(data: 
     ids, dense = (open_reader(job, columns).pending("train", 1, start) for columns in ("ids", "dense"))
     for whole, one, other in zip(read(job, epoch=1)[start:], ids, dense, strict=True):
         half, rest = one(), other()
-        assert isinstance(half, IdsBatch)
-        assert isinstance(rest, DenseBatch)
-        joined = join_parts(half, rest)
+        assert isinstance(half, Lookups)
+        assert isinstance(rest, Samples)
+        joined = Batch.of(half, rest)
         for name in ("ids", "offsets"):
             np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
         assert joined.inputs.keys() == whole.inputs.keys()

@@ -11,13 +11,12 @@ import pytest
 
 from rowcast.analysis.new.files import look_at
 from rowcast.analysis.progress import Silent
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.shuffle import block_permutation
-from rowcast.protocol.batch import Batch
+from rowcast.prefetcher.readers.workers import DecoderShare, decode_share
+from rowcast.protocol.batch import Batch, Samples
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import PARQUET_COLUMNS, all_samples, long_job, make_job, samples_of, table, write_parquet
 from tests.support.facts import facts
@@ -139,7 +138,7 @@ def test_without_labels_and_dense_columns_every_row_is_read(tmp_path: Path) -> N
     columns = {"dense": [], "label_values": "none"}
     job = make_job("parquet", TABLES, path=str(path), eval_fraction=0.0, columns=columns)
     [dense] = cast(RowReader, open_reader(job, "dense")).pending("train", 0)
-    assert cast(DenseBatch, dense()).labels.shape == (batch.size,)
+    assert cast(Samples, dense()).labels.shape == (batch.size,)
 
 
 def test_an_id_outside_its_table_is_named_by_its_row(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, monkeypatc
     monkeypatch.setattr(pq, "ParquetFile", Noting)
     job = make_job("parquet", TABLES, path=str(tmp_path), eval_fraction=0.0, batch_size=8)
     share = DecoderShare(job=job, columns="all", max_steps=None, start=None, index=1, num_decoders=3)
-    assert [place.step for place, _ in decode_share(share, open_reader(job))] == [1, 4, 7, 10, 13, 16, 19]
+    assert [own.step for own in decode_share(share, open_reader(job))] == [1, 4, 7, 10, 13, 16, 19]
     assert read == [1, 4, 7, 0, 3, 6, 9]
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, join_parts
 from rowcast.prefetcher.readers.columns import (
     Column,
     Ids,
@@ -15,14 +14,14 @@ from rowcast.prefetcher.readers.columns import (
     rows_by_file,
     take_samples,
 )
-from rowcast.protocol.batch import IdsBatch
+from rowcast.protocol.batch import Batch, Lookups, Samples
 from tests.support.data_files import Row, all_samples, samples_of
 
 NUM_FEATURES = 3
 LAYOUTS = pytest.mark.parametrize(("ragged", "weighted"), [(False, False), (False, True), (True, False), (True, True)])
 
 
-def ids_of(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> IdsBatch:
+def ids_of(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> Lookups:
     rng = np.random.default_rng(seed)
     columns = []
     for feature in range(NUM_FEATURES):
@@ -33,15 +32,15 @@ def ids_of(num_samples: int, *, ragged: bool, weighted: bool, seed: int = 0) -> 
     return join_columns(columns, num_samples, weighted)
 
 
-def rest_of(num_samples: int, seed: int = 0) -> DenseBatch:
+def rest_of(num_samples: int, seed: int = 0) -> Samples:
     rng = np.random.default_rng(seed)
-    return DenseBatch(
+    return Samples(
         dense=rng.random((num_samples, 2)).astype(np.float32), labels=rng.integers(0, 2, num_samples).astype(np.float32)
     )
 
 
-def rows_of(ids: IdsBatch, rest: DenseBatch | None = None) -> list[Row]:
-    return samples_of(join_parts(ids, rest or rest_of(ids.size)))
+def rows_of(ids: Lookups, rest: Samples | None = None) -> list[Row]:
+    return samples_of(Batch.of(ids, rest or rest_of(ids.size)))
 
 
 @LAYOUTS
@@ -59,7 +58,7 @@ def test_a_batch_over_several_files_has_its_samples_in_order(ragged: bool, weigh
     sizes = (1, 5, 2, 9)
     ids = [ids_of(size, ragged=ragged and size != 2, weighted=weighted, seed=size) for size in sizes]
     rest = [rest_of(size, seed=size) for size in sizes]
-    samples = all_samples(join_parts(a, b) for a, b in zip(ids, rest, strict=True))
+    samples = all_samples(Batch.of(a, b) for a, b in zip(ids, rest, strict=True))
     rows = np.random.default_rng(2).permutation(17)[:12] if shuffled else np.arange(3, 12)
     files = rows_by_file(np.array([0, 1, 6, 8, 17]), rows)
     own = [whole_file.rows for whole_file in files]
@@ -72,8 +71,8 @@ def test_a_batch_over_several_files_has_its_samples_in_order(ragged: bool, weigh
     assert rows_of(joined_ids, joined_rest) == [samples[row] for row in rows]
 
 
-def taken_dense(rest: DenseBatch, rows: Ids) -> DenseBatch:
-    return DenseBatch(dense=rest.dense[rows], labels=rest.labels[rows])
+def taken_dense(rest: Samples, rows: Ids) -> Samples:
+    return Samples(dense=rest.dense[rows], labels=rest.labels[rows])
 
 
 def test_rows_are_looked_for_in_the_files_that_hold_them() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, open_reader
-from rowcast.prefetcher.readers.schedule import PlacedBatch, expected_train_steps, schedule
-from rowcast.protocol.batch import Batch, Kind
+from rowcast.prefetcher.readers.schedule import expected_train_steps, schedule
+from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Position
 from tests.support.data_files import make_job, same_batch
 
@@ -25,7 +25,7 @@ def job_of(
     return msgspec.structs.replace(job, eval=msgspec.structs.replace(job.eval, every=eval_every))
 
 
-def run(job: Job, max_steps: int | None = None, start: Position | None = None) -> list[PlacedBatch]:
+def run(job: Job, max_steps: int | None = None, start: Position | None = None) -> list[ScheduledBatch]:
     return list(schedule(job, open_reader(job), max_steps, start))
 
 
@@ -119,7 +119,7 @@ def through_json(position: Position) -> Position:
     return msgspec.json.decode(msgspec.json.encode(position), type=Position)
 
 
-def assert_same(found: list[PlacedBatch], expected: list[PlacedBatch]) -> None:
+def assert_same(found: list[ScheduledBatch], expected: list[ScheduledBatch]) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert (a.step, a.kind, a.train_step, a.epoch, a.following) == (

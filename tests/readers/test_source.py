@@ -9,12 +9,10 @@ import pytest
 from pyarrow import parquet as pq
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import SchedulePoint, schedule
-from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo
-from rowcast.protocol.batch import IdsBatch
-from rowcast.runtime.checkpoint_manifest import Position
+from rowcast.prefetcher.readers.reader import Part, open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo
+from rowcast.protocol.batch import Lookups, Samples, Scheduled
 from rowcast.runtime.errors import DataError
 from tests.readers.polling import next_batch, next_dense, next_ids, polled_ahead, rest_of
 from tests.support.data_files import (
@@ -199,7 +197,7 @@ def test_of_parquet_only_the_columns_of_the_part_are_read(tmp_path: Path, monkey
 class Slow:
     """A `Stream` of what it is given; None stands for "nothing has arrived"."""
 
-    def __init__(self, arrivals: list[IdsBatch | DenseBatch | DataError | None]) -> None:
+    def __init__(self, arrivals: list[Lookups | Samples | DataError | None]) -> None:
         self.counters = SourceCounters()
         self._arrivals = deque(arrivals)
         self._step = 0
@@ -211,15 +209,14 @@ class Slow:
     def info(self) -> SourceInfo:
         raise NotImplementedError
 
-    def take(self) -> Arrival | None:
+    def take(self) -> Scheduled[Part] | None:
         if self._arrivals and isinstance(self._arrivals[0], DataError):
             raise self._arrivals[0]
         part = self._arrivals.popleft() if self._arrivals else None
         if part is None or isinstance(part, DataError):
             return None
-        place = SchedulePoint(kind="train", position=Position(step=self._step), following=Position(step=self._step + 1))
         self._step += 1
-        return place, part
+        return Scheduled.at(step=self._step - 1, kind="train", train_step=0, epoch=0, batch=part)
 
     @property
     def ended(self) -> bool:
@@ -229,12 +226,12 @@ class Slow:
         self.closed = True
 
 
-def ids(value: int) -> IdsBatch:
-    return IdsBatch(size=1, ids=np.array([value]))
+def ids(value: int) -> Lookups:
+    return Lookups(size=1, ids=np.array([value]))
 
 
-def rest(value: int) -> DenseBatch:
-    return DenseBatch(dense=np.full((1, 1), value, np.float32), labels=np.zeros(1, np.float32))
+def rest(value: int) -> Samples:
+    return Samples(dense=np.full((1, 1), value, np.float32), labels=np.zeros(1, np.float32))
 
 
 def dense_value(source: Source) -> float | None:
@@ -255,7 +252,7 @@ def test_nothing_waits_for_a_stream_that_is_not_ready() -> None:
 def test_a_whole_batch_waits_for_both_its_parts() -> None:
     source = Source(Slow([None, ids(1), ids(2)]), Slow([None, rest(1), rest(2)]))
     found = [source.poll() for _ in range(4)]
-    assert [pair if pair is None else int(pair[0].batch.ids[0]) for pair in found] == [None, None, 1, 2]
+    assert [own if own is None else int(own.batch.ids[0]) for own in found] == [None, None, 1, 2]
 
 
 def test_ids_whose_rest_is_late_are_not_lost_when_the_caller_begins_to_look_ahead() -> None:

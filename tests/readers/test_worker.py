@@ -12,7 +12,7 @@ import pytest
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.readers.worker import WorkerSource
+from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
 from tests.support.data_files import PARQUET_COLUMNS, make_job, same_batch, write_day, write_parquet

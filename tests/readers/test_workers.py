@@ -14,10 +14,9 @@ import pytest
 import structlog
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.decoder import DecoderShare, decode_share
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.readers.worker import WorkerSource
+from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import (
     LONG_S,
@@ -154,7 +153,7 @@ def test_batches_of_others_are_not_even_checked(make: Callable[[Path], Job], tmp
             with pytest.raises(DataError, match=r"row 30, column|line 31, column"):
                 list(decode_share(share, open_reader(job)))
         else:
-            assert [place.step for place, _ in decode_share(share, open_reader(job))] == list(range(index, 13, 11))
+            assert [own.step for own in decode_share(share, open_reader(job))] == list(range(index, 13, 11))
 
 
 @pytest.mark.parametrize(("num_workers", "num_ahead", "bound"), [(3, 6, 6), (2, 1, 2)])

@@ -43,6 +43,7 @@ from tests.simulation.server import SimulatedServer
 from tests.simulation.storage import Storage
 from tests.support.cold_dict import ColdDict
 from tests.support.driver import InProcessRun, Past, Settings, plain_store, table_state
+from tests.support.planner_integrity import check_planner
 from tests.support.tiers import tiered
 
 Say = Callable[[str], None]
@@ -219,7 +220,7 @@ class Life:
         run, tables = both.run, self.tables
         assert tables is not None, "a prefetcher that ends has lived"
         self._check_nothing_unnoticed(both)
-        run.prefetcher.planner.check_integrity()
+        check_planner(run.prefetcher.planner)
         for store in run.plain_stores:
             if isinstance(store, TieredStore):
                 store.check_integrity()

@@ -13,7 +13,7 @@ from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.stores.cold.cold_rows import Places
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows

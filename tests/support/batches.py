@@ -79,7 +79,9 @@ def small_batches(
         kind: Kind = "eval" if step in eval_at else "train"
         size = BATCH_SIZE if step < num_steps + len(eval_at) - 1 else BATCH_SIZE // 3
         scheduled.append(
-            ScheduledBatch(step=step, kind=kind, train_step=train_step, epoch=0, batch=make_batch(job, bags, size, rng))
+            ScheduledBatch.at(
+                step=step, kind=kind, train_step=train_step, epoch=0, batch=make_batch(job, bags, size, rng)
+            )
         )
         train_step += kind == "train"
     return scheduled

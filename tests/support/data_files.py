@@ -16,7 +16,7 @@ import xxhash
 from msgspec.structs import replace
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Part
+from rowcast.prefetcher.readers.reader import Part
 from rowcast.protocol.batch import Batch, Kind
 from tests.support import jobs
 

@@ -29,16 +29,14 @@ from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.readers.batch_parts import DenseBatch, divide
-from rowcast.prefetcher.readers.schedule import PlacedIds, SchedulePoint
+from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.inputs import batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
@@ -66,12 +64,13 @@ from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 from rowcast.trainer.step.slots import make_records
 from tests.support.cold_dict import ColdDict
 from tests.support.late_store import LateStore
+from tests.support.planner_integrity import check_planner
 from tests.support.seeded_streams import SeededStreams
 from tests.support.tiers import tiered
 
 # advances without progress after which a run is stuck: the late store's dice and skewed choices stay far below
 QUIET_LIMIT = 20_000
-EMPTY = DenseBatch(dense=np.zeros((0, 13), np.float32), labels=np.zeros(0, np.float32))
+EMPTY = Samples(dense=np.zeros((0, 13), np.float32), labels=np.zeros(0, np.float32))
 HEAD_START = 100  # advances of the prefetcher before the trainer begins
 
 
@@ -87,13 +86,13 @@ class ListSource:
     ) -> None:
         self._batches, self._chance = deque(batches), chance
         self._evaluated = (start or Position()).eval_batch or 0  # batches of the evaluation in progress
-        self._rests: deque[DenseBatch] = deque()
+        self._rests: deque[Samples] = deque()
 
     @property
     def ended(self) -> bool:
         return not self._batches
 
-    def poll_ids(self) -> PlacedIds | None:
+    def poll_ids(self) -> Scheduled[Lookups] | None:
         if not self._batches:
             return None
         own = self._batches.popleft()
@@ -102,11 +101,10 @@ class ListSource:
             at = msgspec.structs.replace(at, eval_batch=self._evaluated)
         after = at.after_train() if own.kind == "train" else at.after_eval()
         self._evaluated = after.eval_batch or 0
-        ids, rest = divide(own.batch)
-        self._rests.append(rest)
-        return PlacedIds(point=SchedulePoint(kind=own.kind, position=at, following=after), batch=ids)
+        self._rests.append(own.batch.samples)
+        return Scheduled(kind=own.kind, position=at, following=after, batch=own.batch.lookups)
 
-    def poll_dense(self) -> DenseBatch | None:
+    def poll_dense(self) -> Samples | None:
         is_late = self._chance is not None and self._chance.random() < 0.3
         return None if is_late else self._rests.popleft()
 
@@ -241,7 +239,7 @@ class InProcessRun:
         rank = UNDIVIDED if sharing is None else sharing.rank
         shard = OwnShard(number=rank.number, count=rank.count)
         start = Position() if past is None or past.newest is None else past.newest.position
-        first = divide(batches[0].batch)[1] if batches else EMPTY
+        first = batches[0].batch.samples if batches else EMPTY
         batches = batches[start.step :]
         restore = (
             b"" if past is None or past.newest is None else b"".join(dense_content(past.checkpoints.root, past.newest))
@@ -273,6 +271,7 @@ class InProcessRun:
             train_steps=None,
             first_train_step=start.train_step,
             restore_bytes=len(restore),
+            start=start,
             rank=rank.number,
         )
         self.writer = None
@@ -291,38 +290,30 @@ class InProcessRun:
                 store.store = settings.harm(store.store)
         seen = rowcast.prefetcher.pipeline.metrics.new_counters(self.groups, rank.number)
         self.prefetcher = rowcast.prefetcher.pipeline.engine.PrefetcherEngine(
-            rowcast.prefetcher.pipeline.engine.PrefetcherParts(
-                job=job,
-                groups=self.groups,
-                source=ListSource(batches, self.chance if settings.late_store else None, start),
-                planner=job_planner(
-                    job,
-                    self.groups,
-                    [settings.slots] if settings.tier_slots is None else [settings.slots, settings.tier_slots],
-                    batches[:MEASURED_BATCHES],
-                    pinned=settings.pinned,
-                    rank=rank,
-                ),
-                measured=[],
-                checksums=BatchChecksums(
-                    job.lookahead.depth, () if past is None or past.newest is None else past.newest.ahead
-                ),
-                stores=stores,
-                conversation=conversation,
-                fetch_ring=rings.fetch_writer,
-                back_ring=rings.back_reader,
-                checkpointer=MemoryCheckpointer()
-                if self.writer is None
-                else BarrierCheckpointer(self.groups, stores, self.writer, parse_bytes(job.checkpoint.memory)),
-                welcome=welcome,
-                mode="train",
-                start=start,
-                counters=seen,
-                restore=restore,
+            job=job,
+            welcome=welcome,
+            source=ListSource(batches, self.chance if settings.late_store else None, start),
+            planner=job_planner(
+                job,
+                self.groups,
+                [settings.slots] if settings.tier_slots is None else [settings.slots, settings.tier_slots],
+                batches[:MEASURED_BATCHES],
+                pinned=settings.pinned,
                 rank=rank,
-            )
+            ),
+            stores=stores,
+            conversation=conversation,
+            rings=(rings.fetch_writer, rings.back_reader),
+            checkpointer=MemoryCheckpointer()
+            if self.writer is None
+            else BarrierCheckpointer(self.groups, stores, self.writer, parse_bytes(job.checkpoint.memory)),
+            counters=seen,
         )
-        self.prefetcher.planning.on_plan = self._note_plan
+        if past is not None and past.newest is not None:
+            self.prefetcher.planning.checksums = BatchChecksums(job.lookahead.depth, past.newest.ahead)
+        if restore:
+            self.prefetcher.barrier.restore(restore)
+        self.prefetcher.planning.on_plan = self.plans.append
         trainer_conversation = Conversation(Session("trainer"), links[1])
         self._greet(trainer_conversation, rank)
         self.stop = AgreedStop(rank, welcome.depth, trainer_conversation.send)
@@ -383,16 +374,13 @@ class InProcessRun:
         assert self.prefetcher.conversation.advance(), "Hello arrives"
         assert conversation.advance(), "Welcome arrives"
 
-    def _note_plan(self, planned: PlannedStep) -> None:
-        self.plans.append(planned.plan)
-
     def run(self) -> "InProcessRun":
         for _ in range(HEAD_START):  # so that plans are in flight together, whatever the seed's weights
             self.chance.choice(list(self.prefetcher.stages.values())).advance()
         self.advance_until(lambda: self.trainer.finished)
         self.trainer.say_bye()
         self.advance_until(lambda: self.prefetcher.finished)
-        self.prefetcher.planner.check_integrity()
+        check_planner(self.prefetcher.planner)
         return self
 
     def advance_until(self, condition: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ POLL_S = 0.01
 MODULES = (
     "torch._dynamo",
     "matplotlib.backends.backend_svg",
-    "rowcast.prefetcher.run.prefetcher_run",
+    "rowcast.prefetcher.run.attempt",
     "rowcast.trainer.run.attempt",
 )
 

@@ -105,7 +105,7 @@ def random_schedule(
     rng = np.random.default_rng(5)
     sizes = [size] * (len(kinds) - 1) + [size // 2]
     return [
-        ScheduledBatch(
+        ScheduledBatch.at(
             step=step,
             kind=kind,
             train_step=kinds[:step].count("train"),

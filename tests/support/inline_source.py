@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns
-from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import Turn, places
-from rowcast.prefetcher.readers.source import Arrival, Source, SourceCounters, SourceInfo, source_info
+from rowcast.prefetcher.readers.reader import Columns, Part, Pending, Reader, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import places
+from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
+from rowcast.protocol.batch import Scheduled
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import RowcastError
 
@@ -17,7 +17,7 @@ class InlineStream:
     def __init__(self, job: Job, columns: Columns, max_steps: int | None, start: Position | None) -> None:
         self.counters = SourceCounters()
         self._job, self._columns, self._max_steps, self._position = job, columns, max_steps, start
-        self._open: tuple[Reader, SourceInfo, Iterator[Turn]] | None = None
+        self._open: tuple[Reader, SourceInfo, Iterator[Scheduled[Pending]]] | None = None
         self._failure: RowcastError | None = None
         self._ended = self._closed = False
 
@@ -27,7 +27,7 @@ class InlineStream:
     def info(self) -> SourceInfo:
         return self._opened()[1]
 
-    def take(self) -> Arrival | None:
+    def take(self) -> Scheduled[Part] | None:
         if self._closed:
             return None
         if self._failure is not None:
@@ -45,19 +45,18 @@ class InlineStream:
     def close(self) -> None:
         self._closed, self._open = True, None
 
-    def _next(self) -> Arrival | None:
+    def _next(self) -> Scheduled[Part] | None:
         reader, _, turns = self._opened()
-        turn = next(turns, None)
-        self._ended = turn is None
-        if turn is None:
+        place = next(turns, None)
+        self._ended = place is None
+        if place is None:
             return None
-        point, decode = turn
-        part = decode()
+        part = place.batch()
         self.counters.batches += 1
         self.counters.invalid_ids = reader.invalid_ids
-        return point, part
+        return place.holding(part)
 
-    def _opened(self) -> tuple[Reader, SourceInfo, Iterator[Turn]]:
+    def _opened(self) -> tuple[Reader, SourceInfo, Iterator[Scheduled[Pending]]]:
         if self._open is None:
             reader = open_reader(self._job, self._columns)
             turns = places(self._job, reader, self._max_steps, self._position)

@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
-from rowcast.prefetcher.planner.auto_horizon import AutoHorizon
-from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from rowcast.trainer.kernels.lookups import arranged
+from tests.support.planner_integrity import check_planner
 
 Entry = StepPlan | BarrierPlan
 
@@ -90,7 +90,7 @@ def random_batch(
 
 def schedule(batches: list[Batch], kinds: list[Kind], first_step: int = 0) -> list[ScheduledBatch]:
     return [
-        ScheduledBatch(step=first_step + i, kind=kind, train_step=kinds[:i].count("train"), epoch=0, batch=batch)
+        ScheduledBatch.at(step=first_step + i, kind=kind, train_step=kinds[:i].count("train"), epoch=0, batch=batch)
         for i, (batch, kind) in enumerate(zip(batches, kinds, strict=True))
     ]
 
@@ -227,7 +227,7 @@ def entries_of(run: Run, eager: bool = True, check: bool = False, horizon: AutoH
         if plan.step in run.barriers:
             entries.append(planner.barrier("checkpoint", finished=False))
         if check:
-            planner.check_integrity()
+            check_planner(planner)
         feed(planner, left, eager)
     return entries
 

@@ -18,6 +18,7 @@ from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support.collectives import InProcessCollectives, Network
 from tests.support.driver import QUIET_LIMIT, InProcessRun, Past, Settings, Sharing, StuckError
 from tests.support.full_capacity import bits
+from tests.support.planner_integrity import check_planner
 
 
 class RankedRun:
@@ -78,7 +79,7 @@ class RankedRun:
             pair.trainer.say_bye()
         self._advance_until_all("prefetcher")
         for pair in self.pairs:
-            pair.prefetcher.planner.check_integrity()
+            check_planner(pair.prefetcher.planner)
         return self
 
     def advance(self, times: int) -> None:

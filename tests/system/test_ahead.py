@@ -6,11 +6,13 @@ import pytest
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier, PlannedStep
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepReady
+from rowcast.protocol.packing import pack
+from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.step.cache import ArrivedStep
 from tests.support import driver
@@ -119,9 +121,9 @@ def test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done(
     run = make_run(job, batches, "more", seed)
     ahead: list[int] = []
 
-    def note(planned: PlannedStep) -> None:
+    def note(plan: StepPlan) -> None:
         done = run.prefetcher.fetcher.done_through
-        ahead.append(planned.plan.step - (-1 if done is None else done))
+        ahead.append(plan.step - (-1 if done is None else done))
 
     run.prefetcher.planning.on_plan = note
     run.run()
@@ -206,7 +208,7 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     planner.end()
     plan = planner.plan()
     assert any(len(group.fetch_keys) for group in plan.groups), "the later plan has nothing to read"
-    prefetcher.plans.append(PlannedStep(dense=planning._dense_batches[0], plan=plan, batches=0))
+    prefetcher.plans.append(pack(planning._samples[0], plan, 0))
     run.advance_until(lambda: prefetcher.barrier.ended)
     assert (fetcher.sent_through, fetcher.reading, len(prefetcher.plans)) == (last, 0, 1)
     assert [plan.step for plan in run.plans] == list(range(last + 1))

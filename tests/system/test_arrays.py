@@ -13,8 +13,7 @@ from torch import Tensor
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.job_planner import job_planner
-from rowcast.prefetcher.readers.batch_parts import divide
+from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
@@ -96,8 +95,8 @@ def plan_of(job: Job, batch: ScheduledBatch, rank: Rank) -> tuple[PlanCheck, Pla
     planner.add(batch)
     planner.end()
     plan = planner.plan()
-    _, whole = divide(batch.batch)
-    own = whole.of_samples(arrays_of_samples(batch.batch, samples_of(batch.batch.size, rank), belonging(job)))
+    whole = batch.batch.samples
+    own = whole.of(arrays_of_samples(batch.batch, samples_of(batch.batch.size, rank), belonging(job)))
     block = plan_block(own, plan)
     content = np.zeros(block.nbytes, np.uint8)
     block.write(0, content)

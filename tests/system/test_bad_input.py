@@ -15,7 +15,7 @@ import structlog
 from rowcast.command_line.trainer import app as trainer_app
 from rowcast.job.file import load_job
 from rowcast.prefetcher.run.all_ranks import check_options
-from rowcast.prefetcher.run.options import RunOptions
+from rowcast.prefetcher.run.starting_point import RunOptions
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.facts import facts

@@ -9,7 +9,7 @@ import rowcast.prefetcher.pipeline.barrier
 import rowcast.trainer.step.barrier
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.pipeline.plan_stream import PlannedBarrier
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.runtime.errors import LocalProtocolError
 from rowcast.runtime.stages import StateTable
 from tests.support import driver

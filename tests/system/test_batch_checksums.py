@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from rowcast.prefetcher.pipeline.batch_checksums import DENSE_AND_LABELS, BatchChecksums, Chain, first_checksums
-from rowcast.prefetcher.readers.batch_parts import divide
-from rowcast.prefetcher.readers.schedule import PlacedIds, ReadBatch, SchedulePoint
-from rowcast.protocol.batch import Batch, Kind
+from rowcast.protocol.batch import Batch, Kind, Scheduled, ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import Mismatch
 from tests.support.facts import facts
@@ -16,10 +14,9 @@ from tests.support.facts import facts
 FEATURES = ["user", "item", "shop"]
 
 
-def placed(batch: Batch, kind: Kind = "train", train_step: int = 0) -> ReadBatch:
+def placed(batch: Batch, kind: Kind = "train", train_step: int = 0) -> ScheduledBatch:
     at = Position(step=train_step, train_step=train_step, eval_batch=0 if kind == "eval" else None)
-    ids, dense = divide(batch)
-    return PlacedIds(point=SchedulePoint(kind=kind, position=at, following=at.after_train()), batch=ids), dense
+    return Scheduled(kind=kind, position=at, following=at.after_train(), batch=batch)
 
 
 def jagged() -> Batch:
@@ -91,8 +88,8 @@ def test_a_restart_compares_ids_and_the_dense_parts_that_were_known() -> None:
     batches = [placed(jagged(), train_step=step) for step in range(3)]
     before = BatchChecksums(depth=1)
     for batch in batches:
-        before.add_ids(batch[0])
-    before.add_dense(batches[0][1])
+        before.add_ids(batch)
+    before.add_dense(batches[0].batch)
     assert [bool(batch.dense) for batch in before.ahead] == [True, False, False]
     relabelled = placed(replace(jagged(), labels=1 - jagged().labels))
 
@@ -101,12 +98,12 @@ def test_a_restart_compares_ids_and_the_dense_parts_that_were_known() -> None:
 
     after = restart()
     for batch in batches:
-        after.add_ids(batch[0])
-        after.add_dense(batch[1])
+        after.add_ids(batch)
+        after.add_dense(batch.batch)
     after = restart()
-    after.add_ids(relabelled[0])
+    after.add_ids(relabelled)
     with pytest.raises(Mismatch, match=facts("dense features and labels", "train step 0")):
-        after.add_dense(relabelled[1])
+        after.add_dense(relabelled.batch)
     with pytest.raises(Mismatch, match="the ids of train step 2"):
-        restart().add_ids(placed(replace(jagged(), ids=jagged().ids + 1), train_step=2)[0])
-    restart().add_ids(placed(replace(jagged(), ids=jagged().ids + 1), train_step=3)[0])  # not known then
+        restart().add_ids(placed(replace(jagged(), ids=jagged().ids + 1), train_step=2))
+    restart().add_ids(placed(replace(jagged(), ids=jagged().ids + 1), train_step=3))  # not known then

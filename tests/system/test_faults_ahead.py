@@ -9,9 +9,7 @@ import pytest
 
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.readers.batch_parts import DenseBatch
-from rowcast.prefetcher.readers.schedule import PlacedIds
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from tests.support.batches import slots_for, small_batches, small_job
@@ -33,12 +31,12 @@ class BrokenSource(ListSource):
         self._fault_in = {"ids": step, "dense": -1} if where == "ids" else {"ids": -1, "dense": step}
         self._next_dense = batches[0].step
 
-    def poll_ids(self) -> PlacedIds | None:
+    def poll_ids(self) -> Scheduled[Lookups] | None:
         if self._batches and self._batches[0].step == self._fault_in["ids"]:
             raise DataError("row 7 is bad")
         return super().poll_ids()
 
-    def poll_dense(self) -> DenseBatch | None:
+    def poll_dense(self) -> Samples | None:
         if self._next_dense == self._fault_in["dense"]:
             raise DataError("row 7 is bad")
         self._next_dense += 1
@@ -70,9 +68,7 @@ def test_every_step_before_a_fault_is_trained_and_in_a_checkpoint(step: int, whe
 
 def test_a_stop_before_the_fault_is_a_stop(tmp_path: Path) -> None:
     run = broken(InProcessRun(JOB, BATCHES, SETTINGS, past(tmp_path)), 16, "ids")
-    run.prefetcher.planning.on_plan = lambda planned: (
-        run.prefetcher.planning.stop("test") if planned.plan.step == 3 else None
-    )
+    run.prefetcher.planning.on_plan = lambda plan: run.prefetcher.planning.stop("test") if plan.step == 3 else None
     run.run()
     assert run.writer is not None
     assert run.writer.newest is not None

@@ -98,6 +98,6 @@ def test_a_group_that_the_first_batches_leave_alone_has_slots_for_later() -> Non
         ids=np.arange(lookups.sum()) % 100,
         offsets=np.concatenate([[0], np.cumsum(lookups)]),
     )
-    scheduled = ScheduledBatch(step=0, kind="train", train_step=0, epoch=0, batch=batch)
+    scheduled = ScheduledBatch.at(step=0, kind="train", train_step=0, epoch=0, batch=batch)
     slots = divide_capacity((narrow, wide), measure((narrow, wide), [scheduled]), capacity_bytes=2**20)
     assert slots[wide.index] >= BATCH_SIZE, "room for a row a bag"

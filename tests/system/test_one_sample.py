@@ -28,7 +28,7 @@ def batches_of(own: Any, sizes: Sequence[int]) -> list[ScheduledBatch]:
     rng = np.random.default_rng(7)
     made = [make_batch(own, "multi", size, rng) for size in sizes]
     return [
-        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=batch)
+        ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=batch)
         for step, batch in enumerate(made)
     ]
 

@@ -41,7 +41,7 @@ WHERE_IT_IS_MADE = {
         "            offsets=rows.offsets,",
         "            row_counts=np.diff(rows.segment_offsets),\n",
     ),
-    "prefetcher/planner/rank_share.py": (
+    "prefetcher/planner/exchange.py": (
         "            offsets=joined_offsets([part.offsets",
         "            row_counts=np.concatenate([np.diff(part.segment_offsets) for part in parts]),\n",
     ),

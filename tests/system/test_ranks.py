@@ -146,7 +146,7 @@ def test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting(case
 def test_batches_smaller_than_the_ranks_leave_some_without_samples() -> None:
     job, rng = small_job("adam", "empty"), np.random.default_rng(4)
     batches = [
-        ScheduledBatch(
+        ScheduledBatch.at(
             step=step,
             kind="eval" if step == 2 else "train",
             train_step=step - (step > 2),

@@ -15,10 +15,9 @@ import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.step.metrics
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.readers.schedule import PlacedIds
-from rowcast.prefetcher.run.gauges import stall_clocks
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
+from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.disk import Disk
@@ -44,7 +43,7 @@ class SilentSource(ListSource):
     def ended(self) -> bool:
         return False
 
-    def poll_ids(self) -> PlacedIds | None:
+    def poll_ids(self) -> Scheduled[Lookups] | None:
         return None
 
 
@@ -115,7 +114,7 @@ def served(collector: CountersCollector[Any, Any]) -> dict[str, float]:
 
 def assert_prefetcher_stalls(run: InProcessRun, stage: str, reason: str) -> None:
     engine = run.prefetcher
-    assert idle(engine.stages[stage], stall_clocks(engine)[stage], engine.counters.stalls) == {reason}
+    assert idle(engine.stages[stage], engine.stall_clocks()[stage], engine.counters.stalls) == {reason}
     found = served(three_steps.prefetcher_collector(engine.counters))
     assert found == engine.counters.stalls
     assert found[reason] > 0

@@ -24,6 +24,7 @@ from rowcast.runtime.errors import ConfigError
 from tests.support.batches import NUM_DENSE, distinct_rows, make_batch, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, start_state
+from tests.support.planner_integrity import check_planner
 
 LARGE_BATCH = 5_000
 LARGE_TABLES = (("narrow", 24_000, 8, ["f0", "f1"]), ("wide", 12_000, 24, ["f2"]))
@@ -42,7 +43,7 @@ def large_workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, 
     rng = np.random.default_rng(8)
     kinds = ["train", "train", "eval", "train", "train", "train", "train"]
     batches = [
-        ScheduledBatch(
+        ScheduledBatch.at(
             step=step,
             kind="eval" if kind == "eval" else "train",
             train_step=kinds[:step].count("train"),
@@ -195,11 +196,11 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_changes(depth: int
     )
     planner = run.prefetcher.planner
     before = (planner.occupancy, copy.copy(planner.counters))
-    planner.check_integrity()
+    check_planner(planner)
     with pytest.raises(ConfigError, match=re.escape(str(refusal.value))):
         planner.plan()
     assert (planner.occupancy, planner.counters) == before
-    planner.check_integrity()
+    check_planner(planner)
     assert len(run.plans) == at
     assert run.prefetcher.planning.planned_through == (at - 1 if at else None)
 

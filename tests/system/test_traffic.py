@@ -16,7 +16,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
-from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import sizes
@@ -202,7 +202,7 @@ def test_a_row_that_only_evaluations_touch_is_never_stored(capacity: str, traffi
 def without_evaluations(batches: Sequence[ScheduledBatch]) -> list[ScheduledBatch]:
     kept = [batch for batch in batches if batch.kind == "train"]
     return [
-        ScheduledBatch(step=step, kind="train", train_step=batch.train_step, epoch=batch.epoch, batch=batch.batch)
+        ScheduledBatch.at(step=step, kind="train", train_step=batch.train_step, epoch=batch.epoch, batch=batch.batch)
         for step, batch in enumerate(kept)
     ]
 

@@ -127,7 +127,7 @@ def test_a_part_without_samples_changes_nothing() -> None:
     job = small_job("adagrad", "multi")
     rng = np.random.default_rng(2)
     batches = [
-        ScheduledBatch(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 2, rng))
+        ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=make_batch(job, "multi", 2, rng))
         for step in range(4)
     ]
     of_two, of_eight = (outcome("adagrad", "multi", parts, batches) for parts in (2, 8))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.job_planner import job_planner
+from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import PlanHeader, ShareHeader, StepReady
 from rowcast.protocol.packing import plan_block, plan_header

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, DenseBatch, Part, decode_part
 from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
 from rowcast.prefetcher.readers.id_check import (
@@ -29,8 +28,9 @@ from rowcast.prefetcher.readers.id_check import (
     refuse_weights,
     row_location,
 )
+from rowcast.prefetcher.readers.reader import Columns, Part, decode_part
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
-from rowcast.protocol.batch import IdsBatch
+from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.arrays import U64
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -78,30 +78,30 @@ class NpyRows:
         days = rows_by_file(self._bounds, rows)
         return decode_part(
             self._part,
-            dense=lambda: join_dense(days, [self._dense(day) for day in days], [{} for _ in days]),
-            ids=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
+            samples=lambda: join_dense(days, [self._dense(day) for day in days], [{} for _ in days]),
+            lookups=lambda: join_ids(days, [self._checked_ids(day) for day in days]),
         )
 
-    def _dense(self, taken: FileRows) -> DenseBatch:
+    def _dense(self, taken: FileRows) -> Samples:
         name, dense, _, labels = self._days[taken.file]
         where = as_slice(taken.rows)
         given = labels[where].reshape(len(taken.rows), -1)
         dense_location, label_location = (row_location(part_path(name, part), taken.rows) for part in PARTS[::2])
-        return DenseBatch(
+        return Samples(
             dense=check_dense(np.array(dense[where]), self.dense_names, dense_location),
             labels=check_labels([*given.T], self._label_columns, label_location),
         )
 
-    def _checked_ids(self, taken: FileRows) -> IdsBatch:
+    def _checked_ids(self, taken: FileRows) -> Lookups:
         day = self._days[taken.file]
         sparse = day.sparse[as_slice(taken.rows)]
         if self._hash:
             moduli = np.array([feature.num_embeddings for feature in self._features], np.uint64)
             unsigned = by_feature(sparse.view(sparse.dtype.str.replace("i", "u")), self._columns)
-            return IdsBatch(size=len(sparse), ids=(unsigned % moduli[:, np.newaxis]).view(np.int64).ravel())
+            return Lookups(size=len(sparse), ids=(unsigned % moduli[:, np.newaxis]).view(np.int64).ravel())
         wide = by_feature(sparse, self._columns).view(np.int64).ravel()
         location = row_location(part_path(day.name, "sparse"), taken.rows)
-        return IdsBatch(
+        return Lookups(
             size=len(sparse),
             ids=self._ids.check(wide, np.arange(len(self._columns) + 1) * len(sparse), lambda f: location),
         )

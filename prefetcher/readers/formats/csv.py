@@ -24,7 +24,6 @@ from pyarrow import csv as arrow_csv
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder
-from rowcast.prefetcher.readers.batch_parts import join_parts
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
@@ -110,7 +109,7 @@ class CsvCursor(TextCursor):
         decoded = [decode(self.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks]
         [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
         dense, ids = own.decoder.dense(table, self._location(lines)), own.decoder.ids(table, self._location(lines))
-        return join_parts(ids, dense)
+        return Batch.of(ids, dense)
 
     def _location(self, lines: Ids) -> Location:
         return lambda i: self._rows.index.location(int(lines[i]))

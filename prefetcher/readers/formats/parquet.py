@@ -14,13 +14,13 @@ import pyarrow as pa
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
-from rowcast.prefetcher.readers.batch_parts import Columns, Part, decode_part
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import IdCheck, row_location
+from rowcast.prefetcher.readers.reader import Columns, Part, decode_part
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -75,12 +75,12 @@ class ParquetCursor:
         taken = [(self._arrow.take(own), row_location(paths[own.file], own.rows)) for own in files]
         return decode_part(
             self._rows.part,
-            dense=lambda: join_dense(
+            samples=lambda: join_dense(
                 files,
                 [decoder.dense(table, location) for table, location in taken],
                 [decoder.lengths(table) for table, _ in taken],
             ),
-            ids=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
+            lookups=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
         )
 
 

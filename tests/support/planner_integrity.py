@@ -1,11 +1,19 @@
-"""Checks that all copies of a group's planning state agree. Slow; for idle times and tests."""
+"""Checks that all copies of a group's planning state agree. Slow."""
 
 import numpy as np
 
 from rowcast.prefetcher.planner.directory import EMPTY, LOW, Directory, Records, check_directory, locate
 from rowcast.prefetcher.planner.group_planner import GroupPlanner, Part
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, Occurrences
+from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.runtime.arrays import I32, I64
+
+
+def check_planner(planner: RowPlanner) -> None:
+    """Raises AssertionError with both numbers if directory, slots, queues and horizon disagree."""
+    for level in planner.levels:
+        for index, group in enumerate(level.groups):
+            check_group(group, [(batch.step, batch.groups[index].keys) for batch in planner.known.batches])
 
 
 def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:

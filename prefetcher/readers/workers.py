@@ -1,14 +1,20 @@
-"""Decodes batches in a child process, so that parsing never holds the planner's GIL.
+"""Decodes batches in prefetcher.workers child processes, with the order and the bits of a single process.
+
+    decoder 0: steps 0, 3, 6, ...  --> queue --+
+    decoder 1: steps 1, 4, 7, ...  --> queue --+--> take: step 0 of the first, step 1 of the second, ...
+    decoder 2: steps 2, 5, 8, ...  --> queue --+
 
     child                                     parent
     schedule -> decode -> send == shared memory ==> receiver thread -> queue -> take
 
-When the queue is full the receiver takes nothing more, and the child waits in `send`. The child starts by spawn:
-importing torch would cost seconds and hundreds of MB. It
-ignores stop signals, which a terminal or a service manager sends to the whole process group and the parent handles. It
-exits when the parent does, however the parent ends.
+Every child iterates the whole schedule and skips the others' batches. So an error appears in its batch's turn, and the
+end in the turn of the missing batch. Parsing never holds the planner's GIL. When a queue is full its receiver takes
+nothing more, and the child waits in `send`. A child starts by spawn: importing torch would cost seconds and hundreds of
+MB. It ignores stop signals, which a terminal or a service manager sends to the whole process group and the parent
+handles. It exits when the parent does, however the parent ends.
 """
 
+import atexit
 import os
 import queue
 import signal
@@ -22,15 +28,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.batch_parts import Columns, Part
-from rowcast.prefetcher.readers.reader import Reader, open_reader
-from rowcast.prefetcher.readers.schedule import SchedulePoint, places
+from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import places
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
-from rowcast.prefetcher.readers.source import SourceInfo, source_info
+from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
+from rowcast.protocol.batch import Scheduled
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.children import killed_by
 from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.runtime.stops import STOPS, held, release
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.telemetry.timeline import Timeline
+
+NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead
+LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +61,7 @@ class DecoderShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    point: SchedulePoint
-    part: Part
+    scheduled: Scheduled[Part]
     invalid_ids: int  # so far
     blocked_s: float  # seconds that the child spent sending, so far
     decode_s: float
@@ -98,11 +108,10 @@ def send_share(share: DecoderShare, sender: ArraySender) -> None:
     reader = open_reader(share.job, share.columns)
     sender.send(source_info(share.job, reader, share.max_steps, share.start))
     blocked_s, began_s = 0.0, time.perf_counter()
-    for point, part in decode_share(share, reader):
+    for scheduled in decode_share(share, reader):
         decoded_s = time.perf_counter()
         delivery = Delivery(
-            point=point,
-            part=part,
+            scheduled=scheduled,
             invalid_ids=reader.invalid_ids,
             blocked_s=blocked_s,
             decode_s=decoded_s - began_s,
@@ -114,10 +123,10 @@ def send_share(share: DecoderShare, sender: ArraySender) -> None:
     sender.send(EndOfBatches())
 
 
-def decode_share(share: DecoderShare, reader: Reader) -> Iterator[tuple[SchedulePoint, Part]]:
-    for point, pending in places(share.job, reader, share.max_steps, share.start):
-        if share.owns(point.step):
-            yield point, pending()
+def decode_share(share: DecoderShare, reader: Reader) -> Iterator[Scheduled[Part]]:
+    for place in places(share.job, reader, share.max_steps, share.start):
+        if share.owns(place.step):
+            yield place.holding(place.batch())
 
 
 def ignore_group_signals() -> None:
@@ -256,3 +265,142 @@ class Decoder:
         if code is not None and code < 0:
             return RowcastError(f"{what} {killed_by(-code)}")
         return RowcastError(f"{what} ended with exit code {code}; its own error is above on stderr")
+
+
+class DecodedStream:
+    """A `BatchStream` of `num_decoders` processes."""
+
+    def __init__(
+        self,
+        job: Job,
+        columns: Columns,
+        max_steps: int | None,
+        start: Position | None,
+        *,
+        num_decoders: int,
+        num_ahead: int,
+        on_arrival: Callable[[], None],
+        timeline: Timeline | None,
+    ) -> None:
+        self.counters = SourceCounters()
+        self._timeline, self._columns = timeline, columns
+        self._decoded_s: list[float | None] = [None] * num_decoders  # when each decoder had its last batch
+        ahead = max(-(-num_ahead // num_decoders), min(LEAST_AHEAD, num_ahead))
+        shares = [
+            DecoderShare(
+                job=job, columns=columns, max_steps=max_steps, start=start, index=index, num_decoders=num_decoders
+            )
+            for index in range(num_decoders)
+        ]
+        self._decoders = [Decoder(share, ahead, on_arrival) for share in shares]
+        self._next_step = (start or Position()).step
+        self._invalid_ids, self._blocked_s = [0] * num_decoders, [0.0] * num_decoders  # of each decoder
+        self._ended = False
+        self._starved_since: float | None = None
+
+    def start(self) -> None:
+        atexit.register(self.close)  # before multiprocessing's, which would wait for children that ignore SIGTERM
+        for decoder in self._decoders:
+            decoder.start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [decoder.pid for decoder in self._decoders if decoder.pid is not None]
+
+    def info(self) -> SourceInfo:
+        return self._decoders[0].info()
+
+    def take(self) -> Scheduled[Part] | None:
+        index = self._next_step % len(self._decoders)
+        delivery = self._decoders[index].take()
+        self.counters.queue_depth = sum(decoder.num_waiting for decoder in self._decoders)
+        if delivery is None:
+            self._starved_since = self._starved_since or time.monotonic()
+            return None
+        self._end_starvation()
+        if isinstance(delivery, EndOfBatches):
+            self._ended = True
+            return None
+        step = delivery.scheduled.step
+        assert step == self._next_step, f"decoder {index} gave step {step}, but step {self._next_step} follows"
+        self._next_step += 1
+        self._show(index, delivery)
+        self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s
+        self.counters.batches += 1
+        self.counters.invalid_ids, self.counters.decoder_blocked_s = sum(self._invalid_ids), sum(self._blocked_s)
+        return delivery.scheduled
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        for decoder in self._decoders:
+            decoder.stop()
+        for decoder in self._decoders:
+            decoder.close()
+
+    def _show(self, index: int, delivery: Delivery) -> None:
+        """Records a batch's decoding on the timeline, and before it the child's wait to send the previous one."""
+        if self._timeline is None:
+            return
+        track, before_s = f"decoder {index}" + (" (dense)" if self._columns == "dense" else ""), self._decoded_s[index]
+        if before_s is not None:
+            blocked_s = delivery.blocked_s - self._blocked_s[index]
+            self._timeline.add("wait", "queue", blocked_s, ended_s=before_s + blocked_s, track=track)
+        self._timeline.add(
+            "work", "decode", delivery.decode_s, delivery.scheduled.step, ended_s=delivery.decoded_s, track=track
+        )
+        self._decoded_s[index] = delivery.decoded_s
+
+    def _end_starvation(self) -> None:
+        if self._starved_since is not None:
+            self.counters.planner_blocked_s += time.monotonic() - self._starved_since
+            self._starved_since = None
+
+
+class WorkerSource(Source):
+    """A `Source` that decodes in child processes, at most about `num_ahead` batches ahead of the polls."""
+
+    def __init__(
+        self,
+        job: Job,
+        max_steps: int | None = None,
+        start: Position | None = None,
+        *,
+        num_ahead: int = NUM_AHEAD,
+        on_arrival: Callable[[], None] = lambda: None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """The receivers' threads call `on_arrival` whenever a poll may return something new: a batch, the end, an
+        error."""
+        self._job = job
+        num_decoders = job.prefetcher.workers if can_share(job) else 1
+        self._decoded: list[DecodedStream] = []
+        for columns in stream_columns(job):
+            stream = DecodedStream(
+                job,
+                columns,
+                max_steps,
+                start,
+                num_decoders=1 if columns == "dense" else num_decoders,  # dense features are little work, not far ahead
+                num_ahead=num_ahead,
+                on_arrival=on_arrival,
+                timeline=timeline,
+            )
+            self._decoded.append(stream)
+        super().__init__(self._decoded[0], self._decoded[1] if len(self._decoded) > 1 else None)
+
+    def start(self) -> None:
+        if self._job.prefetcher.workers > 1 and not can_share(self._job):
+            get_logger().warning(
+                "one worker decodes: batches of a data set of your own are made one after another",
+                workers=self._job.prefetcher.workers,
+                format=self._job.data.format,
+            )
+        super().start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for stream in self._decoded for pid in stream.pids]
