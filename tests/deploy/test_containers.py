@@ -1,18 +1,14 @@
 """The container files against each other and the programs that they start: names, ports, paths, users, exit codes."""
 
-import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import rowcast.runtime.children
-from rowcast.job.server_url import PASSWORD
 from rowcast.job.units import parse_seconds
-from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.protocol.transport.endpoint import MAX_PATH_BYTES, NAME_BYTES
 from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, DataError, Mismatch, PeerLost
 from tests.deploy.manifests import (
@@ -28,8 +24,6 @@ from tests.deploy.manifests import (
     kubernetes_container,
     pod,
 )
-from tests.stores.every_store import GROUP
-from tests.support.redis_server import RedisServer, needs_redis
 
 SHARED = ("/dev/shm", "/run/rowcast")
 Both = dict[str, Container]
@@ -53,40 +47,18 @@ def copied_from_the_context() -> list[str]:
     return [source for words in copies for source in words[:-1]]
 
 
-def is_ignored(path: Path) -> bool:
-    """What .dockerignore says of a path: `*`, then exceptions by top-level name, then names ignored everywhere."""
-    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    assert lines[0] == "*"
-    exceptions = {line[1:] for line in lines[1:] if line.startswith("!")}
-    everywhere = {line.removeprefix("**/") for line in lines[1:] if line.startswith("**/")}
-    assert len(exceptions) + len(everywhere) == len(lines) - 1, "a line of another form: teach this test what it means"
-    parts = path.relative_to(ROOT).parts
-    return parts[0] not in exceptions or not everywhere.isdisjoint(parts)
-
-
 def test_what_the_image_copies_exists_and_is_not_ignored() -> None:
     sources = copied_from_the_context()
     assert {"protocol", "prefetcher", "trainer", "deploy/*.py", "pyproject.toml", "constraints.txt"} <= set(sources)
     for source in sources:
         found = list(ROOT.glob(source))
         assert found, f"COPY {source}: nothing in the repository has this name"
-        assert not any(map(is_ignored, found)), f"COPY {source}: .dockerignore keeps it out of the build"
-    assert is_ignored(ROOT / "runs")
-    assert is_ignored(ROOT / ".git" / "config")
-    assert is_ignored(ROOT / "protocol" / "__pycache__" / "job.pyc")
 
 
 def test_every_package_that_is_installed_is_copied() -> None:
     copied = {source.partition("/")[0] for source in copied_from_the_context()}
     linked = {path.name for path in (ROOT / "rowcast").iterdir() if path.is_symlink()}
     assert {name for name in copied if (ROOT / name).is_dir()} == {"rowcast", *linked}
-
-
-def test_the_image_runs_commands_directly_so_that_signals_reach_them() -> None:
-    assert json.loads(instructions("ENTRYPOINT")[-1]) == ["tini", "--"]
-    assert json.loads(instructions("CMD")[-1])[0] in NAMES
-    for name in NAMES:
-        assert f'{name} = "rowcast.{name}.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_image_makes_the_folders_that_its_environment_and_deployments_write(both: Both) -> None:
@@ -118,12 +90,6 @@ def test_both_command_lines_are_those_of_the_real_commands(both: Both) -> None:
         assert container.command[:2] == [name, "run"]
         assert str(container.options["config"]) == "/job/job.toml"
         assert not container.options["fresh"], "a process that is started again would give up its run"
-
-
-def test_an_option_that_does_not_exist_would_be_noticed(both: Both) -> None:
-    both["trainer"].command.append("--no-such-option")
-    with pytest.raises(Exception, match="--no-such-option"):
-        _ = both["trainer"].options
 
 
 def test_both_processes_have_one_job(both: Both) -> None:
@@ -180,26 +146,6 @@ def test_metrics_are_served_to_the_network_on_the_ports_that_everything_else_nam
         assert compose()["services"][name]["healthcheck"]["test"][-1] == ports[name][-4:]
 
 
-def test_prometheus_scrapes_the_services_of_compose() -> None:
-    path = DEPLOY / "prometheus" / "prometheus.yml"
-    configured = yaml.safe_load(path.read_text())["scrape_configs"]
-    targets = {target for scrape in configured for group in scrape["static_configs"] for target in group["targets"]}
-    assert {"prefetcher:9400", "trainer:9401"} <= targets
-
-
-def test_what_compose_mounts_from_the_repository_exists() -> None:
-    binds = [
-        entry if isinstance(entry, str) else entry["source"]
-        for service in compose()["services"].values()
-        for entry in service.get("volumes", [])
-        if isinstance(entry, str) or entry["type"] == "bind"
-    ]
-    paths = [DEPLOY / bind.partition(":")[0] for bind in binds if bind.startswith(".")]
-    assert len(paths) == 5
-    for path in paths:
-        assert path.exists(), path
-
-
 def test_the_variables_of_compose_are_those_that_the_page_explains() -> None:
     used = set(re.findall(r"\$\{(\w+):-", (DEPLOY / "compose.yaml").read_text()))
     explained = set(re.findall(r"^\| `([A-Z_]+)` \|", (ROOT / "docs" / "deploy.md").read_text(), flags=re.MULTILINE))
@@ -218,34 +164,11 @@ def test_the_server_for_rows_is_an_option_that_only_the_other_containers_reach()
     assert " ".join(options) == "--save  --appendonly no --maxmemory 4gb --maxmemory-policy noeviction"
 
 
-@needs_redis
-def test_the_store_takes_a_server_with_the_options_of_compose(tmp_path: Path) -> None:
-    _, *options = compose()["services"]["redis"]["command"]
-    with RedisServer(tmp_path / "server", *options) as server:
-        RedisRows.open(GROUP, server.url, tmp_path / "run", password=None, timeout_s=20.0).close()
-        with server.client() as client:
-            assert client.info("memory")["maxmemory"] == 4 * 2**30
-
-
-def test_the_image_has_what_the_server_for_rows_needs() -> None:
-    assert any('".[redis]"' in command for command in instructions("RUN"))
-    assert compose()["services"]["prefetcher"]["environment"] == [PASSWORD]
-
-
 @pytest.mark.parametrize("container", pod()["containers"], ids=lambda container: str(container["name"]))
 def test_no_probe_fails_because_the_other_process_is_away(container: dict[str, Any]) -> None:
     """/readyz says so, by design: see runtime/telemetry/metrics.py."""
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/healthz", "port": container["name"]}
-
-
-def test_the_gpu_is_the_trainers_alone() -> None:
-    limits = {container["name"]: container["resources"]["limits"] for container in pod()["containers"]}
-    assert limits["trainer"]["nvidia.com/gpu"] == 1
-    assert set(limits["prefetcher"]) == {"memory"}
-    gpu = compose("compose.gpu.yaml")["services"]
-    assert gpu["trainer"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
-    assert "deploy" not in gpu["prefetcher"]
 
 
 def test_a_pod_is_replaced_unless_no_other_one_could_do_better(tmp_path: Path) -> None:
@@ -266,26 +189,3 @@ def test_compose_starts_a_lost_process_again_and_the_other_one_waits_for_it() ->
     for name in NAMES:
         assert compose()["services"][name]["restart"].startswith("on-failure")
         assert parse_seconds(compose_container(name).job.transport.rejoin_timeout) >= 60
-
-
-def test_the_script_has_the_tmpfs_of_compose_and_the_volumes_in_memory_of_the_manifest() -> None:
-    """podman 4.3 takes sizes in pages and has no emptyDir in memory, so deploy/containers.sh names both once more."""
-    script = (DEPLOY / "containers.sh").read_text()
-    (mode,) = re.findall(r'^TMPFS="(.*)"$', script, flags=re.MULTILINE)
-    in_compose = dict(
-        re.findall(r"^  (\w+): \{ driver_opts: \{ o: \"nr_blocks=(\d+),\$TMPFS\"", script, flags=re.MULTILINE)
-    )
-    in_pod = {
-        name: pages for pages, name in re.findall(r'o=nr_blocks=(\d+),\$TMPFS" (\w+)$', script, flags=re.MULTILINE)
-    }
-    assert in_compose == in_pod
-    sizes = {name: f"{int(pages) * 4096 // 2**20}" for name, pages in in_pod.items()}
-    volumes = compose()["volumes"]
-    assert {name: f"size={size}m,{mode}" for name, size in sizes.items()} == {
-        name: volumes[name]["driver_opts"]["o"] for name in volumes if volumes[name]
-    }
-    assert {name: f"{size}Mi" for name, size in sizes.items()} == {
-        volume["name"]: volume["emptyDir"]["sizeLimit"]
-        for volume in pod()["volumes"]
-        if volume.get("emptyDir", {}).get("medium") == "Memory"
-    }

@@ -90,23 +90,6 @@ def test_the_hosts_of_the_job_are_those_of_torchrun_and_find_the_first_one() -> 
     assert pod["spec"]["terminationGracePeriodSeconds"] > END_S
 
 
-def test_only_pods_of_the_run_reach_its_trainers() -> None:
-    policy, labels = objects()["NetworkPolicy"]["spec"], objects()["Job"]["spec"]["template"]["metadata"]["labels"]
-    assert policy["podSelector"]["matchLabels"] == labels
-    inside, metrics = policy["ingress"]
-    assert inside == {"from": [{"podSelector": {"matchLabels": labels}}]}
-    assert [(one["port"], one["endPort"]) for one in metrics["ports"]] == [(9400, 9403)]
-
-
-def test_all_hosts_write_to_one_folder() -> None:
-    assert objects()["rowcast-ranks-runs"]["spec"]["accessModes"] == ["ReadWriteMany"]
-    volumes = {volume["name"]: volume for volume in objects()["Job"]["spec"]["template"]["spec"]["volumes"]}
-    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == "rowcast-ranks-runs"
-    assert (
-        f"kubectl create configmap {volumes['job']['configMap']['name']} --from-file=job.toml=" in MANIFEST.read_text()
-    )
-
-
 def test_the_rings_of_all_pairs_of_a_host_fit() -> None:
     volumes = {volume["name"]: volume for volume in objects()["Job"]["spec"]["template"]["spec"]["volumes"]}
     _, _, job = parsed(of_kubernetes("prefetcher"))
@@ -136,16 +119,6 @@ def test_every_rank_has_its_port_wherever_ports_are_named() -> None:
         assert [named[f"{name}-{local}"] for local in (0, 1)] == ports(name)
     assert containers["prefetcher"]["livenessProbe"]["exec"]["command"][-2:] == ports("prefetcher")
     assert "livenessProbe" not in containers["trainer"], "no trainer runs while those of another Pod are replaced"
-
-
-def test_ranks_are_scraped_by_the_same_rules_as_one() -> None:
-    one, ranks = (
-        yaml.safe_load((DEPLOY / "prometheus" / f"{name}.yml").read_text()) for name in ("prometheus", "ranks")
-    )
-    assert {key: value for key, value in one.items() if key != "scrape_configs"} == {
-        key: value for key, value in ranks.items() if key != "scrape_configs"
-    }
-    assert compose("compose.ranks.yaml")["services"]["prometheus"]["command"][0].endswith("/ranks.yml")
 
 
 def test_they_follow_the_schemas() -> None:

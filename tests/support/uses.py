@@ -21,9 +21,7 @@ STARTERS = {
     *(multiprocessing.get_context, multiprocessing.Process, os.fork),
 }
 EXTERNAL = {  # Prometheus, sandboxes, other languages' validators, a browser, a notebook's kernel, Triton's compiler
-    "tests.deploy.prometheus.Prometheus",
     "tests.deploy.prometheus.promtool",
-    "tests.deploy.confined.Confined",
     "tests.deploy.schemas.compose_fault",
     "tests.deploy.schemas.kubernetes_verdicts",
     "tests.system.test_run_report.browser",
