@@ -74,6 +74,7 @@ class GroupSpec:
     name: str  # <dtype>_d<width>_<optimizer>, with _master if the record keeps fp32 weights beside the rounded ones
     tables: tuple[TableSpec, ...]
     embedding_dim: int  # weights in a row
+    optimizer: SparseOptimizer
     parts: tuple[RecordPart, ...]  # weight first
     record_bytes: int
     feature_positions: tuple[int, ...]  # positions of the group's features in the job's feature order
@@ -170,6 +171,7 @@ def group_specs(job: Job) -> tuple[GroupSpec, ...]:
                 name=f"{dtype}_d{dim}_{optimizer.kind}{'_master' if has_master(optimizer, dtype) else ''}",
                 tables=members,
                 embedding_dim=dim,
+                optimizer=optimizer,
                 parts=parts,
                 record_bytes=record_bytes,
                 feature_positions=tuple(positions),

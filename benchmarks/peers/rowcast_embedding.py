@@ -34,7 +34,7 @@ class Rowcast:
         self._plans = plans_of(terms, group, ids)
         self._lookups = [group_lookup(arranged(plan, group), terms.batch_size) for plan in self._plans]
         self._records = np.zeros((terms.slots, group.record_floats), np.float32)
-        self._layer = Embeddings((group,), job.optimizer.sparse, [torch.from_numpy(self._records)], kernels)
+        self._layer = Embeddings((group,), [torch.from_numpy(self._records)], kernels)
         self._table.move(self._plans[0], self._records)
 
     def step(self, step: int) -> Seconds:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
@@ -105,6 +106,7 @@ def tiny_group(index: int, init: str, num_rows: int = 8) -> GroupSpec:
         name=f"g{index}",
         tables=(table,),
         embedding_dim=4,
+        optimizer=SparseOptimizer(kind="sgd", lr=0.1),
         parts=(part,),
         record_bytes=16,
         feature_positions=(index,),

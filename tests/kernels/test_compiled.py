@@ -221,7 +221,7 @@ class Wrong(CompiledOps):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_that_are_right_pass_the_check(kind: str) -> None:
     job = make_job(TABLES, kind, MODEL)
-    assert difference(CompiledOps(2), group_specs(job), job.optimizer.sparse) is None
+    assert difference(CompiledOps(2), group_specs(job)) is None
     with capture_logs() as logs:
         assert isinstance(choose_kernels(torch.device("cpu"), job), CompiledOps)
     assert not [entry for entry in logs if entry["log_level"] == "warning"]
@@ -244,5 +244,5 @@ def test_kernels_with_other_bits_are_found_and_torch_serves(
 def test_the_check_leaves_torchs_random_numbers_alone() -> None:
     job = make_job(TABLES, "sgd", MODEL)
     before = torch.get_rng_state()
-    difference(CompiledOps(), group_specs(job), job.optimizer.sparse)
+    difference(CompiledOps(), group_specs(job))
     assert torch.equal(torch.get_rng_state(), before)

@@ -190,9 +190,7 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """`run_plain_loop` over the cache."""
     groups = [FullGroup(group, len(job.features), start) for group in group_specs(job)]
-    embeddings = Embeddings(
-        [full.group for full in groups], job.optimizer.sparse, [full.records for full in groups], kernels
-    )
+    embeddings = Embeddings([full.group for full in groups], [full.records for full in groups], kernels)
     side = JobModel(job, NUM_DENSE)
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     losses = []

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
 from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
@@ -40,6 +41,7 @@ def group(index: int, tables: tuple[TableSpec, ...], positions: tuple[int, ...])
         name=f"fp32_d{dim}_sgd",
         tables=tables,
         embedding_dim=dim,
+        optimizer=SparseOptimizer(kind="sgd", lr=0.1),
         parts=(RecordPart(name="weight", dtype="fp32", offset=0, width=dim, initial=None),),
         record_bytes=4 * dim,
         feature_positions=positions,

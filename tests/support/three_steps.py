@@ -28,6 +28,7 @@ from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, Trai
 from rowcast.trainer.step.metrics import new_counters as new_trainer_counters
 from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
+SGD = SparseOptimizer(kind="sgd", lr=0.1)
 RECORD_BYTES = (64, 128)
 PAYLOAD = RingRef(position=0, nbytes=4096, end=8192)
 
@@ -39,7 +40,8 @@ def groups() -> tuple[GroupSpec, ...]:
             name=f"fp32_d{nbytes // 4}_sgd",
             tables=(),
             embedding_dim=nbytes // 4,
-            parts=record_parts(SparseOptimizer(kind="sgd", lr=0.1), "fp32", nbytes // 4)[0],
+            optimizer=SGD,
+            parts=record_parts(SGD, "fp32", nbytes // 4)[0],
             record_bytes=nbytes,
             feature_positions=(index,),
         )

@@ -90,7 +90,7 @@ def train_in_the_copy() -> None:
         small_job("adagrad"),
         random_run(seed=5, groups=two_groups(), num_steps=6, batch_size=5, depth=2, horizon=3),
     )
-    assert difference(torch_ops, group_specs(job), job.optimizer.sparse) is None
+    assert difference(torch_ops, group_specs(job)) is None
     assert_same(entries_of(run), oracle_entries(run))
 
     def lie(message: Any, content: Any) -> Any:

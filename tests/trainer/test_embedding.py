@@ -29,7 +29,7 @@ class Layer:
     def __init__(self, job: Job) -> None:
         self.start = random_start(job)
         self.groups = [FullGroup(group, len(job.features), self.start) for group in group_specs(job)]
-        self.embeddings = Embeddings(group_specs(job), job.optimizer.sparse, [full.records for full in self.groups])
+        self.embeddings = Embeddings(group_specs(job), [full.records for full in self.groups])
 
     def lookups(self, batch: Batch) -> list[GroupLookup]:
         return [full.lookup(batch) for full in self.groups]

@@ -32,6 +32,7 @@ def group_of(settings: SparseOptimizer, dim: int, dtype: RowType = "fp32") -> Gr
         name="group",
         tables=(),
         embedding_dim=dim,
+        optimizer=settings,
         parts=parts,
         record_bytes=record_bytes,
         feature_positions=(),

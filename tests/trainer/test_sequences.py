@@ -50,9 +50,7 @@ class Layer:
         self.job = make_job(tables, "sgd", MODEL)
         self.start = random_start(self.job)
         self.groups = [FullGroup(group, len(self.job.features), self.start) for group in group_specs(self.job)]
-        self.embeddings = Embeddings(
-            group_specs(self.job), self.job.optimizer.sparse, [full.records for full in self.groups]
-        )
+        self.embeddings = Embeddings(group_specs(self.job), [full.records for full in self.groups])
 
     def forward(self, batch: Batch) -> list[Embedded]:
         return self.embeddings([full.lookup(batch) for full in self.groups], 0)

@@ -73,7 +73,7 @@ class ScriptSession:
             slots = self.run.start(welcome, self._script_state).slots
             stream_order = StreamOrder(slots.streams.compute)
             self._current = CurrentStep(
-                Embeddings(self.run.groups, self._job.optimizer.sparse, slots.records, kernels, stream_order.lap),
+                Embeddings(self.run.groups, slots.records, kernels, stream_order.lap),
                 stream_order,
                 self._optimizer_steps,
                 self._parts.collections,

@@ -8,7 +8,6 @@ from functools import cache
 import torch
 
 from rowcast.job.models import DLRMSettings
-from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.runtime.errors import ConfigError
@@ -45,7 +44,7 @@ def compiled_kernels(job: Job | None) -> Kernels:
     from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, needed only for a CPU
 
     compiled = CompiledOps(torch.get_num_threads())
-    found = None if job is None else differing(CompiledOps, group_specs(job), job.optimizer.sparse)
+    found = None if job is None else differing(CompiledOps, group_specs(job))
     if found is None:
         return compiled
     get_logger().warning(
@@ -56,10 +55,8 @@ def compiled_kernels(job: Job | None) -> Kernels:
 
 
 @cache  # one check per process
-def differing(
-    kernels: Callable[[int], Kernels], groups: tuple[GroupSpec, ...], settings: SparseOptimizer
-) -> str | None:
-    return difference(kernels(torch.get_num_threads()), groups, settings)
+def differing(kernels: Callable[[int], Kernels], groups: tuple[GroupSpec, ...]) -> str | None:
+    return difference(kernels(torch.get_num_threads()), groups)
 
 
 def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
@@ -80,7 +77,7 @@ def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
         return triton_ops
     try:
         with on_device(device):
-            found = difference(triton_ops, group_specs(job), job.optimizer.sparse, device, exact=False)
+            found = difference(triton_ops, group_specs(job), device, exact=False)
     except Exception as error:  # noqa: BLE001 - Triton, its compilers and the driver raise errors of many types
         cause = f"{type(error).__name__}: {error}"
         refuse_if_lost(device, cause)

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, part_of, rows_of, rule_at, torch_ops
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
@@ -34,23 +33,20 @@ class Trial:
 def difference(
     kernels: Kernels,
     groups: Sequence[GroupSpec],
-    settings: SparseOptimizer,
     device: torch.device = CPU,
     *,
     exact: bool = True,
 ) -> str | None:
-    """Names the first result that differs from `torch_ops` for these groups and optimizer; None if all agree.
+    """Names the first result that differs from `torch_ops` for these groups; None if all agree.
 
     Look-ups must have the same bits. So must updates if `exact`; otherwise they may differ by roundings: on a device,
     kernels sum long rows in chunks, and torch's reductions and fused operations use a different order.
     """
     with torch.device("cpu"):  # independent of torch's default device
-        return first_difference(kernels, groups, settings, device, exact=exact)
+        return first_difference(kernels, groups, device, exact=exact)
 
 
-def first_difference(
-    kernels: Kernels, groups: Sequence[GroupSpec], settings: SparseOptimizer, device: torch.device, *, exact: bool
-) -> str | None:
+def first_difference(kernels: Kernels, groups: Sequence[GroupSpec], device: torch.device, *, exact: bool) -> str | None:
     generator = torch.Generator().manual_seed(1)
     for group in groups:
         for trial in trials(group, generator, device):
@@ -58,7 +54,7 @@ def first_difference(
             expected = own.clone()
             for step in range(NUM_STEPS):
                 grad = random_gradient(trial.num_bags, group.embedding_dim, generator).to(device)
-                rule = replace(rule_at(settings, step), lr=LR)
+                rule = replace(rule_at(group.optimizer, step), lr=LR)
                 pooled = []
                 for group_records, implementation in ((own, kernels), (expected, torch_ops)):
                     rows = rows_of(group_records, group)

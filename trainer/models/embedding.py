@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, pairwise
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.phases import Phase
-from rowcast.trainer.kernels import GroupLookup, Kernels, Rule, rows_of, rule_at, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, rows_of, rule_at, torch_ops
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
@@ -28,7 +28,6 @@ class Embeddings:
     def __init__(
         self,
         groups: Sequence[GroupSpec],
-        settings: SparseOptimizer,
         records: Sequence[Tensor],
         kernels: Kernels = torch_ops,
         lap: Callable[[Phase], None] = lambda phase: None,
@@ -38,7 +37,6 @@ class Embeddings:
         Calls `lap` when the rows' update begins and ends in a backward pass."""
         pairs = zip(groups, records, strict=True)
         self._groups = [GroupRows(group, group_records, kernels) for group, group_records in pairs]
-        self._settings = settings
         self._places = places_of(groups)
         self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
@@ -116,9 +114,8 @@ class Embeddings:
             )
         self._awaits_backward = None
         self._lap("backward")
-        rule = rule_at(self._settings, train_step)
         for group, grad, lookup in zip(self._groups, pooled_grads, lookups, strict=True):
-            group.update(grad, lookup, rule)
+            group.update(grad, lookup, train_step)
         self._lap("update")
 
 
@@ -142,6 +139,7 @@ class GroupRows:
     def __init__(self, group: GroupSpec, records: Tensor, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
         self.rows = rows_of(records, group)
+        self.rule = partial(rule_at, group.optimizer)  # of a train step
         self._features = group.feature_names
         self._unpooled = group.unpooled_features
         self._kernels = kernels
@@ -179,12 +177,12 @@ class GroupRows:
     def zeros(self, lookup: GroupLookup) -> Tensor:
         return torch.zeros(sum(self._bags_of(lookup)), self.dim, dtype=torch.float32, device=self.rows.weight.device)
 
-    def update(self, pooled_grad: Tensor, lookup: GroupLookup, rule: Rule) -> None:
+    def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
         divided, self._divided = self._divided, None
         divisors = (
             divided[1] if divided is not None and divided[0] is lookup else self.divisors(lookup, self._bags_of(lookup))
         )
-        self._kernels.update(self.rows, pooled_grad, lookup, divisors, rule)
+        self._kernels.update(self.rows, pooled_grad, lookup, divisors, self.rule(train_step))
 
     def divisors(self, lookup: GroupLookup, bags: Iterable[int]) -> Tensor | None:
         """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. None if all are 1.

@@ -137,7 +137,7 @@ class StepRunner(Runner):
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group."""
         super().__init__(job, records[0].device, num_dense, clock, kernels)
-        self._embeddings = Embeddings(groups, job.optimizer.sparse, records, self._kernels, self._clock.lap)
+        self._embeddings = Embeddings(groups, records, self._kernels, self._clock.lap)
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
         streams.compute.run(lambda: self.train(step, loss))

@@ -21,7 +21,7 @@ from torch import Tensor
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, ExchangeArrays
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews
 from rowcast.trainer.models.embedding import GroupRows
 from rowcast.trainer.models.sequences import Embedded
 
@@ -108,10 +108,11 @@ class SharedRows(GroupRows):
         add_levels(gradients, share.home_to, share.home_of, share.header.home_levels)
         torch.index_select(gradients, 0, share.home_roots, out=back)
 
-    def train(self, returned: Tensor, share: GroupShare, rule: Rule) -> None:
+    def train(self, returned: Tensor, share: GroupShare, train_step: int) -> None:
         """Adds the returned gradients, in the order of the ranks, and trains the rows of this shard."""
         add_levels(returned, share.to, share.of, share.header.levels)
-        self._kernels.apply(self.rows, share.own_slots, returned.index_select(0, share.roots), rule)
+        row_grads = returned.index_select(0, share.roots)
+        self._kernels.apply(self.rows, share.own_slots, row_grads, self.rule(train_step))
 
     def _bags(self, share: GroupShare) -> list[list[int]]:
         """The number of bags of each own part and feature."""

@@ -20,7 +20,7 @@ from rowcast.protocol.parts import Rank, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.trainer.device.phases import PhaseClock, Shown
 from rowcast.trainer.device.streams import Streams, copy
-from rowcast.trainer.kernels import GroupLookup, Kernels, rule_at
+from rowcast.trainer.kernels import GroupLookup, Kernels
 from rowcast.trainer.models import aligned
 from rowcast.trainer.models.embedding import places_of
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
@@ -334,9 +334,8 @@ class SharedRunner(Runner):
         return vector
 
     def _train_rows(self, shared: SharedStep, train_step: int) -> None:
-        rule = rule_at(self._job.optimizer.sparse, train_step)
         for rows, share, memory in zip(self._layer, shared.shares, shared.memory, strict=True):
-            rows.train(memory.returned, share, rule)
+            rows.train(memory.returned, share, train_step)
         self._clock.lap("update")
 
     def _finish(self, shared: SharedStep, total: Tensor, loss: Tensor) -> None:
