@@ -26,7 +26,6 @@ from rowcast.trainer.models.model_state import require_finite
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings
 from tests.support.processes import Session
-from tests.support.rank_processes import RankProcesses
 from tests.support.ranked_run import RankedRun
 
 MOODY = "tests.system.odd_models:moody_model"
@@ -145,12 +144,3 @@ def test_both_processes_end_with_the_rows_name_and_the_next_start_trains_on(stor
     for process in session.start_both():  # whose model has not called forward 30 times at its end
         assert process.ended().code == 0
     assert session.remains() == []
-
-
-def test_several_ranks_end_with_the_owners_sentence(session: Session) -> None:
-    session.write_job(**JOB, ranks={"count": 2})
-    ended = RankProcesses(session, 2).start().ended()
-    assert ended.code == 1
-    assert re.search(r"row \d+ of table t: weight\[0\] is nan since one of train steps 20 to 29: ", ended.stderr)
-    assert verify_run(session.run_dir, None) == 0
-    assert session.manifest().train_steps == 20

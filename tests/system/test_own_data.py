@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -23,9 +22,8 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("model", [{"kind": "dlrm"}, {"kind": "dcnv2", "cross_rank": 3}], ids=["dlrm", "dcnv2"])
 def test_a_job_without_dense_features_gives_the_plain_loops_bits_and_no_warning(
-    model: dict[str, Any], session: Session, tmp_path: Path
+    session: Session, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(1)
     columns = {"label": rng.integers(0, 2, 1000), "user": rng.integers(0, 300, 1000), "item": rng.integers(0, 50, 1000)}
@@ -36,7 +34,7 @@ def test_a_job_without_dense_features_gives_the_plain_loops_bits_and_no_warning(
         "columns": {"dense": []},
         "synthetic": None,
     }
-    session.write_job(data=data, tables=TABLES, model=model, checkpoint={"every": 5})
+    session.write_job(data=data, tables=TABLES, checkpoint={"every": 5})
     assert "Warning" not in trained_as_the_plain_loop(session, num_dense=0)
 
 

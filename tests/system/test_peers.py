@@ -47,13 +47,6 @@ def test_a_peer_of_another_version_ends_both(session: Session) -> None:
     assert session.remains() == []
 
 
-def test_ports_and_threads_may_differ_between_the_two(session: Session) -> None:
-    prefetcher = session.start("prefetcher", "--max-steps=2", "--set=metrics.prefetcher=127.0.0.2:0")
-    trainer = session.start("trainer", "--set=trainer.threads=2")
-    prefetcher.ended().quiet()
-    trainer.ended().quiet()
-
-
 def test_a_peer_that_never_comes_is_given_up(session: Session, other: Session) -> None:
     processes = {"trainer": session.start("prefetcher", "--set=transport.connect_timeout=500ms")}
     processes["prefetcher"] = other.start("trainer", "--set=transport.connect_timeout=500ms")
@@ -205,18 +198,6 @@ def test_a_killed_decoding_process_ends_both(session: Session) -> None:
     assert sentence.startswith(f"the decoding process (pid {decoder}, after ")
     assert "was killed by SIGKILL" in sentence
     assert session.remains() == []
-
-
-def test_a_peer_that_is_stopped_for_a_while_holds_the_run_up_and_no_more(session: Session) -> None:
-    prefetcher, trainer = session.start_training()
-    for process in (prefetcher, trainer):
-        process.signal(SIGSTOP)
-        time.sleep(3.0)
-        process.signal(SIGCONT)
-        trainer.until_counted("rowcast_train_steps_total", trainer.metric("rowcast_train_steps_total") + 20)
-    prefetcher.signal(SIGTERM)
-    prefetcher.ended().quiet()
-    trainer.ended().quiet()
 
 
 def test_a_peer_that_stays_stopped_is_given_up(session: Session, other: Session) -> None:

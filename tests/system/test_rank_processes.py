@@ -115,17 +115,6 @@ def torchrun(session: Session, count: int, *options: str) -> Process:
     return session.start_module("rowcast.deploy.torchrun", *arguments)
 
 
-def test_another_number_of_trainers_is_refused_with_one_sentence_on_every_rank(session: Session) -> None:
-    session.write_job(**SMALL, ranks={"count": 3})
-    ended = torchrun(session, 2).ended()
-    assert ended.code == 2
-    sentence = (
-        "WORLD_SIZE = 2, but ranks.count = 3 in the job file; start as many trainers as it says (torchrun's --nnodes "
-        "times --nproc-per-node), or change it"
-    )
-    assert ended.sentences == [sentence, sentence]
-
-
 def test_trainers_of_another_job_file_than_their_prefetchers_are_refused_on_every_rank(session: Session) -> None:
     session.write_job(**SMALL, ranks={"count": 2})
     prefetchers = session.start("prefetcher", "--set=job.seed=2")

@@ -29,8 +29,6 @@ def start_with(session: Session, module: str, does: str, *options: str) -> Proce
     ("module", "options"),
     [
         ("trainer", []),
-        ("prefetcher", []),
-        ("trainer", ["--set=ranks.count=2"]),
         ("prefetcher", ["--set=ranks.count=2"]),
     ],
 )
@@ -41,9 +39,8 @@ def test_a_launched_process_may_take_any_time_to_start(module: str, options: lis
     assert list(session.run_dir.rglob("*.starting")) == []
 
 
-@pytest.mark.parametrize("module", ["trainer", "prefetcher"])
-def test_a_launched_process_that_dies_at_its_start_is_noticed_at_once(module: str, session: Session) -> None:
-    ended = start_with(session, module, "os._exit(7)", "--set=transport.connect_timeout=1h").ended()
+def test_a_launched_process_that_dies_at_its_start_is_noticed_at_once(session: Session) -> None:
+    ended = start_with(session, "prefetcher", "os._exit(7)", "--set=transport.connect_timeout=1h").ended()
     assert ended.code == 7
     assert session.remains() == []
 
