@@ -120,51 +120,6 @@ def assert_prefetcher_stalls(run: InProcessRun, stage: str, reason: str) -> None
     assert found[reason] > 0
 
 
-def test_a_reader_that_is_too_slow_is_counted_under_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "ListSource", SilentSource)
-    run = in_process_run()
-    settle(run)
-    assert_prefetcher_stalls(run, "planning", "batches")
-
-
-def test_a_planner_that_is_too_slow_is_counted_under_plans() -> None:
-    run = in_process_run()
-    settle(run, "prefetcher planning")
-    assert_prefetcher_stalls(run, "fetcher", "plans")
-
-
-def test_a_trainer_that_is_too_slow_is_counted_under_credit() -> None:
-    run = in_process_run("everything")
-    settle(run, "trainer loop")
-    assert_prefetcher_stalls(run, "fetcher", "credit")
-
-
-def test_a_ring_that_is_too_small_is_counted_under_ring() -> None:
-    run = in_process_run(ring_bytes=24 * 1024)
-    settle(run, "trainer loop")
-    assert_prefetcher_stalls(run, "fetcher", "ring")
-
-
-def test_a_store_that_is_too_slow_is_counted_under_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "MemoryStore", StuckStore)
-    run = in_process_run()
-    settle(run)
-    assert_prefetcher_stalls(run, "fetcher", "store")
-
-
-def test_rows_fetched_again_right_after_they_left_are_counted_under_write_back() -> None:
-    run = in_process_run()
-    settle(run, "trainer sender")
-    assert any(plan.after_step is not None for plan in run.plans)
-    assert_prefetcher_stalls(run, "fetcher", "write_back")
-
-
-def test_waiting_for_a_flush_is_counted_under_barrier() -> None:
-    run = in_process_run(num_steps=2)
-    settle(run, "trainer loop")
-    assert_prefetcher_stalls(run, "fetcher", "barrier")
-
-
 class BusyCheckpointer(MemoryCheckpointer):
     """The checkpoint before never gets onto the disk."""
 
@@ -173,11 +128,31 @@ class BusyCheckpointer(MemoryCheckpointer):
         self.busy = True
 
 
-def test_a_barrier_that_waits_for_the_disk_is_counted_under_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "MemoryCheckpointer", BusyCheckpointer)
-    run = in_process_run(num_steps=2)
-    settle(run)
-    assert_prefetcher_stalls(run, "fetcher", "checkpoint")
+Patch = tuple[str, type]  # of the driver
+# reason: the stage that waits, what is held, how the run is made, what stands in
+PREFETCHER: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[Patch, ...]]] = {
+    "batches": ("planning", (), {}, (("ListSource", SilentSource),)),
+    "plans": ("fetcher", ("prefetcher planning",), {}, ()),
+    "credit": ("fetcher", ("trainer loop",), {"capacity": "everything"}, ()),
+    "ring": ("fetcher", ("trainer loop",), {"ring_bytes": 24 * 1024}, ()),
+    "store": ("fetcher", (), {}, (("MemoryStore", StuckStore),)),
+    "write_back": ("fetcher", ("trainer sender",), {}, ()),
+    "barrier": ("fetcher", ("trainer loop",), {"num_steps": 2}, ()),
+    "checkpoint": ("fetcher", (), {"num_steps": 2}, (("MemoryCheckpointer", BusyCheckpointer),)),
+}
+
+
+@pytest.mark.parametrize("reason", PREFETCHER)
+def test_what_the_prefetcher_waits_for_is_counted_under_its_reason(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, held, how, patches = PREFETCHER[reason]
+    for name, stand_in in patches:
+        monkeypatch.setattr(driver, name, stand_in)
+    run = in_process_run(**how)
+    settle(run, *held)
+    assert reason != "write_back" or any(plan.after_step is not None for plan in run.plans)
+    assert_prefetcher_stalls(run, stage, reason)
 
 
 def test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint(tmp_path: Path) -> None:
@@ -270,8 +245,6 @@ def test_ranks_that_are_too_slow_are_counted_under_ranks() -> None:
 
 def test_every_reason_of_both_processes_is_provoked_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
-    for process, check in (
-        ("prefetcher", r'assert_prefetcher_stalls\(run, "[\w-]+", "(\w+)"\)'),
-        ("trainer", r'(?:assert_loop_stalls|assert_trainer_stalls|assert_step_stalls)\(run, .*"(\w+)"\)'),
-    ):
-        assert set(re.findall(check, source)) == set(REASONS[process])
+    check = r'(?:assert_loop_stalls|assert_trainer_stalls|assert_step_stalls)\(run, .*"(\w+)"\)'
+    assert set(re.findall(check, source)) == set(REASONS["trainer"])
+    assert PREFETCHER.keys() == set(REASONS["prefetcher"])
