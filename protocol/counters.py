@@ -19,7 +19,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.messages import Flush, RowsBack, ShareHeader, StepReady
 from rowcast.runtime.telemetry.logs import LOST, get_logger
-from rowcast.runtime.telemetry.metrics import RANK, Health, Process, Sample, State, families
+from rowcast.runtime.telemetry.metrics import RANK, Health, Process, Sample, State, families, samples_of
 from rowcast.runtime.telemetry.server import ServerSettings, TelemetryServer
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
 
@@ -98,7 +98,8 @@ class Counters(Generic[StallReason, Phase, Queue]):
     samples: int = 0  # of train steps; if ranks divide the batch, of this rank's parts
     eval_samples: int = 0
     plan_bytes_to_device: int = 0
-    last_progress: float = field(default_factory=time.time)  # Unix time of the last completed step, or of the start
+    # Unix time of the last completed step, or of the start
+    last_progress_timestamp_seconds: float = field(default_factory=time.time)
     timeline: Timeline | None = None  # also records the seconds counted here, with their times
     literals: ClassVar[tuple[Any, Any, Any]]  # StallReason, Phase, Queue
 
@@ -163,7 +164,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
 
     def progressed(self) -> None:
         """Notes that a step is complete on the device."""
-        self.last_progress = time.time()
+        self.last_progress_timestamp_seconds = time.time()
 
     def step_ready(self, message: StepReady) -> None:
         """Counts a piece of a plan, sent (prefetcher) or received (trainer)."""
@@ -190,52 +191,28 @@ class Counters(Generic[StallReason, Phase, Queue]):
         return sum(int(getattr(group, name)) for group in self._by_index)
 
 
-def counter_samples(counters: Counters[Any, Any, Any]) -> Iterator[Sample]:
-    yield "rowcast_train_steps_total", (), counters.train_steps
-    yield "rowcast_eval_steps_total", (), counters.eval_steps
-    yield "rowcast_samples_total", (), counters.samples
-    yield "rowcast_eval_samples_total", (), counters.eval_samples
-    yield "rowcast_last_progress_timestamp_seconds", (), counters.last_progress
-    yield "rowcast_plan_bytes_total", ("to_device",), counters.plan_bytes_to_device
-    yield "rowcast_plan_bytes_total", ("from_device",), 0  # only the prefetcher makes plans
-    for name, group in counters.groups.items():
-        yield from group_samples(name, group)
-    for reason, seconds in counters.stalls.items():
-        yield "rowcast_stall_seconds_total", (reason,), seconds
-    for phase, seconds in counters.phases.items():
-        yield "rowcast_phase_seconds_total", (phase,), seconds
-    for name, queue in counters.queues.items():
-        yield "rowcast_queue_blocked_seconds_total", (name, "producer"), queue.producer_s
-        yield "rowcast_queue_blocked_seconds_total", (name, "consumer"), queue.consumer_s
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gauges(Generic[Queue]):
+    """Values at one moment. The defaults hold while there is no engine."""
 
-
-def group_samples(name: str, group: GroupCounters) -> Iterator[Sample]:
-    yield "rowcast_lookups_total", (name,), group.lookups
-    yield "rowcast_unique_rows_total", (name,), group.unique_rows
-    yield "rowcast_hits_total", (name,), group.hits
-    yield "rowcast_rows_fetched_total", (name,), group.rows_fetched
-    yield "rowcast_rows_evicted_total", (name,), group.rows_evicted
-    yield "rowcast_rows_written_back_total", (name,), group.rows_written_back
-    yield "rowcast_rows_flushed_total", (name,), group.rows_flushed
-    yield "rowcast_row_bytes_total", (name, "to_device"), group.row_bytes_to_device
-    yield "rowcast_row_bytes_total", (name, "from_device"), group.row_bytes_from_device
-    yield "rowcast_exchange_rows_total", (name, "sent"), group.rows_sent
-    yield "rowcast_exchange_rows_total", (name, "received"), group.rows_received
-    yield "rowcast_exchange_bytes_total", (name, "sent"), group.bytes_sent
-    yield "rowcast_exchange_bytes_total", (name, "received"), group.bytes_received
+    queue_depths: Mapping[Queue, int] = field(default_factory=dict)  # empty: each is 0
+    ring_used_bytes: int = 0  # of the ring that this process writes
+    ring_size_bytes: int = 0
+    frames_refused: int = 0
 
 
 AnyCounters = TypeVar("AnyCounters", bound=Counters[Any, Any, Any])
-Gauges = TypeVar("Gauges")
+AnyGauges = TypeVar("AnyGauges", bound=Gauges[Any])
 
 
-class CountersCollector(Collector, Generic[AnyCounters, Gauges]):
+class CountersCollector(Collector, Generic[AnyCounters, AnyGauges]):
     """Base of both processes' collectors: reads counters and gauges at scrape time, on the scrape's thread."""
 
     process: Process
+    ring_direction: str
 
     def __init__(
-        self, counters: AnyCounters, gauges: Callable[[], Gauges], build: Mapping[str, str], health: Health
+        self, counters: AnyCounters, gauges: Callable[[], AnyGauges], build: Mapping[str, str], health: Health
     ) -> None:
         """The scrape's thread calls `gauges`, which must return at once and take no lock that a working stage holds.
         `build` comes from `build_info`."""
@@ -245,6 +222,32 @@ class CountersCollector(Collector, Generic[AnyCounters, Gauges]):
         self._build = ("rowcast_build_info", tuple(build.values()), 1.0)
 
     def samples(self) -> Iterable[Sample]:
+        counters, gauges = self._counters, self._gauges()
+        yield from samples_of(counters)
+        yield from samples_of(gauges)
+        yield "rowcast_plan_bytes_total", ("to_device",), counters.plan_bytes_to_device
+        yield "rowcast_plan_bytes_total", ("from_device",), 0  # only the prefetcher makes plans
+        for name, group in counters.groups.items():
+            yield from samples_of(group, name)
+            for direction in ("to_device", "from_device"):
+                yield "rowcast_row_bytes_total", (name, direction), getattr(group, f"row_bytes_{direction}")
+            for direction in ("sent", "received"):
+                yield "rowcast_exchange_rows_total", (name, direction), getattr(group, f"rows_{direction}")
+                yield "rowcast_exchange_bytes_total", (name, direction), getattr(group, f"bytes_{direction}")
+        for reason, seconds in counters.stalls.items():
+            yield "rowcast_stall_seconds_total", (reason,), seconds
+        for phase, seconds in counters.phases.items():
+            yield "rowcast_phase_seconds_total", (phase,), seconds
+        for name, queue in counters.queues.items():
+            yield "rowcast_queue_depth", (name,), gauges.queue_depths.get(name, 0)
+            yield "rowcast_queue_blocked_seconds_total", (name, "producer"), queue.producer_s
+            yield "rowcast_queue_blocked_seconds_total", (name, "consumer"), queue.consumer_s
+        yield "rowcast_ring_used_bytes", (self.ring_direction,), gauges.ring_used_bytes
+        yield "rowcast_ring_size_bytes", (self.ring_direction,), gauges.ring_size_bytes
+        yield from self.own_samples(counters, gauges)
+
+    def own_samples(self, counters: AnyCounters, gauges: AnyGauges) -> Iterator[Sample]:
+        """What this process alone has and keeps in no field of its name."""
         raise NotImplementedError
 
     def describe(self) -> Iterator[Family]:

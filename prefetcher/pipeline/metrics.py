@@ -1,16 +1,16 @@
 """Counts what the prefetcher does and exports it to Prometheus."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from rowcast.job.schema import CheckpointInterval
 from rowcast.prefetcher.stores.store_counts import StoreCounts
-from rowcast.protocol.counters import Counters, CountersCollector, counter_samples
+from rowcast.protocol.counters import Counters, CountersCollector, Gauges
 from rowcast.protocol.plan import StepPlan
-from rowcast.runtime.telemetry.metrics import Sample
+from rowcast.runtime.telemetry.metrics import Sample, samples_of
 
 StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 Phase = Literal["read", "plan", "fetch", "send", "write_back"]
@@ -40,9 +40,10 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
 
     # written under a lock
     checkpoints: int = 0
-    checkpoint_s: float = 0.0  # sum of the times from barrier to durable
+    checkpoint_seconds: float = 0.0  # sum of the times from barrier to durable
     checkpoint_bytes: int = 0
-    last_checkpoint: float = field(default_factory=time.time)  # Unix time of the newest one, or of the start
+    # Unix time of the newest one, or of the start
+    checkpoint_last_timestamp_seconds: float = field(default_factory=time.time)
 
     @contextmanager
     def timed(self, phase: Phase, step: int | None = None) -> Iterator[None]:
@@ -55,9 +56,9 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
 
     def checkpointed(self, seconds: float, nbytes: int) -> None:
         self.checkpoints += 1
-        self.checkpoint_s += seconds
+        self.checkpoint_seconds += seconds
         self.checkpoint_bytes += nbytes
-        self.last_checkpoint = time.time()
+        self.checkpoint_last_timestamp_seconds = time.time()
 
     def planned(self, plan: StepPlan, batch_size: int) -> None:
         self.step(plan.kind, batch_size)
@@ -80,18 +81,12 @@ class SlotStates(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetcherGauges:
-    """Values at one moment. The defaults hold while there is no engine."""
-
-    depth: int  # steps
-    checkpoint_every: int  # train steps
+class PrefetcherGauges(Gauges[Queue]):
+    depth_steps: int
+    checkpoint_every_steps: int  # train steps
     slots: Sequence[SlotStates]  # one per group
-    queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
-    ring_used_bytes: int = 0  # of the fetch ring
-    ring_size_bytes: int = 0
-    frames_refused: int = 0
     in_flight_steps: int = 0
-    horizon: int = 0  # batches
+    horizon_batches: int = 0
     known_batches: int = 0
     write_back_lag_steps: int = 0
     shared_memory_size_bytes: int = 0
@@ -108,32 +103,11 @@ new_counters = PrefetcherCounters.new
 
 
 class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges]):
-    process = "prefetcher"
+    process, ring_direction = "prefetcher", "to_device"
 
-    def samples(self) -> Iterator[Sample]:
-        gauges, counters = self._gauges(), self._counters
-        yield from counter_samples(counters)
-        for queue, entries in gauges.queue_depths.items():
-            yield "rowcast_queue_depth", (queue,), entries
-        yield "rowcast_ring_used_bytes", ("to_device",), gauges.ring_used_bytes
-        yield "rowcast_ring_size_bytes", ("to_device",), gauges.ring_size_bytes
-        yield "rowcast_frames_refused_total", (), gauges.frames_refused
-        yield "rowcast_depth_steps", (), gauges.depth
-        yield "rowcast_in_flight_steps", (), gauges.in_flight_steps
-        yield "rowcast_horizon_batches", (), gauges.horizon
-        yield "rowcast_known_batches", (), gauges.known_batches
-        yield "rowcast_write_back_lag_steps", (), gauges.write_back_lag_steps
-        yield "rowcast_shared_memory_size_bytes", (), gauges.shared_memory_size_bytes
-        yield "rowcast_shared_memory_free_bytes", (), gauges.shared_memory_free_bytes
-        yield "rowcast_checkpoints_total", (), counters.checkpoints
-        yield "rowcast_checkpoint_seconds_total", (), counters.checkpoint_s
-        yield "rowcast_checkpoint_bytes_total", (), counters.checkpoint_bytes
-        yield "rowcast_checkpoint_last_timestamp_seconds", (), counters.last_checkpoint
-        yield "rowcast_checkpoint_every_steps", (), gauges.checkpoint_every
+    def own_samples(self, counters: PrefetcherCounters, gauges: PrefetcherGauges) -> Iterator[Sample]:
         for name, slots in zip(counters.groups, gauges.slots, strict=True):
-            yield "rowcast_slots_free", (name,), slots.free
-            yield "rowcast_slots_clean", (name,), slots.clean
-            yield "rowcast_slots_dirty", (name,), slots.dirty
+            yield from samples_of(slots, name, prefix="slots_")
         for name, counts in zip(counters.groups, gauges.stores, strict=False):
             if counts is not None:
                 yield from tier_samples(name, counts)
@@ -153,6 +127,4 @@ def tier_samples(group: str, counts: StoreCounts) -> Iterator[Sample]:
     yield "rowcast_tier_bytes_total", (group, "read"), counts.bytes_read
     yield "rowcast_tier_bytes_total", (group, "written"), counts.bytes_written
     yield "rowcast_tier_read_seconds_total", (group,), counts.read_seconds
-    yield "rowcast_store_index_bytes", (group,), counts.index_bytes
-    yield "rowcast_store_disk_used_bytes", (group,), counts.disk_used_bytes
-    yield "rowcast_store_disk_garbage_bytes", (group,), counts.disk_garbage_bytes
+    yield from samples_of(counts, group, prefix="store_")

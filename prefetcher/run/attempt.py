@@ -411,8 +411,8 @@ class PrefetcherRun:
     def _gauges(self) -> PrefetcherGauges:
         size_bytes, free_bytes = shared_memory()
         idle = PrefetcherGauges(
-            depth=self.job.lookahead.depth,
-            checkpoint_every=train_steps_of(self.job.checkpoint.interval),
+            depth_steps=self.job.lookahead.depth,
+            checkpoint_every_steps=train_steps_of(self.job.checkpoint.interval),
             slots=[SlotStates(0, 0, 0)] * len(self.groups),
             shared_memory_size_bytes=size_bytes,
             shared_memory_free_bytes=free_bytes,

@@ -145,6 +145,16 @@ METRICS = (
 )
 
 
+def samples_of(owner: object, *labels: str, prefix: str = "") -> Iterator[Sample]:
+    """Yields the metrics that `owner` keeps in a field of their name: `rowcast_hits_total` is `owner.hits`.
+
+    `prefix`: what the metrics' names have before that of the field. A value that is None has no sample."""
+    for metric in METRICS:
+        field = metric.name.removeprefix(f"rowcast_{prefix}").removesuffix("_total")
+        if len(metric.labels) == len(labels) and (value := getattr(owner, field, None)) is not None:
+            yield metric.name, labels, value
+
+
 def families(process: Process, samples: Iterable[Sample], rank: int = 0) -> Iterator[Family]:
     """Yields a family per metric of the process, in the table's order, even without samples.
 

@@ -1,4 +1,4 @@
-"""The table of docs/metrics.md."""
+"""The table of docs/metrics.md; `python -m tests.support.metric_table` prints it."""
 
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS
 
@@ -11,3 +11,7 @@ def metric_table() -> str:
         served_by = "both" if metric.processes == BOTH else metric.processes[0]
         lines.append(f"| `{metric.name}` | {metric.type} | {labels} | {served_by} | {metric.help} |")
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(metric_table(), end="")

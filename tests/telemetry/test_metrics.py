@@ -187,7 +187,7 @@ def test_memory_and_processor_time_of_the_process_are_served_too(process: Proces
 
 def test_checkpoints_are_counted_when_they_are_durable() -> None:
     prefetcher, _ = three_steps.run_of_three_steps()
-    started = prefetcher.last_checkpoint
+    started = prefetcher.checkpoint_last_timestamp_seconds
     assert (
         values(three_steps.prefetcher_collector(prefetcher))["rowcast_checkpoint_last_timestamp_seconds", ()] == started
     )
@@ -197,7 +197,9 @@ def test_checkpoints_are_counted_when_they_are_durable() -> None:
     assert found["rowcast_checkpoints_total", ()] == 2
     assert found["rowcast_checkpoint_seconds_total", ()] == 3
     assert found["rowcast_checkpoint_bytes_total", ()] == 1500
-    assert found["rowcast_checkpoint_last_timestamp_seconds", ()] == prefetcher.last_checkpoint > started
+    assert (
+        found["rowcast_checkpoint_last_timestamp_seconds", ()] == prefetcher.checkpoint_last_timestamp_seconds > started
+    )
     assert found["rowcast_checkpoint_every_steps", ()] == 100
 
 
@@ -248,10 +250,10 @@ def test_the_loss_has_no_sample_before_the_first_step() -> None:
 
 def test_progress_is_the_start_before_the_first_step_and_the_newest_step_after() -> None:
     _, trainer = three_steps.run_of_three_steps()
-    trainer.last_progress = 1.0
+    trainer.last_progress_timestamp_seconds = 1.0
     before = time.time()
     trainer.progressed()
-    assert before <= trainer.last_progress <= time.time()
+    assert before <= trainer.last_progress_timestamp_seconds <= time.time()
 
 
 def test_a_collector_that_names_an_unknown_metric_is_a_bug() -> None:

@@ -114,5 +114,5 @@ def test_every_rank_knows_how_evenly_the_rows_of_each_train_step_are_owned(run: 
             imbalances.append(owned.max() / owned.mean())
     assert min(imbalances) > 1
     for pair in run.pairs:
-        assert pair.trainer.counters.imbalance == pytest.approx(imbalances[-1], rel=1e-6)
+        assert pair.trainer.counters.rank_imbalance == pytest.approx(imbalances[-1], rel=1e-6)
         assert pair.trainer.counters.mean_imbalance == pytest.approx(np.mean(imbalances), rel=1e-6)

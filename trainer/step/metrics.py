@@ -1,14 +1,14 @@
 """Counts what the trainer does, for /metrics and for the report."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import Optimizer
-from rowcast.protocol.counters import Counters, CountersCollector, counter_samples
+from rowcast.protocol.counters import Counters, CountersCollector, Gauges
 from rowcast.protocol.messages import PlanHeader
-from rowcast.runtime.telemetry.metrics import Sample
+from rowcast.runtime.telemetry.metrics import Sample, samples_of
 from rowcast.trainer.device.phases import Lap, Phase
 from rowcast.trainer.step.results import Evaluation
 
@@ -31,7 +31,7 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
     loss: float | None = None  # the last train step's
     shared_samples: int = 0  # of train steps, over all ranks
     shared_eval_samples: int = 0
-    imbalance: float = 1.0  # in the last train step: the most rows that a rank owns over the mean
+    rank_imbalance: float = 1.0  # in the last train step: the most rows that a rank owns over the mean
     imbalances: float = 0.0  # its excess over 1, summed over train steps
 
     def lapped(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
@@ -61,7 +61,7 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
 
     def balanced(self, imbalance: float) -> None:
         """Records how evenly the ranks own a train step's rows."""
-        self.imbalance = imbalance
+        self.rank_imbalance = imbalance
         self.imbalances += imbalance - 1
 
     @property
@@ -74,17 +74,13 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerGauges:
-    """Values at one moment. The defaults hold without an engine: before the first Welcome and between attempts."""
+class TrainerGauges(Gauges[Queue]):
+    """The defaults hold without an engine: before the first Welcome and between attempts."""
 
     train_step: int  # train steps of the run so far
     learning_rates: Mapping[Side, float]  # for the next train step
     expected_train_steps: int | None = None  # train steps of the whole run
     evaluation: Evaluation | None = None  # the last
-    queue_depths: Mapping[Queue, int] = field(default_factory=lambda: dict.fromkeys(get_args(Queue), 0))
-    ring_used_bytes: int = 0  # back ring
-    ring_size_bytes: int = 0
-    frames_refused: int = 0
 
 
 new_counters = TrainerCounters.new
@@ -98,35 +94,16 @@ def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
 
 
 class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):
-    process = "trainer"
+    process, ring_direction = "trainer", "from_device"
 
-    def samples(self) -> Iterator[Sample]:
-        counters, gauges = self._counters, self._gauges()
-        evaluation = gauges.evaluation
-        yield from counter_samples(counters)
-        for queue, entries in gauges.queue_depths.items():
-            yield "rowcast_queue_depth", (queue,), entries
-        yield "rowcast_ring_used_bytes", ("from_device",), gauges.ring_used_bytes
-        yield "rowcast_ring_size_bytes", ("from_device",), gauges.ring_size_bytes
-        yield "rowcast_frames_refused_total", (), gauges.frames_refused
-        yield "rowcast_train_step", (), gauges.train_step
+    def own_samples(self, counters: TrainerCounters, gauges: TrainerGauges) -> Iterator[Sample]:
         for side, rate in gauges.learning_rates.items():
             yield "rowcast_learning_rate", (side,), rate
-        yield "rowcast_rank_imbalance", (), counters.imbalance
-        results = {
-            "rowcast_expected_train_steps": gauges.expected_train_steps,
-            "rowcast_loss": counters.loss,
-            "rowcast_eval_auc": None if evaluation is None else evaluation.auc,
-            "rowcast_eval_logloss": None if evaluation is None else evaluation.logloss,
-            "rowcast_eval_accuracy": None if evaluation is None else evaluation.accuracy,
-            "rowcast_eval_normalized_entropy": None if evaluation is None else evaluation.normalized_entropy,
-        }
-        for name, value in results.items():
-            if value is not None:
-                yield name, (), value
-        for figure, value in () if evaluation is None else evaluation.ranking.items():
+        evaluation = gauges.evaluation
+        if evaluation is None:
+            return
+        yield from samples_of(evaluation, prefix="eval_")
+        for figure, value in evaluation.ranking.items():
             yield "rowcast_eval_ranking", (figure,), value
-        for task in () if evaluation is None else evaluation.tasks:
-            for name, value in (("rowcast_eval_task_auc", task.auc), ("rowcast_eval_task_logloss", task.logloss)):
-                if value is not None:
-                    yield name, (task.label,), value
+        for task in evaluation.tasks:
+            yield from samples_of(task, task.label, prefix="eval_task_")
