@@ -248,7 +248,7 @@ class PrefetcherEngine:
         """Returns the values for a scrape. `queued`: decoded batches."""
         return replace(
             idle,
-            checkpoint_every=train_steps_of(self.planner.checkpoint_every),
+            checkpoint_every_steps=train_steps_of(self.planner.checkpoint_every),
             queue_depths={
                 "batches": queued,
                 "plans": len(self.plans),
@@ -259,7 +259,7 @@ class PrefetcherEngine:
             ring_size_bytes=self.welcome.fetch_ring.nbytes,
             frames_refused=self.conversation.frames_refused,
             in_flight_steps=steps_between(self.fetcher.done_through, self.fetcher.sent_through),
-            horizon=self.planner.horizon,
+            horizon_batches=self.planner.horizon,
             known_batches=self.planner.num_known,
             slots=[
                 SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty)
