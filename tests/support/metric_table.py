@@ -1,5 +1,7 @@
 """The table of docs/metrics.md; `python -m tests.support.metric_table` prints it."""
 
+import sys
+
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS
 
 
@@ -14,4 +16,4 @@ def metric_table() -> str:
 
 
 if __name__ == "__main__":
-    print(metric_table(), end="")
+    sys.stdout.write(metric_table())
