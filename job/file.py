@@ -1,7 +1,6 @@
-"""Reads a job file (TOML or JSON), applies `--set` overrides, and checks the sections together."""
+"""Reads a job file (TOML or JSON), applies `--set` overrides, and adapts it to one pair of several."""
 
 import tomllib
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,19 +8,13 @@ from typing import Any
 
 import msgspec
 
-from rowcast.job.batch_arrays import check_batch_arrays
+from rowcast.job.checks import check_whole
 from rowcast.job.embedding_tables import Table
-from rowcast.job.formats import Columns
-from rowcast.job.model_inputs import check_model_inputs
 from rowcast.job.removed import without_removed
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
-from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, MAX_TABLES, Job
+from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.section import decode
-from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import group_specs, rows_in
-from rowcast.job.units import parse_bytes
-from rowcast.runtime.errors import ConfigError, nearest
-from rowcast.runtime.run_directory import Role, note_refusal
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.run_directory import Role, note_refusal, pair_folder
 
 
 def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
@@ -105,96 +98,31 @@ def resolve_tables(job: Job) -> list[Table]:
     ]
 
 
-def check_tables(tables: list[Table], columns: Columns) -> dict[str, Table]:
-    """Returns the table of each feature. Raises ValueError for tables and columns that do not fit together."""
-    if not tables:
-        raise ValueError("no tables; give [[tables]] or [tables_from]")
-    if len(tables) > MAX_TABLES:
-        raise ValueError(f"{len(tables)} tables are more than {MAX_TABLES}")
-    features = [feature for table in tables for feature in table.features]
-    for kind, names in (("table", [table.name for table in tables]), ("feature", features)):
-        for name in sorted(name for name, count in Counter(names).items() if count > 1):
-            raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
-    by_feature = {feature: table for table in tables for feature in table.features}
-    hashed = [] if isinstance(columns.hash, bool) else columns.hash
-    for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
-        for feature in features:
-            if feature not in by_feature:
-                near = nearest(feature, by_feature)
-                raise ValueError(
-                    f"data.columns.{key}: feature {feature} has no table{near}; add it to a table's features"
-                )
-    for feature in columns.weights:
-        if by_feature[feature].pooling == "mean":
-            raise ValueError(
-                f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
-            )
-    return by_feature
+# one pair of prefetcher and trainer, among several on a host or in a run directory
 
 
-def check_whole(job: Job) -> None:
-    """Checks the sections together. Raises ValueError."""
-    by_feature = check_tables(job.tables, job.data.columns)
-    check_batch_arrays(job.data, by_feature)
-    check_model_inputs(job)
-    for table in job.tables:
-        if job.model.compile and table.pooling == "none":
-            raise ValueError(
-                f'model.compile: table {table.name} has pooling = "none", so every batch has another shape and '
-                "would be compiled again; remove model.compile"
-            )
-    if job.model.compile and job.data.batch_size % job.ranks.num_parts:
-        raise ValueError(
-            f"model.compile: data.batch_size = {job.data.batch_size} is not a multiple of ranks.parts = "
-            f"{job.ranks.num_parts}, so parts would have two shapes; change one of them, or remove model.compile"
-        )
-    for table in job.tables:
-        if table.linear and any(state.per_row for state in ROW_OPTIMIZERS[job.optimizer.sparse.kind].states):
-            raise ValueError(
-                f"table {table.name} has linear = true, but {job.optimizer.sparse.kind} keeps one state for a row as a "
-                'whole; set optimizer.sparse.kind = "adagrad"'
-            )
-        if table.linear and job.optimizer.sparse.clip_rows is not None:
-            raise ValueError(
-                f"table {table.name} has linear = true, but optimizer.sparse.clip_rows takes the norm of a row as a "
-                "whole; remove one of them"
-            )
-    if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
-        raise ValueError(
-            "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has "
-            'dtype = "fp32"; remove it, or set dtype = "bf16"'
-        )
-    kinds = {(table.width, table.dtype) for table in job.tables}
-    if job.cache.capacity_rows is not None and len(kinds) > 1:
-        raise ValueError(
-            f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '
-            'dtypes; give bytes, such as "64MiB"'
-        )
-    if isinstance(job.store, StoreWithTier) and job.cache.policy != "lookahead":
-        raise ValueError(
-            f'store.kind = "{job.store.kind}" chooses the rows in memory by cache.policy = "lookahead", not '
-            f'"{job.cache.policy}"; remove cache.policy, or set another store.kind'
-        )
-    check_group_shares(job)
+def with_ports_of_pair(job: Job, rank: int) -> Job:
+    """`job` with the ports of a rank, which count from those in the file: of metrics two for each rank of a host, of
+    the link one."""
+    local = rank % job.ranks.on_host
+    metrics, transport = job.metrics, job.transport
+    moved = {name: port_above(getattr(metrics, name), 2 * local) for name in ("prefetcher", "trainer")}
+    if transport.is_tcp:
+        transport = msgspec.structs.replace(transport, endpoint=port_above(transport.endpoint, local))
+    return msgspec.structs.replace(job, metrics=msgspec.structs.replace(metrics, **moved), transport=transport)
 
 
-def check_group_shares(job: Job) -> None:
-    """Checks that cache.groups names known groups and gives each at least a row, all within cache.capacity."""
-    if not job.cache.groups:
-        return
-    groups = {group.name: group for group in group_specs(job)}
-    for name, share in job.cache.groups.items():
-        if name not in groups:
-            raise ValueError(f"cache.groups: {name} is no group of this job; it has {', '.join(groups)}")
-        if rows_in(groups[name], share) < 1:
-            raise ValueError(
-                f"cache.groups.{name} = {share!r} is less than one row of {groups[name].record_bytes} bytes; give more"
-            )
-    taken = sum(rows_in(groups[name], share) * groups[name].record_bytes for name, share in job.cache.groups.items())
-    rows, (first, *_) = job.cache.capacity_rows, groups.values()
-    capacity = parse_bytes(job.cache.capacity) if rows is None else rows * first.record_bytes
-    if taken > capacity:
-        raise ValueError(
-            f"cache.groups: the named groups take {taken} bytes, more than cache.capacity = {job.cache.capacity!r} "
-            f"({capacity} bytes); give them less or raise it to {taken} bytes or more"
-        )
+def port_above(address: str, ports: int) -> str:
+    """Adds to the port, except to 0, which means any free port."""
+    host, _, given = address.rpartition(":")
+    port = given.removesuffix("+")
+    return address if int(port) == 0 else f"{host}:{int(port) + ports}{given.removeprefix(port)}"
+
+
+def with_tables_of_pair(job: Job, rank: int) -> Job:
+    """`job` for the stores of a rank: its run directory and its store.path are the pair's folders."""
+    count, store = job.ranks.count, job.store
+    if (path := getattr(store, "path", None)) is not None:
+        store = msgspec.structs.replace(store, path=str(pair_folder(Path(path), rank, count)))
+    own = msgspec.structs.replace(job.job, run_dir=str(pair_folder(job.run_dir, rank, count)))
+    return msgspec.structs.replace(job, job=own, store=store)

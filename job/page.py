@@ -12,10 +12,9 @@ from textwrap import dedent
 
 from msgspec import inspect
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.schema import Job
+from rowcast.job.schema import EVICTION_POLICIES, Job
 from rowcast.job.section import Section, default_of, keys_of, section_type
-from rowcast.job.types import alternatives, bounds, notation, plural
+from rowcast.job.types import described, notation
 
 BEGINNING = """# The job file
 
@@ -69,32 +68,8 @@ def row(struct: type[Section], name: str, meaning: str) -> str:
     key = keys_of(struct)[name]
     default = default_of(key)
     said = "required" if key.required else "" if default is None else f"`{notation(default)}`"
-    return f"| `{name}` | {type_of(struct, key)} | {said} | {meaning} |"
-
-
-def type_of(struct: type[Section], key: inspect.Field) -> str:
-    if struct.kinds is not None and struct.kinds.key == key.name:
-        return "text"
-    return " or ".join(type_in_words(one) for one in alternatives(key.type))
-
-
-def type_in_words(type: inspect.Type) -> str:
-    match type:
-        case inspect.LiteralType(values=values):
-            return ", ".join(f"`{notation(value)}`" for value in values)
-        case inspect.IntType():
-            return f"whole number{bounds(type)}"
-        case inspect.FloatType():
-            return f"number{bounds(type)}"
-        case inspect.BoolType():
-            return "`true`, `false`"
-        case inspect.ListType(item_type=item):
-            return f"list of {plural(item)}"
-        case inspect.TupleType(item_types=items):
-            return f"list of {len(items)} {plural(items[0])}"
-        case inspect.DictType():
-            return "table"
-    return "text"
+    is_kind = struct.kinds is not None and struct.kinds.key == name
+    return f"| `{name}` | {'text in quotes' if is_kind else described(key.type)} | {said} | {meaning} |"
 
 
 @cache

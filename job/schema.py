@@ -7,6 +7,7 @@ The comments above and beside the keys become docs/job-file.md (`job/page.py`).
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,6 @@ import xxhash
 from msgspec import Meta
 
 from rowcast.job.embedding_tables import Table, TablesFrom
-from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.formats import Data
 from rowcast.job.learning_rate import LearningRateSchedule, Rate, check_learning_rate
 from rowcast.job.models import Model
@@ -28,6 +28,25 @@ MIN_RING_BYTES = 2**20
 AUTO_MIRROR_BYTES = 64 * 2**20
 MAX_TABLES = 2**15
 TABLES = "tables"  # the folder of `Job.table_folder` in a run directory
+
+
+# those of cache.policy: a new one is a line here and the policy's file
+POLICIES = "rowcast.prefetcher.planner.policies"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyKind:
+    module: str  # has new_policy(first_batches), see planner/eviction.py; imported only when the policy is used
+    note: str = ""  # for docs/job-file.md
+    looks_ahead: bool = False  # sees the batches of lookahead.horizon; otherwise only the past, as if it were 0
+
+
+EVICTION_POLICIES = {
+    "lookahead": PolicyKind(f"{POLICIES}.farthest_next_use", note="farthest next use first", looks_ahead=True),
+    "lru": PolicyKind(f"{POLICIES}.farthest_next_use", note="oldest last use first"),
+    "lfu": PolicyKind(f"{POLICIES}.use_counts", note="fewest batches since the fill first"),
+    "static": PolicyKind(f"{POLICIES}.static_counts", note="fewest of the run's first batches first"),
+}
 
 Policy = Annotated[str, Meta(extra={"one_of": EVICTION_POLICIES})]
 Horizon = Annotated[int, Meta(ge=0, le=2**20)] | Literal["auto"]  # batches of ids known ahead

@@ -5,11 +5,11 @@ A new one is a line here and the store's file; settings of its own are a struct 
 
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta
 
 from rowcast.job.section import Kinds, Section
-from rowcast.job.server_url import parse_server_url
 from rowcast.job.units import Size, parse_bytes, parse_rows, parse_seconds
 
 
@@ -107,3 +107,39 @@ STORES = {
     ),
 }
 Store.kinds = Kinds(STORES)
+
+
+# the address of a Redis server
+
+
+PORT = 6379
+PASSWORD = "ROWCAST_REDIS_PASSWORD"  # the variable of the environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerUrl:
+    host: str
+    port: int
+    tls: bool
+    user: str | None
+
+
+def parse_server_url(text: str) -> ServerUrl:
+    """`"rediss://user@host:6379"`. Raises ValueError with a sentence."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(f"url is no URL of a server; write redis://host:{PORT}") from None
+    if parts.password is not None:
+        raise ValueError(
+            f"url holds a password; remove it and set {PASSWORD} in the environment of the prefetcher, so that it "
+            "stays out of job files and reports"
+        )
+    if parts.scheme not in ("redis", "rediss") or not host or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError(
+            f"url must be redis://host:{PORT}, or rediss://host:{PORT} for TLS; user@ may stand before the host, and "
+            "nothing may follow the port"
+        )
+    user = unquote(parts.username) if parts.username else None
+    return ServerUrl(host=host, port=port or PORT, tls=parts.scheme == "rediss", user=user)

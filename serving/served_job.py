@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
+from rowcast.job.checks import check_tables
 from rowcast.job.embedding_tables import Table
-from rowcast.job.file import check_tables
 from rowcast.job.formats import Columns
 from rowcast.job.schema import JobSection
 from rowcast.job.tables import TableSpec, specs_of

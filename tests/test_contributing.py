@@ -147,7 +147,7 @@ def test_a_key_of_its_own_has_its_range_in_the_sentence_and_on_the_page(title: s
     assert ended.returncode == 2
     assert f"{key} = {value} must be a {allowed}" in ended.stderr
     page = run(tree, "-m", "rowcast.job.page")
-    assert re.search(rf"^\| `{name}` \| {re.escape(allowed)} \|", page.stdout, re.MULTILINE)
+    assert re.search(rf"^\| `{name}` \| a {re.escape(allowed)} \|", page.stdout, re.MULTILINE)
 
 
 def test_the_store_of_the_recipe_gives_the_bits_of_rows_in_memory(tree: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from rowcast.analysis.check.findings import Finding, error, ok, warning
-from rowcast.job.pair import with_ports_of_pair
+from rowcast.job.file import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.prefetcher.run.sizing import check_shared_memory
 from rowcast.protocol.transport.callers import allowed_clients, load_server

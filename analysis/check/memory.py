@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, error, ok, warning
-from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.models import BottomAndTop, DCNv2Settings
-from rowcast.job.schema import Job
+from rowcast.job.schema import EVICTION_POLICIES, Job
 from rowcast.job.stores import STORES, StoreWithTier
 from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes

@@ -16,9 +16,8 @@ from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.simulate.ranks_results import MB, Parallelisms, RanksSimulation, Spread
 from rowcast.analysis.simulate.results import Simulation, batches_of
 from rowcast.analysis.simulate.simulate import simulate as simulated
-from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import load_job
-from rowcast.job.schema import Horizon, Job, check_shared
+from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job, check_shared
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch

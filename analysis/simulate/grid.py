@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES
 from rowcast.job.file import parse_job
 from rowcast.job.formats import FORMATS, Data
-from rowcast.job.schema import Horizon, Job
+from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.runtime.errors import ConfigError
 

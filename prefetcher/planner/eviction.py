@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.schema import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import AHEAD, Records
 from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, UNUSED, Occurrences

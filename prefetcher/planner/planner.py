@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.schema import CheckpointInterval, Job, Lookahead, Policy
+from rowcast.job.schema import EVICTION_POLICIES, CheckpointInterval, Job, Lookahead, Policy
 from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.eviction import new_policy

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rowcast.job.pair import with_ports_of_pair, with_tables_of_pair
+from rowcast.job.file import with_ports_of_pair, with_tables_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs

@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rowcast.job.schema import Job
-from rowcast.job.server_url import PASSWORD, parse_server_url
-from rowcast.job.stores import Redis
+from rowcast.job.stores import PASSWORD, Redis, parse_server_url
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.tier_budget import disk_shares
 from rowcast.prefetcher.stores.tiered_store import TieredStore

@@ -44,7 +44,7 @@ from rowcast.analysis.simulate.simulate import simulate
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import parse_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
-from rowcast.job.server_url import PASSWORD
+from rowcast.job.stores import PASSWORD
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import job_slots

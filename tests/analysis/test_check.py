@@ -36,8 +36,7 @@ from rowcast.command_line.prefetcher import app
 from rowcast.job.file import parse_job
 from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
-from rowcast.job.server_url import PASSWORD
-from rowcast.job.stores import StoreWithTier
+from rowcast.job.stores import PASSWORD, StoreWithTier
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import WHILE_FILLING

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.schema import Policy
+from rowcast.job.schema import EVICTION_POLICIES, Policy
 from rowcast.job.tables import KEY_SHIFT
 from rowcast.prefetcher.planner import group_planner, horizon
 from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.schema import EVICTION_POLICIES
 from rowcast.protocol.plan import BarrierPlan, StepPlan
 from tests.support.planner_oracle import fewest_fetches, oracle_entries
 from tests.support.planner_runs import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES, PolicyKind
+from rowcast.job.schema import EVICTION_POLICIES, PolicyKind
 from rowcast.prefetcher.planner.eviction import Choice, EvictionPolicy, LeastScore, Residents, Victims, new_policy
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.runtime.arrays import I32, I64

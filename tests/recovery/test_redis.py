@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rowcast.job.server_url import PASSWORD
+from rowcast.job.stores import PASSWORD
 from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, OF_ONE_PAIR
 from tests.recovery.ranked import PARTS, RecoveringRanks
 from tests.recovery.restarted import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.job.server_url import ServerUrl, parse_server_url
+from rowcast.job.stores import ServerUrl, parse_server_url
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.errors import ConfigError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from rowcast.job.server_url import ServerUrl
+from rowcast.job.stores import ServerUrl
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows, hash_of
 from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost

@@ -13,7 +13,7 @@ import pytest
 from redis.exceptions import MovedError
 from structlog.testing import capture_logs
 
-from rowcast.job.server_url import ServerUrl
+from rowcast.job.stores import ServerUrl
 from rowcast.prefetcher.stores.cold import redis_note, redis_rows
 from rowcast.prefetcher.stores.cold.redis_keys import keys_of
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.job.eviction_policies import EVICTION_POLICIES
+from rowcast.job.schema import EVICTION_POLICIES
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
 from rowcast.trainer.kernels.lookups import lookup_arrays

@@ -18,7 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from rowcast.job.server_url import ServerUrl
+from rowcast.job.stores import ServerUrl
 
 COMMAND = shutil.which("redis-server") or shutil.which("valkey-server")
 REASON = "redis-server is not installed (apt-get install redis-server)"

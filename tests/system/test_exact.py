@@ -9,8 +9,7 @@ import pytest
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
-from rowcast.job.eviction_policies import EVICTION_POLICIES
-from rowcast.job.schema import Policy
+from rowcast.job.schema import EVICTION_POLICIES, Policy
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.stores.tiered_store import TieredStore

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from rowcast.job.pair import with_ports_of_pair
+from rowcast.job.file import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_seconds

@@ -1,2 +1,2 @@
-"""Implements the eviction policies listed in `job/eviction_policies.py`, with the interface in
+"""Implements the eviction policies listed in `job/schema.py`, with the interface in
 `planner/eviction.py`."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.job.server_url import ServerUrl
+from rowcast.job.stores import ServerUrl
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
 from rowcast.prefetcher.stores.cold.page_loops import WORD_BYTES, column_constants, seal, whole_pages

@@ -31,7 +31,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from rowcast.job.server_url import PASSWORD, ServerUrl
+from rowcast.job.stores import PASSWORD, ServerUrl
 from rowcast.runtime.errors import ConfigError, RowcastError, StoreLost, printable
 
 Command = tuple[bytes, ...]
