@@ -525,9 +525,9 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
     a fill does not wait for the victims' last step
         fill.wait(self._computed[after], "fill_after") => pass
     a fill is issued before the step that it waits for
-        after > self._last_issued => after > self._last_issued + 1
+        after <= self._last_issued => after <= self._last_issued + 1
     a fill does not wait for the copy to staging
-        fill.wait(arrived.copied[message.piece], "copied") => pass
+        fill.wait(step.copied[message.piece], "copied") => pass
     rows are copied over rows still in fill staging
         stream.wait(room.after, "fill_staging") => pass
     victims are gathered over victims still in evict staging
@@ -537,17 +537,17 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
     victims are copied home before they are gathered
         stream.wait(task.gathered, "gathered") => pass
     rows are announced before they are in the ring
-        if not self._streams.done(flight.task.room.used, "sent"): => if not flight.task:
+        if not self._streams.done(task.room.used, "sent"): => if not task:
     the ring is released before it was copied
         self._streams.done(self._copying[0][1], "released") => self._copying[0]
     arrays of a plan are overwritten by a later plan's
-        PlanMemory(streams, self._groups) for _ in range(depth + 2)
-        => PlanMemory(streams, self._groups) for _ in range(depth)
+        PlanMemory(streams, slots.groups) for _ in range(depth + 2)
+        => PlanMemory(streams, slots.groups) for _ in range(depth)
     the bytes before a piece's rows are staged too
         message.payload.nbytes - message.rows[0].offset => message.payload.nbytes
     later rows take the slots of the first ones, and later victims leave them
-        arrived.arrays[names[span.group]][span.start : span.start + span.count]
-        => arrived.arrays[names[span.group]][: span.count]
+        step.arrays[names[span.group]][span.start : span.start + span.count]
+        => step.arrays[names[span.group]][: span.count]
     a step is done before its last victims are home
         task.step <= step for task in heads => task.step < step for task in heads
 tests/adopt/test_streams.py::test_every_use_of_a_step_is_awaited_before_the_step_is_reported
@@ -558,7 +558,7 @@ tests/trainer/test_staging.py
         span.begin < begin + size - self.nbytes => span.begin < begin - self.nbytes
 tests/trainer/test_plan_memory.py
     consecutive plans share their memory
-        self._plans[step % len(self._plans)] => self._plans[step // 2 % len(self._plans)]
+        self._plans[step.step % len(self._plans)] => self._plans[step.step // 2 % len(self._plans)]
     chunks of long rows lie over the plan's arrays
         self._block[header.arrays_bytes : header.arrays_bytes + nbytes] => self._block[:nbytes]
 tests/kernels/test_chunks.py

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rowcast.runtime.process import Signals
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.attempt import TrainerRun
 from rowcast.trainer.run.errands import TRAIN
-from rowcast.trainer.step.engine import TrainerEngine, TrainerParts
+from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.slots import make_records
 from tests.recovery.restarted import Recovering, end_well, killed
 from tests.support.processes import Session
@@ -51,13 +52,13 @@ def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
         earlier.update({f"records {n}": weakref.ref(own) for n, own in enumerate(records)})
         return records
 
-    def noted_engine(parts: TrainerParts) -> TrainerEngine:
-        engine = TrainerEngine(parts)
+    def noted_engine(*parts: Any) -> TrainerEngine:
+        engine = TrainerEngine(*parts)
         earlier.update({"engine": weakref.ref(engine), "cache": weakref.ref(engine.cache)})
-        earlier.update({"model": weakref.ref(parts.model), "conversation": weakref.ref(parts.conversation)})
+        earlier.update({"model": weakref.ref(engine.loop._steps), "conversation": weakref.ref(engine.conversation)})
         return engine
 
-    monkeypatch.setattr("rowcast.trainer.run.connection.make_records", noted_records)
+    monkeypatch.setattr("rowcast.trainer.step.slots.make_records", noted_records)
     monkeypatch.setattr("rowcast.trainer.run.connection.TrainerEngine", noted_engine)
     lost = run.start("prefetcher", "StepReady sent:24")
 

@@ -50,18 +50,16 @@ from rowcast.runtime.checkpoint_manifest import Manifest, Position
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.device.host_memory import Bounced, RingEnds
-from rowcast.trainer.device.phases import phase_clock
-from rowcast.trainer.device.streams import Event, PlainStreams, Streams, Wait
+from rowcast.trainer.device.phases import PhaseClock
+from rowcast.trainer.device.streams import PlainStreams, Streams, Wait
 from rowcast.trainer.kernels import part_of, torch_ops
 from rowcast.trainer.models.exchanges import Collectives
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.run.connection import hello
-from rowcast.trainer.step.barrier import DenseState
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation, EvaluationFigures
-from rowcast.trainer.step.slots import make_records
+from rowcast.trainer.step.results import Evaluation
 from tests.support.cold_dict import ColdDict
 from tests.support.late_store import LateStore
 from tests.support.planner_integrity import check_planner
@@ -122,24 +120,6 @@ class MemoryCheckpointer:
 
     def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
         return True
-
-
-@dataclass(slots=True)
-class KeptStates:
-    """Implements `DenseState` around another: keeps what that packs."""
-
-    inner: DenseState
-    packed: list[bytes]
-
-    def issue(self, streams: Streams) -> Event:
-        return self.inner.issue(streams)
-
-    def pack(self) -> bytes:
-        self.packed.append(self.inner.pack())
-        return self.packed[-1]
-
-    def restore(self, content: bytes) -> None:
-        self.inner.restore(content)
 
 
 @dataclass(slots=True)
@@ -318,47 +298,41 @@ class InProcessRun:
         self._greet(trainer_conversation, rank)
         self.stop = AgreedStop(rank, welcome.depth, trainer_conversation.send)
         trainer_conversation.listen({StopRequest: lambda message: self.stop.ask(message.reason)})
-        self.records = make_records(settings.slots, self.groups, self.streams.device)
         # without a wait they may be given nonsense, and must check it
         kernels = None if settings.without is None else torch_ops
         counters = new_counters(self.groups, rank.number)
-        clock = phase_clock(self.streams.compute, counters.lapped)
-        self.runner: Any = (  # a StepRunner, or a SharedRunner where ranks share batches
-            StepRunner(job, self.groups, self.records, first.dense.shape[1], clock, kernels)
-            if sharing is None or not rank.is_divided
-            else SharedRunner(
-                job,
-                self.groups,
-                self.records,
-                first.dense.shape[1],
-                sharing.rank,
-                sharing.collectives,
-                self.stop,
-                kernels,
-                clock,
-                counters.balanced,
+
+        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Any, Any]:
+            """A StepRunner, or a SharedRunner where ranks share batches."""
+            own = job, self.groups, records, first.dense.shape[1]
+            runner: Any = (
+                StepRunner(*own, clock, kernels)
+                if sharing is None or not rank.is_divided
+                else SharedRunner(*own, sharing.rank, sharing.collectives, self.stop, kernels, clock, counters.balanced)
             )
-        )
+            self.runner = runner
+            return runner, runner
+
         self.trainer = rowcast.trainer.step.engine.TrainerEngine(
-            rowcast.trainer.step.engine.TrainerParts(
-                groups=self.groups,
-                welcome=welcome,
-                conversation=trainer_conversation,
-                rings=rings.of_trainer,
-                streams=self.streams,
-                records=self.records,
-                model=self.runner,
-                steps=self.runner,
-                results=self.results,
-                counters=counters,
-                clock=clock,
-                rank=rank,
-                figures=EvaluationFigures.of_job(self.job),
-            )
+            job,
+            welcome,
+            trainer_conversation,
+            rings.of_trainer,
+            self.streams,
+            make_model,
+            self.results,
+            counters,
+            rank,
         )
+        self.records = self.trainer.slots.records
         self.saved: list[bytes] = []  # model states that the trainer has packed for checkpoints
-        barrier = self.trainer.barrier
-        barrier._dense_state = KeptStates(barrier._dense_state, self.saved)
+        send_state = self.trainer.sender.send_state
+
+        def kept(barrier: int, content: bytes, *, whole: bool) -> None:
+            self.saved.append(content)
+            send_state(barrier, content, whole=whole)
+
+        self.trainer.sender.send_state = kept  # type: ignore[method-assign]
         stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
         if self.writer is not None:
             stages.append(self.writer)

@@ -25,7 +25,7 @@ RUN, LOADER, MODULE = "rowcast.trainer.run.attempt", "rowcast.trainer.adopt.load
 USES = {
     "on_device": (STREAMS, SCRIPT_RUN, "rowcast.trainer.adopt.session", RUN, LOADER, MODULE),
     "choose_kernels": (SCRIPT_RUN, RUN),
-    "make_records": (CONNECTION,),
+    "make_records": ("rowcast.trainer.step.slots",),
     "page_locked": (CONNECTION,),
     "adopted_streams": (SCRIPT_RUN,),
 }

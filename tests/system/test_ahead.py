@@ -14,7 +14,7 @@ from rowcast.protocol.messages import StepReady
 from rowcast.protocol.packing import pack
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.stages import Stage
-from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.cache import Step
 from tests.support import driver
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
@@ -52,7 +52,7 @@ class Arrivals:
         self.steps: list[int] = []
         self.held_before: int | None = held_before
         self._cache = run.trainer.cache
-        self._take_filled: Callable[[], ArrivedStep | None] = self._cache.take_filled
+        self._take_filled: Callable[[], Step | None] = self._cache.take_filled
         self._next = 0
         monkeypatch.setattr(self._cache, "take_filled", self._take)
         run.trainer.conversation.listen({StepReady: self._accept})
@@ -62,7 +62,7 @@ class Arrivals:
         self.steps.append(message.step)
         self._cache.accept(message)
 
-    def _take(self) -> ArrivedStep | None:
+    def _take(self) -> Step | None:
         if self._next == self.held_before:
             return None
         step = self._take_filled()

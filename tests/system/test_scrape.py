@@ -22,7 +22,7 @@ from rowcast.job.tables import group_specs
 from rowcast.runtime.telemetry.metrics import METRICS, Process, State
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.report_json import Report, read_report
-from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.cache import Step
 from rowcast.trainer.step.engine import TrainerEngine
 from tests.support import processes
 from tests.support.metric_table import metric_table
@@ -57,7 +57,7 @@ def held_trainer() -> None:
     folder = Path(os.environ[HOLD])
     train, say_bye = StepRunner.train, TrainerEngine.say_bye
 
-    def held_train(runner: StepRunner, step: ArrivedStep, loss: Tensor) -> None:
+    def held_train(runner: StepRunner, step: Step, loss: Tensor) -> None:
         if step.header.train_step == HELD_STEP:
             hold(folder / "middle")
         train(runner, step, loss)

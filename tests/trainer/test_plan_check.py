@@ -3,15 +3,13 @@
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from rowcast.job.tables import group_specs
 from rowcast.protocol.inputs import InputSpec
-from rowcast.protocol.messages import ArraySpan, RingSpec, RowSpan, StepReady, Welcome
-from rowcast.runtime.arrays import Bytes
+from rowcast.protocol.messages import RingSpec, RowSpan, StepReady, Welcome
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.step.plan_check import ArrivingBlock, PlanCheck, check_welcome_fits
+from rowcast.trainer.step.plan_check import PlanCheck, check_welcome_fits
 from tests.support import sample_messages
 from tests.support.batches import small_job
 from tests.support.facts import facts
@@ -63,19 +61,6 @@ def test_a_welcome_that_asks_for_too_much_is_refused_before_memory_is_allocated(
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=sentence):
         check_welcome_fits(welcome(**changes), JOB, GROUPS)
-
-
-def test_a_block_is_whole_once_after_its_last_byte_however_it_is_cut() -> None:
-    content: Bytes = np.arange(256, dtype=np.uint8)
-    for cuts in ((256,), (64, 192), (64, 64, 64, 64)):
-        block, start, seen = ArrivingBlock(256), 0, list[Bytes | None]()
-        for nbytes in cuts:
-            seen.append(block.add(ArraySpan(offset=start, nbytes=nbytes), content[start : start + nbytes].copy()))
-            start += nbytes
-        whole = seen.pop()
-        assert whole is not None
-        assert whole.tobytes() == content.tobytes()
-        assert not any(early is not None for early in seen)
 
 
 @pytest.mark.parametrize("changes", [{"num_dirty": (1, 1)}, {"arrays": ()}, {"checkpoint": True}])

@@ -12,7 +12,7 @@ from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.models import aligned
 from rowcast.trainer.models.embedding import FeatureSlots
 from rowcast.trainer.models.job_model import named_inputs
-from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.cache import Step
 
 IDS_STAY = (
     "the ids of a batch stay with the prefetcher, and only its rows are here; give sparse_features to the "
@@ -68,7 +68,7 @@ class SparseToken:
 class LoadedBatch:
     """A batch in the script's own form: by attribute, by key, or unpacked as (dense, sparse, labels)."""
 
-    def __init__(self, step: ArrivedStep, part: Slice, session: object, keys: Sequence[str], of: Belonging) -> None:
+    def __init__(self, step: Step, part: Slice, session: object, keys: Sequence[str], of: Belonging) -> None:
         self.dense_features = copied(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
         self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
         self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B] or [B, T], on the device
@@ -124,7 +124,7 @@ def require_device(here: torch.device, wanted: Any) -> None:
         )
 
 
-def check_features(features: Any, session: object, step: ArrivedStep, part: Slice, keys: Sequence[str]) -> bool:
+def check_features(features: Any, session: object, step: Step, part: Slice, keys: Sequence[str]) -> bool:
     """Returns whether `features` are a token, and then checks that it belongs to `part` of the step. Raises
     RuntimeError.
 

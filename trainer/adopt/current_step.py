@@ -18,7 +18,7 @@ from rowcast.trainer.adopt.stream_order import StreamOrder
 from rowcast.trainer.models.embedding import Embeddings, FeatureSlots
 from rowcast.trainer.models.runner import step_lookups
 from rowcast.trainer.models.sequences import Embedded
-from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.cache import Step
 
 ACCUMULATED = (
     "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every "
@@ -61,7 +61,7 @@ class CurrentStep:
     ) -> None:
         """`collections`: a name of each. `dense_optimizer`: it must step once for each train batch. `accumulate`:
         micro-batches per batch."""
-        self.step: ArrivedStep | None = None  # begun and not finished
+        self.step: Step | None = None  # begun and not finished
         self.slice = Slice(0, 0, 0, is_last=True)  # the last one given to the script
         self.is_trained = False  # a look-up of the step trains its rows
         self.is_skipped = False  # the script has left out the slice
@@ -100,7 +100,7 @@ class CurrentStep:
     def has_slices(self) -> bool:
         return self.step is not None and bool(self._slices)
 
-    def begin(self, step: ArrivedStep) -> None:
+    def begin(self, step: Step) -> None:
         self._slices = deque(slices_of(step.header.batch_size, self._accumulate))
         is_whole = len(self._slices) == 1
         lookups, train_step = step_lookups(step), step.header.train_step
@@ -227,7 +227,7 @@ class CurrentStep:
         assert self.step is not None, "labels come after begin"
         return self.step.arrays["labels"][self.slice.start : self.slice.stop]
 
-    def _require_backward(self, step: ArrivedStep) -> None:
+    def _require_backward(self, step: Step) -> None:
         if self.awaits_backward:
             raise RuntimeError(
                 f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() "

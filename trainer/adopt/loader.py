@@ -35,7 +35,7 @@ from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.device.streams import on_device, warm_up_sqrt
-from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.cache import Step
 from rowcast.trainer.step.results import Evaluation
 
 _newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each run directory
@@ -345,7 +345,7 @@ class Loader:
             assert self._session.step is not None, "a slice belongs to the current step"
             yield self._loaded(self._session.step, part)
 
-    def _loaded(self, step: ArrivedStep, part: Slice) -> LoadedBatch:
+    def _loaded(self, step: Step, part: Slice) -> LoadedBatch:
         # the script may be in inference mode now and still train on the batch outside it
         with torch.inference_mode(False), on_device(self._tables.device):
             batch = LoadedBatch(step, part, self._session, self._job.features, self._belonging)

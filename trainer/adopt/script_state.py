@@ -16,7 +16,7 @@ COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has end
 
 
 class ScriptState:
-    """Implements `loop.ModelState`."""
+    """Implements `barrier.ModelState`."""
 
     def __init__(self, dense: StatefulObjects | None, device: torch.device, figures: EvaluationFigures) -> None:
         self.evaluating = False  # logits or ranks were recorded since the last evaluation was closed

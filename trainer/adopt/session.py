@@ -30,7 +30,7 @@ from rowcast.trainer.adopt.stream_order import StreamOrder
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import require_integers
-from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.cache import Step
 from rowcast.trainer.step.results import EvaluationFigures
 
 CHECKPOINT_POLL_S = 0.02
@@ -50,7 +50,7 @@ class ScriptSession:
         self._parts, self._job = parts, parts.job
         self._script_state = ScriptState(parts.dense, parts.device, EvaluationFigures.of_job(parts.job))
         self._current: CurrentStep | None = None
-        self._next: ArrivedStep | None = None  # received and not begun
+        self._next: Step | None = None  # received and not begun
         self._epoch: int | None = None  # the epoch of the newest step that was begun
         self._next_step: int | None = None  # where the run continues if it stops now; None before the first `peek`
         self._loss: Tensor | None = None  # sum of the losses recorded for the current step
@@ -107,7 +107,7 @@ class ScriptSession:
         return self._current
 
     @property
-    def step(self) -> ArrivedStep | None:
+    def step(self) -> Step | None:
         """The script's current step, begun and not finished."""
         return None if self._current is None else self._current.step
 
@@ -214,9 +214,9 @@ class ScriptSession:
             if result is not None:
                 self.run.telemetry.results.evaluation(result)
 
-    def _await_step(self, unless: Callable[[], bool] = lambda: False) -> ArrivedStep | None:
+    def _await_step(self, unless: Callable[[], bool] = lambda: False) -> Step | None:
         """The next step; None if the run has ended, which ends the session, or as soon as `unless` returns True."""
-        engine, found = self.run.engine, list[ArrivedStep]()
+        engine, found = self.run.engine, list[Step]()
 
         def advance() -> bool:
             self.run.telemetry.update(engine)

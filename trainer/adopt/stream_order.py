@@ -8,7 +8,7 @@ script's stream                      wait for the rows, look up *  update *
 
 from rowcast.trainer.device.phases import Lap
 from rowcast.trainer.device.streams import Event, Stream
-from rowcast.trainer.step.cache import ArrivedStep
+from rowcast.trainer.step.cache import Step
 
 
 class StreamOrder:
@@ -18,7 +18,7 @@ class StreamOrder:
         self._compute = compute
         self._issued: list[Event] = []
 
-    def await_rows(self, step: ArrivedStep) -> None:
+    def await_rows(self, step: Step) -> None:
         """Makes the current stream wait until the step's rows are in their slots."""
         self._compute.wait(step.filled[-1], "filled")
 

@@ -32,7 +32,7 @@ LOOKUP_FIELDS = tuple(LOOKUP_ARRAYS)
 
 
 class StepInputs(Protocol):
-    """A runner's view of a step; implemented by `cache.ArrivedStep`."""
+    """A runner's view of a step; implemented by `cache.Step`."""
 
     @property
     def step(self) -> int: ...
@@ -65,7 +65,7 @@ def step_lookups(step: StepInputs) -> list[GroupLookup]:
 
 
 class Runner:
-    """A model and its evaluation: what runners of whole batches and of parts share. Implements `loop.ModelState`."""
+    """A model and its evaluation: what runners of whole batches and of parts share. Implements `barrier.ModelState`."""
 
     trains = True
     needs_labels = True

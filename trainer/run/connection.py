@@ -42,14 +42,11 @@ from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
-from rowcast.trainer.device.phases import PhaseClock, phase_clock
-from rowcast.trainer.device.streams import OnDevice, Streams, memory_for, release_memory
-from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts
-from rowcast.trainer.step.loop import ModelState, Results, Steps
+from rowcast.trainer.device.streams import OnDevice, Streams, release_memory
+from rowcast.trainer.step.barrier import Results
+from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import check_welcome_fits
-from rowcast.trainer.step.results import EvaluationFigures
-from rowcast.trainer.step.slots import make_records
 
 # after a stop, the wait for a Welcome in flight: a prefetcher that has sent one expects a trainer
 GREETING_GRACE_S = 0.5
@@ -149,10 +146,9 @@ class Connection:
     def start(
         self,
         make_streams: Callable[[torch.device], Streams],
-        make_model: Callable[[list[torch.Tensor], PhaseClock], tuple[ModelState, Steps | None]],
+        make_model: MakeModel,
         results: Results,
     ) -> TrainerEngine:
-        """`make_model` gets the records of each group and the clock of the steps' stream."""
         welcome, conversation = self.welcome, self.conversation
         assert conversation is not None, "start comes after meet"
         assert welcome is not None, "start comes after meet"
@@ -164,29 +160,18 @@ class Connection:
         buffers = rings[0].buffer, rings[1].buffer
         self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, self._device))
         release_memory(self._device)  # an earlier attempt's cache: the device may not hold two
-        records = make_records(welcome.slots, self._groups, self._device)
-        streams = make_streams(self._device)
-        clock = phase_clock(streams.compute, self._counters.lapped)
-        with memory_for(f"no room for the model on {self._device} beside the cache", "make cache.capacity smaller"):
-            model, steps = make_model(records, clock)
         engine = self.engine = TrainerEngine(
-            TrainerParts(
-                groups=self._groups,
-                welcome=welcome,
-                conversation=conversation,
-                rings=RingEnds(
-                    *buffers, self._device, page_locked=self.has_page_locked_rings, mirrored=self._job.transport.is_tcp
-                ),
-                streams=streams,
-                records=records,
-                model=model,
-                steps=steps,
-                results=results,
-                counters=self._counters,
-                clock=clock,
-                rank=self._rank,
-                figures=EvaluationFigures.of_job(self._job),
-            )
+            self._job,
+            welcome,
+            conversation,
+            RingEnds(
+                *buffers, self._device, page_locked=self.has_page_locked_rings, mirrored=self._job.transport.is_tcp
+            ),
+            make_streams(self._device),
+            make_model,
+            results,
+            self._counters,
+            self._rank,
         )
         crash_point("model built")
         self._start_threads(engine, welcome)

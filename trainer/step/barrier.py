@@ -3,36 +3,30 @@
 thread  method                                     writes
 main    advance, step_begins                       state, checkpoints, stop_reason, _flush, _gathering
 mail    accept_flush, accept_restore, accept_end   _flushes, _restores (appends, with their bytes), end
-sender  send_dense                                 _dense (pops; the main thread appends)
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import EndOfData, Flush, Replica, Restore, Saved
-from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp, saved_stamp
-from rowcast.protocol.transport.ring import RingWriter
+from rowcast.protocol.messages import EndOfData, Flush, Restore
+from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.stages import StateTable
-from rowcast.trainer.device.host_memory import FetchRing
 from rowcast.trainer.device.streams import Event, Streams, memory_for
-from rowcast.trainer.models.model_state import ModelStatePieces
+from rowcast.trainer.models.model_state import ModelStatePieces, Tensors, pack, readable, require_finite
+from rowcast.trainer.models.model_state import unpack as read_tensors
 from rowcast.trainer.step.cache import DeviceCache
-from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.plan_memory import unpack
-from rowcast.trainer.step.sender import Sender
-from rowcast.trainer.step.slots import EvictStaging, Slots
+from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 
 
 class TrainerState(StrEnum):
@@ -71,17 +65,64 @@ TABLE = StateTable(
 )
 
 
-class DenseState(Protocol):
-    """The trainer's state in a checkpoint: the model state."""
+class ModelState(Protocol):
+    """The model's state in a checkpoint."""
+
+    @property
+    def trained(self) -> Iterable[object]:
+        """Models and optimizers, whose tensors training must leave finite."""
+
+    def issue_state(self, streams: Streams) -> None:
+        """Issues the exchanges that `state` needs. Called at the same barriers on all ranks."""
+
+    def state(self) -> Tensors:
+        """Returns the state to save. Called when every issued step, and `issue_state`, is complete."""
+
+    def restore(self, tensors: Tensors) -> bool:
+        """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
+
+
+class Results(Protocol):
+    """Receives results in the order of the steps."""
+
+    def loss(self, train_step: int, loss: np.float32) -> None: ...
+
+    def evaluation(self, result: Evaluation) -> None: ...
+
+    def state(self) -> Tensors:
+        """Returns all losses and the last evaluation, for a checkpoint."""
+
+    def restore(self, tensors: Tensors) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """The model and its results: the trainer's state in a checkpoint."""
+
+    model: ModelState
+    results: Results
+    figures: EvaluationFigures
+    train_steps: int  # train steps of the run issued, in this attempt or before it
+    evaluating: bool = False  # an evaluation has begun and is not closed
 
     def issue(self, streams: Streams) -> Event:
         """Issues the copies for `pack`. Called when every step is complete."""
+        self.model.issue_state(streams)
+        return streams.compute.record()
 
     def pack(self) -> bytes:
         """Called when the event of `issue` has happened."""
+        require_finite(self.model.trained, self.train_steps)
+        return pack({**self.model.state(), **self.results.state()})
 
     def restore(self, content: bytes) -> None:
         """Restores what `pack` returned, before the first step."""
+        tensors = read_tensors(content)
+        with readable():
+            self.evaluating = self.model.restore(tensors)
+        crash_point("model restored")
+        with readable():
+            self.results.restore(tensors)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,17 +138,10 @@ class ArrivingFlush:
 class TrainerBarrier:
     def __init__(
         self,
-        *,
         cache: DeviceCache,
-        slots: Slots,
-        evict_staging: EvictStaging,
-        sender: Sender,
-        fetch_ring: FetchRing,
-        back_ring: RingWriter,
-        dense: DenseState,
+        training: TrainingState,
         check: PlanCheck,
-        counters: TrainerCounters,
-        send: Callable[[Saved | Replica], None],
+        *,
         resumes: bool,
         sends_model_state: bool,
     ) -> None:
@@ -119,15 +153,9 @@ class TrainerBarrier:
         # the reason of the barrier after the newest step; None before that barrier arrives
         self.stop_reason: str | None = None
         self._cache = cache
-        self._slots = slots
-        self._evict_staging = evict_staging
-        self._sender = sender
-        self._fetch_ring = fetch_ring
-        self._back_ring = back_ring
-        self._dense_state = dense
+        self._slots, self._sender, self._ring = cache.slots, cache.sender, cache.ring
+        self._training = training
         self._check = check
-        self._counters = counters
-        self._send = send
         self._flushes: deque[tuple[Flush, Tensor | None]] = deque()
         self._restores: deque[tuple[Restore, Tensor]] = deque()
         self._restored = ModelStatePieces()
@@ -136,7 +164,6 @@ class TrainerBarrier:
         # "<group>.slots" on the device; kept until the next barrier, because a stream may still read them
         self._dirty: dict[str, Tensor] = {}
         self._sends_model_state = sends_model_state
-        self._dense: deque[tuple[int, DensePieces | Replica]] = deque()  # barrier, and its model state to send
         if not resumes:
             self._follow(TrainerEvent.RESTORED)
 
@@ -156,38 +183,14 @@ class TrainerBarrier:
 
     def accept_flush(self, message: Flush) -> None:
         stamp = barrier_stamp(message.barrier, message.piece)
-        payload = None if message.payload is None else self._fetch_ring.payload(message.payload, stamp)
+        payload = None if message.payload is None else self._ring.payload(message.payload, stamp)
         self._flushes.append((message, payload))
 
     def accept_restore(self, message: Restore) -> None:
-        self._restores.append((message, self._fetch_ring.payload(message.payload, dense_stamp(message.piece))))
+        self._restores.append((message, self._ring.payload(message.payload, dense_stamp(message.piece))))
 
     def accept_end(self, message: EndOfData) -> None:
         self.end = message
-
-    # the sender's thread
-
-    def send_dense(self) -> bool:
-        """Sends the next piece of a checkpoint's model state, once all rows of its barrier were sent."""
-        if not self._dense or self._sender.queued:
-            return False
-        barrier, pieces = self._dense[0]
-        if isinstance(pieces, Replica):
-            self._send(pieces)
-            self._dense.popleft()
-            return True
-        room = pieces.room()
-        self._sender.waiting_for_ring = room is None
-        if room is None:
-            return False
-        with self._counters.shown("copy out"):
-            fields = pieces.put(room)
-        crash_point("Saved not sent")
-        self._send(Saved(barrier=barrier, **fields))
-        crash_point("Saved sent")
-        if pieces.complete:
-            self._dense.popleft()
-        return True
 
     # the main thread
 
@@ -221,10 +224,10 @@ class TrainerBarrier:
 
     def _restore_next(self, message: Restore, payload: Tensor) -> bool:
         content = self._restored.add(message, payload.numpy().data)
-        self._fetch_ring.release(message.payload)
+        self._ring.release(message.payload)
         if content is None:
             return True
-        self._dense_state.restore(content)
+        self._training.restore(content)
         self._slots.streams.settle()
         return self._follow(TrainerEvent.RESTORED)
 
@@ -237,17 +240,17 @@ class TrainerBarrier:
             )
         self._follow(TrainerEvent.MORE_SLOTS if message.piece else TrainerEvent.FLUSH)
         self._check.barrier(message, self._open.header if message.piece else None)
-        self._counters.flush(message)
+        self._cache.counters.flush(message)
         self.stop_reason = message.reason
         if not message.piece:
             widths = [group.record_bytes for group in self._slots.groups]
-            pieces = deque(cut(0, message.num_dirty, widths, self._evict_staging.nbytes))
+            pieces = deque(cut(0, message.num_dirty, widths, self._sender.staging_bytes))
             pinned = self._slots.streams.device.type == "cuda"  # else the copy below would make the host wait
             block = torch.zeros(message.arrays_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._flush = ArrivingFlush(header=message, block=block, pieces=pieces)
         if payload is not None and message.payload is not None and message.span is not None:
             self._open.block[message.span.offset : message.span.offset + message.span.nbytes] = payload
-            self._fetch_ring.release(message.payload)
+            self._ring.release(message.payload)
         if message.piece == message.num_pieces - 1:
             self._open_slots(message, self._open.block)
         return True
@@ -265,12 +268,12 @@ class TrainerBarrier:
         self._follow(TrainerEvent.ALL_SLOTS)
 
     def _gather_next(self, flush: ArrivingFlush) -> bool:
-        room = self._evict_staging.room(flush.pieces[0].rows)
+        room = self._sender.room(flush.pieces[0].rows)
         if room is None:
             return False
         rows = flush.pieces.popleft().rows
-        with self._counters.shown("flush"):
-            self._evict_staging.send(
+        with self._cache.counters.shown("flush"):
+            self._sender.send_rows(
                 rows,
                 [self._dirty[f"{span.group}.slots"][span.start : span.start + span.count] for span in rows],
                 room,
@@ -291,17 +294,13 @@ class TrainerBarrier:
 
     def _pack(self, barrier: int) -> bool:
         if self._state_issued is None:
-            self._state_issued = self._dense_state.issue(self._slots.streams)
+            self._state_issued = self._training.issue(self._slots.streams)
             return True
         if not self._slots.streams.done(self._state_issued, "state_gathered"):
             return False
         self._state_issued = None
         crash_point("dense side not packed")
-        with self._counters.shown("pack"):
-            content = self._dense_state.pack()
-        if self._sends_model_state:
-            pieces = DensePieces(content, self._back_ring, partial(saved_stamp, barrier))
-            self._dense.append((barrier, pieces))
-        else:
-            self._dense.append((barrier, Replica(barrier=barrier, checksum=xxhash.xxh3_64_intdigest(content))))
+        with self._cache.counters.shown("pack"):
+            content = self._training.pack()
+        self._sender.send_state(barrier, content, whole=self._sends_model_state)
         return self._follow(TrainerEvent.PACKED)

@@ -10,54 +10,54 @@ For plan p, in this order (`streams.Wait` names the waits):
     evict     evict staging -> ring, by the sender's thread  in parallel with all of the above
 
 Staging is allocated once, in the size that the prefetcher announces; pieces of rows pass through it in sequence
-(`staging.py`). The cache makes no decisions: it has no keys, no index of rows and no order of eviction.
+(`slots.py`). The cache makes no decisions: it has no keys, no index of rows and no order of eviction.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
-from rowcast.protocol.messages import PlanHeader, RingRef, RowSpan, StepReady
+from rowcast.protocol.messages import ArraySpan, PlanHeader, RingRef, RowSpan, StepReady
 from rowcast.protocol.packing import plan_stamp
+from rowcast.runtime.arrays import Bytes
 from rowcast.trainer.device.host_memory import FetchRing
 from rowcast.trainer.device.phases import phase_clock
 from rowcast.trainer.device.streams import Event
 from rowcast.trainer.step.metrics import TrainerCounters
-from rowcast.trainer.step.plan_check import ArrivingBlock, PlanCheck
+from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.plan_memory import DerivedArrays, PlanMemory, derive, unpack
-from rowcast.trainer.step.slots import EvictStaging, Slots
-from rowcast.trainer.step.staging import Staging, StagingSpan
+from rowcast.trainer.step.sender import Sender
+from rowcast.trainer.step.slots import Slots, Staging, StagingSpan
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedPiece:
-    """A checked piece, from the mail thread to the main thread."""
-
-    message: StepReady
-    payload: Tensor | None  # u8 [n] on the host, until the piece is released
-    derived: DerivedArrays | None  # with the last bytes of the plan's arrays
-
-
-@dataclass(slots=True)
-class ArrivedStep:
-    """A plan that has arrived: its header, its arrays on the device, and the progress of its rows."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Step:
+    """A step, from the arrival of its plan to its report. The main thread writes all but `parts`."""
 
     step: int
     header: PlanHeader
-    block: Tensor  # u8 [arrays_bytes] on the device
-    arrays: dict[str, Tensor]  # by name; derived arrays are added with the block's last bytes
     num_pieces: int
-    pieces: list[StepReady] = field(default_factory=list)  # pieces copied in, in order
-    copied: list[Event] = field(default_factory=list)  # one per piece
-    filled: list[Event] = field(default_factory=list)  # one per piece, empty pieces included
-    staged: list[StagingSpan | None] = field(default_factory=list)  # one per piece; None: it has no rows
+    parts: list[Bytes] = field(default_factory=list)  # copies of its arrays so far; used by the mail thread only
+    block: Tensor = field(init=False)  # u8 [arrays_bytes] on the device, from its first copy on
+    arrays: dict[str, Tensor] = field(init=False)  # by name; derived arrays are added with the block's last bytes
+    # one of each per piece, in order
+    pieces: list[StepReady] = field(default_factory=list)  # copied in
+    copied: list[Event] = field(default_factory=list)
+    staged: list[StagingSpan | None] = field(default_factory=list)  # None: it has no rows
+    filled: list[Event] = field(default_factory=list)  # empty pieces included
     evict_pieces: int = 0  # pieces of victims handed to the sender
     num_gathered: int = 0  # dirty victims gathered so far
+    # from its begin on
+    began_s: float = 0.0  # time.perf_counter()
+    computed: Event = field(init=False)  # all its work is complete
+    loss: Tensor | None = None  # f32 [] on the host, once `computed` has happened; None: unknown
+    counts: bool = True  # False: it was passed over without computing it
 
     @property
-    def complete(self) -> bool:
+    def is_filled(self) -> bool:
         return len(self.filled) == self.num_pieces
 
 
@@ -65,70 +65,59 @@ class DeviceCache:
     """Runs on the main thread and issues what it can without waiting. The mail thread calls `accept`."""
 
     def __init__(
-        self,
-        *,
-        slots: Slots,
-        evict_staging: EvictStaging,
-        ring: FetchRing,
-        depth: int,
-        check: PlanCheck,
-        counters: TrainerCounters,
+        self, slots: Slots, sender: Sender, ring: FetchRing, depth: int, check: PlanCheck, counters: TrainerCounters
     ) -> None:
-        """Fill staging gets the size of `evict_staging`."""
-        self._slots = slots
-        self._groups = slots.groups
+        """Fill staging gets the size of evict staging."""
+        self.slots, self.sender, self.ring, self.counters = slots, sender, ring, counters
         self._streams = streams = slots.streams
-        self._ring = ring
-        self._counters = counters
         self._check = check
-        self._fill_staging = Staging(streams, evict_staging.nbytes)
-        self._evict_staging = evict_staging
+        self._fill_staging = Staging(streams, sender.staging_bytes)
         self._clock = phase_clock(streams.fill, counters.lapped)
-        self._arriving: tuple[PlanHeader, ArrivingBlock] | None = (
-            None  # the newest plan's; used by the mail thread only
-        )
-        self._inbox: deque[ArrivedPiece] = deque()
-        self._steps: deque[ArrivedStep] = deque()  # arrived, not handed to compute yet
+        self._newest: Step | None = None  # used by the mail thread only
+        # checked pieces, from the mail thread to the main thread: u8 [n] on the host, until the piece is released, and
+        # what is derived from the plan's arrays, with their last bytes
+        self._inbox: deque[tuple[Step, StepReady, Tensor | None, DerivedArrays | None]] = deque()
+        self._steps: deque[Step] = deque()  # copying has begun, not handed to compute yet
         self._copying: deque[tuple[RingRef, Event]] = deque()
-        self._plans = [PlanMemory(streams, self._groups) for _ in range(depth + 2)]  # used in rotation
+        self._plans = [PlanMemory(streams, slots.groups) for _ in range(depth + 2)]  # used in rotation
         self._computed: dict[int, Event] = {}  # issued steps, not known to be complete
         self._last_issued: int | None = None
         # names of each group's arrays in a plan
-        self._fetch_slots = [f"{group}.fetch_slots" for group in range(len(self._groups))]
-        self._fill_slots = [f"{group}.fill_slots" for group in range(len(self._groups))]
+        self._fetch_slots = [f"{group}.fetch_slots" for group in range(len(slots.groups))]
+        self._fill_slots = [f"{group}.fill_slots" for group in range(len(slots.groups))]
 
     def accept(self, message: StepReady) -> None:
         """Checks a message and queues its piece. Raises RemoteProtocolError if the message or its bytes do not fit a
         plan of this job."""
         self._check.message(message)
         if message.plan is not None:
-            self._arriving = message.plan, ArrivingBlock(message.plan.arrays_bytes)
+            self._newest = Step(step=message.step, header=message.plan, num_pieces=message.num_pieces)
+        assert self._newest is not None, "a plan's first piece has its header"
         payload, derived = None, None
         if message.payload is not None:
-            payload = self._ring.payload(message.payload, plan_stamp(message.step, message.piece))
-            derived = self._accept_arrays(message, payload)
-        self._inbox.append(ArrivedPiece(message, payload, derived))
+            payload = self.ring.payload(message.payload, plan_stamp(message.step, message.piece))
+            if message.arrays is not None:
+                derived = self._accept_arrays(self._newest, message.arrays, payload[: message.arrays.nbytes].numpy())
+        self._inbox.append((self._newest, message, payload, derived))
 
-    def _accept_arrays(self, message: StepReady, payload: Tensor) -> DerivedArrays | None:
-        assert self._arriving is not None, "a plan's first piece has its header"
-        header, block = self._arriving
-        span = message.arrays
-        content = None if span is None else block.add(span, payload[: span.nbytes].numpy())
-        if content is None:
+    def _accept_arrays(self, step: Step, span: ArraySpan, content: Bytes) -> DerivedArrays | None:
+        """`content`: u8 [span.nbytes]. `order.py` has checked that it follows the previous span."""
+        if span.offset + span.nbytes < step.header.arrays_bytes:
+            step.parts.append(content.copy())
             return None
-        self._check.arrays(message.step, content)
-        return derive(header, content)
+        whole = np.concatenate([*step.parts, content]) if step.parts else content
+        step.parts.clear()
+        self._check.arrays(step.step, whole)
+        return derive(step.header, whole)
 
-    def take_filled(self) -> ArrivedStep | None:
+    def take_filled(self) -> Step | None:
         """Returns the next step whose fills have all been issued. Its look-up must wait for `filled` and `copied`."""
-        if self._steps and self._steps[0].complete:
-            return self._steps.popleft()
-        return None
+        return self._steps.popleft() if self._steps and self._steps[0].is_filled else None
 
-    def issued(self, step: int, computed: Event) -> None:
-        """Notes that the step was issued to the compute stream; `computed` happens when it is complete."""
-        self._computed[step] = computed
-        self._last_issued = step
+    def issued(self, step: Step) -> None:
+        """Notes that the step was issued to the compute stream."""
+        self._computed[step.step] = step.computed
+        self._last_issued = step.step
 
     def completed(self, step: int) -> None:
         del self._computed[step]
@@ -150,7 +139,7 @@ class DeviceCache:
 
     @property
     def staging_bytes(self) -> int:
-        return self._fill_staging.nbytes + self._evict_staging.nbytes
+        return self._fill_staging.nbytes + self.sender.staging_bytes
 
     @property
     def plans_bytes(self) -> int:
@@ -162,7 +151,7 @@ class DeviceCache:
         progress = False
         while self._copying and self._streams.done(self._copying[0][1], "released"):
             ref, _ = self._copying.popleft()
-            self._ring.release(ref)
+            self.ring.release(ref)
             progress = True
         return progress
 
@@ -170,112 +159,112 @@ class DeviceCache:
         """Issues the oldest piece's copies: its rows from the ring to fill staging, its arrays to their block."""
         if not self._inbox:
             return False
-        piece = self._inbox[0]
-        message = piece.message
+        step, message, payload, derived = self._inbox[0]
         room = self._fill_staging.take(staged_bytes(message)) if message.rows else None
         if message.rows and room is None:
             return False
         self._inbox.popleft()
+        memory = self._plans[step.step % len(self._plans)]
         if message.plan is not None:
-            self._steps.append(self._arrived(message, message.plan))
-        arrived = self._steps[-1]
-        with self._counters.shown("copy in", arrived.step):
-            self._copy_in(arrived, piece, room)
+            step.block = memory.open(step.step, step.header)
+            step.arrays = unpack(step.block, step.header.arrays)
+            self._steps.append(step)
+        with self.counters.shown("copy in", step.step):
+            if payload is not None:
+                self._copy_in(step, message, payload, derived, room, memory)
+            step.pieces.append(message)
+            step.staged.append(room)
+            step.copied.append(self._streams.copy_in.record())
+            if message.payload is not None:
+                self._copying.append((message.payload, step.copied[-1]))
+        self.counters.step_ready(message)
         return True
 
-    def _memory(self, step: int) -> PlanMemory:
-        return self._plans[step % len(self._plans)]
-
-    def _arrived(self, message: StepReady, header: PlanHeader) -> ArrivedStep:
-        block = self._memory(message.step).open(message.step, header)
-        arrays = unpack(block, header.arrays)
-        return ArrivedStep(step=message.step, header=header, block=block, arrays=arrays, num_pieces=message.num_pieces)
-
-    def _copy_in(self, arrived: ArrivedStep, piece: ArrivedPiece, room: StagingSpan | None) -> None:
-        stream, message, payload = self._streams.copy_in, piece.message, piece.payload
-        if piece.derived is not None:
-            arrived.arrays.update(self._memory(arrived.step).put(arrived.header, piece.derived))
-        if payload is not None and message.arrays is not None:
+    def _copy_in(
+        self,
+        step: Step,
+        message: StepReady,
+        payload: Tensor,
+        derived: DerivedArrays | None,
+        room: StagingSpan | None,
+        memory: PlanMemory,
+    ) -> None:
+        stream = self._streams.copy_in
+        if derived is not None:
+            step.arrays.update(memory.put(step.header, derived))
+        if message.arrays is not None:
             offset, end = message.arrays.offset, message.arrays.nbytes
-            stream.copy(payload[:end], arrived.block[offset : offset + end])
-        if piece.derived is not None:
-            self._memory(arrived.step).arrange(arrived.header, arrived.arrays)
-        if payload is not None and room is not None:
+            stream.copy(payload[:end], step.block[offset : offset + end])
+        if derived is not None:
+            memory.arrange(step.header, step.arrays)
+        if room is not None:
             if room.after is not None:
                 stream.wait(room.after, "fill_staging")
             stream.copy(payload[message.rows[0].offset :], room.content)
-        self._counters.step_ready(message)
-        event = stream.record()
-        if message.payload is not None:
-            self._copying.append((message.payload, event))
-        arrived.pieces.append(message)
-        arrived.staged.append(room)
-        arrived.copied.append(event)
 
     # staging <-> slots
 
     def fill_next(self) -> bool:
         """Issues the oldest staged piece: victims from their slots to evict staging, rows to those slots."""
-        arrived = next((step for step in self._steps if not step.complete), None)
-        if arrived is None or len(arrived.copied) == len(arrived.filled):
+        step = next((step for step in self._steps if not step.is_filled), None)
+        if step is None or len(step.copied) == len(step.filled):
             return False
-        message = arrived.pieces[len(arrived.filled)]
-        if not self._may_fill(arrived, message):
+        message = step.pieces[len(step.filled)]
+        groups = step.header.groups
+        awaited = {groups[span.group].fill_after for span in message.rows}
+        if not all(map(self._is_issued, awaited)):
             return False
-        victims = self._victims(arrived, message)
-        room = self._evict_staging.room(victims) if victims else None
+        victims = dirty_victims(step, message)
+        room = self.sender.room(victims) if victims else None
         if victims and room is None:
             return False
         fill = self._streams.fill
-        fill.wait(arrived.copied[message.piece], "copied")
-        for after in {arrived.header.groups[span.group].fill_after for span in message.rows}:
+        fill.wait(step.copied[message.piece], "copied")
+        for after in awaited:
             if after in self._computed:
                 fill.wait(self._computed[after], "fill_after")
-        self._clock.begin(arrived.step)
+        self._clock.begin(step.step)
         if room is not None:
-            self._gather_victims(arrived, victims, room)
+            self._send_victims(step, victims, room)
         self._clock.lap("gather")
-        staged = arrived.staged[message.piece]
+        staged = step.staged[message.piece]
         if staged is not None:
-            slots = self._slots_of(arrived, message.rows, self._fill_slots)
-            self._slots.scatter(staged.content, message.rows, slots)
+            self.slots.scatter(staged.content, message.rows, slots_of(step, message.rows, self._fill_slots))
         self._clock.lap("fill")
-        arrived.filled.append(fill.record())
+        step.filled.append(fill.record())
         if staged is not None:
-            staged.used = arrived.filled[-1]
+            staged.used = step.filled[-1]
         return True
 
-    def _may_fill(self, arrived: ArrivedStep, message: StepReady) -> bool:
+    def _is_issued(self, after: int | None) -> bool:
         """Returns whether the loop has issued step `fill_after`: a stream can wait only for a recorded event."""
-        for span in message.rows:
-            after = arrived.header.groups[span.group].fill_after
-            if after is not None and (self._last_issued is None or after > self._last_issued):
-                return False
-        return True
+        return after is None or (self._last_issued is not None and after <= self._last_issued)
 
-    def _victims(self, arrived: ArrivedStep, message: StepReady) -> list[RowSpan]:
-        """Returns the dirty victims that make room for the piece's rows; offsets count from the piece's first row."""
-        return [
-            RowSpan(group=span.group, start=span.start, count=dirty, offset=span.offset - message.rows[0].offset)
-            for span in message.rows
-            if (dirty := min(span.count, arrived.header.groups[span.group].num_dirty - span.start)) > 0
-        ]
-
-    def _slots_of(self, arrived: ArrivedStep, spans: Sequence[RowSpan], names: Sequence[str]) -> list[Tensor]:
-        return [arrived.arrays[names[span.group]][span.start : span.start + span.count] for span in spans]
-
-    def _gather_victims(self, arrived: ArrivedStep, victims: list[RowSpan], room: StagingSpan) -> None:
-        arrived.num_gathered += sum(span.count for span in victims)
-        self._evict_staging.send(
+    def _send_victims(self, step: Step, victims: list[RowSpan], room: StagingSpan) -> None:
+        step.num_gathered += sum(span.count for span in victims)
+        self.sender.send_rows(
             victims,
-            self._slots_of(arrived, victims, self._fetch_slots),  # a victim leaves the slot of the fetched row
+            slots_of(step, victims, self._fetch_slots),  # a victim leaves the slot of the fetched row
             room,
-            step=arrived.step,
+            step=step.step,
             barrier=None,
-            piece=arrived.evict_pieces,
-            last=arrived.num_gathered == sum(group.num_dirty for group in arrived.header.groups),
+            piece=step.evict_pieces,
+            last=step.num_gathered == sum(group.num_dirty for group in step.header.groups),
         )
-        arrived.evict_pieces += 1
+        step.evict_pieces += 1
+
+
+def dirty_victims(step: Step, message: StepReady) -> list[RowSpan]:
+    """Returns the victims that make room for the piece's rows; offsets count from the piece's first row."""
+    return [
+        RowSpan(group=span.group, start=span.start, count=dirty, offset=span.offset - message.rows[0].offset)
+        for span in message.rows
+        if (dirty := min(span.count, step.header.groups[span.group].num_dirty - span.start)) > 0
+    ]
+
+
+def slots_of(step: Step, spans: Sequence[RowSpan], names: Sequence[str]) -> list[Tensor]:
+    return [step.arrays[names[span.group]][span.start : span.start + span.count] for span in spans]
 
 
 def staged_bytes(message: StepReady) -> int:

@@ -1,26 +1,27 @@
 """Wires the trainer's stages to each other and to one conversation, without threads, sockets or clocks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
-from rowcast.job.tables import GroupSpec
+from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank
-from rowcast.runtime.stages import FunctionStage, Stage, Wakes
+from rowcast.runtime.stages import Stage, Wakes
 from rowcast.trainer.device.host_memory import FetchRing, RingEnds
-from rowcast.trainer.device.phases import HostClock, PhaseClock
-from rowcast.trainer.device.streams import Streams, peak_device_bytes
-from rowcast.trainer.step.barrier import TrainerBarrier
+from rowcast.trainer.device.phases import PhaseClock, phase_clock
+from rowcast.trainer.device.streams import Streams, memory_for, peak_device_bytes
+from rowcast.trainer.step.barrier import ModelState, Results, TrainerBarrier, TrainingState
 from rowcast.trainer.step.cache import DeviceCache
-from rowcast.trainer.step.loop import ModelState, Results, Steps, TrainingLoop, TrainingState
+from rowcast.trainer.step.loop import Steps, TrainingLoop
 from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.results import EvaluationFigures
 from rowcast.trainer.step.sender import Sender
-from rowcast.trainer.step.slots import EvictStaging, Slots
+from rowcast.trainer.step.slots import Slots
 
 # a message, or a turn of a thread -> the threads that it may unblock; no other thread waits for it
 WAKES: Wakes = {
@@ -35,94 +36,62 @@ WAKES: Wakes = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerParts:
-    """Everything that an engine is built from. The caller closes these."""
-
-    groups: tuple[GroupSpec, ...]
-    welcome: Welcome
-    conversation: Conversation
-    rings: RingEnds
-    streams: Streams
-    records: list[torch.Tensor]  # f32 [slots, record_floats] per group, on the device
-    model: ModelState
-    steps: Steps | None  # None: a training script computes the steps
-    results: Results
-    counters: TrainerCounters
-    clock: PhaseClock = field(default_factory=HostClock)  # times the phases of each step
-    rank: Rank = UNDIVIDED
-    figures: EvaluationFigures
+# from the records of each group, f32 [slots, record_floats], and the clock of the steps' stream. No steps: a training
+# script computes them
+MakeModel = Callable[[list[torch.Tensor], PhaseClock], tuple[ModelState, Steps | None]]
 
 
 class TrainerEngine:
     """One thread advances each of `stages` and the main thread the loop; or one thread advances all, in any order."""
 
-    def __init__(self, parts: TrainerParts) -> None:
-        self.counters = parts.counters
-        self.conversation = parts.conversation
-        rings, self.back_ring = parts.rings, parts.rings.back
-        if rings.fetch.is_mirror:
-            parts.conversation.carry(rings.back, rings.fetch)
-        welcome, send = parts.welcome, parts.conversation.send
+    def __init__(
+        self,
+        job: Job,
+        welcome: Welcome,
+        conversation: Conversation,
+        rings: RingEnds,
+        streams: Streams,
+        make_model: MakeModel,
+        results: Results,
+        counters: TrainerCounters,
+        rank: Rank = UNDIVIDED,
+    ) -> None:
+        """The caller closes the arguments. Raises ConfigError if device memory is short."""
+        self.counters = counters
+        self.conversation = conversation
+        self.back_ring = rings.back
+        self._device = streams.device
+        is_tcp = rings.fetch.is_mirror
+        if is_tcp:
+            conversation.carry(rings.back, rings.fetch)
+        self.slots = Slots(group_specs(job), welcome.slots, streams)
+        groups, send = self.slots.groups, conversation.send
+        clock = phase_clock(streams.compute, counters.lapped)
+        with memory_for(f"no room for the model on {self._device} beside the cache", "make cache.capacity smaller"):
+            model, steps = make_model(self.slots.records, clock)
         check = PlanCheck(
-            parts.groups,
+            groups,
             welcome.slots,
             welcome.inputs,
             welcome.first_train_step,
             welcome.staging_bytes,
-            is_tcp=rings.fetch.is_mirror,
-            rank=parts.rank,
+            is_tcp=is_tcp,
+            rank=rank,
         )
-        fetch_ring = FetchRing(rings, send)
         training = TrainingState(
-            model=parts.model,
-            steps=parts.steps,
-            results=parts.results,
+            model=model,
+            results=results,
+            figures=EvaluationFigures.of_job(job),
             train_steps=welcome.first_train_step,
-            figures=parts.figures,
         )
-        self._device = parts.streams.device
-        self.slots = Slots(parts.groups, parts.records, parts.streams)
-        self.sender = Sender(parts.streams, rings.back, rings.back_memory, self.counters, send)
-        evict_staging = EvictStaging(self.slots, welcome.staging_bytes, self.sender)
-        self.cache = DeviceCache(
-            slots=self.slots,
-            evict_staging=evict_staging,
-            ring=fetch_ring,
-            depth=welcome.depth,
-            check=check,
-            counters=self.counters,
-        )
+        self.sender = Sender(self.slots, welcome.staging_bytes, rings, counters, send)
+        self.cache = DeviceCache(self.slots, self.sender, FetchRing(rings, send), welcome.depth, check, counters)
         self.barrier = TrainerBarrier(
-            cache=self.cache,
-            slots=self.slots,
-            evict_staging=evict_staging,
-            sender=self.sender,
-            fetch_ring=fetch_ring,
-            back_ring=rings.back,
-            dense=training,
-            check=check,
-            counters=self.counters,
-            send=send,
-            resumes=welcome.restore_bytes > 0,
-            sends_model_state=parts.rank.number == 0,
+            self.cache, training, check, resumes=welcome.restore_bytes > 0, sends_model_state=rank.number == 0
         )
-        self.loop = TrainingLoop(
-            cache=self.cache,
-            barrier=self.barrier,
-            sender=self.sender,
-            streams=parts.streams,
-            training=training,
-            depth=welcome.depth,
-            counters=self.counters,
-            clock=parts.clock,
-        )
-        self.stages: dict[str, Stage] = {
-            "mail": self.conversation,
-            "loop": self.loop,
-            "sender": FunctionStage(self._send),
-        }
-        parts.conversation.listen(
+        self.loop = TrainingLoop(self.cache, self.barrier, training, steps, welcome.depth, clock)
+        self.stages: dict[str, Stage] = {"mail": conversation, "loop": self.loop, "sender": self.sender}
+        conversation.listen(
             {
                 StepReady: self.cache.accept,
                 Released: lambda message: rings.back.release(message.position),
@@ -131,15 +100,6 @@ class TrainerEngine:
                 EndOfData: self.barrier.accept_end,
             }
         )
-
-    def _send(self) -> bool:
-        """Runs on the sender's thread: sends victims home and reports their step; after a barrier's rows, the model
-        state."""
-        copied = self.sender.copy_out_next()
-        sent = self.sender.send_copied()
-        reported = self.sender.report_finished()
-        saved = self.barrier.send_dense()
-        return copied or sent or reported or saved
 
     @property
     def polls(self) -> dict[str, Callable[[], bool]]:

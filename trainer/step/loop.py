@@ -8,13 +8,13 @@ The life of step p; `TrainingLoop.advance` is the code:
             cache.release_copied    Released                                   -> the prefetcher
             cache.fill_next         victims of plan p, from their slots        -> evict staging, the sender
                                     rows of plan p, from fill staging          -> those slots
-    sender  copy_out_next           victims of plan p, from evict staging      -> the back ring
-            send_copied             RowsBack(p)                                -> the prefetcher
+    sender  advance                 victims of plan p, from evict staging      -> the back ring
+                                    RowsBack(p)                                -> the prefetcher
     main    take, begin             step p may use its rows                    -> the compute stream
             _compute                look-up, forward, backward, update         -> slots, losses
             finish                  the event of step p                        -> the main thread
             _report_complete        its loss, once the event has happened      -> results, the sender
-    sender  report_finished         StepDone(p)                                -> the prefetcher
+    sender  advance                 StepDone(p)                                -> the prefetcher
 
 With a training script (`trainer/adopt/`), the script does the work between `begin` and `finish`:
 
@@ -24,8 +24,7 @@ With a training script (`trainer/adopt/`), the script does the work between `beg
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -37,22 +36,19 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged
 from rowcast.trainer.device.phases import PhaseClock, Shown
 from rowcast.trainer.device.streams import Event, Streams
-from rowcast.trainer.models.evaluate import EvalCounts, EvalResult
-from rowcast.trainer.models.model_state import Tensors, pack, readable, require_finite, unpack
-from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState
-from rowcast.trainer.step.cache import ArrivedStep, DeviceCache
-from rowcast.trainer.step.metrics import StallReason, TrainerCounters
-from rowcast.trainer.step.results import Evaluation, EvaluationFigures
-from rowcast.trainer.step.sender import Sender
+from rowcast.trainer.models.evaluate import EvalCounts
+from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState, TrainingState
+from rowcast.trainer.step.cache import DeviceCache, Step
+from rowcast.trainer.step.metrics import StallReason
 
 
 class Steps(Protocol):
     """Computes steps. Every call issues work, the last of it on the compute stream, and reads no result."""
 
-    def issue_train(self, streams: Streams, step: ArrivedStep, loss: Tensor) -> None:
+    def issue_train(self, streams: Streams, step: Step, loss: Tensor) -> None:
         """Issues look-up to update; writes the mean loss to `loss`, f32 [] on the host."""
 
-    def issue_evaluate(self, streams: Streams, step: ArrivedStep, shown: Shown) -> None:
+    def issue_evaluate(self, streams: Streams, step: Step, shown: Shown) -> None:
         """Issues look-up and forward, under `shown`; adds the predictions to the metrics of the evaluation."""
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
@@ -62,75 +58,13 @@ class Steps(Protocol):
         """Called when all work of the step is complete, before its StepDone."""
 
 
-class ModelState(Protocol):
-    """The model's state in a checkpoint."""
-
-    @property
-    def trained(self) -> Iterable[object]:
-        """Models and optimizers, whose tensors training must leave finite."""
-
-    def issue_state(self, streams: Streams) -> None:
-        """Issues the exchanges that `state` needs. Called at the same barriers on all ranks."""
-
-    def state(self) -> Tensors:
-        """Returns the state to save. Called when every issued step, and `issue_state`, is complete."""
-
-    def restore(self, tensors: Tensors) -> bool:
-        """Loads a `state` before the first step. Returns whether an evaluation in progress must be closed."""
-
-
-class Results(Protocol):
-    """Receives results in the order of the steps."""
-
-    def loss(self, train_step: int, loss: np.float32) -> None: ...
-
-    def evaluation(self, result: Evaluation) -> None: ...
-
-    def state(self) -> Tensors:
-        """Returns all losses and the last evaluation, for a checkpoint."""
-
-    def restore(self, tensors: Tensors) -> None: ...
-
-
 @dataclass(slots=True, kw_only=True)
-class TrainingState:
-    """The model, its steps and its results: the trainer's state in a checkpoint. Implements `barrier.DenseState`."""
+class Closing:
+    """The close of an evaluation, issued to the device."""
 
-    model: ModelState
-    steps: Steps | None  # None: a training script computes the steps
-    results: Results
-    figures: EvaluationFigures
-    train_steps: int  # train steps of the run issued, in this attempt or before it
-    evaluating: bool = False  # an evaluation has begun and is not closed
-
-    def issue(self, streams: Streams) -> Event:
-        self.model.issue_state(streams)
-        return streams.compute.record()
-
-    def pack(self) -> bytes:
-        require_finite(self.model.trained, self.train_steps)
-        return pack({**self.model.state(), **self.results.state()})
-
-    def restore(self, content: bytes) -> None:
-        tensors = unpack(content)
-        with readable():
-            self.evaluating = self.model.restore(tensors)
-        crash_point("model restored")
-        with readable():
-            self.results.restore(tensors)
-
-
-@dataclass(slots=True, kw_only=True)
-class Issued:
-    """A step issued to the device, or the close of an evaluation."""
-
-    event: Event
-    step: ArrivedStep | None
-    evaluation: list[EvalCounts] | None  # filled when the close runs
-    train_steps: int  # train steps before this one, or before the close of the evaluation
-    loss: Tensor | None
-    began_s: float
-    counts: bool = True  # False: the step was passed over without computing it
+    computed: Event = field(init=False)
+    counts: list[EvalCounts]  # filled when the close runs
+    train_steps: int  # before it
 
 
 class TrainingLoop:
@@ -138,31 +72,27 @@ class TrainingLoop:
 
     def __init__(
         self,
-        *,
         cache: DeviceCache,
         barrier: TrainerBarrier,
-        sender: Sender,
-        streams: Streams,
         training: TrainingState,
+        steps: Steps | None,
         depth: int,
-        counters: TrainerCounters,
         clock: PhaseClock,
     ) -> None:
-        """`clock` times the steps' stream."""
+        """`steps`: None: a training script computes them. `clock` times the steps' stream."""
         self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
         self.step_begun: int | None = None
         self.step_done: int | None = None
         self._cache = cache
         self._barrier = barrier
-        self._sender = sender
-        self._streams = streams
+        self._sender, self._counters = cache.sender, cache.counters
+        self._streams = streams = cache.slots.streams
         self._training = training
-        self._counters = counters
+        self._computed_by = steps
         self._clock = clock
         pinned = streams.device.type == "cuda"
         self._losses = [torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(depth + 2)]
-        self._issued: deque[Issued] = deque()
-        self._began_s = 0.0  # time.perf_counter() at the start of the newest step
+        self._issued: deque[Step | Closing] = deque()
 
     @property
     def finished(self) -> bool:
@@ -191,7 +121,7 @@ class TrainingLoop:
         filled = self._cache.fill_next()  # its victims leave first: from here on the sender sends them home
         moved = copied_in or released or filled
         # if rows moved, other threads now have work; on a CPU the step would delay waking them
-        step = self.take() if self._training.steps is not None and not moved else None
+        step = self.take() if self._computed_by is not None and not moved else None
         if step is not None:
             crash_point("step not begun")
             self._close_evaluation_before(step)
@@ -216,47 +146,38 @@ class TrainingLoop:
 
     @property
     def _steps(self) -> Steps:
-        assert self._training.steps is not None, "a training script computes the steps"
-        return self._training.steps
+        assert self._computed_by is not None, "a training script computes the steps"
+        return self._computed_by
 
-    def take(self) -> ArrivedStep | None:
+    def take(self) -> Step | None:
         """Returns the next step once its rows are on their way; begin and finish it before calling this again."""
         return self._cache.take_filled()
 
-    def begin(self, step: ArrivedStep) -> None:
+    def begin(self, step: Step) -> None:
         """Allows the compute stream to look up and update the step's rows."""
-        self._began_s = time.perf_counter()
+        step.began_s = time.perf_counter()
         self._streams.compute.wait(step.filled[-1], "filled")
-        self.first_step_s = self.first_step_s or self._began_s
+        self.first_step_s = self.first_step_s or step.began_s
         self.step_begun = step.step
         self._barrier.step_begins()
 
-    def finish(self, step: ArrivedStep, loss: Tensor | None) -> None:
+    def finish(self, step: Step, loss: Tensor | None) -> None:
         """Called after look-up to update were issued to the compute stream. `loss` will hold the mean loss; None:
         unknown."""
         if step.header.kind == "train":
             self._training.train_steps = step.header.train_step + 1
-        event = self._streams.compute.record()
-        self._cache.issued(step.step, event)
-        self._issued.append(
-            Issued(
-                event=event,
-                step=step,
-                evaluation=None,
-                train_steps=step.header.train_step,
-                loss=loss,
-                began_s=self._began_s,
-            )
-        )
+        step.loss, step.computed = loss, self._streams.compute.record()
+        self._cache.issued(step)
+        self._issued.append(step)
 
-    def pass_over(self, step: ArrivedStep) -> None:
+    def pass_over(self, step: Step) -> None:
         """Completes a step without computing it, because the run stops before it. Its rows do not change."""
         trained = self._training.train_steps
         self.begin(step)
         self.finish(step, None)
-        self._training.train_steps, self._issued[-1].counts = trained, False
+        self._training.train_steps, step.counts = trained, False
 
-    def _compute(self, step: ArrivedStep) -> Tensor | None:
+    def _compute(self, step: Step) -> Tensor | None:
         """Issues look-up to update; returns the tensor that the loss will be written to."""
         if step.header.kind == "eval":
             self._training.evaluating = True
@@ -273,24 +194,16 @@ class TrainingLoop:
         end = self._barrier.end
         return end is not None and end.finished and self._training.evaluating
 
-    def _close_evaluation_before(self, step: ArrivedStep | None) -> bool:
+    def _close_evaluation_before(self, step: Step | None) -> bool:
         """Closes the evaluation if `step` is a train step, or None and the data has ended; returns whether it did."""
         is_whole = self._must_close if step is None else self._training.evaluating and step.header.kind == "train"
         if not is_whole:
             return False
-        closed: list[EvalCounts] = []
-        self._steps.issue_close(self._streams, closed)
+        closing = Closing(counts=[], train_steps=self._training.train_steps)
+        self._steps.issue_close(self._streams, closing.counts)
+        closing.computed = self._streams.compute.record()
         self._training.evaluating = False
-        self._issued.append(
-            Issued(
-                event=self._streams.compute.record(),
-                step=None,
-                evaluation=closed,
-                train_steps=self._training.train_steps,
-                loss=None,
-                began_s=time.perf_counter(),
-            )
-        )
+        self._issued.append(closing)
         return True
 
     # results
@@ -298,37 +211,36 @@ class TrainingLoop:
     def _report_complete(self) -> bool:
         """Reports every complete step: on a CPU each one before the next is issued."""
         reported = False
-        while self._issued and self._streams.done(self._issued[0].event, "results"):
-            reported = True
-            issued = self._issued.popleft()
-            if issued.evaluation is not None:
-                self._finish_evaluation(issued.train_steps, issued.evaluation[0].result())
-            if issued.step is not None:
-                self._finish_step(issued, issued.step)
+        while self._issued and self._streams.done(self._issued[0].computed, "results"):
+            done, reported = self._issued.popleft(), True
+            if isinstance(done, Closing):
+                self._report_evaluation(done)
+            else:
+                self._report_step(done)
         return reported
 
-    def _finish_evaluation(self, train_steps: int, result: EvalResult) -> None:
-        found = self._training.figures.evaluation(result, train_steps)
+    def _report_evaluation(self, closing: Closing) -> None:
+        found = self._training.figures.evaluation(closing.counts[0].result(), closing.train_steps)
         if found is not None:
             self._training.results.evaluation(found)
 
-    def _finish_step(self, issued: Issued, step: ArrivedStep) -> None:
+    def _report_step(self, step: Step) -> None:
         loss = None
-        if self._training.steps is not None:
-            self._training.steps.completed(step.step)
-        if issued.loss is not None:
-            loss = np.float32(issued.loss.item())
+        if self._computed_by is not None:
+            self._computed_by.completed(step.step)
+        if step.loss is not None:
+            loss = np.float32(step.loss.item())
             if not math.isfinite(loss):
                 raise Diverged(
-                    f"the loss of train step {issued.train_steps} is {loss}: training diverged; lower "
+                    f"the loss of train step {step.header.train_step} is {loss}: training diverged; lower "
                     "optimizer.sparse.lr or dense.lr"
                 )
-            self._training.results.loss(issued.train_steps, loss)
+            self._training.results.loss(step.header.train_step, loss)
         crash_point("step computed")
         self._cache.completed(step.step)
         self._clock.complete(step.step)
         self.step_done = step.step
-        if issued.counts:
+        if step.counts:
             self._counters.step_done(step.header, None if loss is None else float(loss))
-        self._counters.show("step", step.header.kind, time.perf_counter() - issued.began_s, step.step)
+        self._counters.show("step", step.header.kind, time.perf_counter() - step.began_s, step.step)
         self._sender.finish(StepDone(step=step.step, rank=self._counters.rank))

@@ -28,7 +28,6 @@ from rowcast.job.tables import GroupSpec, aligned, unpooled_places
 from rowcast.protocol.arrange import MOST_ORDERED, first_not_permuted, table_starts
 from rowcast.protocol.inputs import PREFIX, InputSpec, belonging
 from rowcast.protocol.messages import (
-    ArraySpan,
     ArraySpec,
     Flush,
     GroupHeader,
@@ -382,25 +381,6 @@ def check_share(name: str, share: ShareHeader, counts: Counts, group: GroupHeade
         len(share.sequence_lookups) == rank.parts_per_rank and own == group.sequence_lookups,
         f"{name} has sequences of {share.sequence_lookups} look-ups in its parts, {group.sequence_lookups} in all",
     )
-
-
-class ArrivingBlock:
-    """Assembles a block from one or several pieces."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._content: list[Bytes] = []  # copies of earlier pieces
-
-    def add(self, span: ArraySpan, content: Bytes) -> Bytes | None:
-        """Returns the whole block with its last byte, None before. `content`: u8 [span.nbytes], valid until the next
-        call. `order.py` has checked that it follows the previous span.
-        """
-        if span.offset + span.nbytes < self._nbytes:
-            self._content.append(content.copy())
-            return None
-        whole = np.concatenate([*self._content, content]) if self._content else content
-        self._content.clear()
-        return whole
 
 
 def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: Iterable[ExpectedArray]) -> None:

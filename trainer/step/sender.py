@@ -1,38 +1,44 @@
-"""Sends victims home: copies them from evict staging to the ring, announces them, then reports their step done.
+"""Sends victims home: gathers them in evict staging, copies them to the ring, announces them, then reports their step.
 
 It has a separate thread: the main loop may be waiting for a `StepReady` that needs the very rows that are leaving.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from rowcast.job.tables import aligned
-from rowcast.protocol.messages import RowsBack, RowSpan, StepDone
-from rowcast.protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp
-from rowcast.protocol.transport.ring import RingSlice, RingWriter
+from rowcast.protocol.dense_pieces import DensePieces
+from rowcast.protocol.messages import Replica, RowsBack, RowSpan, Saved, StepDone
+from rowcast.protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp, saved_stamp
+from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
-from rowcast.trainer.device.host_memory import HostMemory
-from rowcast.trainer.device.streams import Event, Streams
+from rowcast.trainer.device.host_memory import RingEnds
+from rowcast.trainer.device.streams import Event
 from rowcast.trainer.step.metrics import TrainerCounters
-from rowcast.trainer.step.staging import StagingSpan
+from rowcast.trainer.step.slots import Slots, Staging, StagingSpan
 
 
 @dataclass(slots=True, kw_only=True)
 class EvictTask:
-    """Rows in evict staging for one message."""
+    """Rows on their way home in one message."""
 
     step: int | None
     barrier: int | None
     piece: int
     last: bool
-    sources: list[tuple[RowSpan, Tensor]]  # f32 [count, record_floats] in evict staging
+    sources: list[Tensor]  # for each span, f32 [count, record_floats] in evict staging
+    rows: tuple[RowSpan, ...]  # with their offsets in the message's payload
+    nbytes: int  # of the payload
     room: StagingSpan  # of these rows; `used` is set when the copy to the ring is issued
     gathered: Event
+    space: RingSlice | None = None  # in the ring; None: there are no rows, or no space yet
 
     @property
     def stamp(self) -> int:
@@ -42,33 +48,40 @@ class EvictTask:
         return plan_stamp(self.step, self.piece)
 
 
-@dataclass(slots=True)
-class InFlight:
-    task: EvictTask
-    spans: tuple[RowSpan, ...]
-    space: RingSlice | None  # None: there are no rows
-
-
 class Sender:
-    """The main thread calls `send_rows` and `finish` in step order; the sender's thread calls the rest."""
+    """A stage. The main thread calls `room`, `send_rows`, `send_state` and `finish`, in order; the thread of the sender
+    calls `advance`."""
 
     def __init__(
         self,
-        streams: Streams,
-        ring: RingWriter,
-        memory: HostMemory,
+        slots: Slots,
+        staging_bytes: int,
+        rings: RingEnds,
         counters: TrainerCounters,
-        send: Callable[[RowsBack | StepDone], None],
+        send: Callable[[RowsBack | StepDone | Saved | Replica], None],
     ) -> None:
         self.waiting_for_ring = False  # set by the sender's thread
-        self._streams = streams
-        self._ring = ring
-        self._memory = memory
+        self._slots, self._streams = slots, slots.streams
+        self._staging = Staging(slots.streams, staging_bytes)  # for rows that have left their slots
+        self._ring, self._memory = rings.back, rings.back_memory
         self._counters = counters
         self._send = send
         self._tasks: deque[EvictTask] = deque()
-        self._copying: deque[InFlight] = deque()
+        self._copying: deque[EvictTask] = deque()
         self._finished: deque[StepDone] = deque()
+        self._states: deque[tuple[int, DensePieces | Replica]] = deque()  # barrier, and its model state
+
+    def advance(self) -> bool:
+        """Sends victims home and reports their step; after a barrier's rows, the model state."""
+        copied = self._copy_out_next()
+        sent = self._send_copied()
+        reported = self._report_finished()
+        saved = self._send_state_next()
+        return copied or sent or reported or saved
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.nbytes
 
     @property
     def queued(self) -> int:
@@ -78,8 +91,52 @@ class Sender:
     def awaits_device(self) -> bool:
         return bool(self._copying) and self._streams.evict.is_device
 
-    def send_rows(self, task: EvictTask) -> None:
-        self._tasks.append(task)
+    def room(self, spans: Sequence[RowSpan]) -> StagingSpan | None:
+        """Returns space for these rows; None while there is not enough."""
+        return self._staging.take(self._slots.nbytes(spans))
+
+    def send_rows(
+        self,
+        spans: Sequence[RowSpan],
+        slots: Sequence[Tensor],
+        room: StagingSpan,
+        *,
+        step: int | None,
+        barrier: int | None,
+        piece: int,
+        last: bool,
+    ) -> None:
+        """Issues the gather of the rows into `room` and queues them as one message; see RowsBack."""
+        fill = self._streams.fill
+        if room.after is not None:
+            fill.wait(room.after, "evict_staging")
+        sources = self._slots.gather(spans, slots, room.content)
+        rows, nbytes = compact(spans, sources)
+        self._tasks.append(
+            EvictTask(
+                step=step,
+                barrier=barrier,
+                piece=piece,
+                last=last,
+                sources=sources,
+                rows=rows,
+                nbytes=nbytes,
+                room=room,
+                gathered=fill.record(),
+            )
+        )
+
+    def send_state(self, barrier: int, content: bytes, *, whole: bool) -> None:
+        """Queues the model state, after the rows of its barrier. Not `whole`: only its checksum, as rank 0 sends the
+        same state."""
+        self._states.append(
+            (
+                barrier,
+                DensePieces(content, self._ring, partial(saved_stamp, barrier))
+                if whole
+                else Replica(barrier=barrier, checksum=xxhash.xxh3_64_intdigest(content)),
+            )
+        )
 
     def finish(self, message: StepDone) -> None:
         """Queues the report of a complete step, after its plan's tasks."""
@@ -92,75 +149,95 @@ class Sender:
         elif not self.queued:
             self._counters.blocked("rows_back", "consumer", seconds)
 
-    def copy_out_next(self) -> bool:
+    def _copy_out_next(self) -> bool:
         """Issues the copy of the oldest rows from evict staging to the ring."""
         if not self._tasks:
             return False
         task = self._tasks[0]
-        spans, nbytes = compact(task.sources)
-        space = self._ring.try_allocate(nbytes) if nbytes else None
-        self.waiting_for_ring = bool(nbytes) and space is None
+        task.space = self._ring.try_allocate(task.nbytes) if task.nbytes else None
+        self.waiting_for_ring = bool(task.nbytes) and task.space is None
         if self.waiting_for_ring:
             return False
         with self._counters.shown("copy out", task.step):
-            self._copy_out(task, spans, space)
-        self._copying.append(InFlight(task, spans, space))
+            self._copy_out(task, task.space)
+        self._copying.append(task)
         self._tasks.popleft()  # last: a task in neither queue counts as sent
         return True
 
-    def _copy_out(self, task: EvictTask, spans: tuple[RowSpan, ...], space: RingSlice | None) -> None:
+    def _copy_out(self, task: EvictTask, space: RingSlice | None) -> None:
         stream = self._streams.evict
         stream.wait(task.gathered, "gathered")
         if space is not None:
             payload = self._memory.leaving(space.payload)
-            for span, (_, source) in zip(spans, task.sources, strict=True):
+            for span, source in zip(task.rows, task.sources, strict=True):
                 rows = payload[span.offset : span.offset + source.nbytes].view(torch.float32).view(source.shape)
                 stream.copy(source, rows)
         task.room.used = stream.record()
 
-    def send_copied(self) -> bool:
+    def _send_copied(self) -> bool:
         if not self._copying:
             return False
-        flight = self._copying[0]
-        assert flight.task.room.used is not None, "the copy was issued"
-        if not self._streams.done(flight.task.room.used, "sent"):
+        task = self._copying[0]
+        assert task.room.used is not None, "the copy was issued"
+        if not self._streams.done(task.room.used, "sent"):
             return False
-        with self._counters.shown("send back", flight.task.step):
-            self._send_flight(flight)
+        with self._counters.shown("send back", task.step):
+            self._announce(task, task.space)
         self._copying.popleft()
         return True
 
-    def _send_flight(self, flight: InFlight) -> None:
-        task = flight.task
+    def _announce(self, task: EvictTask, space: RingSlice | None) -> None:
         ref = None
-        if flight.space is not None:
-            self._memory.landed(flight.space.payload)
-            ref = self._ring.commit(flight.space, task.stamp, checksum=is_sampled(task.stamp))
+        if space is not None:
+            self._memory.landed(space.payload)
+            ref = self._ring.commit(space, task.stamp, checksum=is_sampled(task.stamp))
         message = RowsBack(
-            step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=flight.spans
+            step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=task.rows
         )
         crash_point("RowsBack not sent")
         self._counters.rows_back(message)
         self._send(message)
         crash_point("RowsBack sent")
 
-    def report_finished(self) -> bool:
+    def _report_finished(self) -> bool:
         """Reports the oldest complete step once every victim of its plan was announced."""
         if not self._finished or self._rows_pending(self._finished[0].step):
             return False
         self._send(self._finished.popleft())
         return True
 
+    def _send_state_next(self) -> bool:
+        """Sends the next piece of a checkpoint's model state, once all rows of its barrier were sent."""
+        if not self._states or self.queued:
+            return False
+        barrier, pieces = self._states[0]
+        if isinstance(pieces, Replica):
+            self._send(pieces)
+            self._states.popleft()
+            return True
+        room = pieces.room()
+        self.waiting_for_ring = room is None
+        if room is None:
+            return False
+        with self._counters.shown("copy out"):
+            fields = pieces.put(room)
+        crash_point("Saved not sent")
+        self._send(Saved(barrier=barrier, **fields))
+        crash_point("Saved sent")
+        if pieces.complete:
+            self._states.popleft()
+        return True
+
     def _rows_pending(self, step: int) -> bool:
-        heads = [flight.task for flight in list(self._copying)[:1]] + list(self._tasks)[:1]
+        heads = list(self._copying)[:1] + list(self._tasks)[:1]
         return any(task.barrier is None and task.step is not None and task.step <= step for task in heads)
 
 
-def compact(sources: list[tuple[RowSpan, Tensor]]) -> tuple[tuple[RowSpan, ...], int]:
+def compact(spans: Sequence[RowSpan], sources: Sequence[Tensor]) -> tuple[tuple[RowSpan, ...], int]:
     """Returns the spans with their offsets in the message's payload, and the payload's bytes."""
-    spans, end = [], 0
-    for span, source in sources:
+    rows, end = [], 0
+    for span, source in zip(spans, sources, strict=True):
         end = aligned(end, ARRAY_ALIGNMENT)
-        spans.append(msgspec.structs.replace(span, offset=end))
+        rows.append(msgspec.structs.replace(span, offset=end))
         end += source.nbytes
-    return tuple(spans), end
+    return tuple(rows), end

@@ -41,16 +41,16 @@ from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.stages import POLL_S, Doorbell
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
-from rowcast.trainer.device.phases import phase_clock
+from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import OnDevice, make_streams
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.connection import hello
-from rowcast.trainer.step.engine import WAKES, TrainerEngine, TrainerParts
-from rowcast.trainer.step.loop import ModelState, Steps
+from rowcast.trainer.step.barrier import ModelState
+from rowcast.trainer.step.engine import WAKES, TrainerEngine
+from rowcast.trainer.step.loop import Steps
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation, EvaluationFigures
-from rowcast.trainer.step.slots import make_records
+from rowcast.trainer.step.results import Evaluation
 
 LOOP = "loop"  # the stage that the main thread advances
 BACK_PLANS = 4  # plans whose victims the back ring holds
@@ -219,36 +219,31 @@ class Replay:
         await_message(theirs)
         theirs.send(welcome)
         await_message(ours)
-        streams = make_streams(device)
         self.num_steps = len(recording.messages)
         self.results, self.counters = Losses(), new_counters(recording.groups)
-        self.records = make_records(recording.slots, recording.groups, device)
-        clock = phase_clock(streams.compute, self.counters.lapped)
-        if make_runner is None:
-            make_runner = partial(StepRunner, job, clock=clock)
-        self.runner = make_runner(recording.groups, self.records, recording.first_batch.dense.shape[1])
+
+        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
+            make = make_runner or partial(StepRunner, job, clock=clock)
+            runner = make(recording.groups, records, recording.first_batch.dense.shape[1])
+            return runner, runner
+
         self.engine = TrainerEngine(
-            TrainerParts(
-                groups=recording.groups,
-                welcome=welcome,
-                conversation=ours,
-                rings=RingEnds(
-                    recording.fetch_buffer,
-                    recording.back_buffer,
-                    device,
-                    page_locked=recording.is_pinned,
-                    mirrored=False,
-                ),
-                streams=streams,
-                records=self.records,
-                model=self.runner,
-                steps=self.runner,
-                results=self.results,
-                counters=self.counters,
-                clock=clock,
-                figures=EvaluationFigures.of_job(job),
-            )
+            job,
+            welcome,
+            ours,
+            RingEnds(
+                recording.fetch_buffer,
+                recording.back_buffer,
+                device,
+                page_locked=recording.is_pinned,
+                mirrored=False,
+            ),
+            make_streams(device),
+            make_model,
+            self.results,
+            self.counters,
         )
+        self.records = self.engine.slots.records
         ours.on_message = self._crew.wake_after
         self.peer = Peer(theirs, recording.messages, job.lookahead.depth, RingReader(recording.back_buffer))
 
