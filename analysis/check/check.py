@@ -21,28 +21,29 @@ from rowcast.analysis.check.data import (
     check_opens,
     check_order,
     check_pins,
+    check_ranks,
     check_samples,
+    check_start,
 )
 from rowcast.analysis.check.findings import Finding, Level, findings_of, ok
 from rowcast.analysis.check.machine import (
     Device,
-    ask_device,
+    ask_trainer,
     check_device,
     check_keys,
     check_memlock,
+    check_model,
     check_ports,
     check_rings,
+    check_run_directory,
+    check_threads,
+    check_versions,
 )
-from rowcast.analysis.check.memory import check_disk, check_memory, check_row_numbers
-from rowcast.analysis.check.ranks import check_ranks
-from rowcast.analysis.check.setup import check_model, check_run_directory, check_threads, check_versions
-from rowcast.analysis.check.tier import check_tier
+from rowcast.analysis.check.memory import check_disk, check_memory, check_row_numbers, check_tier
 from rowcast.job.file import load_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import slots_of
-from rowcast.prefetcher.run.sizing import Sizes, sizes, staging_bytes
-from rowcast.protocol.parts import rank_of
+from rowcast.prefetcher.run.sizing import Sizes, staging_bytes
 from rowcast.runtime.command_options import AsJson, Config, Overrides
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
@@ -52,9 +53,10 @@ STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "error": "bold r
 SUBJECT_WIDTH = 13
 
 
-def check_file(
-    config: Path, overrides: tuple[str, ...], *, whole: bool, ask: Callable[[str], Device] = ask_device
-) -> Iterator[Finding]:
+Ask = Callable[[Job, int | None], Device]
+
+
+def check_file(config: Path, overrides: tuple[str, ...], *, whole: bool, ask: Ask = ask_trainer) -> Iterator[Finding]:
     """Yields findings as they come. `whole`: every sample is read instead of a part."""
     jobs: list[Job] = []
 
@@ -67,54 +69,47 @@ def check_file(
         yield from check_job(job, whole=whole, ask=ask)
 
 
-def check_job(job: Job, *, whole: bool, ask: Callable[[str], Device]) -> Iterator[Finding]:
+def check_job(job: Job, *, whole: bool, ask: Ask) -> Iterator[Finding]:
+    """First what both processes decide and refuse at their start, by their own code; then what may go wrong later."""
     yield from findings_of("versions", check_versions)
     yield from findings_of("run directory", lambda: check_run_directory(job))
     yield from findings_of("ports", lambda: check_ports(job))
-    yield from findings_of("model", lambda: check_model(job))
     yield from findings_of("threads", lambda: check_threads(job))
     seen = Seen(groups=group_specs(job), count=job.ranks.count)
     yield from findings_of("ranks", lambda: check_ranks(job, seen.groups))
     opened = findings_of("data", lambda: check_opens(job, seen))
     yield from opened
     if all(finding.level == "ok" for finding in opened):
+        yield from findings_of("start", lambda: check_start(job, seen))
         yield from findings_of("data", lambda: check_samples(job, seen, ALL if whole else SAMPLE))
-    yield from findings_of("order", lambda: check_order(job, seen))
-    if seen.measured:
+        yield from findings_of("order", lambda: check_order(job, seen))
+    if seen.start is not None:
         yield from findings_of("capacity", lambda: check_capacity(job, seen))
-    yield from findings_of("pins", lambda: check_pins(job, seen))
-    yield from check_room(job, seen, ask(job.trainer.device))
+        yield from findings_of("pins", lambda: check_pins(job, seen))
+    yield from check_room(job, seen, ask(job, None if seen.reader is None else len(seen.reader.dense_names)))
 
 
 def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
-    transport = job.transport
-    try:
-        own = sizes(job, seen.groups, seen.measured, job.lookahead.depth, rank_of(job.ranks, 0))
-    except ConfigError:  # reported by `check_rings`
-        own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
-    slots, ring_bytes, staged = slots_seen(job, seen), own.ring_bytes, 2 * own.staging_bytes
+    transport, slots = job.transport, () if seen.start is None else seen.start.slots
+    own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
+    own = own if seen.start is None else seen.start.sizes
+    ring_bytes, staged = own.ring_bytes, 2 * own.staging_bytes
     cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True)) if slots else None
     of_trainer = (cache_bytes or 0) + staged if device.free_bytes is None else 0
+    dense = device.dense_bytes
     if transport.is_tcp:
         yield from findings_of("keys", lambda: check_keys(transport))
     else:
         yield from findings_of("shared memory", lambda: check_rings(ring_bytes, job.ranks.on_host))
     yield from findings_of("device", lambda: check_device(device, job, cache_bytes, staged))
+    yield from findings_of("model", lambda: check_model(job, device))
     yield from findings_of("pinning", lambda: check_memlock(device, ring_bytes))
-    yield from findings_of("memory", lambda: check_memory(job, seen, slots, free_memory(), ring_bytes, of_trainer))
+    yield from findings_of(
+        "memory", lambda: check_memory(job, seen, slots, free_memory(), ring_bytes, of_trainer, dense)
+    )
     yield from findings_of("tables", lambda: check_row_numbers(job, seen))
-    yield from findings_of("disk", lambda: check_disk(job, seen))
-    yield from findings_of("store", lambda: check_tier(job, seen, slots, free_memory()))
-
-
-def slots_seen(job: Job, seen: Seen) -> tuple[int, ...]:
-    """Returns no slots if the data does not open or its first batches do not fit; other checks report that."""
-    if not seen.measured:
-        return ()
-    try:
-        return slots_of(job, seen.groups, seen.touched)
-    except ConfigError:
-        return ()
+    yield from findings_of("disk", lambda: check_disk(job, seen, dense))
+    yield from findings_of("store", lambda: check_tier(job, seen, free_memory()))
 
 
 def check(

@@ -1,37 +1,171 @@
-"""Checks a job against its data: whether it opens, what a sample contains, and whether batches fit the cache."""
+"""Checks a job against its data: whether it opens, what a sample contains, how ranks divide it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
-from rowcast.analysis.check.arrays import SeenArrays, check_arrays
 from rowcast.analysis.check.findings import Finding, about, error, ok, warning
-from rowcast.analysis.check.histories import SeenHistories, check_histories
 from rowcast.analysis.profile.profile import with_margin
 from rowcast.analysis.scan.sample import Amount, read_windows, reader_for_another_pass, sample_windows
 from rowcast.analysis.scan.shares import measured_keys, owners_touched
+from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, TableSpec, make_keys
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.pin_files import load_pins
+from rowcast.prefetcher.readers.columns import bag_offsets
+from rowcast.prefetcher.readers.data_files import in_recorded_order
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.run.start import Start, check_continues, start_of, training_data
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.protocol.shards import Shards
-from rowcast.runtime.arrays import F32, I64
+from rowcast.protocol.inputs import belonging, described, input_specs
+from rowcast.protocol.parts import part_bounds, rank_of
+from rowcast.protocol.shards import BLOCK_BITS, Shards
+from rowcast.runtime.arrays import F32, F64, I64
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
+from rowcast.runtime.telemetry.logs import get_logger
 
+BLOCK_ROWS = 1 << BLOCK_BITS
+MOST_BLOCKS = 2**20  # a table with more blocks is not counted: it is divided evenly enough
+UNEVEN = 1.2  # the rows of the largest shard over the mean
 SAMPLE = Amount(share=0.05, least_batches=64)
 ALL = Amount(share=1.0)
 SPLITS: tuple[Kind, ...] = ("train", "eval")
 TIGHT = 0.9  # share of the slots taken by the largest batch of the sample; an unread one may be larger
+
+
+@dataclass(kw_only=True, slots=True)
+class SeenArrays:
+    of_batch: dict[str, tuple[int, str]] = field(default_factory=dict)  # most bytes, and what an array holds
+    spread: set[int] = field(default_factory=set)  # positions of features that several samples of a batch look up
+    used: set[int] = field(default_factory=set)  # positions of features that a batch of several samples looks up
+
+    def add(self, batch: Batch, job: Job) -> None:
+        for own in input_specs(batch.inputs, belonging(job).arrays):
+            nbytes = max(batch.inputs[own.name].nbytes, self.of_batch.get(own.name, (0, ""))[0])
+            self.of_batch[own.name] = nbytes, f"{described(own)} per {f'look-up of {own.of}' if own.of else 'sample'}"
+        if batch.offsets is None or batch.size == 1:
+            self.spread |= set(range(len(job.features))) if batch.size > 1 else set()
+            return
+        num_samples = np.count_nonzero(np.diff(batch.offsets).reshape(-1, batch.size), axis=1)
+        self.spread |= set(np.flatnonzero(num_samples > 1).tolist())
+        self.used |= set(np.flatnonzero(num_samples).tolist())
+
+
+def check_arrays(job: Job, seen: SeenArrays) -> Iterator[Finding]:
+    for name, (nbytes, what) in seen.of_batch.items():
+        yield ok(f"{name}: {what}, up to {human_bytes(nbytes)} a step")
+    whole = belonging(job).batch_positions
+    if job.ranks.num_parts == 1:
+        return
+    for position in sorted(seen.used - seen.spread - whole):
+        name = job.features[position]
+        yield warning(
+            f"feature {name}: one sample has all look-ups of a batch, and {job.ranks.num_parts} parts divide it, so "
+            f'others train without them; if they belong to the batch, set data.of.{name} = "batch"'
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class SeenHistories:
+    num_samples: int = 0
+    num_cut: int = 0
+    num_falling: int = 0  # samples with a time before the one that precedes it
+    first_fall: tuple[int, int] = (0, 0)  # both times
+
+    def add(self, batch: Batch, job: Job) -> None:
+        if not isinstance(job.model, NextItemSettings):
+            return
+        first = job.features.index(job.model.history_feature) * batch.size
+        bounds = bag_offsets(batch.ids, batch.offsets)[first : first + batch.size + 1]
+        self.num_samples += batch.size
+        self.num_cut += int(np.count_nonzero(np.diff(bounds) > job.model.history))
+        name = job.model.time
+        if job.data.lookup_arrays.get(name) != job.model.history_feature:
+            return
+        times, starts = batch.inputs[name], bounds - bounds[0]
+        falls = np.setdiff1d(np.flatnonzero(times[1:] < times[:-1]) + 1, starts)
+        if len(falls) and not self.num_falling:
+            self.first_fall = int(times[falls[0] - 1]), int(times[falls[0]])
+        self.num_falling += len(np.unique(np.searchsorted(starts, falls, side="right")))
+
+
+def check_histories(job: Job, seen: SeenHistories) -> Iterator[Finding]:
+    if not isinstance(job.model, NextItemSettings):
+        return
+    read = f"of {seen.num_samples:,} histories read"
+    if seen.num_cut:
+        yield ok(
+            f"{seen.num_cut:,} {read} are longer than model.history = {job.model.history}; their oldest items are cut"
+        )
+    if seen.num_falling:
+        before, after = seen.first_fall
+        yield warning(
+            f"the array {job.model.time} falls within {seen.num_falling:,} {read}, first from {before} to {after}; "
+            "sort each history by time, the oldest item first"
+        )
+
+
+def check_ranks(job: Job, groups: Sequence[GroupSpec]) -> Iterator[Finding]:
+    ranks = job.ranks
+    if ranks.num_parts == 1:
+        return
+    yield parts_finding(job)
+    if ranks.count == 1:
+        return
+    yield shards_finding(groups, ranks.count)
+    hosts = ranks.count // ranks.on_host
+    if hosts > 1:
+        yield warning(
+            f"{ranks.on_host} of {ranks.count} ranks run on each of {hosts} hosts: job.run_dir = {str(job.run_dir)!r} "
+            "must be the same folder on all of them, and this command sees only one"
+        )
+
+
+def parts_finding(job: Job) -> Finding:
+    """Checks that each part of a batch has a sample. In the last batch of an epoch, a part may have none."""
+    ranks, size = job.ranks, job.data.batch_size
+    shared = f"{plural(ranks.count, 'rank')} of {plural(ranks.num_parts // ranks.count, 'part')}"
+    sizes = np.diff(part_bounds(size, ranks.num_parts))
+    if not sizes.min():
+        return warning(
+            f"{shared}: data.batch_size = {size} leaves {int((sizes == 0).sum())} of {ranks.num_parts} parts without a "
+            f"sample; set {ranks.num_parts} or more, or fewer ranks.parts"
+        )
+    samples = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    return ok(f"{shared}, each of {samples} of the {size} samples of a batch")
+
+
+def shards_finding(groups: Sequence[GroupSpec], count: int) -> Finding:
+    rows = np.array([np.sum([shard_rows(table, count) for table in group.tables], axis=0) for group in groups])
+    total, nbytes = rows.sum(axis=0), np.array([group.record_bytes for group in groups]) @ rows
+    owned = f"a rank owns {round(total.min()):,} to {round(total.max()):,} of {round(total.sum()):,} rows"
+    if total.max() > UNEVEN * total.mean():
+        return warning(
+            f"{owned}: rows are divided in blocks of {BLOCK_ROWS}, and these tables have few; use fewer ranks, which "
+            "will have as much to do"
+        )
+    return ok(f"{owned}, up to {human_bytes(float(nbytes.max()))}")
+
+
+def shard_rows(table: TableSpec, count: int) -> F64:
+    """Returns the rows of each shard, [count]; their mean for a table that is too large to count."""
+    num_blocks = -(-table.num_embeddings // BLOCK_ROWS)
+    if num_blocks > MOST_BLOCKS:
+        return np.full(count, table.num_embeddings / count)
+    firsts: I64 = np.arange(num_blocks) * BLOCK_ROWS
+    sizes = np.minimum(table.num_embeddings - firsts, BLOCK_ROWS)
+    owners = Shards([table], count).owners(make_keys(table.index, firsts))
+    found: F64 = np.bincount(owners, weights=sizes, minlength=count).astype(np.float64)
+    return found
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +201,8 @@ class Seen:
     largest_batch_bytes: int = 0  # of the batch's arrays
     arrays: SeenArrays = field(default_factory=SeenArrays)
     histories: SeenHistories = field(default_factory=SeenHistories)
-    _touched: Touched | None = None
+    start: Start | None = None  # of the first rank; None: a run would be refused, or the data does not open
+    _of_ranks: list[Touched] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lookups = [0] * sum(len(group.tables) for group in self.groups)
@@ -92,16 +227,20 @@ class Seen:
         return list(map(max, self.touched.largest_batch_rows, self.largest_batch_rows))
 
     @property
-    def touched(self) -> Touched:
-        """The rows that the first batches touch, on the rank that owns most of them. Read it after those batches."""
-        if self._touched is None:
+    def of_ranks(self) -> list[Touched]:
+        """The rows that the first batches touch on each rank. Read it after those batches."""
+        if not self._of_ranks:
             keys = measured_keys(groupers_of(self.groups), self.measured)
-            of_ranks = owners_touched(self.groups, keys, self.measured, self.count)
-            self._touched = Touched(
-                largest_batch_rows=tuple(map(max, zip(*(own.largest_batch_rows for own in of_ranks), strict=True))),
-                distinct_rows=tuple(map(max, zip(*(own.distinct_rows for own in of_ranks), strict=True))),
-            )
-        return self._touched
+            self._of_ranks = owners_touched(self.groups, keys, self.measured, self.count)
+        return self._of_ranks
+
+    @property
+    def touched(self) -> Touched:
+        """The rows that the first batches touch, on the rank that owns most of them."""
+        return Touched(
+            largest_batch_rows=tuple(map(max, zip(*(own.largest_batch_rows for own in self.of_ranks), strict=True))),
+            distinct_rows=tuple(map(max, zip(*(own.distinct_rows for own in self.of_ranks), strict=True))),
+        )
 
 
 def most_owned(group: GroupSpec, keys: I64, count: int) -> int:
@@ -130,8 +269,7 @@ def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
         )
         return
     yield ok(f"{files}{', '.join(counts)}, {features}")
-    for scheduled in islice(schedule(job, reader), MEASURED_BATCHES):
-        seen.measured.append(scheduled)
+    seen.measured = list(islice(schedule(job, reader), MEASURED_BATCHES))
 
 
 def samples_of(reader: Reader, split: Kind, purpose: str) -> str:
@@ -207,6 +345,22 @@ def label_finding(seen: SeenLabel, name: str, *, is_binary: bool) -> Finding:
     return ok(f"{name}{percent_number(seen.num_positive / seen.num_known)} % of {seen.num_known:,} are positive")
 
 
+def check_start(job: Job, seen: Seen) -> Iterator[Finding]:
+    """Lets the prefetcher decide what it does before its first step, from its checkpoint and the run's first batches.
+    Raises what a run's start raises."""
+    assert seen.reader is not None, "the data was opened"
+    newest, measured = Checkpoints(job.run_dir, Disk()).newest_valid(get_logger()), seen.measured
+    if newest is not None:
+        ordered = in_recorded_order(job, newest)
+        reader = reader_for_another_pass(ordered, seen.reader)
+        measured = list(islice(schedule(ordered, reader, None, newest.position), MEASURED_BATCHES))
+        check_continues(newest, job, training_data(job, reader.dense_names, reader.paths), measured)
+    for own in seen.of_ranks:
+        slots_of(job, seen.groups, own)
+    seen.start = start_of(job, seen.groups, measured, rank_of(job.ranks, 0))
+    yield from ()
+
+
 def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
     slots = slots_of(job, seen.groups, seen.touched)
     of_one = "" if seen.count == 1 else f" of the shard of one of {seen.count} ranks"
@@ -228,14 +382,12 @@ def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows
 
 
 def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
-    if job.cache.pin is None:
-        yield ok("cache.pin names no file: no row is pinned")
+    """What `check_start` has not refused: pins that leave no room for the largest batch read."""
+    if seen.start is None or seen.start.pinned is None:
         return
-    pinned = load_pins(Path(job.cache.pin), seen.groups)
-    slots = (
-        slots_of(job, seen.groups, seen.touched) if seen.measured else tuple(group.num_rows for group in seen.groups)
-    )
-    for group, keys, n, largest in zip(seen.groups, pinned, slots, seen.largest_rows, strict=True):
+    for group, keys, n, largest in zip(
+        seen.groups, seen.start.pinned, seen.start.slots, seen.largest_rows, strict=True
+    ):
         pins = most_owned(group, keys, seen.count)
         needed = pins + largest
         if needed > n and n < group.num_rows:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from rowcast.job.file import with_ports_of_pair, with_tables_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs
-from rowcast.job.training_identity import check_belongs, check_can_evaluate
+from rowcast.job.training_identity import check_can_evaluate
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.interval import AttemptInterval
@@ -29,7 +28,7 @@ from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
-from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums, check_first, first_checksums
+from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums, first_checksums
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.metrics import (
     PrefetcherCollector,
@@ -38,16 +37,14 @@ from rowcast.prefetcher.pipeline.metrics import (
     new_counters,
     train_steps_of,
 )
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
-from rowcast.prefetcher.planner.planner import RowPlanner, Slots, job_planner
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
+from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order
-from rowcast.prefetcher.readers.file_samples import sampled
-from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
-from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Connection, Rings
-from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads, tier_rows
+from rowcast.prefetcher.run.sizing import stage_threads, tier_rows
+from rowcast.prefetcher.run.start import Start, check_continues, start_of, training_data
 from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
@@ -59,7 +56,7 @@ from rowcast.protocol.inputs import InputSpec, batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
 from rowcast.protocol.parts import rank_of
 from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
-from rowcast.runtime.checkpoint_manifest import Manifest, ManifestOfVersion3, Position, TrainingData
+from rowcast.runtime.checkpoint_manifest import Manifest, Position, TrainingData
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
@@ -200,37 +197,29 @@ class PrefetcherAttempt:
 
     def _check_belongs(self, measured: list[ScheduledBatch]) -> None:
         """Raises if the checkpoint belongs to another job or to other data, or if there is nothing to evaluate."""
-        if self.newest is not None and not self.newest.is_import and not self.newest.machine.threads:
-            self._log.warning("an older version made this checkpoint: its number of torch threads is not known")
         if self.newest is not None and self._run.options.mode == "eval":
             check_can_evaluate(self.newest, self._job, self._source.info().dense_names)
         elif self.newest is not None:
-            check_belongs(self.newest, self._job, self._training_data)
-            if isinstance(self.newest, ManifestOfVersion3):
-                self._log.warning("an older version made this checkpoint: only the sizes of data files are compared")
-            check_first(measured, self.newest.ahead)
+            check_continues(self.newest, self._job, self._training_data, measured)
         if self._run.options.mode == "eval" and self._source.info().num_eval == 0:
             raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
 
     @cached_property
     def _training_data(self) -> TrainingData:
-        info, hot_rows = self._source.info(), hot_rows_checksum(self._job)
-        names = tuple(info.dense_names)
-        return TrainingData(files=sampled(info.paths), hot_rows=hot_rows, num_dense=len(names), dense_columns=names)
+        info = self._source.info()
+        return training_data(self._job, info.dense_names, info.paths)
 
     def _serve(self, connection: Connection, batches: list[ScheduledBatch]) -> None:
         run = self._run
-        slots = job_slots(self._job, run.groups, batches, run.rank)
-        own = sizes(self._job, run.groups, batches, self._job.lookahead.depth, run.rank)
-        rings = connection.open_rings(own.ring_bytes)
-        levels = job_levels(self._job, run.groups, batches, slots, run.rank)
-        for in_memory in levels[1:]:
+        start = start_of(self._job, run.groups, batches, run.rank)
+        rings = connection.open_rings(start.sizes.ring_bytes)
+        for in_memory in start.levels[1:]:
             run.tables.begin(tier_rows(self._job, run.groups, batches, in_memory, run.rank))
-        planner = self._planner(levels, batches)
+        planner = self._planner(start, batches)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
             job=self._job,
-            welcome=self._welcome(connection, slots, rings, own.staging_bytes, len(restore), batches),
+            welcome=self._welcome(connection, start, rings, len(restore), batches),
             source=self._source,
             planner=planner,
             stores=run.tables.stores,
@@ -282,14 +271,13 @@ class PrefetcherAttempt:
         own = engine.hello.machine
         return Machine(threads=engine.welcome.machine.threads or own.threads, facts=own.facts)
 
-    def _planner(self, slots: Sequence[Slots], measured: Sequence[ScheduledBatch]) -> RowPlanner:
-        pin = self._job.cache.pin
+    def _planner(self, start: Start, measured: Sequence[ScheduledBatch]) -> RowPlanner:
         planner = job_planner(
             self._job,
             self._run.groups,
-            slots,
+            start.levels,
             measured,
-            pinned=None if pin is None else load_pins(Path(pin), self._run.groups),
+            pinned=start.pinned,
             num_threads=stage_threads(self._job),
             rank=self._run.rank,
         )
@@ -299,9 +287,8 @@ class PrefetcherAttempt:
     def _welcome(
         self,
         connection: Connection,
-        slots: tuple[int, ...],
+        start: Start,
         rings: Rings,
-        staging_bytes: int,
         restore_bytes: int,
         measured: list[ScheduledBatch],
     ) -> Welcome:
@@ -313,7 +300,7 @@ class PrefetcherAttempt:
             "ready",
             run_dir=str(self._job.run_dir.resolve()),
             data=data,
-            slots=" ".join(f"{group.name}={n}" for group, n in zip(self._run.groups, slots, strict=True)),
+            slots=" ".join(f"{group.name}={n}" for group, n in zip(self._run.groups, start.slots, strict=True)),
             depth=lookahead.depth,
             horizon=lookahead.horizon,
             policy=self._job.cache.policy,
@@ -328,12 +315,12 @@ class PrefetcherAttempt:
             run_id=self._run_id,
             incarnation=connection.incarnation,
             pid=os.getpid(),
-            slots=slots,
+            slots=start.slots,
             inputs=self._inputs(measured),
             depth=lookahead.depth,
             fetch_ring=fetch_ring,
             back_ring=back_ring,
-            staging_bytes=staging_bytes,
+            staging_bytes=start.sizes.staging_bytes,
             train_steps=info.expected_train_steps,
             first_train_step=self.train_steps,
             restore_bytes=restore_bytes,

@@ -26,35 +26,33 @@ from typer.testing import CliRunner
 from rowcast.analysis.check import data as check_data
 from rowcast.analysis.check import machine
 from rowcast.analysis.check import memory as check_memory
-from rowcast.analysis.check import setup as check_setup
-from rowcast.analysis.check import tier as check_tier
 from rowcast.analysis.check.check import check_file, print_findings
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, about, findings_of, ok, warning
-from rowcast.analysis.check.machine import Device, ask_device
+from rowcast.analysis.check.machine import Device, ask_trainer
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import parse_job
-from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.job.stores import PASSWORD, StoreWithTier
 from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import WHILE_FILLING
 from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.format_numbers import human_bytes
-from rowcast.trainer.models import build_model
 from tests.support.facts import facts
 from tests.support.jobs import job_content, table, write_job
 from tests.support.redis_server import BOUND, RedisServer, keys_on, needs_redis
 
 ROOT = Path(__file__).parents[2]
-CPU = Device(name="cpu")
-GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20)
+CPU = Device(name="cpu", dense_bytes=256)
+GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20, dense_bytes=256)
 
 
 class Checked:
@@ -73,7 +71,7 @@ class Checked:
 
     def __call__(self, *, whole: bool = False, on: Device = CPU, **sections: Any) -> list[Finding]:
         config = write_job(self.folder / "job.toml", self.content(**sections))
-        return list(check_file(config, (), whole=whole, ask=lambda name: on))
+        return list(check_file(config, (), whole=whole, ask=lambda job, num_dense: on))
 
 
 @pytest.fixture
@@ -99,16 +97,15 @@ def test_a_good_job_is_ok_in_every_respect(check: Checked) -> None:
     findings = check()
     assert {finding.level for finding in findings} == {"ok"}
     subjects = [finding.subject for finding in findings]
-    assert subjects[:6] == ["job file", "versions", "run directory", "ports", "ports", "model"]
+    assert subjects[:6] == ["job file", "versions", "run directory", "ports", "ports", "threads"]
     assert subjects[6:] == [
-        "threads",
         "data",
         "ids",
         "labels",
         "capacity",
-        "pins",
         "shared memory",
         "device",
+        "model",
         "pinning",
         "memory",
         "disk",
@@ -129,7 +126,7 @@ def test_a_job_file_that_cannot_be_read_is_the_only_finding(check: Checked) -> N
 def test_data_that_does_not_open_is_an_error_and_the_other_checks_go_on(check: Checked) -> None:
     findings = check(data={"format": "criteo-tsv", "path": str(check.folder / "nowhere.tsv")})
     assert "no such file, folder or glob" in only_fault(findings, "error", "data")
-    assert {"ports", "memory", "device", "pins"} <= {finding.subject for finding in findings if finding.level == "ok"}
+    assert {"ports", "memory", "device"} <= {finding.subject for finding in findings if finding.level == "ok"}
     assert "capacity" not in {finding.subject for finding in findings}
 
 
@@ -330,7 +327,7 @@ def test_the_share_of_hot_samples_is_shown_and_an_order_without_any_is_a_warning
 
 
 def test_a_capacity_below_the_first_batches_is_an_error_with_what_is_needed(check: Checked) -> None:
-    sentence = only_fault(check(cache={"capacity": "20 rows"}), "error", "capacity")
+    sentence = only_fault(check(cache={"capacity": "20 rows"}), "error", "start")
     assert 'cache.capacity = "20 rows" is too small: a batch among the first 32 touches' in sentence
 
 
@@ -387,8 +384,8 @@ def test_every_row_may_be_pinned_where_all_rows_have_a_slot(check: Checked) -> N
 
 
 def test_a_pin_file_that_no_run_could_load_is_an_error(check: Checked) -> None:
-    assert "cannot be read" in only_fault(check(cache={"pin": "nowhere"}), "error", "pins")
-    assert "row 2000 is outside table t" in only_fault(check(cache=pins(check, 2001)), "error", "pins")
+    assert "cannot be read" in only_fault(check(cache={"pin": "nowhere"}), "error", "start")
+    assert "row 2000 is outside table t" in only_fault(check(cache=pins(check, 2001)), "error", "start")
 
 
 # versions
@@ -419,21 +416,21 @@ def test_versions_are_those_installed(check: Checked) -> None:
 def test_a_package_that_is_too_old_or_missing_is_an_error_with_what_to_install() -> None:
     requires = ["torch>=2.11", "numpy<3,>=1.26", "pyzmq>=26", 'pytest>=8; extra == "dev"']
     good = Installed(requires, torch="2.13.0+cpu", numpy="2.4", pyzmq="26")
-    assert [finding.level for finding in check_setup.check_versions(good)] == ["ok"]
-    old = list(check_setup.check_versions(Installed(requires, torch="2.9.1", numpy="1.25.9")))
+    assert [finding.level for finding in machine.check_versions(good)] == ["ok"]
+    old = list(machine.check_versions(Installed(requires, torch="2.9.1", numpy="1.25.9")))
     assert [finding.level for finding in old] == ["error"] * 3
     assert [finding.sentence for finding in old] == [
         "torch 2.9.1 is older than 2.11; install 'torch>=2.11'",
         "numpy 1.25.9 is older than 1.26; install 'numpy>=1.26'",
         "pyzmq is not installed; run `pip install 'pyzmq>=26'`",
     ]
-    (python,) = check_setup.check_versions(Installed([], python=">=4.1"))
+    (python,) = machine.check_versions(Installed([], python=">=4.1"))
     assert "is older than 4.1" in python.sentence
 
 
 def test_a_version_that_was_never_tried_is_said_and_is_no_fault() -> None:
     def sentence(**versions: str) -> str:
-        (finding,) = check_setup.check_versions(Installed(["torch>=2.11"], **versions))
+        (finding,) = machine.check_versions(Installed(["torch>=2.11"], **versions))
         assert finding.level == "ok"
         return finding.sentence
 
@@ -445,22 +442,22 @@ def test_a_version_that_was_never_tried_is_said_and_is_no_fault() -> None:
 
 def test_the_bounds_of_the_project_are_the_ends_of_what_was_tried() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest, newest = check_setup.TRIED["python"][0], check_setup.TRIED["python"][-1]
+    oldest, newest = machine.TRIED["python"][0], machine.TRIED["python"][-1]
     first, _, minor = newest.partition(".")
     assert project["requires-python"] == f">={oldest},<{first}.{int(minor) + 1}"
-    assert f"torch>={check_setup.TRIED['torch'][0]}" in project["dependencies"]
+    assert f"torch>={machine.TRIED['torch'][0]}" in project["dependencies"]
 
 
 def test_the_readme_names_the_versions_that_were_tried() -> None:
     (line,) = re.findall(r"^\| tested with .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"\d+\.\d+", line)) == {version for tried in check_setup.TRIED.values() for version in tried}
+    assert set(re.findall(r"\d+\.\d+", line)) == {version for tried in machine.TRIED.values() for version in tried}
 
 
 def test_source_that_is_not_installed_is_a_warning() -> None:
     def nothing(name: str) -> Any:
         raise metadata.PackageNotFoundError(name)
 
-    (finding,) = check_setup.check_versions(nothing)
+    (finding,) = machine.check_versions(nothing)
     assert finding.level == "warning"
     assert "rowcast is not installed" in finding.sentence
 
@@ -511,8 +508,8 @@ def test_another_number_of_threads_than_the_run_has_is_an_error(
     check: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = SimpleNamespace(machine=Machine(threads=2))
-    monkeypatch.setattr(check_setup, "newest_checkpoint", lambda run_dir: run_dir)
-    monkeypatch.setattr(check_setup, "readable", lambda folder: manifest)
+    monkeypatch.setattr(machine, "newest_checkpoint", lambda run_dir: run_dir)
+    monkeypatch.setattr(machine, "readable", lambda folder: manifest)
     assert "2 threads, as the run" in one(check(trainer={"threads": None}), "ok", "threads")
     found = only_fault(check(trainer={"threads": 3}), "error", "threads")
     assert re.search(facts("trainer.threads", 3, 2, "--fresh"), found)
@@ -551,44 +548,6 @@ def test_one_port_for_both_processes_is_an_error(check: Checked) -> None:
     assert "trainer" in only_fault(check(metrics={"prefetcher": address, "trainer": address}), "error", "ports")
 
 
-# model
-
-
-def test_a_factory_that_is_found_by_name_is_ok_and_is_not_imported(
-    check: Checked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = check.folder / "mine" / "models"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / "net.py").write_text("raise RuntimeError('imported')\n\ndef build(job, num_dense): ...\nother = build\n")
-    monkeypatch.syspath_prepend(str(check.folder))
-    for name in ("mine.models.net:build", "mine.models.net:other"):
-        assert name in one(check(model={"kind": name}), "ok", "model")
-    missing = only_fault(check(model={"kind": "mine.models.net:absent"}), "error", "model")
-    assert (
-        missing
-        == f"model.kind = 'mine.models.net:absent': {package / 'net.py'} does not define absent; correct the name"
-    )
-    assert "there is no module mine.models.web" in only_fault(
-        check(model={"kind": "mine.models.web:build"}), "error", "model"
-    )
-    assert "there is no module nowhere.net" in only_fault(check(model={"kind": "nowhere.net:build"}), "error", "model")
-
-
-def test_what_a_module_imports_or_computes_counts_as_defined(tmp_path: Path) -> None:
-    source = tmp_path / "module.py"
-    source.write_text(
-        "from elsewhere import build as make\nimport package.deep\nclass Net: ...\nif True:\n    late = 1\n"
-    )
-    assert [check_setup.defines(source, name) for name in ("make", "package", "Net", "late")] == [True] * 4
-    assert not any(check_setup.defines(source, name) for name in ("build", "deep", "elsewhere"))
-    source.write_text("from elsewhere import *\n")
-    assert check_setup.defines(source, "anything")
-    source.write_text("def broken(:\n")
-    assert not check_setup.defines(source, "broken")
-
-
 # device, rings, memory
 
 
@@ -614,8 +573,8 @@ def test_a_device_without_room_for_rows_and_staging_is_an_error(check: Checked) 
     )
 
 
-def test_the_trainers_own_choice_of_a_device_is_asked_for() -> None:
-    answer = ask_device("warp")
+def test_the_trainers_own_choice_of_a_device_is_asked_for(check: Checked) -> None:
+    answer = ask_trainer(check.job(trainer={"device": "warp"}), None)
     assert answer.refusal == "trainer.device = 'warp' is not a device that torch knows; use auto, cpu or cuda"
 
 
@@ -629,10 +588,10 @@ def test_the_trainers_own_choice_of_a_device_is_asked_for() -> None:
     ],
 )
 def test_a_process_that_cannot_answer_is_a_refusal(
-    command: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], sentence: str, check: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "TIMEOUT_S", 0.5 if "sleep" in command[0] else 30.0)
-    refusal = ask_device("cpu", (sys.executable, "-c", *command)).refusal
+    refusal = ask_trainer(check.job(), 13, (sys.executable, "-c", *command)).refusal
     assert refusal is not None
     assert sentence in refusal
     assert "\n" not in refusal
@@ -693,7 +652,6 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
     assert seen.largest_batch_bytes == batch
     assert check_memory.ahead_bytes(job, seen) == (8 + 8) * 2 * batch
     assert check_memory.trained_rows(seen.groups[0], seen) == 2000
-    assert check_memory.dense_bytes(job, seen) == 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)
     assert check_memory.likely_horizon(job, seen, (300,)) == 8
     planner = check_memory.planning_bytes(job, seen, (300,))
     assert planner == planner_bytes(300, 9 * seen.largest_rows[0], 1)
@@ -706,7 +664,7 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
         (fixed, "warning"),
         (fixed - 1, "error"),
     ):
-        (finding,) = check_memory.check_memory(job, seen, (300,), free, 2**20, 5000)
+        (finding,) = check_memory.check_memory(job, seen, (300,), free, 2**20, 5000, 256)
         assert finding.level == level
         assert f"the planner {human_bytes(planner)}" in finding.sentence
 
@@ -734,13 +692,45 @@ def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_
     assert check_memory.likely_horizon(check.job(cache={"policy": "lru"}), seen_of(check.job()), (1000,)) == 0
 
 
-def test_dense_weights_of_dcnv2_are_counted(check: Checked) -> None:
-    job = check.job(model={"kind": "dcnv2", "cross_layers": 2, "cross_rank": 3})
-    assert isinstance(job.model, BottomAndTop)
-    width = job.model.bottom_mlp[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
-    model = build_model(job, 13)
-    assert model.state_dict()["cross.0.v.weight"].shape == (3, width)
-    assert check_memory.dense_bytes(job, seen_of(job)) == 4 * sum(parameter.numel() for parameter in model.parameters())
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("dlrm", 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)),
+        ("nowhere.net:build", "cannot import nowhere"),
+        ("tests.analysis.test_check:no_model", "the factory must return a torch.nn.Module"),
+        ("tests.analysis.test_check:broken_model", "cannot be built: ZeroDivisionError"),
+    ],
+)
+def test_the_trainer_builds_the_model_that_its_run_builds(kind: str, found: int | str, check: Checked) -> None:
+    model = {"kind": kind} if ":" in kind else {"kind": kind, "bottom_mlp": [4], "top_mlp": [1]}
+    answer = ask_trainer(check.job(model=model, trainer={"device": "cpu"}), 13)
+    assert answer.name == "cpu"
+    if isinstance(found, int):
+        assert (answer.dense_bytes, answer.model_refusal) == (found, None)
+    else:
+        assert answer.dense_bytes is None
+        assert found in (answer.model_refusal or "")
+        findings = check(on=answer, model=model)
+        assert answer.model_refusal == only_fault(findings, "error", "model")
+
+
+def no_model(job: Job, num_dense: int) -> None:
+    sys.stdout.write("a factory may print\n")
+
+
+def broken_model(job: Job, num_dense: int) -> float:
+    return num_dense / 0
+
+
+def test_a_checkpoint_of_another_job_is_refused_as_a_run_would(check: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("the checkpoint is of another job")
+
+    manifest = SimpleNamespace(position=Position(step=3, train_step=3, train_batch=3), train_steps=3)
+    monkeypatch.setattr(Checkpoints, "newest_valid", lambda *_: manifest)
+    monkeypatch.setattr(check_data, "in_recorded_order", lambda job, newest: job)
+    monkeypatch.setattr(check_data, "check_continues", refuse)
+    assert only_fault(check(), "error", "start") == "the checkpoint is of another job"
 
 
 def test_no_more_rows_can_be_trained_than_an_epoch_looks_up(check: Checked) -> None:
@@ -807,11 +797,11 @@ def command(check: Checked, *options: str, **sections: Any) -> tuple[int, str]:
 def test_the_command_ends_with_2_where_there_is_an_error_and_with_0_otherwise(
     check: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rowcast.analysis.check.check.check_file", partial(check_file, ask=lambda name: CPU))
+    monkeypatch.setattr("rowcast.analysis.check.check.check_file", partial(check_file, ask=lambda job, num_dense: CPU))
     code, out = command(check, "--json", cache={"capacity": "20 rows"})
     content = json.loads(out)
     assert (code, content["errors"], content["warnings"]) == (2, 1, 0)
-    assert [finding["subject"] for finding in content["findings"] if finding["level"] == "error"] == ["capacity"]
+    assert [finding["subject"] for finding in content["findings"] if finding["level"] == "error"] == ["start"]
     code, out = command(check)
     assert code == 0
     assert out.splitlines()[-1] == "0 errors, 0 warnings"
@@ -856,11 +846,11 @@ def test_a_tier_that_fits_says_how_many_rows_are_in_memory_and_what_the_disk_may
 
 def test_a_tier_below_the_devices_rows_is_refused_as_a_run_would(check: Checked) -> None:
     findings = check(store={"kind": "tiered", "memory": "300 rows"}, cache={"capacity": "400 rows"})
-    assert 'set "400 rows" or more, or lower cache.capacity' in one(findings, "error", "store")
+    assert 'set "400 rows" or more, or lower cache.capacity' in one(findings, "error", "start")
 
 
 def test_a_memory_that_leaves_no_room_for_rows_is_refused_with_its_parts(check: Checked) -> None:
-    sentence = one(check(store={"kind": "tiered", "memory": "100MiB"}), "error", "store")
+    sentence = one(check(store={"kind": "tiered", "memory": "100MiB"}), "error", "start")
     assert "the process 320 MiB" in sentence
     assert "bytes or more" in sentence
 
@@ -869,7 +859,7 @@ def test_a_memory_that_leaves_no_room_for_rows_is_refused_with_its_parts(check: 
 def test_a_memory_that_this_machine_has_not_free_is_refused(free: int, level: str | None, check: Checked) -> None:
     job = check.job(store={"kind": "tiered", "memory": "1GiB"})
     assert isinstance(job.store, StoreWithTier)
-    found = [finding.level for finding in check_tier.check_budget(job, job.store, free)]
+    found = [finding.level for finding in check_memory.check_budget(job, job.store, free)]
     assert found == ([] if level is None else [level])
 
 

@@ -5,7 +5,7 @@ import re
 import msgspec
 import numpy as np
 
-from rowcast.analysis.check.histories import SeenHistories, check_histories
+from rowcast.analysis.check.data import SeenHistories, check_histories
 from rowcast.protocol.batch import Batch
 from tests.support.facts import facts
 from tests.support.next_item import LENGTH, job_of

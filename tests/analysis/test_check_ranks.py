@@ -9,11 +9,9 @@ import pytest
 
 from rowcast.analysis.check import machine
 from rowcast.analysis.check.check import check_job
-from rowcast.analysis.check.data import ALL, Seen, check_opens, check_samples
+from rowcast.analysis.check.data import ALL, Seen, check_opens, check_ranks, check_samples, shard_rows
 from rowcast.analysis.check.findings import Finding
-from rowcast.analysis.check.machine import Device, check_device, check_ports, check_rings
-from rowcast.analysis.check.ranks import check_ranks, shard_rows
-from rowcast.analysis.check.setup import check_run_directory
+from rowcast.analysis.check.machine import Device, check_device, check_ports, check_rings, check_run_directory
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
@@ -106,7 +104,7 @@ def test_a_folder_that_a_rank_holds_is_named(tmp_path: Path) -> None:
 def test_capacity_is_that_of_the_rank_that_owns_most_and_memory_that_of_all_pairs(tmp_path: Path) -> None:
     job = ranked_job(tmp_path)
     seen = Seen(groups=group_specs(job), count=4)
-    found = list(check_job(job, whole=False, ask=lambda name: Device(name="cpu")))
+    found = list(check_job(job, whole=False, ask=lambda job, num_dense: Device(name="cpu")))
     assert not [finding for finding in found if finding.level == "error"]
     [capacity] = [finding for finding in found if finding.subject == "capacity"]
     assert "rows of the shard of one of 4 ranks" in capacity.sentence
