@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -14,18 +14,16 @@ EVERY_S = 5.0  # between lines where there is no terminal
 Tick = Callable[[], None]
 
 
-class AnalysisProgress(Protocol):
+class AnalysisProgress:
+    """Shows nothing."""
+
     def begin(self, what: str, total: int | None) -> Tick:
         """Starts a task of `total` steps (None: unknown). Call the returned function after each step."""
-
-
-class Silent:
-    def begin(self, what: str, total: int | None) -> Tick:
         return lambda: None
 
 
-class ProgressBar:
-    """An `AnalysisProgress` on stderr: a bar on a terminal, erased at the end, or lines. Use as a context manager."""
+class ProgressBar(AnalysisProgress):
+    """On stderr: a bar on a terminal, erased at the end, or lines. Use as a context manager."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)

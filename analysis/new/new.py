@@ -11,7 +11,7 @@ from typing import Annotated
 from typer import Option
 
 from rowcast.analysis.advise.advise import AdviseOptions, advise_job
-from rowcast.analysis.new.files import LIST_SEPARATOR, DataSet, look_at
+from rowcast.analysis.new.columns import LIST_SEPARATOR, DataSet, look_at
 from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.job.file import parse_job

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rowcast.analysis.new.columns import FEW, TEXT, ColumnFacts
-from rowcast.analysis.new.files import DataSet
+from rowcast.analysis.new.columns import FEW, TEXT, ColumnFacts, DataSet
 from rowcast.prefetcher.readers.id_check import EVERY_WHOLE
 from rowcast.runtime.errors import ConfigError, listed, nearest
 

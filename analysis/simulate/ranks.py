@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rowcast.analysis.progress import AnalysisProgress, Silent
+from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.scan.shares import GroupShares, Sharing, measured_keys, owners_touched, part_groupings
 from rowcast.analysis.simulate.ranks_results import RanksSimulation, StepExchange, make_result, outline, step_exchange
 from rowcast.analysis.simulate.simulate import OpenBatches
@@ -124,7 +124,7 @@ def simulate_ranks(
     results: list[RanksSimulation] = []
     for _, neighbours in groupby(jobs, key=lambda job: (job.data.batch_size, job.data.whole_order)):
         own = list(neighbours)
-        settings = simulated(own, open_batches(own[0]), progress or Silent())
+        settings = simulated(own, open_batches(own[0]), progress or AnalysisProgress())
         results += [one.result(per_step=per_step) for one in settings]
     return results
 

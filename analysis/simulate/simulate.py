@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from rowcast.analysis.progress import AnalysisProgress, Silent
+from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.scan.steps import Scan, scan
 from rowcast.analysis.simulate.grid import BOUND, WITH_TIER, Grid, Setting, batches_jobs, capacity_jobs, settings
 from rowcast.analysis.simulate.moves import Moves, bound_planner, new_planner, planned_moves
@@ -47,7 +47,7 @@ def simulate(
     result that says why. Raises ConfigError for values that no job can have, and what reading the data raises."""
     results: list[Simulation] = []
     for own in batches_jobs(job, grid):
-        results += Simulator(own, grid, progress or Silent(), per_step).run(open_batches(own))
+        results += Simulator(own, grid, progress or AnalysisProgress(), per_step).run(open_batches(own))
     return results
 
 

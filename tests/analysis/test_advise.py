@@ -35,7 +35,7 @@ from rowcast.analysis.advise.read import Observed, SamplingPlan, followed, group
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
 from rowcast.analysis.advise.show import parts, sentences
 from rowcast.analysis.advise.tiers import TierTrials
-from rowcast.analysis.progress import Silent
+from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.scan.steps import StepRows
 from rowcast.analysis.show import tell
 from rowcast.analysis.simulate.grid import Grid, with_values
@@ -125,7 +125,7 @@ def request(share: float = 1.0, **values: Any) -> AdviseOptions:
 
 
 def advise_job(job: Job, options: AdviseOptions) -> Advice:
-    return advise.advise_job(job, options, Silent())
+    return advise.advise_job(job, options, AnalysisProgress())
 
 
 @pytest.fixture
@@ -557,7 +557,7 @@ def test_followed_rows_that_do_not_fit_into_memory_are_refused() -> None:
         ConfigError,
         match=facts("--sample 1", "followed rows"),
     ):
-        advise.advise_job(job, request(), Silent(), 100_000 / free_memory())
+        advise.advise_job(job, request(), AnalysisProgress(), 100_000 / free_memory())
 
 
 def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None:
@@ -579,7 +579,7 @@ TIER_ROWS = ("2000 rows", "2500 rows")
 
 
 def tier_trials(job: Job, share: float, capacity_bytes: int, step_ms: float = 10.0) -> TierTrials:
-    return TierTrials(observed(job, share), job, capacity_bytes, Silent(), step_ms / 1e3)
+    return TierTrials(observed(job, share), job, capacity_bytes, AnalysisProgress(), step_ms / 1e3)
 
 
 @pytest.mark.usefixtures("few_rows")

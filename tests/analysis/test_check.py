@@ -9,7 +9,7 @@ import resource
 import socket
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +51,7 @@ from tests.support.jobs import job_content, table, write_job
 from tests.support.redis_server import BOUND, RedisServer, keys_on, needs_redis
 
 ROOT = Path(__file__).parents[2]
+TIERED = {"kind": "tiered", "memory": "2000 rows"}
 CPU = Device(name="cpu", dense_bytes=256)
 GPU = Device(name="cuda:0 (a device of 1 MiB)", free_bytes=2**20, dense_bytes=256)
 
@@ -130,18 +131,6 @@ def test_data_that_does_not_open_is_an_error_and_the_other_checks_go_on(check: C
     assert "capacity" not in {finding.subject for finding in findings}
 
 
-def test_data_without_a_sample_for_training_is_an_error(check: Checked) -> None:
-    findings = check(data={"format": "tests.analysis.test_check:nothing_to_train"})
-    assert "leaves no sample for training" in only_fault(findings, "error", "data")
-
-
-def test_a_column_that_the_data_has_not_is_an_error(check: Checked) -> None:
-    tables = [{"name": "t", "num_embeddings": 9, "embedding_dim": 4, "features": ["cat_26"]}]
-    (check.folder / "a.tsv").write_text("\t".join(["1", *["2"] * 13, *["0000000a"] * 26]) + "\n")
-    findings = check(data={"format": "criteo-tsv", "path": str(check.folder / "a.tsv")}, tables=tables)
-    assert "table t: feature cat_26 is not in Criteo TSV" in only_fault(findings, "error", "data")
-
-
 def with_ids(check: Checked, other: int, policy: str = "error", row: int = 19_000) -> dict[str, Any]:
     """A day of 20,000 rows whose ids are 1, but for one, far behind the first batches unless said otherwise."""
     sparse = np.ones((20_000, 26), np.int64)
@@ -152,18 +141,6 @@ def with_ids(check: Checked, other: int, policy: str = "error", row: int = 19_00
     return {"format": "criteo-npy", "path": str(check.folder), "batch_size": 10, "on_invalid_id": policy}
 
 
-def test_an_id_outside_its_table_is_an_error_wherever_it_stands_when_all_is_read(check: Checked) -> None:
-    sentence = only_fault(check(whole=True, data=with_ids(check, 2000)), "error", "data")
-    assert "row 19000, column cat_1: id 2000 is outside table t (num_embeddings = 2000)" in sentence
-    assert "data.on_invalid_id" in sentence
-
-
-@pytest.mark.parametrize("row", [0, 25])
-def test_an_id_outside_its_table_in_the_first_batches_is_said_once(row: int, check: Checked) -> None:
-    findings = check(whole=True, data=with_ids(check, 2000, row=row))
-    assert f"row {row}, column cat_1" in only_fault(findings, "error", "data")
-
-
 def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
     findings = check(data=with_ids(check, 5))
     assert one(findings, "ok", "ids") == "the 2,000 look-ups of 1,000 samples are inside their tables"
@@ -172,37 +149,10 @@ def test_a_sample_reads_a_part_and_says_so(check: Checked) -> None:
     )
 
 
-def test_ids_that_are_replaced_are_a_warning_with_their_number(check: Checked) -> None:
-    findings = check(whole=True, data=with_ids(check, 2000, "modulo"))
-    replaced = (
-        "data.on_invalid_id = 'modulo' replaced 1 ids of all 20,000 samples, which are missing or outside "
-        "their tables; "
-    )
-    assert only_fault(findings, "warning", "ids").startswith(replaced)
-
-
 def with_columns(check: Checked, **columns: Any) -> dict[str, Any]:
     rest = {"label": np.arange(200) % 2, "cat_1": np.ones(200, np.int64)}
     pq.write_table(pa.table(rest | columns), check.folder / "data.parquet")
     return {"format": "parquet", "path": str(check.folder / "data.parquet"), "synthetic": None, "batch_size": 10}
-
-
-def test_null_ids_are_an_error_or_counted_with_those_replaced(check: Checked) -> None:
-    data = with_columns(check, int_0=np.zeros(200), cat_0=pa.array([1, None] * 100))
-    assert "row 1, column cat_0: the id is missing; give missing ones" in only_fault(
-        check(whole=True, data=data), "error", "data"
-    )
-    warned = only_fault(check(whole=True, data=data | {"on_invalid_id": "zero"}), "warning", "ids")
-    assert warned.startswith(
-        "data.on_invalid_id = 'zero' replaced 100 ids of all 200 samples, which are missing or outside their tables"
-    )
-
-
-def test_a_bottom_mlp_without_a_dense_column_is_an_error_that_names_candidates(check: Checked) -> None:
-    sentence = only_fault(
-        check(data=with_columns(check, price=np.zeros(200), cat_0=np.ones(200, np.int64))), "error", "data"
-    )
-    assert 'data.columns.dense = ["price"]' in sentence
 
 
 def factory(name: str, **options: Any) -> dict[str, Any]:
@@ -257,15 +207,6 @@ def growing(job: Job) -> list[Batch]:
     return [*made([0, 1], 40), *made([0, 1] * 60, 1)]
 
 
-def test_labels_that_never_differ_are_a_warning(check: Checked) -> None:
-    assert "every label of 12 samples is 0" in only_fault(
-        check(whole=True, data=factory("labelled", labels=[0, 0])), "warning", "labels"
-    )
-    assert "every label of 12 samples is 1" in only_fault(
-        check(whole=True, data=factory("labelled", labels=[1, 1])), "warning", "labels"
-    )
-
-
 @pytest.mark.parametrize(
     ("label_values", "values", "level", "sentence"),
     [
@@ -284,11 +225,6 @@ def test_each_of_several_labels_is_looked_at(
     assert of_labels[0][1].startswith(sentence)
     assert of_labels[1][1].startswith("buy: every label of 12 samples is 0")
     assert of_labels[2][1].startswith("stay: no label is known")
-
-
-def test_labels_outside_0_to_1_are_an_error(check: Checked) -> None:
-    sentence = only_fault(check(whole=True, data=factory("labelled", labels=[0, 1, -1])), "error", "labels")
-    assert sentence == "a label is -1; binary cross entropy needs labels from 0 to 1"
 
 
 def test_a_factory_that_returns_an_iterator_is_asked_anew_for_every_pass(check: Checked) -> None:
@@ -326,19 +262,6 @@ def test_the_share_of_hot_samples_is_shown_and_an_order_without_any_is_a_warning
 # capacity and pins
 
 
-def test_a_capacity_below_the_first_batches_is_an_error_with_what_is_needed(check: Checked) -> None:
-    sentence = only_fault(check(cache={"capacity": "20 rows"}), "error", "start")
-    assert 'cache.capacity = "20 rows" is too small: a batch among the first 32 touches' in sentence
-
-
-def test_a_later_batch_that_does_not_fit_is_an_error_with_what_is_needed(check: Checked) -> None:
-    sentence = only_fault(
-        check(whole=True, data=factory("growing"), cache={"capacity": "100 rows"}), "error", "capacity"
-    )
-    assert "the largest batch read touches 240 rows, and group fp32_d4_adagrad has 100 slots" in sentence
-    assert 'set cache.capacity = "264 rows" or more' in sentence
-
-
 def test_a_capacity_that_just_holds_the_largest_batch_is_a_warning(check: Checked) -> None:
     sentence = only_fault(
         check(whole=True, data=factory("growing"), cache={"capacity": "250 rows"}), "warning", "capacity"
@@ -348,16 +271,6 @@ def test_a_capacity_that_just_holds_the_largest_batch_is_a_warning(check: Checke
     assert {
         finding.level for finding in check(whole=True, data=factory("growing"), cache={"capacity": "270 rows"})
     } == {"ok"}
-
-
-def test_the_share_of_a_group_is_what_is_to_be_changed_where_there_is_one(check: Checked) -> None:
-    groups = {"fp32_d4_adagrad": "100 rows"}
-    sentence = only_fault(
-        check(whole=True, data=factory("growing"), cache={"capacity": "900 rows", "groups": groups}),
-        "error",
-        "capacity",
-    )
-    assert 'set cache.groups.fp32_d4_adagrad = "264 rows" or more' in sentence
 
 
 def pins(check: Checked, num_rows: int) -> dict[str, Any]:
@@ -371,21 +284,147 @@ def test_pins_that_fit_beside_the_largest_batch_are_ok(check: Checked) -> None:
     assert "100 rows of" in one(findings, "ok", "pins")
 
 
-def test_pins_that_leave_no_room_for_the_largest_batch_are_an_error(check: Checked) -> None:
-    sentence = only_fault(
-        check(whole=True, data=factory("growing"), cache={"capacity": "339 rows", **pins(check, 100)}), "error", "pins"
-    )
-    assert "100 pinned rows and the 240 rows of the largest batch read do not fit in the 339 slots" in sentence
-    assert 'set cache.capacity = "374 rows" or more, or pin fewer rows' in sentence
-
-
 def test_every_row_may_be_pinned_where_all_rows_have_a_slot(check: Checked) -> None:
     assert {finding.level for finding in check(cache={"capacity": "2000 rows", **pins(check, 2000)})} == {"ok"}
 
 
-def test_a_pin_file_that_no_run_could_load_is_an_error(check: Checked) -> None:
-    assert "cannot be read" in only_fault(check(cache={"pin": "nowhere"}), "error", "start")
-    assert "row 2000 is outside table t" in only_fault(check(cache=pins(check, 2001)), "error", "start")
+def criteo_file(check: Checked) -> dict[str, Any]:
+    (check.folder / "a.tsv").write_text("\t".join(["1", *["2"] * 13, *["0000000a"] * 26]) + "\n")
+    return {"format": "criteo-tsv", "path": str(check.folder / "a.tsv")}
+
+
+def null_ids(check: Checked, **more: Any) -> dict[str, Any]:
+    return with_columns(check, int_0=np.zeros(200), cat_0=pa.array([1, None] * 100)) | more
+
+
+def finished_run(check: Checked) -> dict[str, Any]:
+    check.run_dir.mkdir()
+    (check.run_dir / "report.json").write_text("{}")
+    return {}
+
+
+def damaged_run(check: Checked) -> dict[str, Any]:
+    folder = check.run_dir / "checkpoints" / "step-000000000001"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    return {}
+
+
+MANY_ROWS = [{"name": "t", "num_embeddings": 10**9, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}]
+OTHER_TABLE = [{"name": "t", "num_embeddings": 9, "embedding_dim": 4, "features": ["cat_26"]}]
+HUGE_TABLE = [{"name": "t", "num_embeddings": 2**46, "embedding_dim": 4, "features": ["cat_0"]}]
+Sections = Callable[[Checked], dict[str, Any]]
+FAULTS: list[tuple[str, str, Sections, str]] = [  # level, subject, the job's sections, words of the only such sentence
+    ("error", "data", lambda c: {"data": factory("nothing_to_train")}, "leaves no sample for training"),
+    (
+        "error",
+        "data",
+        lambda c: {"data": criteo_file(c), "tables": OTHER_TABLE},
+        "table t: feature cat_26 is not in Criteo TSV",
+    ),
+    *(
+        (
+            "error",
+            "data",
+            lambda c, row=row: {"data": with_ids(c, 2000, row=row)},
+            f"row {row}, column cat_1: id 2000 is outside table t (num_embeddings = 2000)",
+        )
+        for row in (0, 25, 19_000)
+    ),
+    (
+        "warning",
+        "ids",
+        lambda c: {"data": with_ids(c, 2000, "modulo")},
+        "data.on_invalid_id = 'modulo' replaced 1 ids of all 20,000 samples, which are missing or outside their tables",
+    ),
+    ("error", "data", lambda c: {"data": null_ids(c)}, "row 1, column cat_0: the id is missing; give missing ones"),
+    (
+        "warning",
+        "ids",
+        lambda c: {"data": null_ids(c, on_invalid_id="zero")},
+        "data.on_invalid_id = 'zero' replaced 100 ids of all 200 samples, which are missing or outside their tables",
+    ),
+    (
+        "error",
+        "data",
+        lambda c: {"data": with_columns(c, price=np.zeros(200), cat_0=np.ones(200, np.int64))},
+        'data.columns.dense = ["price"]',
+    ),
+    ("warning", "labels", lambda c: {"data": factory("labelled", labels=[0, 0])}, "every label of 12 samples is 0"),
+    ("warning", "labels", lambda c: {"data": factory("labelled", labels=[1, 1])}, "every label of 12 samples is 1"),
+    (
+        "error",
+        "labels",
+        lambda c: {"data": factory("labelled", labels=[0, 1, -1])},
+        "a label is -1; binary cross entropy needs labels from 0 to 1",
+    ),
+    (
+        "error",
+        "start",
+        lambda c: {"cache": {"capacity": "20 rows"}},
+        'cache.capacity = "20 rows" is too small: a batch among the first 32 touches',
+    ),
+    (
+        "error",
+        "capacity",
+        lambda c: {"data": factory("growing"), "cache": {"capacity": "100 rows"}},
+        "the largest batch read touches 240 rows, and group fp32_d4_adagrad has 100 slots; "
+        'set cache.capacity = "264 rows" or more',
+    ),
+    (
+        "error",
+        "capacity",
+        lambda c: {
+            "data": factory("growing"),
+            "cache": {"capacity": "900 rows", "groups": {"fp32_d4_adagrad": "100 rows"}},
+        },
+        'set cache.groups.fp32_d4_adagrad = "264 rows" or more',
+    ),
+    (
+        "error",
+        "pins",
+        lambda c: {"data": factory("growing"), "cache": {"capacity": "339 rows", **pins(c, 100)}},
+        "100 pinned rows and the 240 rows of the largest batch read do not fit in the 339 slots of group "
+        'fp32_d4_adagrad; set cache.capacity = "374 rows" or more, or pin fewer rows',
+    ),
+    ("error", "start", lambda c: {"cache": {"pin": "nowhere"}}, "cannot be read"),
+    ("error", "start", lambda c: {"cache": pins(c, 2001)}, "row 2000 is outside table t"),
+    ("warning", "run directory", finished_run, "holds the report of an earlier run; add --fresh to replace it"),
+    ("error", "run directory", damaged_run, "none of 1 checkpoints is whole"),
+    (
+        "error",
+        "device",
+        lambda c: {"model": {"precision": "tf32"}},
+        'model.precision = "tf32" needs a CUDA device, and this is',
+    ),
+    (
+        "error",
+        "start",
+        lambda c: {"store": {"kind": "tiered", "memory": "300 rows"}, "cache": {"capacity": "400 rows"}},
+        'set "400 rows" or more, or lower cache.capacity',
+    ),
+    ("error", "start", lambda c: {"store": {"kind": "tiered", "memory": "100MiB"}}, "the process 320 MiB"),
+    (
+        "warning",
+        "store",
+        lambda c: {"tables": MANY_ROWS, "store": TIERED | {"disk": "300KiB"}},
+        "may train 10,000 rows of group",
+    ),
+    ("error", "store", lambda c: {"store": TIERED | {"disk": "100KiB"}}, "need at least 256 KiB; raise store.disk"),
+    (
+        "warning",
+        "memory",
+        lambda c: {"data": factory("narrow"), "tables": HUGE_TABLE},
+        "up to 2880 TiB for tables as their rows are trained: too little if every row is trained",
+    ),
+]
+
+
+@pytest.mark.parametrize(("level", "subject", "sections", "words"), FAULTS, ids=range(len(FAULTS)))
+def test_each_fault_is_one_finding(level: str, subject: str, sections: Sections, words: str, check: Checked) -> None:
+    findings = check(whole=True, **sections(check))
+    assert words in one(findings, level, subject)
+    assert {finding.subject for finding in findings if finding.level == level} == {subject}
 
 
 # versions
@@ -483,14 +522,6 @@ def test_looking_at_a_lock_does_not_take_it(check: Checked) -> None:
         assert (check.run_dir / "prefetcher.lock").exists()
 
 
-def test_a_run_directory_with_a_finished_run_is_a_warning(check: Checked) -> None:
-    check.run_dir.mkdir()
-    (check.run_dir / "report.json").write_text("{}")
-    assert "holds the report of an earlier run; add --fresh to replace it" in only_fault(
-        check(), "warning", "run directory"
-    )
-
-
 @pytest.mark.parametrize(
     ("sections", "level", "named"),
     [
@@ -513,13 +544,6 @@ def test_another_number_of_threads_than_the_run_has_is_an_error(
     assert "2 threads, as the run" in one(check(trainer={"threads": None}), "ok", "threads")
     found = only_fault(check(trainer={"threads": 3}), "error", "threads")
     assert re.search(facts("trainer.threads", 3, 2, "--fresh"), found)
-
-
-def test_a_damaged_checkpoint_in_the_run_directory_is_an_error(check: Checked) -> None:
-    folder = check.run_dir / "checkpoints" / "step-000000000001"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
-    assert "none of 1 checkpoints is whole" in only_fault(check(), "error", "run directory")
 
 
 def test_a_run_directory_that_cannot_be_made_is_an_error(check: Checked) -> None:
@@ -549,17 +573,6 @@ def test_one_port_for_both_processes_is_an_error(check: Checked) -> None:
 
 
 # device, rings, memory
-
-
-def test_a_device_that_the_trainer_refuses_is_an_error(check: Checked) -> None:
-    refused = Device(refusal="trainer.device = 'cuda', but torch sees no CUDA device here; use cpu")
-    assert only_fault(check(on=refused, trainer={"device": "cuda"}), "error", "device").endswith("use cpu")
-
-
-def test_tf32_without_a_cuda_device_is_an_error(check: Checked) -> None:
-    refused = one(check(model={"precision": "tf32"}), "error", "device")
-    assert refused.startswith('model.precision = "tf32" needs a CUDA device, and this is')
-    assert one(check(model={"precision": "bf16"}), "ok", "device")
 
 
 def test_a_device_without_room_for_rows_and_staging_is_an_error(check: Checked) -> None:
@@ -742,13 +755,6 @@ def test_no_more_rows_can_be_trained_than_an_epoch_looks_up(check: Checked) -> N
     assert check_memory.trained_rows(seen.groups[0], seen) == 2 * 5000 + 7
 
 
-def test_tables_beyond_memory_are_a_warning_as_all_their_rows_may_be_trained(check: Checked) -> None:
-    tables = [{"name": "t", "num_embeddings": 2**46, "embedding_dim": 4, "features": ["cat_0"]}]
-    findings = check(data={"format": "tests.analysis.test_check:narrow"}, tables=tables)
-    sentence = one(findings, "warning", "memory")
-    assert "up to 2880 TiB for tables as their rows are trained: too little if every row is trained" in sentence
-
-
 def narrow(job: Job) -> list[Batch]:
     return [Batch(dense=np.zeros((2, 1), np.float32), labels=np.array([0, 1], np.float32), ids=np.array([1, 2]))]
 
@@ -833,7 +839,6 @@ def test_mapped_tables_need_their_size_on_the_disk_and_no_memory(check: Checked)
 
 # stores with a memory tier
 
-TIERED = {"kind": "tiered", "memory": "2000 rows"}
 SECRET = "s3cret-of-the-server"
 
 
@@ -844,33 +849,12 @@ def test_a_tier_that_fits_says_how_many_rows_are_in_memory_and_what_the_disk_may
     assert any("free for cold rows of up to" in finding.sentence for finding in findings if finding.subject == "disk")
 
 
-def test_a_tier_below_the_devices_rows_is_refused_as_a_run_would(check: Checked) -> None:
-    findings = check(store={"kind": "tiered", "memory": "300 rows"}, cache={"capacity": "400 rows"})
-    assert 'set "400 rows" or more, or lower cache.capacity' in one(findings, "error", "start")
-
-
-def test_a_memory_that_leaves_no_room_for_rows_is_refused_with_its_parts(check: Checked) -> None:
-    sentence = one(check(store={"kind": "tiered", "memory": "100MiB"}), "error", "start")
-    assert "the process 320 MiB" in sentence
-    assert "bytes or more" in sentence
-
-
 @pytest.mark.parametrize(("free", "level"), [(2**30 - 1, "error"), (2**30, "warning"), (2**30 + 2**28, None)])
 def test_a_memory_that_this_machine_has_not_free_is_refused(free: int, level: str | None, check: Checked) -> None:
     job = check.job(store={"kind": "tiered", "memory": "1GiB"})
     assert isinstance(job.store, StoreWithTier)
     found = [finding.level for finding in check_memory.check_budget(job, job.store, free)]
     assert found == ([] if level is None else [level])
-
-
-def test_more_rows_than_the_index_has_room_for_are_a_warning_with_both_numbers(check: Checked) -> None:
-    tables = [{"name": "t", "num_embeddings": 10**9, "embedding_dim": 4, "features": ["cat_0", "cat_1"]}]
-    findings = check(tables=tables, store=TIERED | {"disk": "300KiB"})
-    assert "may train 10,000 rows of group" in one(findings, "warning", "store")
-
-
-def test_a_disk_too_small_for_the_files_is_refused_with_what_they_need(check: Checked) -> None:
-    assert "need at least 256 KiB; raise store.disk" in one(check(store=TIERED | {"disk": "100KiB"}), "error", "store")
 
 
 def test_a_disk_without_room_for_cold_rows_and_old_copies_is_a_warning(

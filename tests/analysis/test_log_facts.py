@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rowcast.analysis.profile.log import LogFacts, log_facts, parts, summary
-from rowcast.analysis.progress import Silent
+from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.show import tell
 from rowcast.analysis.simulate.grid import Grid
 from rowcast.analysis.simulate.simulate import simulate
@@ -44,7 +44,7 @@ def job_of(**sections: Any) -> Job:
 
 @pytest.fixture(scope="module")
 def facts() -> LogFacts:
-    return log_facts(job_of(), STEPS, 1e9, Silent())
+    return log_facts(job_of(), STEPS, 1e9, AnalysisProgress())
 
 
 def test_look_ups_and_rows_are_those_of_counting_by_hand(facts: LogFacts) -> None:

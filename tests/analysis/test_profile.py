@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rowcast.analysis.profile import hot_rows
 from rowcast.analysis.profile.hot_rows import Coverage, EstimatedShare, HotSet, Popularity, hot_set
 from rowcast.analysis.profile.profile import HALF, PICK, Profile, ProfileOptions, parts, profile_job, run_profile
-from rowcast.analysis.progress import Silent
+from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.scan.sample import Amount, sample_windows
 from rowcast.analysis.show import tell
 from rowcast.command_line.prefetcher import app
@@ -218,7 +218,7 @@ def job_of(**sections: Any) -> Job:
 
 
 def profiled(job: Job, *budgets: str, share: float = 0.2, confidence: float = 0.99) -> tuple[Profile, dict[str, Any]]:
-    return profile_job(job, ProfileOptions(sample=share, budgets=budgets, confidence=confidence), Silent())
+    return profile_job(job, ProfileOptions(sample=share, budgets=budgets, confidence=confidence), AnalysisProgress())
 
 
 def test_a_profile_says_what_was_read_and_how_sure_it_is() -> None:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowcast.analysis.new.files import look_at
-from rowcast.analysis.progress import Silent
+from rowcast.analysis.new.columns import look_at
+from rowcast.analysis.progress import AnalysisProgress
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
@@ -397,7 +397,7 @@ def test_two_columns_of_one_name_are_refused_if_the_job_uses_them(name: str, tmp
     sentence = f"{path}: 2 columns are named {name}; rename all but one of them"
     assert refusal(DataError, path, columns=columns) == sentence
     with pytest.raises(DataError) as refused:
-        look_at(str(path), Silent())
+        look_at(str(path), AnalysisProgress())
     assert str(refused.value) == sentence
 
 
