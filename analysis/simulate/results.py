@@ -9,7 +9,8 @@ import numpy as np
 from rowcast.analysis.scan.steps import Scan
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.analysis.simulate.moves import Moves, TierMoves
-from rowcast.job.schema import Horizon
+from rowcast.job.schema import Horizon, Job
+from rowcast.job.stores import StoreWithTier
 from rowcast.prefetcher.planner.planner import Slots
 from rowcast.runtime.arrays import I64
 
@@ -64,7 +65,6 @@ def make_result(
     scan: Scan,
     setting: Setting,
     slots: Sequence[Slots],
-    memory: str | int | None,
     moves: Moves,
     bound: Moves,
     *,
@@ -92,18 +92,18 @@ def make_result(
         bound_rows_fetched=bound_rows,
         ratio_to_bound=rows_fetched / bound_rows if bound_rows else None,
         per_step=step_arrays(scan, moves) if per_step else None,
-        **tier_counts(slots, memory, moves.tier, bound.tier, record_bytes),
+        **tier_counts(setting.job, slots, moves.tier, bound.tier, record_bytes),
     )
 
 
 def tier_counts(
-    slots: Sequence[Slots], memory: str | int | None, tier: TierMoves | None, least: TierMoves | None, record_bytes: I64
+    job: Job, slots: Sequence[Slots], tier: TierMoves | None, least: TierMoves | None, record_bytes: I64
 ) -> dict[str, Any]:
-    if tier is None or least is None:
+    if tier is None or least is None or not isinstance(job.store, StoreWithTier):
         return {}
     from_cold, bound_rows = tier.from_cold.sum(axis=0), int(least.from_cold.sum())
     return {
-        "memory": memory,
+        "memory": job.store.memory,
         "memory_rows": sum(slots[1]),
         "rows_entered": int(tier.entered.sum()),
         "rows_from_cold": int(from_cold.sum()),

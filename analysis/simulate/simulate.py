@@ -11,7 +11,6 @@ step are those that a run would report, if a run can have the policy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 
 from rowcast.analysis.progress import AnalysisProgress
@@ -45,83 +44,56 @@ def simulate(
 
     `open_batches` returns the batches of a run of a job, from its first step. A setting that cannot run becomes a
     result that says why. Raises ConfigError for values that no job can have, and what reading the data raises."""
-    results: list[Simulation] = []
-    for own in batches_jobs(job, grid):
-        results += Simulator(own, grid, progress or AnalysisProgress(), per_step).run(open_batches(own))
-    return results
+    shown = progress or AnalysisProgress()
+    return [
+        result
+        for own in batches_jobs(job, grid)
+        for result in simulated(own, grid, open_batches(own), shown, per_step=per_step)
+    ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Capacity:
-    settings: list[Setting]
-    slots: Sequence[Slots]  # of each level, from the device down; empty if a run would be refused
-    memory: str | int | None  # store.memory
-    refusal: str | None
-
-    def slots_of(self, setting: Setting) -> Sequence[Slots]:
-        return self.slots if setting.policy in WITH_TIER else self.slots[:1]
-
-
-class Simulator:
-    def __init__(self, job: Job, grid: Grid, progress: AnalysisProgress, per_step: bool) -> None:
-        self._job, self._grid, self._groups = job, grid, group_specs(job)
-        self._progress, self._per_step = progress, per_step
-
-    def run(self, batches: Iterable[ScheduledBatch]) -> list[Simulation]:
-        left = iter(batches)
-        measured = list(islice(left, MEASURED_BATCHES))
-        capacities = [self._capacity(job, own, measured) for job, own in settings_of_jobs(self._job, self._grid)]
-        scanned = Scan(self._groups, [])
-        if any(capacity.slots for capacity in capacities):
-            scanned = scan(self._groups, chain(measured, left), self._progress.begin("reading the data", None))
-        return [result for capacity in capacities for result in self._results(scanned, capacity, measured)]
-
-    def _capacity(self, job: Job, own: list[Setting], measured: list[ScheduledBatch]) -> Capacity:
-        slots: Sequence[Slots] = ()
-        refusal = None
+def simulated(
+    job: Job, grid: Grid, batches: Iterable[ScheduledBatch], progress: AnalysisProgress, *, per_step: bool
+) -> Iterator[Simulation]:
+    groups, left = group_specs(job), iter(batches)
+    measured = list(islice(left, MEASURED_BATCHES))
+    scanned: Scan | None = None
+    for own, of_own in settings_of_jobs(job, grid):
         try:
-            slots = job_levels(job, self._groups, measured, job_slots(job, self._groups, measured))
+            levels = job_levels(own, groups, measured, job_slots(own, groups, measured))
+            if scanned is None:
+                scanned = scan(groups, chain(measured, left), progress.begin("reading the data", None))
+            bound = moved(scanned, bound_setting(of_own[0].job), levels, measured, progress)
         except ConfigError as error:
-            refusal = str(error)
-        return Capacity(
-            settings=own,
-            slots=slots,
-            memory=job.store.memory if isinstance(job.store, StoreWithTier) else None,
-            refusal=refusal,
-        )
-
-    def _results(self, scanned: Scan, capacity: Capacity, measured: list[ScheduledBatch]) -> Iterator[Simulation]:
-        bound, refusal = None, capacity.refusal
-        if capacity.slots:
-            bound, refusal = self._moved(scanned, capacity, bound_setting(capacity.settings[0].job), measured)
-        for setting in capacity.settings:
-            moves = bound
-            if bound is not None and setting.policy != BOUND:
-                moves, refusal = self._moved(scanned, capacity, setting, measured)
-            if bound is None or moves is None:
-                yield outline(setting, refusal or "")
+            yield from (outline(setting, str(error)) for setting in of_own)
+            continue
+        for setting in of_own:
+            slots = levels if setting.policy in WITH_TIER else levels[:1]
+            try:
+                moves = bound if setting.policy == BOUND else moved(scanned, setting, slots, measured, progress)
+            except ConfigError as error:
+                yield outline(setting, str(error))
             else:
-                slots, memory = capacity.slots_of(setting), capacity.memory
-                yield make_result(scanned, setting, slots, memory, moves, bound, per_step=self._per_step)
+                yield make_result(scanned, setting, slots, moves, bound, per_step=per_step)
 
-    def _moved(
-        self, scanned: Scan, capacity: Capacity, setting: Setting, measured: list[ScheduledBatch]
-    ) -> tuple[Moves, None] | tuple[None, str]:
-        slots = capacity.slots_of(setting)
-        tick = self._progress.begin(description(setting), len(scanned))
-        try:
-            match setting.policy:
-                case "window":
-                    return window_moves(scanned, slots[0], setting.horizon_batches, setting.job.job.seed, tick), None
-                case "ttl":
-                    return ttl_moves(scanned, slots[0], setting.horizon_batches, tick), None
-                case "belady":
-                    return planned_moves(scanned, bound_planner(scanned, slots), tick), None
-                case _:
-                    planner = new_planner(setting, self._groups, slots, measured)
-                    return planned_moves(scanned, planner, tick), None
-        except ConfigError as error:
-            return None, str(error)
+
+def moved(
+    scanned: Scan,
+    setting: Setting,
+    slots: Sequence[Slots],
+    measured: Sequence[ScheduledBatch],
+    progress: AnalysisProgress,
+) -> Moves:
+    """`slots`: of each level, from the device down. Raises ConfigError if a step does not fit."""
+    tick = progress.begin(description(setting), len(scanned))
+    match setting.policy:
+        case "window":
+            return window_moves(scanned, slots[0], setting.horizon_batches, setting.job.job.seed, tick)
+        case "ttl":
+            return ttl_moves(scanned, slots[0], setting.horizon_batches, tick)
+        case "belady":
+            return planned_moves(scanned, bound_planner(scanned, slots), tick)
+    return planned_moves(scanned, new_planner(setting, scanned.groups, slots, measured), tick)
 
 
 def settings_of_jobs(job: Job, grid: Grid) -> Iterator[tuple[Job, list[Setting]]]:
