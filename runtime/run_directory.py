@@ -135,16 +135,17 @@ class RunDirectory:
             )
 
 
-def is_held(run_dir: Path, role: Role) -> bool:
-    """Returns whether a process of that role is running there."""
+def holder(run_dir: Path, role: Role) -> str | None:
+    """Returns the process id of the process of that role that is running there, if it has noted one; None: none is."""
     try:
         with (run_dir / f"{role}.lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read(32) or "unknown"
     except OSError:
-        return False
-    return False
+        return None
+    return None
 
 
 def failure_path(run_dir: Path, role: Role) -> Path:

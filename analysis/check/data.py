@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -30,6 +31,7 @@ from rowcast.protocol.parts import part_bounds, rank_of
 from rowcast.protocol.shards import BLOCK_BITS, Shards
 from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -349,7 +351,9 @@ def check_start(job: Job, seen: Seen) -> Iterator[Finding]:
     """Lets the prefetcher decide what it does before its first step, from its checkpoint and the run's first batches.
     Raises what a run's start raises."""
     assert seen.reader is not None, "the data was opened"
-    newest, measured = Checkpoints(job.run_dir, Disk()).newest_valid(get_logger()), seen.measured
+    newest, measured = None, seen.measured
+    with suppress(DataError):  # `check_run_directory` says that every checkpoint is damaged
+        newest = Checkpoints(job.run_dir, Disk()).newest_valid(get_logger())
     if newest is not None:
         ordered = in_recorded_order(job, newest)
         reader = reader_for_another_pass(ordered, seen.reader)

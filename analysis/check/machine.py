@@ -3,7 +3,6 @@
 A child process asks the trainer for its device and model; this one never imports torch.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -32,7 +31,7 @@ from rowcast.runtime.checkpoint_manifest import newest_checkpoint, readable
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import threads_of_run, usable_cores
-from rowcast.runtime.run_directory import RunDirectory, pair_folder
+from rowcast.runtime.run_directory import RunDirectory, holder, pair_folder
 from rowcast.runtime.telemetry.format_numbers import human_bytes, plural
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health, Process
@@ -128,12 +127,11 @@ def release(version: str) -> tuple[int, ...]:
 def check_run_directory(job: Job) -> Iterator[Finding]:
     path = job.run_dir
     folders = [path, *(pair_folder(path, rank, job.ranks.count) for rank in range(job.ranks.count))]
-    for folder, role in product(dict.fromkeys(folders), ("prefetcher", "trainer")):
-        holder = holder_of(folder / f"{role}.lock")
-        if holder is not None:
+    roles: tuple[Process, Process] = ("prefetcher", "trainer")
+    for folder, role in product(dict.fromkeys(folders), roles):
+        if (pid := holder(folder, role)) is not None:
             yield error(
-                f"run directory {folder} is held by a {role} with process id {holder}; "
-                "end it or set another job.run_dir"
+                f"run directory {folder} is held by a {role} with process id {pid}; end it or set another job.run_dir"
             )
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -167,21 +165,6 @@ def used_by(job: Job) -> str | None:
         return (
             f"{job.run_dir} holds the report of an earlier run; add --fresh to replace it, or set another job.run_dir"
         )
-    return None
-
-
-def holder_of(lock: Path) -> str | None:
-    """The process id in the lock file of a running process; None if no process holds the lock."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.pread(descriptor, 32, 0).decode() or "unknown"
-    finally:
-        os.close(descriptor)
     return None
 
 

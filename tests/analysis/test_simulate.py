@@ -196,8 +196,8 @@ def test_the_command_plans_the_tier_of_two_processes(session: Session) -> None:
 ORDERS = ("none", "window:500", "full")
 
 
-@pytest.mark.parametrize("shuffle", ORDERS)
-def test_the_command_agrees_with_the_report_of_two_processes(shuffle: str, session: Session) -> None:
+def test_the_command_agrees_with_the_report_of_two_processes(session: Session) -> None:
+    shuffle = "window:500"  # the orders are compared in one process below
     data = {"epochs": 2, "eval_fraction": 0.1, "shuffle": shuffle, "synthetic": {"samples": 64 * 40 + 13}}
     session.write_job(
         data=data,

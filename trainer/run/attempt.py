@@ -26,7 +26,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, DataError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine, keep_freed_memory, usable_cores
 from rowcast.runtime.process import STOPPING, Crew, Signals
-from rowcast.runtime.run_directory import RunDirectory, is_held, note_refusal, pair_folder
+from rowcast.runtime.run_directory import RunDirectory, holder, note_refusal, pair_folder
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
@@ -318,7 +318,7 @@ class TrainerRun:
         """Returns whether the run is over: a trainer killed after the last good-byes may be restarted without a
         prefetcher."""
         first = pair_folder(self.job.run_dir, 0, self._launch.world_size)
-        return of_run.completion() is not None and not is_held(first, "prefetcher")
+        return of_run.completion() is not None and holder(first, "prefetcher") is None
 
     def _prepare(self) -> None:
         trainers = self._launch.local_world_size
