@@ -8,7 +8,6 @@ import numpy as np
 
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, about, error, ok, warning
-
 from rowcast.job.schema import EVICTION_POLICIES, Job
 from rowcast.job.stores import STORES, Redis, StoreWithTier, Tiered
 from rowcast.job.tables import GroupSpec
