@@ -15,12 +15,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from rowcast.job.schema import Metrics
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.messages import Flush, RowsBack, ShareHeader, StepReady
 from rowcast.runtime.telemetry.logs import LOST, get_logger
 from rowcast.runtime.telemetry.metrics import RANK, Health, Process, Sample, State, families, samples_of
-from rowcast.runtime.telemetry.server import ServerSettings, TelemetryServer
+from rowcast.runtime.telemetry.server import TelemetryServer
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
 
 Side = Literal["producer", "consumer"]
@@ -285,14 +286,15 @@ def new_registry(collector: CountersCollector[Any, Any]) -> CollectorRegistry:
     return registry
 
 
-def serve_metrics(stack: ExitStack, collector: CountersCollector[Any, Any], settings: ServerSettings) -> str:
+def serve_metrics(stack: ExitStack, collector: CountersCollector[Any, Any], settings: Metrics) -> str:
     """Serves the process's metrics and health until `stack` is closed; returns the bound "host:port".
 
     Raises ConfigError if the address cannot be bound."""
-    server = TelemetryServer(collector.process, settings, new_registry(collector), collector.health)
+    configured, certificate = getattr(settings, collector.process), (settings.certfile, settings.keyfile)
+    server = TelemetryServer(collector.process, configured, new_registry(collector), collector.health, certificate)
     stack.enter_context(server)
     get_logger().info("serving metrics", address=server.address)
-    _, _, port = getattr(settings, collector.process).removesuffix("+").rpartition(":")
+    _, _, port = configured.removesuffix("+").rpartition(":")
     if int(port) and not server.address.endswith(f":{port}"):
         get_logger().warning(f"port {port} is in use; metrics and health have a free one", address=server.address)
     return server.address

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Failure, Heartbeat
+from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import PeerLost, PeerNeverCame, RowcastError, told
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -16,23 +16,6 @@ HEARTBEAT_EVERY_S = 1.0
 PAUSE_S = 2.0  # a longer time between two ticks means that this process itself was stopped and received nothing
 GONE_GRACE_S = 0.5  # our queues may still hold what the peer sent before it left
 REPORT_EVERY_S = 10.0
-
-
-class WatchedLink(Protocol):
-    @property
-    def peer_gone(self) -> bool:
-        """Returns whether the peer was connected and has closed its end."""
-
-    @property
-    def peer_runs(self) -> bool:
-        """Whether the peer is seen to live, on this host, and no signal has stopped it."""
-
-    @property
-    def pending(self) -> int: ...
-
-    @property
-    def last_received_s(self) -> float | None:
-        """Monotonic time of the newest frame; None before the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +37,7 @@ class PeerWatch:
         self,
         peer: str,
         conversation: Conversation,
-        link: WatchedLink,
+        link: ZmqLink,
         transport: Transport,
         progress: Callable[[], ProcessProgress],
         connected: Callable[[], bool],
@@ -175,14 +158,7 @@ class PeerWatch:
             )  # fmt: skip
 
 
-class Sends(Protocol):
-    @property
-    def failure_received(self) -> bool: ...
-
-    def send(self, message: Failure) -> None: ...
-
-
-def tell_peer(conversation: Sends, error: BaseException) -> None:
+def tell_peer(conversation: Conversation, error: BaseException) -> None:
     """Makes the peer end with the same sentence and exit code, unless the error came from the peer.
 
     Also sends it to a peer that was given up: it may only be slow, and then reports why it was left."""

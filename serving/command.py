@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,17 +21,6 @@ from rowcast.runtime.telemetry.server import TelemetryServer
 from rowcast.serving.publisher import Publisher
 from rowcast.serving.row_layout import DTYPES
 from rowcast.serving.version_file import VersionFile, version_name
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """As the section `[metrics]` of a job file has them."""
-
-    publisher: str
-    prefetcher: str = ""
-    trainer: str = ""
-    certfile: str | None = None
-    keyfile: str | None = None
 
 
 class PublishCollector(Collector):
@@ -81,7 +69,7 @@ def publish(
                 return publish_once(publisher, run_dir, fresh=fresh)
             registry, health = CollectorRegistry(), Health(state="running")
             registry.register(PublishCollector(publisher))
-            stack.enter_context(TelemetryServer("publisher", Settings(metrics), registry, health))
+            stack.enter_context(TelemetryServer("publisher", metrics, registry, health))
             follow(publisher, interval_s, signals, fresh=fresh)
         return 0
 

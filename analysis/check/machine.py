@@ -203,7 +203,9 @@ def check_ports(job: Job) -> Iterator[Finding]:
             refusals = []
             for metrics in pairs:
                 try:
-                    stack.enter_context(TelemetryServer(name, metrics, CollectorRegistry(), Health()))
+                    certificate = metrics.certfile, metrics.keyfile
+                    server = TelemetryServer(name, getattr(metrics, name), CollectorRegistry(), Health(), certificate)
+                    stack.enter_context(server)
                 except ConfigError as refusal:
                     refusals.append(str(refusal))
             yield from (error(refusal) for refusal in refusals)

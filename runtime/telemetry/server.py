@@ -18,7 +18,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 if TYPE_CHECKING:
     from _typeshed.wsgi import WSGIApplication
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
@@ -219,37 +219,27 @@ BIND_FAULTS = {
 }
 
 
-class ServerSettings(Protocol):
-    """The job file's section `[metrics]`."""
-
-    @property
-    def prefetcher(self) -> str: ...  # "host:port"
-
-    @property
-    def trainer(self) -> str: ...  # "host:port"
-
-    @property
-    def certfile(self) -> str | None: ...
-
-    @property
-    def keyfile(self) -> str | None: ...
-
-
 class TelemetryServer:
     """Serves one process's registry and health on its own thread. Reading them must be quick and change nothing."""
 
-    def __init__(self, process: Process, settings: ServerSettings, registry: CollectorRegistry, health: Health) -> None:
-        """`settings` is the job file's section. Opens nothing."""
-        self._process = process
-        self._settings = settings
-        self._configured: str = getattr(settings, process)
+    def __init__(
+        self,
+        process: Process,
+        configured: str,
+        registry: CollectorRegistry,
+        health: Health,
+        certificate: tuple[str | None, str | None] = (None, None),
+    ) -> None:
+        """`configured`: "host:port", or "host:port+" for any free port if that one is in use. `certificate`: the PEM
+        files of it and of its key, for https. Opens nothing."""
+        self._process, self._configured, self._certificate = process, configured, certificate
         self._app = application(registry, health)
         self._server: HttpServer | None = None
         self.address = ""  # the bound "host:port", once started
 
     def start(self) -> str:
         """Binds, serves and returns the bound "host:port". Raises ConfigError for a bad address or certificate."""
-        tls = tls_context(self._settings)
+        tls = tls_context(*self._certificate)
         try:
             listener = self._listening()
         except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: the host cannot be encoded
@@ -286,16 +276,16 @@ class TelemetryServer:
         self.close()
 
 
-def tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
+def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
     """None for plain http. Raises ConfigError if certificate and key cannot be read or do not match."""
-    if settings.certfile is None:
+    if certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(settings.certfile, settings.keyfile)
+        context.load_cert_chain(certfile, keyfile)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
-            f"[metrics] certfile = {settings.certfile!r}, keyfile = {settings.keyfile!r}: "
+            f"[metrics] certfile = {certfile!r}, keyfile = {keyfile!r}: "
             f"cannot be used ({error.strerror or error}); name a PEM certificate and its key, without a password"
         ) from None
     return context

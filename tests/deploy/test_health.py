@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import rowcast.deploy.health
-from rowcast.job.schema import Metrics
 from rowcast.runtime.errors import PeerLost
 from rowcast.runtime.process import Crew
 from rowcast.runtime.stages import Doorbell
@@ -20,7 +19,7 @@ from rowcast.runtime.telemetry.metrics import Health, Process
 from rowcast.runtime.telemetry.server import TelemetryServer
 from tests.deploy.manifests import ROOT, health_check
 
-FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
+FREE = "127.0.0.1:0"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import cast
 
 import pytest
 
@@ -12,6 +13,7 @@ from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.link import inproc_pair
+from rowcast.protocol.transport.zmq_link import ZmqLink
 
 
 @dataclass
@@ -43,8 +45,9 @@ def watch_of(
             step_begun=1, step_done=1, work=next(steps) if makes_progress else 0, waiting_for="rows", ended=False
         )
 
+    watched = cast(ZmqLink, link)
     return PeerWatch(
-        "prefetcher", conversation, link, Transport(), progress, lambda: connected, lambda: None, is_starting
+        "prefetcher", conversation, watched, Transport(), progress, lambda: connected, lambda: None, is_starting
     )
 
 

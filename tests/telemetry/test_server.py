@@ -25,7 +25,7 @@ from tests.support import three_steps
 from tests.support.certificates import certificate
 from tests.support.facts import facts
 
-FREE = Metrics(prefetcher="127.0.0.1:0", trainer="127.0.0.1:0")
+FREE = "127.0.0.1:0"
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_only_the_loopback_address_listens(server: TelemetryServer) -> None:
 
 
 def test_a_port_in_use_is_a_sentence_with_the_address_and_the_key(server: TelemetryServer) -> None:
-    second = TelemetryServer("trainer", Metrics(trainer=server.address), CollectorRegistry(), Health())
+    second = TelemetryServer("trainer", server.address, CollectorRegistry(), Health())
     with pytest.raises(ConfigError) as caught:
         second.start()
     assert str(caught.value).startswith(f"[metrics] trainer = '{server.address}': the port is in use;")
@@ -150,7 +150,7 @@ def test_a_port_in_use_is_a_sentence_with_the_address_and_the_key(server: Teleme
 )
 def test_an_address_that_cannot_be_had_is_a_sentence(configured: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        TelemetryServer("trainer", Metrics(trainer=configured), CollectorRegistry(), Health()).start()
+        TelemetryServer("trainer", configured, CollectorRegistry(), Health()).start()
 
 
 def test_close_frees_the_port_and_may_be_repeated() -> None:
@@ -159,7 +159,7 @@ def test_close_frees_the_port_and_may_be_repeated() -> None:
     bound = first.start()
     first.close()
     first.close()
-    with TelemetryServer("trainer", Metrics(trainer=bound), CollectorRegistry(), Health()) as second:
+    with TelemetryServer("trainer", bound, CollectorRegistry(), Health()) as second:
         assert second.address == bound
 
 
@@ -171,8 +171,8 @@ def address(server: TelemetryServer) -> tuple[str, int]:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl, which is not here")
 def test_with_a_certificate_it_serves_https_and_nothing_else(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "server")
-    metrics = Metrics(trainer="127.0.0.1:0", certfile=str(cert), keyfile=str(key))
-    with TelemetryServer("trainer", metrics, CollectorRegistry(), Health(state="running")) as server:
+    made = TelemetryServer("trainer", FREE, CollectorRegistry(), Health(state="running"), (str(cert), str(key)))
+    with made as server:
         trusted = ssl.create_default_context(cafile=str(cert))
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port))):  # a client that never shakes hands keeps nobody out
@@ -190,14 +190,12 @@ def test_a_certificate_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None
     _, other_key = certificate(tmp_path, "other")
     for keyfile in (other_key, tmp_path / "missing.key"):
         with pytest.raises(ConfigError, match=facts("certfile", "one.pem", "PEM")):
-            TelemetryServer(
-                "trainer", Metrics(certfile=str(cert), keyfile=str(keyfile)), CollectorRegistry(), Health()
-            ).start()
+            TelemetryServer("trainer", FREE, CollectorRegistry(), Health(), (str(cert), str(keyfile))).start()
 
 
 @pytest.mark.parametrize("configured", ["[::1]:0", "[::]:0", "localhost:0", "0.0.0.0:0"])
 def test_ipv6_and_names_are_served_at_the_address_that_is_said(configured: str, health: Health) -> None:
-    with TelemetryServer("trainer", Metrics(trainer=configured), CollectorRegistry(), health) as server:
+    with TelemetryServer("trainer", configured, CollectorRegistry(), health) as server:
         host, _, port = server.address.rpartition(":")
         assert host == {"localhost": "127.0.0.1"}.get(configured.removesuffix(":0"), configured.removesuffix(":0"))
         assert ask(server, "/healthz")[0] == 200
@@ -232,12 +230,12 @@ def test_no_accept_header_fails_or_writes_to_stderr(
 
 def test_a_default_port_that_is_in_use_gives_way_and_one_that_was_set_does_not(health: Health) -> None:
     with TelemetryServer("trainer", FREE, CollectorRegistry(), health) as first:
-        for settings in (Metrics(trainer=f"{first.address}+"), Metrics(trainer=f"127.0.0.1:{address(first)[1]}+")):
-            with TelemetryServer("trainer", settings, CollectorRegistry(), health) as second:
+        for configured in (f"{first.address}+", f"127.0.0.1:{address(first)[1]}+"):
+            with TelemetryServer("trainer", configured, CollectorRegistry(), health) as second:
                 assert second.address not in (first.address, "127.0.0.1:0")
                 assert ask(second, "/healthz")[0] == 200
         with pytest.raises(ConfigError, match="the port is in use"):
-            TelemetryServer("trainer", Metrics(trainer=first.address), CollectorRegistry(), health).start()
-    with TelemetryServer("trainer", Metrics(trainer=f"{first.address}+"), CollectorRegistry(), health) as third:
+            TelemetryServer("trainer", first.address, CollectorRegistry(), health).start()
+    with TelemetryServer("trainer", f"{first.address}+", CollectorRegistry(), health) as third:
         assert third.address == first.address
     assert {Metrics().prefetcher, Metrics().trainer} == {f"127.0.0.1:{port}+" for port in USUAL_PORTS}

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rowcast.job.schema import Metrics
 from rowcast.runtime.process import run_command
 from rowcast.runtime.telemetry import server as http_server
 from rowcast.runtime.telemetry.metrics import Health
@@ -26,7 +25,7 @@ HEALTHZ = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture
 def server() -> Iterator[TelemetryServer]:
-    with TelemetryServer("trainer", Metrics(trainer="127.0.0.1:0"), CollectorRegistry(), Health()) as server:
+    with TelemetryServer("trainer", "127.0.0.1:0", CollectorRegistry(), Health()) as server:
         yield server
 
 
@@ -174,8 +173,8 @@ def test_processes_may_open_as_many_files_as_the_host_allows() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl, which is not here")
 def test_handshakes_that_never_end_keep_nobody_out(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "server")
-    metrics = Metrics(trainer="127.0.0.1:0", certfile=str(cert), keyfile=str(key))
-    with TelemetryServer("trainer", metrics, CollectorRegistry(), Health()) as server:
+    certificates = str(cert), str(key)
+    with TelemetryServer("trainer", "127.0.0.1:0", CollectorRegistry(), Health(), certificates) as server:
         hello = bytes.fromhex("1603010200010001fc0303")  # the beginning of one
         callers = [caller(server, hello if number % 2 else b"") for number in range(3 * MOST_CALLERS)]
         trusted = ssl.create_default_context(cafile=str(cert))
