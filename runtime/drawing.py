@@ -17,7 +17,7 @@ HAIR = "#e4e4e4"
 # distinguishable with red-green colour blindness (Okabe and Ito)
 BLUE, ORANGE, GREEN, PINK, SKY, RED = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 PERCENT = "{x:.0%}"
-PIXELS = 96  # per inch, as in a browser
+PIXELS = 72  # per inch, as in matplotlib's SVG
 NOT_NEEDED = re.compile(
     r'<\?xml.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->| xmlns(?::xlink)?="[^"]*"'
     r"| font-family: [^;]*;",
@@ -37,7 +37,7 @@ def new_figure(inches: tuple[float, float], layout: Any = "constrained") -> Any:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its font cache
     from matplotlib.figure import Figure
 
-    return Figure(figsize=inches, dpi=PIXELS, layout=layout)
+    return Figure(figsize=inches, layout=layout)
 
 
 def dress(axes: Any, grid: str = "both", hidden: Sequence[str] = ("top", "right"), hair: str = HAIR) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rowcast.trainer.report.hints import hints
 from rowcast.trainer.report.report_json import make_report
-from rowcast.trainer.report.summary import summary_rows
+from rowcast.trainer.report.summary import hints, summary_rows
 from rowcast.trainer.step.results import TaskEvaluation
 from tests.support.three_steps import facts, run_of_three_steps
 

@@ -8,8 +8,15 @@ from rich.console import Console
 
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
-from rowcast.trainer.report.all_ranks import ADDED, report_of_all
-from rowcast.trainer.report.report_json import Report, RunFacts, make_report, read_report, write_report
+from rowcast.trainer.report.report_json import (
+    ADDED,
+    Report,
+    RunFacts,
+    make_report,
+    read_report,
+    report_of_all,
+    write_report,
+)
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.step.metrics import new_counters
 from rowcast.trainer.step.results import Evaluation

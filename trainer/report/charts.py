@@ -37,10 +37,10 @@ THEME = {  # colour -> the page's variable, which is another colour on a dark sc
     **{"#1b1c1e": "--text", "#5a5f66": "--muted", "#dfe2e6": "--hair"},
 }
 ONE, TWO, AREA_2, AREA_3, TEXT, MUTED, HAIR = THEME
-LINES = ({"color": ONE, "linewidth": 1.5}, {"color": TWO, "linewidth": 1.5, "linestyle": (0, (3, 2))})
+LINES = ({"color": ONE, "linewidth": 2}, {"color": TWO, "linewidth": 2, "linestyle": (0, (3, 2))})
 AREAS = ((ONE, "-"), (AREA_2, (0, (5, 3))), (AREA_3, (0, (1.5, 2.5))))
-HEIGHT, LEGEND_ROW = 256, 19  # pixels
-LEFT, RIGHT, BOTTOM, TOP = 62, 20, 44, 14  # pixels around the axes
+HEIGHT, LEGEND_ROW = 258, 19  # pixels
+LEFT, RIGHT, BOTTOM, TOP = 66, 20, 48, 14  # pixels around the axes
 
 Unit = Literal["steps", "seconds", "count", "share", "bytes", "plain"]
 TIMES = ((86400, " d"), (3600, " h"), (60, " min"), (1, " s"))
@@ -89,7 +89,7 @@ class Chart:
         figure.legends.clear()
         if names:
             columns = len(names) if rows == 1 else 1
-            look = {"fontsize": 9.75, "labelcolor": TEXT, "frameon": False, "borderpad": 0, "borderaxespad": 0.2}
+            look = {"fontsize": 13, "labelcolor": TEXT, "frameon": False, "borderpad": 0, "borderaxespad": 0.2}
             figure.legend(loc="upper left", ncols=columns, **look)
         drawn = svg_text(figure, f"{self.title} {width}")
         for colour, variable in THEME.items():
@@ -101,7 +101,7 @@ class Chart:
         self.mark(axes)
         axes.set_xlim(0, self.x_end)
         axes.set_ylim(*self.y_range)
-        axes.set_xlabel(self.x_label, color=MUTED, fontsize=9)
+        axes.set_xlabel(self.x_label, color=MUTED, fontsize=12)
         for axis, unit, top in ((axes.xaxis, self.x_unit, self.x_end), (axes.yaxis, self.y_unit, self.y_range[1])):
             factor, suffix = scale(unit, top)
             ticks = outer_ticks(axis, factor, whole=unit in ("steps", "bytes") and factor == 1)
@@ -110,7 +110,7 @@ class Chart:
             if axis is axes.yaxis:
                 axes.set_ylim(ticks[0], ticks[-1])
         axes.set_xlim(0, self.x_end)
-        axes.tick_params(length=0, pad=5, labelsize=9, labelcolor=MUTED)
+        axes.tick_params(length=0, pad=10, labelsize=12, labelcolor=MUTED)
         dress(axes, "y", ("top", "right", "left", "bottom"), HAIR)
         return axes
 
@@ -222,7 +222,7 @@ def loss_chart(run: RunRecord) -> Chart:
             name = f"lowest to highest of {buckets.steps_each:,} steps"
             axes.fill_between(buckets.last, buckets.low, buckets.high, color=ONE, alpha=0.17, linewidth=0, label=name)
         else:
-            axes.plot(buckets.last, buckets.mean, color=MUTED, linewidth=0.75, alpha=0.75, label="each step")
+            axes.plot(buckets.last, buckets.mean, color=MUTED, linewidth=1, alpha=0.75, label="each step")
         axes.plot(buckets.last, smooth, **LINES[0], label=f"mean of the last {number * buckets.steps_each:,} steps")
         mark_starts(axes, run)
 
@@ -241,7 +241,7 @@ def loss_chart(run: RunRecord) -> Chart:
 def mark_starts(axes: Any, run: RunRecord) -> None:
     for number, start in enumerate(sorted({start for start in run.starts if start})):
         label = {} if number else {"label": "this process continued here"}
-        axes.axvline(start, color=TEXT, linewidth=0.75, linestyle=(0, (2, 3)), **label)
+        axes.axvline(start, color=TEXT, linewidth=1, linestyle=(0, (2, 3)), **label)
 
 
 def last_step(run: RunRecord) -> float:
@@ -297,7 +297,7 @@ def evaluation_chart(run: RunRecord, title: str, caption: str, value: Callable[[
     steps, y = found.T
 
     def mark(axes: Any) -> None:
-        dots = {"marker": "o", "markersize": 5} if len(y) <= MOST_DOTS else {}
+        dots = {"marker": "o", "markersize": 7} if len(y) <= MOST_DOTS else {}
         axes.plot(steps, y, **LINES[0], **dots, clip_on=False, label="each evaluation")
         mark_starts(axes, run)
 
@@ -402,7 +402,7 @@ def stalls_chart(run: RunRecord) -> Chart:
     def mark(axes: Any) -> None:
         floors = [np.zeros_like(tops[0]), *tops[:-1]]
         for reason, low, high, (colour, edge) in zip(STACKED, floors, tops, AREAS, strict=True):
-            look = {"facecolor": colour, "edgecolor": TEXT, "linewidth": 0.5, "linestyle": edge}
+            look = {"facecolor": colour, "edgecolor": TEXT, "linewidth": 0.75, "linestyle": edge}
             axes.stairs(high, found.edges, baseline=low, fill=True, label=reason, **look)
         for (reason, name), look in zip(beside.items(), reversed(LINES), strict=False):
             axes.stairs(series[reason], found.edges, baseline=None, label=name, **look)

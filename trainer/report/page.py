@@ -121,7 +121,7 @@ def plot(chart: Chart, *, both: bool) -> str:
     label = escape(f"{chart.title}. {chart.text}")
     widths = {name: width for name, width in WIDTHS.items() if both or name != "both"}
     drawn = "".join(
-        svg.replace("<svg", f'<svg class="{name}"', 1)
+        svg.replace("<svg", f'<svg aria-hidden="true" class="{name}"', 1)
         for name, svg in zip(widths, chart.svgs([*widths.values()]), strict=True)
     )
     points = grid([chart.x_label, *chart.series], chart.some_points, f"Some points of: {chart.title}")

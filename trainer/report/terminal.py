@@ -6,12 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column
 
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.telemetry.format_numbers import human_count, human_seconds, percent, plural, stdout_console
@@ -24,8 +21,8 @@ LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
 FIRST_STEPS = 5  # steps after the first one before the first line, however short they are
 WINDOW_S = 10.0  # speeds are averaged over about this time
-WIDE = 120  # least columns for the bar and the figures on one line
-BAR_WIDTH = 20  # characters, for a bar on one line with the figures
+WIDE = 120  # least columns for the bar beside the figures
+BAR_WIDTH = 20  # characters
 
 
 class TerminalMark(NamedTuple):
@@ -67,22 +64,25 @@ class TerminalProgress:
         self._begun = False  # the first step is done
         self._is_first = True  # no line was shown yet
         self._shown_steps = 0  # in the newest line
-        self._live: Live | None = None
-        self._spinner = Spinner("line")  # replaces the bar if the length of the run is unknown
-        self._has_lost_lines = self._is_over = False
+        self._live: Progress | None = None
+        self._has_lost_lines = False
 
     def start(self) -> None:
         self._shown_steps = self._from_here().steps
         if not self._is_live:
             return
-        self._live = Live(
-            Text("waiting for the first step"),
+        bar = [BarColumn(BAR_WIDTH)] if self._console.width >= WIDE else []
+        self._live = Progress(
+            *(bar if self._total_steps is not None else [SpinnerColumn("line", finished_text="")]),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._console,
             auto_refresh=False,
             # log lines on a terminal appear above the live line; a log file is not touched
             redirect_stderr=sys.stderr.isatty(),
         )
-        self._live.start(refresh=True)
+        self._task = self._live.add_task("waiting for the first step", total=self._total_steps)
+        self._live.start()
+        self._live.refresh()
         # a second signal ends the process at once and must not leave the terminal without a cursor
         self._console.show_cursor(True)
 
@@ -105,8 +105,7 @@ class TerminalProgress:
     def close(self) -> None:
         """Shows the last state and leaves it there. Idempotent."""
         if self._live is not None:
-            self._is_over = True
-            self._refresh()
+            self._refresh(is_over=True)
             self._live.stop()
             self._live = None
         elif self._shown_steps != self._mark().steps:
@@ -137,7 +136,7 @@ class TerminalProgress:
             counters.waited_s,
         )
 
-    def _refresh(self) -> None:
+    def _refresh(self, *, is_over: bool = False) -> None:
         self._marks.append(self._mark())
         self._next_s = self._marks[-1].time_s + self._every_s
         self._is_first, self._shown_steps = False, self._marks[-1].steps
@@ -145,18 +144,9 @@ class TerminalProgress:
         if self._live is None:
             self._print(line)
         else:
-            self._live.update(self._beside_bar(Text(line, no_wrap=True, overflow="ellipsis")), refresh=True)
-
-    def _beside_bar(self, figures: Text) -> RenderableType:
-        done, total = self._marks[-1].steps, self._total_steps
-        if total is None:
-            return figures if self._is_over else in_a_row(self._spinner, figures)
-        if self._console.width >= WIDE:
-            return in_a_row(ProgressBar(total, done, width=BAR_WIDTH), figures)
-        lines = Table.grid(expand=True)
-        lines.add_row(ProgressBar(total, done))
-        lines.add_row(figures)
-        return lines
+            steps = self._marks[-1].steps
+            total = steps if is_over and self._total_steps is None else self._total_steps
+            self._live.update(self._task, description=line, completed=steps, total=total, refresh=True)
 
     def _print(self, line: str) -> None:
         if self._live is not None:
@@ -164,12 +154,6 @@ class TerminalProgress:
         elif not write(self._console, f"{line}\n") and not self._has_lost_lines:
             self._has_lost_lines = True
             get_logger().warning("stdout cannot be written; training continues without progress lines")
-
-
-def in_a_row(first: RenderableType, figures: Text) -> Table:
-    row = Table.grid(padding=(0, 1, 0, 0))
-    row.add_row(first, figures)
-    return row
 
 
 def write(console: Console, text: str) -> bool:

@@ -35,11 +35,10 @@ from rowcast.trainer.device.streams import choose_device, make_streams, on_devic
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
-from rowcast.trainer.report.all_ranks import report_of_all
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page import write_page
-from rowcast.trainer.report.report_json import Report
+from rowcast.trainer.report.report_json import Report, report_of_all
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter, check_board
