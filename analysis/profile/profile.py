@@ -299,7 +299,7 @@ def parts(profile: Profile) -> Iterator[Part]:
         "rows": lambda own: f"{own[0].num_rows:,}",
     }
     for number, budget in enumerate(profile.budgets):
-        columns[f"\n{budget.budget}"] = partial(table_cell, number)
+        columns[budget.budget] = partial(table_cell, number)
     of_tables = zip(*(budget.shares.tables for budget in profile.budgets), strict=True)
     yield table_of(of_tables, columns, left=("table",))
     yield from notes(profile)
