@@ -265,7 +265,7 @@ tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budge
         proposed * known_bytes <= self._budget_bytes * num_known => known_bytes <= self._budget_bytes
 tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either
     the horizon ends where the device has nothing to guess
-        [group for level in self._levels for group in level.groups] => self._levels[0].groups
+        [group for level in self.levels for group in level.groups] => self.levels[0].groups
 tests/system/test_store_hints.py
     a store is not told of plans
         store.stage(step, group) => pass
