@@ -6,7 +6,7 @@ import pytest
 from rowcast.prefetcher.planner.planner import WHILE_FILLING, AutoHorizon, RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import StepPlan
-from tests.support.planner_runs import assert_same, feed, one_group, random_batch, schedule
+from tests.support.planner_runs import feed, one_group, random_batch, schedule
 
 GROUPS = one_group(3000, 40, 6000)
 AMPLE_BYTES = 2**30
@@ -72,10 +72,3 @@ def test_the_known_batches_stay_within_the_budget() -> None:
         planner.plan()
         feed(planner, left, True)
     assert budget / 2 < most < 1.1 * budget, "batches differ in size, so the mean decides"
-
-
-def test_plans_do_not_depend_on_when_batches_are_added() -> None:
-    trace = skewed_trace(60)
-    ours, _ = plans_of(trace, 400, AutoHorizon(2, AMPLE_BYTES), eager=True)
-    theirs, _ = plans_of(trace, 400, AutoHorizon(2, AMPLE_BYTES), eager=False)
-    assert_same(ours, theirs)

@@ -155,19 +155,3 @@ def test_parts_are_cut_at_rows_of_the_first_batch_also_inside_a_table() -> None:
 def test_small_batches_are_planned_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert [num_parts(rows, 8) for rows in (0, 15_000, 33_000, 210_000)] == [1, 1, 2, 8]
-
-
-def test_the_check_finds_a_row_in_the_directory_or_the_queue_of_another_part() -> None:
-    for spoil in ("directory", "occurrences"):
-        planner = RowPlanner(one_group(6), [(6,)], 1, 1, num_threads=2)
-        for scheduled in single_hot_trace([[0, 1, 2, 3], [0, 1, 2, 3]]):
-            planner.add(scheduled)
-        planner.plan()
-        check_planner(planner)
-        (planned,) = planner.levels[0].groups
-        first, second = planned.parts
-        swapped = getattr(second, spoil), getattr(first, spoil)
-        setattr(first, spoil, swapped[0])
-        setattr(second, spoil, swapped[1])
-        with pytest.raises(AssertionError, match=r"\d"):
-            check_planner(planner)

@@ -1,7 +1,6 @@
 """The planner's life: filling the horizon, refusing, barriers, counting, checking itself."""
 
 import tracemalloc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE
 from rowcast.prefetcher.planner.planner import PlanCounters, RowPlanner
 from rowcast.protocol.batch import Batch
-from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.planner_integrity import check_planner
@@ -38,17 +36,6 @@ def planner_over(ids: list[list[int]], num_slots: int, horizon: int = 0, depth: 
     if len(trace) <= horizon + 1:
         planner.end()
     return planner
-
-
-def plans_of(ids: list[list[int]], num_slots: int, horizon: int, depth: int = 1) -> Iterator[StepPlan]:
-    planner = RowPlanner(one_group(100), [(num_slots,)], depth, horizon)
-    for scheduled in single_hot_trace(ids):
-        planner.add(scheduled)
-        if planner.ready():
-            yield planner.plan()
-    planner.end()
-    while planner.ready():
-        yield planner.plan()
 
 
 def state_of(planner: RowPlanner) -> list[bytes]:
@@ -124,47 +111,6 @@ def test_a_refusal_by_the_second_group_leaves_the_first_unchanged() -> None:
     assert state_of(planner) == before
 
 
-def test_a_batch_that_fills_every_slot_is_planned() -> None:
-    plans = [plan.groups[0] for plan in plans_of([[5, 6], [8, 7], [7, 6]], num_slots=2, horizon=0)]
-    assert [plan.fetch_keys.tolist() for plan in plans] == [[5, 6], [7, 8], [6]]
-    assert [plan.evict_keys.tolist() for plan in plans] == [[], [5, 6], [8]]
-
-
-def test_unknown_next_use_is_farthest_and_ties_go_by_last_use_then_key() -> None:
-    ids = [[9], [3, 4], [8], [50], [3, 9]]
-    plans = [plan.groups[0] for plan in plans_of(ids, num_slots=4, horizon=1)]
-    assert plans[3].evict_keys.tolist() == [4], "3 and 9 are used next, 4 is older than 8"
-    blind = [plan.groups[0] for plan in plans_of(ids, num_slots=4, horizon=0)]
-    assert blind[3].evict_keys.tolist() == [9], "nothing is known, 9 is oldest"
-    assert blind[4].evict_keys.tolist() == [4], "4 and 3 are equally old, 3 is the plan's own"
-
-
-def test_rows_fetched_again_within_depth_wait_for_their_way_home() -> None:
-    ids = [[0], [1], [2], [0], [1]]
-    waits = {
-        depth: [plan.after_step for plan in plans_of(ids, num_slots=1, horizon=0, depth=depth)] for depth in (1, 2, 3)
-    }
-    assert waits == {1: [None] * 5, 2: [None, None, None, 1, 2], 3: [None, None, None, 1, 2]}
-
-
-def test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending() -> None:
-    planner = planner_over([[4, 2], [1], [2, 4]], num_slots=2, horizon=2, depth=2)
-    assert planner.barrier("start", finished=False).after_step is None
-    planner.plan()
-    planner.plan()
-    barrier = planner.barrier("checkpoint", finished=False)
-    assert (barrier.barrier, barrier.after_step, barrier.reason, barrier.finished) == (1, 1, "checkpoint", False)
-    assert barrier.dirty[0].keys.tolist() == [1, 4]
-    assert planner.occupancy[0].num_dirty == 0
-    plan = planner.plan()
-    assert plan.after_step is None, "the victims of step 1 are home since the barrier"
-    assert plan.groups[0].num_dirty == 0, "row 1 was clean"
-    last = planner.barrier("end", finished=True)
-    assert (last.dirty[0].keys.tolist(), last.finished) == ([2, 4], True)
-    assert len(planner.barrier("again", finished=True).dirty[0]) == 0
-    check_planner(planner)
-
-
 def test_a_barrier_takes_no_memory_but_the_rows_that_it_lists() -> None:
     num_rows = 200_000
     planner = RowPlanner(one_group(num_rows), [(num_rows,)], 1, 0)
@@ -179,17 +125,6 @@ def test_a_barrier_takes_no_memory_but_the_rows_that_it_lists() -> None:
         tracemalloc.stop()
     assert len(barrier.dirty[0]) == num_rows
     assert most < 12 * num_rows + 2**20, "keys and slots, and what sorting some of them takes"
-
-
-def test_evaluation_leaves_rows_clean() -> None:
-    batches = [scheduled.batch for scheduled in single_hot_trace([[0, 1], [2, 3], [4, 5]])]
-    planner = RowPlanner(one_group(6), [(3,)], 1, 0)
-    plans = []
-    for scheduled in schedule(batches, ["train", "eval", "eval"]):
-        planner.add(scheduled)
-        plans.append(planner.plan().groups[0])
-    assert [(plan.evict_keys.tolist(), plan.num_dirty) for plan in plans] == [([], 0), ([0], 1), ([1, 2], 1)]
-    assert len(planner.barrier("end", finished=True).dirty[0]) == 0
 
 
 def test_counters_add_up_and_slots_are_free_dirty_or_clean() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.group_planner import planner_bytes
-from rowcast.prefetcher.planner.horizon import DIRTY
 from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import GroupPlan, StepPlan
@@ -185,19 +184,6 @@ def test_both_levels_hold_what_is_said_of_them() -> None:
     assert tier.occupancy.num_free == 0
     said = planner_bytes(slots, most_known, 1) + planner_bytes(tier_slots, most_known, 1)
     assert 0.8 * said <= device.nbytes + tier.nbytes <= 1.01 * said
-
-
-@pytest.mark.parametrize(("field", "change"), [("key", 5), ("slot", 5), ("use", DIRTY)])
-def test_check_integrity_finds_a_changed_occurrence_of_the_tier(field: str, change: int) -> None:
-    planner = RowPlanner(one_group(100), [(2,), (3,)], 1, 1)
-    for scheduled in single_hot_trace([[0, 1], [1, 2]]):
-        planner.add(scheduled)
-    planner.plan()
-    check_planner(planner)
-    (tier,) = planner.levels[1].groups
-    tier.occurrences.rows[field][2] += change  # row 1 at step 1
-    with pytest.raises(AssertionError):
-        check_planner(planner)
 
 
 def test_a_batch_beyond_the_tier_is_refused_with_the_memory_to_raise_and_changes_nothing() -> None:

@@ -1,7 +1,6 @@
 """Factories of custom data sets as users write them, good and bad; jobs name them tests.readers.factories:<name>."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -154,11 +153,3 @@ def endless(job: Job) -> Callable[[Kind, int], Iterator[Batch]]:
             yield batch(1)
 
     return batches
-
-
-KILL = int(signal.SIGKILL)
-
-
-def failing(job: Job) -> Iterator[Batch]:
-    yield batch(0)
-    raise ValueError("row 17 is odd")

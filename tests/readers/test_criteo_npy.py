@@ -50,36 +50,6 @@ def test_hashes_are_read_as_unsigned_and_taken_modulo_the_table(dtype: str, tmp_
     assert np.array_equal(found[1], np.load(path)[:, 0] % 40)
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("modulo", [6, 2]), ("zero", [0, 0])])
-def test_ids_outside_the_table_are_replaced_and_counted(policy: str, expected: list[int], tmp_path: Path) -> None:
-    edit(tmp_path, "sparse", lambda array: put(4, 25, 9)(put(3, 25, -1)(array)))
-    reader = open_reader(job_of(tmp_path, on_invalid_id=policy))
-    [batch] = reader.batches("train", 0)
-    assert batch.ids.reshape(3, 20)[2, 3:5].tolist() == expected
-    assert reader.invalid_ids == 2
-
-
-@pytest.mark.parametrize("value", [-1, 7])
-def test_an_id_outside_its_table_is_named(value: int, tmp_path: Path) -> None:
-    write_day(tmp_path, "day_0", 20)
-    write_day(tmp_path, "day_1", 20)
-    np.save(tmp_path / "day_1_sparse.npy", put(3, 25, value)(np.load(tmp_path / "day_1_sparse.npy")))
-    sentence = (
-        f"day_1_sparse.npy, row 3, column cat_25: id {value} is outside table last (num_embeddings = 7); "
-        'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
-    )
-    for shuffle in ("none", "full"):
-        with pytest.raises(DataError, match=re.escape(sentence)):
-            list(open_reader(job_of(tmp_path, shuffle=shuffle)).batches("train", 0))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_dense_value_that_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
-    path = edit(tmp_path, "dense", put(11, 4, value))
-    with pytest.raises(DataError, match=facts(path, "row 11", "column int_4", f"value {value}")):
-        only_batch(tmp_path)
-
-
 def test_a_label_that_is_not_binary_is_named(tmp_path: Path) -> None:
     path = edit(tmp_path, "labels", put(7, 0, 2))
     with pytest.raises(DataError, match=facts(path, "row 7", "column label", "label 2.0")):

@@ -115,7 +115,6 @@ def test_a_byte_order_mark_windows_line_ends_and_an_unended_last_line_are_fine(t
     assert rows(tmp_path / "other.csv") == rows(write(tmp_path, LINES))
 
 
-LINE_BREAK = ": a quoted field goes on in the next line; remove line breaks within fields, or write Parquet"
 NO_INTEGER = "is not an integer of 64 bits; set data.columns.hash = true to use strings as ids"
 INVALID_ID = 'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
 CHANGED = "scale it, or make it an array (data.columns.inputs, or another key of a data set's batch)"

@@ -104,24 +104,9 @@ def test_a_broken_batch_is_named(case: str) -> None:
         next(batches)
 
 
-def test_what_the_data_set_s_own_code_raises_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    batches = open_factory("failing").batches("train", 0)
-    assert same_batch(next(batches), batch(0))
-    with pytest.raises(DataError, match=facts("failing", "train batch 1 of epoch 0", "ValueError: row 17 is odd")):
-        next(batches)
-    assert "factories.py" in capfd.readouterr().err
-
-
 def test_missing_weights_are_named() -> None:
     with pytest.raises(DataError, match=facts("weights", "data.columns.weights", "f32[N]")):
         open_factory("iterable", columns={"weights": {"cat_0": "unused"}})
-
-
-@pytest.mark.parametrize(("policy", "expected"), [("zero", [1, 1, 0, 1, 1, 1]), ("modulo", [1, 1, 39, 1, 1, 1])])
-def test_ids_outside_the_table_are_replaced_and_counted(policy: str, expected: list[int]) -> None:
-    reader = open_factory("changed", on_invalid_id=policy, case="a negative id")
-    assert [batch.ids.tolist() for batch in reader.batches("train", 0)] == [[1] * 6, expected]
-    assert reader.invalid_ids == 1
 
 
 def test_arrays_are_made_contiguous_and_needless_offsets_left_away() -> None:

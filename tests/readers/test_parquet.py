@@ -61,36 +61,6 @@ def test_a_null_list_is_an_empty_bag(tmp_path: Path) -> None:
     assert reader.invalid_ids == 0
 
 
-@pytest.mark.parametrize(
-    ("column", "values", "row"),
-    [
-        ("a", pa.array([1, 2, None, 9], pa.int64()), 2),
-        ("a", pa.array([1, None, None, 9], pa.int32()), 1),
-        ("b", pa.array([[3, 4], None, [5, None], [5]], LISTS), 2),
-    ],
-)
-def test_a_null_id_is_missing_and_never_row_0_in_silence(column: str, values: Any, row: int, tmp_path: Path) -> None:
-    path = write(tmp_path, **{column: values})
-    assert refusal(DataError, path) == (
-        f"{path}, row {row}, column {column}: the id is missing; give missing ones an id of their own, or set "
-        'data.on_invalid_id = "zero", which replaces them by row 0 and counts them; -2**63 counts as missing'
-    )
-
-
-@pytest.mark.parametrize("policy", ["zero", "modulo"])
-def test_null_ids_that_are_replaced_take_row_0_and_are_counted(policy: str, tmp_path: Path) -> None:
-    path = write(tmp_path, a=pa.array([1, None, None, 12]), b=pa.array([[3, None], None, [], [5]], LISTS))
-    reader = opened(path, on_invalid_id=policy)
-    rows = all_samples(reader.batches("train", 0))
-    assert [row.ids for row in rows] == [
-        ((1,), (3, 0)),
-        ((0,), ()),
-        ((0,), ()),
-        ((0 if policy == "zero" else 2,), (5,)),
-    ]
-    assert reader.invalid_ids == 4
-
-
 def test_weights_belong_to_their_feature_and_the_others_weigh_one(tmp_path: Path) -> None:
     rows = samples_of(only_batch(write(tmp_path), columns={"weights": {"b": "w"}}))
     assert [row.weights for row in rows] == [((1,), (0.5, 2)), ((1,), ()), ((1,), ()), ((1,), (1.5,))]
@@ -119,15 +89,6 @@ def test_dense_columns_are_those_named_or_all_numbered_ones_by_number(tmp_path: 
     path = write(tmp_path, int_10=pa.array([10] * 4), int_9=pa.array([9] * 4), int_x=pa.array([0] * 4))
     assert only_batch(path).dense[0].tolist() == [0.5, 9, 10]
     assert only_batch(path, columns={"dense": ["int_10", "label"]}).dense[1].tolist() == [10, 1]
-
-
-@pytest.mark.parametrize(("policy", "expected"), [("modulo", (2, 9)), ("zero", (0, 0))])
-def test_ids_outside_the_table_are_replaced_and_counted(policy: str, expected: tuple[int, ...], tmp_path: Path) -> None:
-    path = write(tmp_path, b=pa.array([[3], [12, -1], None, []], LISTS))
-    reader = open_reader(make_job("parquet", TABLES, path=str(path), eval_fraction=0.0, on_invalid_id=policy))
-    [batch] = reader.batches("train", 0)
-    assert samples_of(batch)[1].ids[1] == expected
-    assert reader.invalid_ids == 2
 
 
 def test_without_labels_and_dense_columns_every_row_is_read(tmp_path: Path) -> None:
@@ -231,37 +192,10 @@ def test_evaluation_between_train_steps_reads_no_row_group_twice(
     assert len(opened) == 2 * 7 + 6 * 2
 
 
-@pytest.mark.parametrize(
-    ("value", "refusal_of"),
-    [
-        (float("nan"), "nan is not finite"),
-        (float("inf"), "inf is not finite"),
-        (None, "nan is not finite"),
-        (1e39, "1e+39 is inf"),
-    ],
-)
-def test_a_dense_value_that_is_not_finite_is_named(value: float | None, refusal_of: str, tmp_path: Path) -> None:
-    path = write(tmp_path, int_0=pa.array([0.0, 1.0, 2.0, value], pa.float64()))
-    assert refusal(DataError, path).startswith(f"{path}, row 3, column int_0: value {refusal_of} in fp32")
-
-
-@pytest.mark.parametrize(("label", "shown"), [(2, "2.0"), (-1, "-1.0"), (None, "nan")])
-def test_a_label_that_is_not_binary_is_named(label: int | None, shown: str, tmp_path: Path) -> None:
-    path = write(tmp_path, label=pa.array([0, 1, label, 1]))
-    assert refusal(DataError, path) == f"{path}, row 2, column label: label {shown} is not 0 or 1"
-
-
 def test_weights_of_another_number_than_the_ids_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, w=pa.array([[1.0, 1.0], None, [], [1.0, 2.0]], pa.list_(pa.float32())))
     sentence = refusal(DataError, path, columns={"weights": {"b": "w"}})
     assert sentence == f"{path}, row 3, column w: 2 values for 1 ids of feature b"
-
-
-def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path, w=pa.array([[1.0, 2.0], None, [], [float("nan")]], pa.list_(pa.float32())))
-    assert refusal(DataError, path, columns={"weights": {"b": "w"}}).startswith(
-        f"{path}, row 3, column w: value nan is not finite"
-    )
 
 
 @pytest.mark.parametrize(
@@ -282,14 +216,6 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
 def test_a_column_of_the_wrong_type_is_named(column: str, values: Any, wanted: str, tmp_path: Path) -> None:
     path = write(tmp_path, **{column: values})
     assert refusal(DataError, path) == f"{path}, column {column}: {wanted}"
-
-
-def test_an_id_beyond_64_bits_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path, a=pa.array([1, 2, 3, 2**63], pa.uint64()))
-    assert refusal(DataError, path) == (
-        f"{path}, row 3, column a: id 9223372036854775808 is beyond 2**63 - 1; set data.columns.hash = true, which "
-        "takes ids of any size"
-    )
 
 
 def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import Part, open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import Part
 from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo
 from rowcast.protocol.batch import Lookups, Samples, Scheduled
 from rowcast.runtime.errors import DataError
@@ -65,21 +64,6 @@ def test_ids_and_rest_polled_apart_are_the_whole_batches(make: Any, horizon: int
         (batch.position, batch.following) for batch in whole
     ]
     assert all(same_batch(a.batch, b.batch) for a, b in zip(found, whole, strict=True))
-
-
-@FORMATS
-def test_ids_tell_what_a_planner_needs(make: Any, tmp_path: Path) -> None:
-    job = make(tmp_path)
-    first = next_ids(InlineSource(job))
-    whole = next(schedule(job, open_reader(job)))
-    assert first is not None
-    assert (first.step, first.kind, first.train_step, first.epoch) == (
-        whole.step,
-        whole.kind,
-        whole.train_step,
-        whole.epoch,
-    )
-    assert (first.batch.size, len(first.batch.ids)) == (whole.batch.size, len(whole.batch.ids))
 
 
 def test_the_rest_of_a_batch_cannot_be_had_before_its_ids(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
-from tests.support.data_files import PARQUET_COLUMNS, make_job, same_batch, write_day, write_parquet
+from tests.support.data_files import PARQUET_COLUMNS, make_job, same_batch, with_workers, write_day, write_parquet
 from tests.support.facts import facts
 from tests.support.inline_source import InlineSource
 
@@ -26,21 +26,6 @@ def factory(name: str, **options: Any) -> Job:
 
 def synthetic_job(samples: int = 100) -> Job:
     return make_job("synthetic", synthetic={"samples": samples}, shuffle="full", epochs=2)
-
-
-@pytest.mark.parametrize("max_steps", [None, 5, 0])
-def test_both_sources_give_the_schedule_in_order(max_steps: int | None, opened: Callable[..., WorkerSource]) -> None:
-    job = synthetic_job()
-    expected = list(schedule(job, open_reader(job), max_steps))
-    for source in (opened(job, max_steps=max_steps), InlineSource(job, max_steps)):
-        found = rest_of(source)
-        assert [(b.step, b.kind, b.train_step, b.epoch, b.position) for b in found] == [
-            (b.step, b.kind, b.train_step, b.epoch, b.position) for b in expected
-        ]
-        assert all(same_batch(a.batch, b.batch) for a, b in zip(found, expected, strict=True))
-        assert source.ended
-        assert source.poll() is None
-        assert source.counters.batches == len(expected)
 
 
 def test_bags_and_weights_cross_bit_for_bit_as_writable_arrays_of_their_own(
@@ -137,14 +122,6 @@ def test_what_a_data_set_s_code_raises_is_told_and_its_traceback_shown(
     assert "KeyError: 'user_id'" in capfd.readouterr().err
 
 
-def test_a_killed_decoder_is_an_error_and_no_hang(opened: Callable[..., WorkerSource]) -> None:
-    source = opened(factory("stuck"))
-    assert [next_batch(source) is not None for _ in range(2)] == [True, True]
-    os.kill(source.pids[0], signal.SIGKILL)
-    with pytest.raises(RowcastError, match=facts("decoding process", "SIGKILL", "memory")):
-        next_batch(source)
-
-
 def test_a_data_file_that_becomes_shorter_while_it_is_read_is_named(
     tmp_path: Path, opened: Callable[..., WorkerSource]
 ) -> None:
@@ -179,9 +156,13 @@ def test_this_process_keeps_its_signals(opened: Callable[..., WorkerSource]) -> 
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-@pytest.mark.parametrize("name", ["slow_to_open", "stuck", "endless", "function"])
-def test_closing_ends_the_decoder_whatever_it_does(name: str) -> None:
-    source = WorkerSource(factory(name))
+THREE = with_workers(make_job("synthetic", synthetic={"samples": 10**6}), 3)
+JOBS = {name: factory(name) for name in ("slow_to_open", "stuck", "endless", "function")} | {"three": THREE}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_closing_ends_the_decoders_whatever_they_do(name: str) -> None:
+    source = WorkerSource(JOBS[name])
     source.start()
     if name != "slow_to_open":
         assert next_batch(source) is not None
@@ -197,11 +178,12 @@ def test_closing_a_source_that_was_never_started_does_nothing() -> None:
         assert source.poll() is None
 
 
-@pytest.mark.parametrize("name", ["stuck", "endless"])
-def test_the_decoder_ends_when_its_parent_is_killed(name: str) -> None:
-    with parent_process(factory(name), "time.sleep(600)") as parent:
-        [pid] = decoders_of(parent)
-    wait_until(lambda: not is_alive(pid))
+@pytest.mark.parametrize("name", ["stuck", "three"])
+def test_the_decoders_end_when_their_parent_is_killed(name: str) -> None:
+    with parent_process(JOBS[name], "time.sleep(600)") as parent:
+        pids = decoders_of(parent)
+    assert len(pids) == (3 if name == "three" else 1)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.parametrize(("ending", "exit_code"), [("", 0), ("raise SystemExit(3)", 3), ("raise KeyError", 1)])

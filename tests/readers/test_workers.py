@@ -17,14 +17,9 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
-from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.errors import DataError, RowcastError
 from tests.readers.polling import (
-    LONG_S,
-    decoders_of,
-    is_alive,
     next_batch,
-    next_ids,
-    parent_process,
     polled_ahead,
     rest_of,
     wait_until,
@@ -115,13 +110,6 @@ def test_the_first_error_of_the_data_is_told_although_others_are_met_earlier(
         polled_ahead(source, horizon)
 
 
-def test_what_is_wrong_with_the_job_is_told_as_it_is(tmp_path: Path, opened: Callable[..., WorkerSource]) -> None:
-    source = opened(with_workers(make_job("criteo-tsv", path=str(tmp_path / "nowhere")), 3))
-    for ask in (source.info, lambda: next_batch(source)):
-        with pytest.raises(ConfigError, match=r"data\.path = .*/nowhere': no such file"):
-            ask()
-
-
 def broken_tsv(folder: Path) -> Job:
     write_tsv(click_log(100), folder / "a.tsv")
     lines = (folder / "a.tsv").read_bytes().split(b"\n")
@@ -196,29 +184,6 @@ def test_the_death_of_the_one_that_reads_dense_values_is_an_error_too(
     os.kill(source.pids[1], signal.SIGKILL)
     with pytest.raises(RowcastError, match=killed(source.pids[1])):
         rest_of(source)
-
-
-def test_closing_ends_all(opened: Callable[..., WorkerSource]) -> None:
-    source = opened(synthetic_job(samples=10**6))
-    assert next_ids(source) is not None
-    assert len(source.pids) == 3
-    source.close()
-    assert not any(map(is_alive, source.pids))
-    assert source.poll() is None
-
-
-def test_all_end_when_their_parent_is_killed() -> None:
-    with parent_process(synthetic_job(samples=10**6), "time.sleep(600)") as parent:
-        pids = decoders_of(parent)
-        assert len(pids) == 3
-    wait_until(lambda: not any(map(is_alive, pids)))
-
-
-def test_a_parent_that_forgets_to_close_still_ends() -> None:
-    with parent_process(synthetic_job(samples=10**6), "") as parent:
-        pids = decoders_of(parent)
-        assert parent.wait(LONG_S) == 0
-    assert not any(map(is_alive, pids))
 
 
 def test_a_data_set_of_ones_own_has_one_worker_and_one_warning(opened: Callable[..., WorkerSource]) -> None:
