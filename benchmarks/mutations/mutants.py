@@ -195,12 +195,11 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
 tests/planner/test_planner.py::test_a_plan_waits_until_its_horizon_is_complete
     the horizon is a batch short
         max(0, self.num_batches + 1 - len(self._known)) => max(0, self.num_batches - len(self._known))
-::test_a_barrier_lists_dirty_rows_once_and_settles_what_is_pending
+tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field
     a row that came home at a barrier stays dirty
         row["use"] &= ~DIRTY => pass
     victims before a barrier count as under way
         self._write_backs.settle(self._last_planned) => pass
-tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field
     training does not make a row dirty
         (DIRTY if train else 0) => 0
     a row loses its dirty flag on the way to its next use
