@@ -47,7 +47,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "ring": ("1MiB", "auto"),
     "shuffle": ("none", "window:4096"),
     "batch_size": ("2048", "4096"),
-    "store": ("memory", "mapped", "tiered", "redis"),
+    "store": ("memory", "tiered", "redis"),
 }
 SYNTHETIC = ("synthetic",)  # replaces the values of "data" without a log
 WITHOUT_SERVER = tuple(kind for kind in FACTORS["store"] if kind != "redis")  # replaces those of "store"

@@ -19,6 +19,7 @@ REMOVED = {  # name -> what replaces it
     "train --verify": NO_VERIFY,
     "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
     "estimate --plot": "the line of the bottleneck names the critical path's tasks",
+    "store.kind = mapped": 'store.kind = "tiered" keeps the rows of coming steps in store.memory, the others on disk',
     "run --save-trace": NO_TRACES,
     "simulate --save-trace": NO_TRACES,
     "simulate --trace": NO_TRACES,

@@ -313,7 +313,7 @@ class Prefetcher(Section, frozen=True, kw_only=True):
     # decoding processes; their number does not change the results; npy and Parquet have one more for dense
     # features and labels, and a `package.module:factory` has only one
     workers: Annotated[int, Meta(ge=1, le=64)] = 1
-    # threads of the planner, and of reads and writes of rows in memory or mapped files; `auto` is a quarter of the
+    # threads of the planner, and of reads and writes of rows in memory; `auto` is a quarter of the
     # cores
     threads: Threads = "auto"
     # runs the prefetcher only on otherwise idle cores (Linux: SCHED_IDLE): for a trainer on the CPU of an otherwise

@@ -17,14 +17,6 @@ class Store(Section, frozen=True, kw_only=True):
     kind: str = "memory"  # where the rows live: {kinds}
 
 
-class Mapped(Store, frozen=True, kw_only=True):
-    # the folder of the files, which are scratch space and not a checkpoint; by default `<run_dir>/tables`
-    path: str | None = None
-
-    def check(self) -> None:
-        check_path(self.path)
-
-
 class StoreWithTier(Store, frozen=True, kw_only=True):
     """Memory holds the rows that the planner chooses, as many as fit into `memory`."""
 
@@ -77,32 +69,21 @@ def check_path(path: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoreKind:
-    module: str  # has open_store(job, group, incarnation, checkpoint); imported only when the store is used
+    module: str  # has open_store(job, group); imported only when the store is used
     note: str = ""  # for docs/job-file.md
-    in_memory: bool = True  # trained rows take the prefetcher's memory, and opening the store creates no files
     settings: type[Store] = Store  # the keys of [store]
-    full_size: bool = False  # its files are as large as the tables from the start
 
 
 STORES = {
     "memory": StoreKind("rowcast.prefetcher.stores.memory_store"),
-    "mapped": StoreKind(
-        "rowcast.prefetcher.stores.mapped_store",
-        note="tables in files, as large as the tables from the start",
-        in_memory=False,
-        settings=Mapped,
-        full_size=True,
-    ),
     "tiered": StoreKind(
         "rowcast.prefetcher.stores.tiered_store",
         note="the rows that coming steps need in memory, the others in files that grow as rows are trained",
-        in_memory=False,
         settings=Tiered,
     ),
     "redis": StoreKind(
         "rowcast.prefetcher.stores.redis_store",
         note="the rows that coming steps need in memory, the others on a Redis server ([redis.md](redis.md))",
-        in_memory=False,
         settings=Redis,
     ),
 }

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from rowcast.job.file import parse_job
+from rowcast.job.file import parse_manifest_job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
@@ -257,7 +257,7 @@ class Publisher:
 
     def _write(self, manifest: Manifest, number: int, changes: Changes, before: Snapshot | None) -> VersionFile:
         folder, partial = self._to / version_name(number), self._to / f".{version_name(number)}.partial"
-        job = parse_job(manifest.job, f"{self._root / manifest.name}/{MANIFEST_NAME}")
+        job = parse_manifest_job(manifest.job, f"{self._root / manifest.name}/{MANIFEST_NAME}")
         content = Content(
             root=self._root,
             manifest=manifest,

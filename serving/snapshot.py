@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from rowcast.job.file import parse_job
+from rowcast.job.file import parse_manifest_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec
 from rowcast.prefetcher.readers.id_check import check_dense, check_offsets, lookup_location, require_weights
@@ -272,7 +272,7 @@ class Snapshot:
         """The job file of the run (`rowcast.Job`). Raises DataError if it has keys of a newer rowcast; look-ups do not
         need it."""
         try:
-            return parse_job(self.version.job, VERSION_NAME)
+            return parse_manifest_job(self.version.job, VERSION_NAME)
         except (ConfigError, LookupError, TypeError) as error:
             raise DataError(str(error)) from None
 

@@ -429,7 +429,6 @@ def whole_content() -> dict[str, Any]:
 
 
 KINDS: dict[str, dict[str, Any]] = {  # what they need
-    "mapped": {},
     "tiered": {"memory": "1GiB"},
     "redis": {"memory": "1GiB", "url": "redis://host:1"},
 }

@@ -9,7 +9,7 @@ import numpy as np
 from rowcast.analysis.check.data import Seen
 from rowcast.analysis.check.findings import Finding, about, error, ok, warning
 from rowcast.job.schema import EVICTION_POLICIES, Job
-from rowcast.job.stores import STORES, Redis, StoreWithTier, Tiered
+from rowcast.job.stores import Redis, StoreWithTier, Tiered
 from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.eviction import new_policy
@@ -48,8 +48,10 @@ def check_memory(
 
     Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """
-    in_memory, pairs, count = seen.groups if STORES[job.store.kind].in_memory else (), job.ranks.on_host, seen.count
-    tables = sum(table_bytes(job, group, trained_rows(group, seen)) for group in in_memory) * pairs // count
+    in_memory, pairs, count = not isinstance(job.store, StoreWithTier), job.ranks.on_host, seen.count
+    tables = (
+        sum(table_bytes(job, group, trained_rows(group, seen)) for group in seen.groups if in_memory) * pairs // count
+    )
     trained_bytes = sum(trained_rows(group, seen) * group.record_bytes for group in seen.groups) // count
     of_pair = {
         "ids known ahead": ahead_bytes(job, seen),
@@ -63,8 +65,8 @@ def check_memory(
     fixed = sum(parts.values())
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if dense_bytes is not None else "; the dense weights are unknown and not counted"
-    beside = "; store.memory covers the tables" if isinstance(job.store, StoreWithTier) else "; tables are files"
-    grow = f", and up to {human_bytes(tables)} for tables as their rows are trained" if in_memory else beside
+    trained = f", and up to {human_bytes(tables)} for tables as their rows are trained"
+    grow = trained if in_memory else "; store.memory covers the tables"
     of_pairs = "needs " if pairs == 1 else f"{pairs} pairs of prefetcher and trainer need "
     sentence = f"{of_pairs}{human_bytes(fixed)} ({listed}) of {human_bytes(free_bytes)} free{grow}{unknown}"
     if fixed > free_bytes:
@@ -81,7 +83,7 @@ def check_memory(
 def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
     """Bytes of memory of a group's tables once this many rows are trained, marks and directory included. Raises
     ConfigError as a run would."""
-    store = open_row_store(job, group, incarnation=0, checkpoint=None)
+    store = open_row_store(job, group)
     store.close()
     if isinstance(store.numbers, TouchedRows):
         return num_trained * (group.record_bytes + ROW_BYTES + 1)
@@ -90,7 +92,7 @@ def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
 
 def check_row_numbers(job: Job, seen: Seen) -> Iterator[Finding]:
     """Checks groups with more rows than can be numbered, which are trained row by row."""
-    for group in seen.groups if not STORES[job.store.kind].full_size else ():
+    for group in seen.groups:
         most, trained = most_indexed(group.num_rows), -(-trained_rows(group, seen) // seen.count)
         if most < group.num_rows:
             each = "" if seen.count == 1 else " of each rank"
@@ -111,18 +113,6 @@ def check_disk(job: Job, seen: Seen, dense_bytes: int | None) -> Iterator[Findin
     yield (
         ok(sentence) if needed <= free_bytes else warning(f"{sentence}; free space there or set another job.run_dir")
     )
-    if STORES[job.store.kind].full_size:
-        yield check_table_files(job, seen)
-
-
-def check_table_files(job: Job, seen: Seen) -> Finding:
-    place, free_bytes = room_at(job.table_folder)
-    needed = sum(group.num_rows * (group.record_bytes + 1) for group in seen.groups)
-    sentence = (
-        f"{place} has {human_bytes(free_bytes)} free for table files of {human_bytes(needed)}, "
-        f"allocated at full size from the start"
-    )
-    return ok(sentence) if needed <= free_bytes else error(f"{sentence}; free space there or set another store.path")
 
 
 def room_at(folder: Path) -> tuple[Path, int]:

@@ -386,21 +386,6 @@ tests/stores/test_tiered.py::test_a_row_that_is_loading_comes_once_it_is_loaded
 tests/system/test_late_rows.py::test_no_row_is_late_with_a_memory_of_less_than_a_tenth
     memory has no room for rows that wait to leave
         min(n + spare, group.num_rows, MOST_SLOTS) => min(n, group.num_rows, MOST_SLOTS)
-tests/stores/test_mapped_disk.py::test_rows_are_on_the_disk_before_the_header_that_vouches_for_them
-    a table file vouches for rows that are not on the disk
-        memory.flush() self._file.sync() => pass
-::test_the_whole_file_is_reserved_at_once
-    a table file has holes
-        reserve(self._open, 0, nbytes) => os.ftruncate(self._open, nbytes)
-tests/stores/test_mapped.py::test_a_file_closed_at_another_checkpoint_is_made_anew
-    a table file of another checkpoint is taken
-        if header.closed_at != checkpoint: => if not checkpoint:
-tests/stores/test_mapped_ahead.py
-    pages that are written are not read ahead
-        plan.evict_keys[: plan.num_dirty] => plan.evict_keys[:0]
-::test_a_step_that_the_trainer_has_passed_is_not_read
-    pages are read for a step that the trainer has passed
-        if home_through is None or step > home_through: => if True:
 tests/stores/cold/test_segment_file.py::test_a_freed_place_stays_readable_within_a_hold_and_is_used_again_after_it
     a cold row's place is used again while it is read
         while self._emptied and (not self._holds or next(iter(self._holds)) > self._emptied[0][0]):

@@ -59,10 +59,6 @@ class OwnShard:
         own: npt.NDArray[np.bool_] = Shards(group.tables, self.count).owners(keys) == self.number
         return own
 
-    def identity(self, manifest: Manifest) -> str:
-        """Identifies this shard's rows at a checkpoint, for table files that outlive the process."""
-        return f"{manifest.checksum}{self.tag}" + ("" if self.count == 1 else f"-of-{self.count}")
-
 
 ALONE = OwnShard(number=0, count=1)
 

@@ -6,7 +6,6 @@ parts in the reverse order of opening.
 """
 
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -416,7 +415,7 @@ class PrefetcherRun:
         remove_leftovers()
         remove_left_keys(self.job, self.directory.path)
         own = with_tables_of_pair(self.job, self.shard.number)
-        self.tables = Tables(own, self.groups, self.checkpoints, 1 + secrets.randbelow(2**31), self.shard)
+        self.tables = Tables(own, self.groups, self.checkpoints, self.shard)
         stack.callback(self.tables.close)
         return self._live(point)
 
@@ -432,7 +431,7 @@ class PrefetcherRun:
         last = self._attempts.run(begin)
         if last is None or self.options.mode == "eval" or not last.connected:
             return False
-        self.tables.close(at=last.newest)
+        self.tables.close()
         # with a fresh run that has no checkpoint, the run in the directory is the earlier one
         if last.finished and not self.checkpoints.are_fresh and self.shard.number == 0:
             crash_point("run not marked complete")

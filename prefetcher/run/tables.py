@@ -10,7 +10,7 @@ from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
 from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described
-from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_store
+from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.stages import ThreadPool
@@ -27,14 +27,12 @@ class Tables:
         job: Job,
         groups: tuple[GroupSpec, ...],
         checkpoints: Checkpoints,
-        incarnation: int,
         shard: OwnShard = ALONE,
     ) -> None:
         self.stores: tuple[TrackedStore, ...] = ()
         self._job = job
         self._groups = groups
         self._checkpoints = checkpoints
-        self._incarnation = incarnation
         self._shard = shard
         self._pool = ThreadPool(stage_threads(job), name="rows", least=LEAST_ROWS)
         # checksum of the checkpoint since which changed rows are tracked completely; None: the start of the run
@@ -98,29 +96,23 @@ class Tables:
                 if not counts.keeps_up:
                     log.warning("steps may have waited for " + described([counts]), group=group.name)
 
-    def close(self, at: Manifest | None = None) -> None:
-        """`at`: the checkpoint that the rows are at, for a store that outlives the process and may reuse them."""
+    def close(self) -> None:
         self._counts = self.counts
         for store in self.stores:
-            store.close(None if at is None else self._shard.identity(at))
+            store.close()
         self.stores = ()
 
     def _open(self, newest: Manifest | None) -> None:
-        identity = None if newest is None else self._shard.identity(newest)
         stores = []
         try:
             for group in self._groups:
-                stores.append(open_store(self._job, group, incarnation=self._incarnation, checkpoint=identity))
+                stores.append(TrackedStore(open_row_store(self._job, group), group, self._job.job.seed))
                 stores[-1].use_threads(self._pool)
         finally:
             self.stores = tuple(stores)
-        if newest is None:
-            return
-        missing = [(group, store) for group, store in zip(self._groups, self.stores, strict=True) if not store.restored]
-        if missing:
-            groups, empty = zip(*missing, strict=True)
-            restore_rows(self._checkpoints.root, newest, groups, empty, self._shard)
-        get_logger().info("restored", train_steps=newest.train_steps, rows_on_disk=len(self.stores) - len(missing))
+        if newest is not None:
+            restore_rows(self._checkpoints.root, newest, self._groups, self.stores, self._shard)
+            get_logger().info("restored", train_steps=newest.train_steps)
 
 
 def checksum_of(checkpoint: Manifest | None) -> str | None:

@@ -60,7 +60,7 @@ def plan_and_move() -> None:
             store.thaw()
             store.forget(keys)
             store.settle()
-            store.close("warm-up")
+            store.close()
 
 
 def move_between_tiers(folder: Path) -> None:

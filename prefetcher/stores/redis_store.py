@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 
 
-def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | None) -> TieredStore:
+def open_store(job: Job, group: GroupSpec) -> TieredStore:
     cold = open_rows(job, group, job.table_folder)
     get_logger().info("rows go to Redis", group=group.name, servers=cold.server_names, keys=cold.keys)
     num_rows = disk_shares(job, group_specs(job))[group.index].num_rows

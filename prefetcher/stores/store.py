@@ -71,12 +71,11 @@ class RowStore(ABC):
     """Records by key. The reader has checked the keys: each is a row of the group, perhaps never written.
 
     The fetcher's and the checkpoint's threads call `read`, the write-back's calls `read` and `write`. These calls
-    overlap, but a `write` never overlaps any call for the same key. A store's module defines open_store(job, group,
-    incarnation, checkpoint), see `job/stores.py`."""
+    overlap, but a `write` never overlaps any call for the same key. A store's module defines open_store(job, group):
+    `job/stores.py`."""
 
     numbers: RowNumbers | None = None  # of its rows, if it numbers them; TrackedStore uses the same numbers
     works_ahead = False  # whether `stage` and `advance` do work; if no store's do, there is no staging thread
-    restored = False  # whether it already holds the rows of the checkpoint that it was opened for
 
     @abstractmethod
     def read(self, keys: Keys, out: Records) -> ReadTicket:
@@ -112,9 +111,8 @@ class RowStore(ABC):
         return False
 
     @abstractmethod
-    def close(self, checkpoint: str | None = None) -> None:
-        """Frees what the store holds; idempotent. `checkpoint`: identity of the rows' checkpoint, for a store that
-        outlives its process; None: the rows are worthless."""
+    def close(self) -> None:
+        """Frees what the store holds; idempotent."""
 
     def counts(self) -> StoreCounts | None:
         """Returns the counters of a store with tiers. Any thread may call it; it takes no lock that is held during

@@ -77,7 +77,7 @@ from rowcast.runtime.crash_points import crash_point
 AT_ONCE_BYTES = 4 * 2**20  # read from or written to the cold tier in one call
 
 
-def open_store(job: Job, group: GroupSpec, incarnation: int, checkpoint: str | None) -> "TieredStore":
+def open_store(job: Job, group: GroupSpec) -> "TieredStore":
     share = disk_shares(job, group_specs(job))[group.index]
     places = NOWHERE - 1 - min(group.num_rows, MOST_SLOTS)
     cold = SegmentFile.open(group, job.table_folder, share.nbytes, places)
@@ -447,7 +447,7 @@ class TieredStore(RowStore):
         if memory_rows != self.num_slots:
             self._make_slots(memory_rows)
 
-    def close(self, checkpoint: str | None = None) -> None:
+    def close(self) -> None:
         if not self._closed:
             self._closed = True
             self.cold.close()

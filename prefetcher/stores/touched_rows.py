@@ -32,7 +32,7 @@ MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, 64 MiB
 SORTED_AT_ONCE = 2**20  # rows, or a sixteenth of them if that is more; at most twice as many
 BUCKETS_AT_ONCE = 2**13  # visited while other threads wait
 HASHES = 2**32  # highest halves of hashes
-MEMORY_LIMIT = "but this machine's memory holds at most {most}; use store.kind mapped, or a machine with more memory"
+MEMORY_LIMIT = "but this machine's memory holds at most {most}; use store.kind tiered, or a machine with more memory"
 INDEX_LIMIT = (
     "but an index of its {rows} rows holds at most {most}; lower num_embeddings of its tables: half the rows make room "
     "for twice as many trained ones"

@@ -112,28 +112,11 @@ class TrackedStore:
             finish(self.store.write(own, self.first_values(own)))
         clear_bits(self._changed, self._numbers.of(keys))
 
-    @property
-    def restored(self) -> bool:
-        return self.store.restored
-
-    def close(self, checkpoint: str | None = None) -> None:
-        """`checkpoint`: as in `RowStore.close`; only after `settle`."""
-        assert checkpoint is None or self.num_changed == 0, (
-            f"group {self._group.name} is closed at checkpoint {checkpoint} with {self.num_changed} changed rows, "
-            "expected 0"
-        )
-        self.store.close(checkpoint)
+    def close(self) -> None:
+        self.store.close()
 
 
-def open_row_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> RowStore:
-    """Opens the job's store. `checkpoint`: identity of the checkpoint that the run continues from; if the store is not
-    `restored`, the caller must write its rows. Raises ConfigError."""
-    module = import_module(STORES[job.store.kind].module)
-    store: RowStore = module.open_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
+def open_row_store(job: Job, group: GroupSpec) -> RowStore:
+    """Opens the job's store, without rows. Raises ConfigError."""
+    store: RowStore = import_module(STORES[job.store.kind].module).open_store(job, group)
     return store
-
-
-def open_store(job: Job, group: GroupSpec, *, incarnation: int, checkpoint: str | None) -> TrackedStore:
-    """Like `open_row_store`, with first values and tracking of changed rows."""
-    store = open_row_store(job, group, incarnation=incarnation, checkpoint=checkpoint)
-    return TrackedStore(store, group, job.job.seed)

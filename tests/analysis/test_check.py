@@ -654,8 +654,6 @@ def test_tables_with_more_rows_than_an_index_numbers_are_told_with_the_number(ch
         assert "holds at most 8,388,607; lower num_embeddings of its tables" in finding.sentence
     sentence = one(check(tables=tables[:1]), "ok", "tables")
     assert sentence.endswith("; an index of its 281,474,976,710,656 rows holds at most 268,435,455")
-    job = check.job(tables=tables[:1], store={"kind": "mapped"})
-    assert list(check_memory.check_row_numbers(job, Seen(groups=group_specs(job)))) == []
 
 
 def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -> None:
@@ -829,12 +827,6 @@ def test_over_tcp_it_looks_at_the_keys_and_not_at_shared_memory(check: Checked, 
     findings = check(transport=transport)
     assert one(findings, "ok", "keys").endswith("lets in anna")
     assert "shared memory" not in {finding.subject for finding in findings}
-
-
-def test_mapped_tables_need_their_size_on_the_disk_and_no_memory(check: Checked) -> None:
-    findings = check(store={"kind": "mapped"})
-    assert "; tables are files" in one(findings, "ok", "memory")
-    assert any("free for table files of" in finding.sentence for finding in findings if finding.subject == "disk")
 
 
 # stores with a memory tier

@@ -9,7 +9,7 @@ import pytest
 
 from rowcast.prefetcher.checkpoints import commit, merge_layers
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
-from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
+from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed
 from rowcast.prefetcher.checkpoints.row_files import read_rows
 from rowcast.runtime.checkpoint_manifest import (
@@ -514,13 +514,6 @@ def test_names_say_which_rank_writes_a_file() -> None:
     assert [writer_of(name, 3) for name in names] == [0, 0, 0, 0], "no rank of this run"
     others = ["dense-00000.safetensors", "manifest.json.partial", "fp32_d4_sgd-00003.safetensors", "a folder"]
     assert [writer_of(name, 2000) for name in others] == [0, 0, 0, 0]
-
-
-def test_table_files_of_another_shard_are_another_identity(tmp_path: Path) -> None:
-    manifest = ranks(tmp_path, 2).checkpoint()
-    shards = [ALONE, *(OwnShard(number=n, count=count) for count in (2, 4) for n in range(count))]
-    assert len({shard.identity(manifest) for shard in shards}) == len(shards)
-    assert ALONE.identity(manifest) == manifest.checksum
 
 
 def test_deltas_of_a_shard_are_merged_when_they_outgrow_its_base(tmp_path: Path) -> None:

@@ -12,7 +12,17 @@ from rowcast.protocol.attempts import Patience
 from rowcast.runtime.errors import PeerLost, PeerNeverCame
 from rowcast.trainer.report.report_json import read_report
 from tests.recovery.crashes import CRASHES, NEEDS_TIER, OF_ONE_PAIR, Armed
-from tests.recovery.restarted import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, Recovering, Role, end_well, killed
+from tests.recovery.restarted import (
+    END_TIMEOUT_S,
+    PEER_LOST,
+    ROLES,
+    TIERED,
+    Outcome,
+    Recovering,
+    Role,
+    end_well,
+    killed,
+)
 from tests.support.facts import facts
 from tests.support.processes import Process, Session
 from tests.support.repeats import count
@@ -62,7 +72,7 @@ def test_tables_in_files_and_a_conversation_over_tcp_go_on_too(
 ) -> None:
     make_keys(tmp_path / "keys", ["trainer"])
     tcp = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "keys": str(tmp_path / "keys")}
-    run = Recovering(session, transport=REJOIN | tcp, store={"kind": "mapped"})
+    run = Recovering(session, transport=REJOIN | tcp, store=TIERED)
     end_well(*play(run, ({role: KILLS[role]},)).values())
     assert run.num_starts == 3, "two of both, and a restart of one"
     assert run.finish().differs(undisturbed) == []

@@ -8,7 +8,7 @@ TRANSPORT = {"ring": "1MiB", "connect_timeout": "60s"}
 
 def test_a_run_goes_on_with_stores_of_other_kinds(session: Session, undisturbed: Outcome) -> None:
     run = Recovering(session, transport=TRANSPORT)
-    for armed, store in (("StepReady sent:10", TIERED), ("rows spilled:3", {"kind": "mapped"})):
+    for armed, store in (("StepReady sent:10", TIERED), ("rows spilled:3", {"kind": "memory"})):
         run.crash({"prefetcher": armed})
         session.write_job(**sections(transport=TRANSPORT, store=store))
     assert run.finish().differs(undisturbed) == []

@@ -176,7 +176,6 @@ class Life:
         """Only this job names the scratch folder: what a seed does must not depend on where it runs."""
         kind = self.scenario.store
         sections: dict[str, dict[str, str | None]] = {
-            "mapped": {"kind": "mapped", "path": str(self.table_dir)},
             "segments": {"kind": "tiered", "path": str(self.table_dir), "memory": "1GiB"},
             "redis": {"kind": "redis", "memory": "1GiB", "url": "redis://server"},
         }
@@ -184,7 +183,7 @@ class Life:
         store = decode(Store, sections.get(kind, {}))
         own = msgspec.structs.replace(self.job.job, run_dir=str(self.table_dir))
         job = msgspec.structs.replace(self.job, store=store, job=own)
-        return Tables(job, self.groups, self.storage.checkpoints, self.incarnation)
+        return Tables(job, self.groups, self.storage.checkpoints)
 
     def _restore(self, tables: Tables, newest: Manifest | None) -> None:
         """Opens the stores if they are not open."""
@@ -208,7 +207,7 @@ class Life:
     # ending
 
     def _prefetcher_dies(self) -> None:
-        """Its memory is gone. A mapped table file stays, and says that it was not closed."""
+        """Its memory is gone."""
         assert self.tables is not None, "a prefetcher that dies has lived"
         with self.server.cut_off() if self.chance.random() < 0.5 else nullcontext():
             self.tables.close()
@@ -229,7 +228,7 @@ class Life:
         self.newest = both.writer.newest
         if finished:
             self._check_run(run)
-        tables.close(at=self.newest)
+        tables.close()
         self.tables = None
         if finished:
             self._check_checkpoint()

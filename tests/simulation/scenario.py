@@ -79,7 +79,7 @@ class Scenario:
     mirrored: bool
     # touched: in memory, numbered as the rows are touched; tiered: a few in memory, over a dictionary; segments: over
     # a file; redis: over a server
-    store: Literal["memory", "touched", "mapped", "tiered", "segments", "redis"]
+    store: Literal["memory", "touched", "tiered", "segments", "redis"]
     tier_spare: int  # rows in memory beyond those of the device
     tier_reserve: int  # rows that may wait to leave it
     tier_at_once: int  # bytes that are loaded or spilled at once
@@ -140,7 +140,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
         late_store=chance.random() < 0.5,
         seeded_streams=chance.random() < 0.5,
         mirrored=chance.random() < 0.3,
-        store=chance.choices(("mapped", "touched", "memory", "tiered", "segments", "redis"), (3, 3, 4, 4, 4, 4))[0],
+        store=chance.choices(("segments", "touched", "memory", "tiered", "redis"), (5, 3, 5, 5, 4))[0],
         tier_spare=chance.choice([0, 20, 200]),
         tier_reserve=chance.choice([0, 50, 1000]),
         tier_at_once=chance.choice([1, 1000, tiered_store.AT_ONCE_BYTES]),

@@ -18,7 +18,6 @@ from rowcast.job.stores import Redis, StoreWithTier
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores import memory_store
 from rowcast.prefetcher.stores.first_values import initial_rows
-from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tiered_store import TieredStore
@@ -54,18 +53,12 @@ def groups(scale: int = 1) -> tuple[GroupSpec, ...]:
 GROUP = groups()[0]
 
 
-def open_mapped(
-    folder: Path, group: GroupSpec = GROUP, checkpoint: str | None = None, incarnation: int = 1
-) -> MappedStore:
-    return MappedStore.open(group, SEED, folder, incarnation=incarnation, checkpoint=checkpoint)
-
-
 def open_kind(kind: str, folder: Path) -> RowStore:
     settings = REGISTERED[kind].settings
     memory = {"memory": "1GiB"} if issubclass(settings, StoreWithTier) else {}
     url = {"url": shared_server().url_text} if settings is Redis else {}
     job = make_job(job={"run_dir": str(folder), "seed": SEED}, store={"kind": kind, **memory, **url})
-    return open_row_store(job, GROUP, incarnation=1, checkpoint=None)
+    return open_row_store(job, GROUP)
 
 
 def open_numbered_as_touched() -> MemoryStore:
@@ -94,7 +87,7 @@ def restless_in_cold_tier(kind: str, folder: Path) -> Restless:
 
 MakeStore = Callable[[Path], RowStore]
 STORES: dict[str, MakeStore] = {kind: partial(open_kind, kind) for kind in REGISTERED}
-STORES["mapped, in threads"] = lambda folder: in_threads(open_kind("mapped", folder), ThreadPool(3))
+STORES["memory, in threads"] = lambda folder: in_threads(open_kind("memory", folder), ThreadPool(3))
 STORES["memory, numbered as touched"] = lambda folder: open_numbered_as_touched()
 STORES |= {f"late {kind}": lambda folder, kind=kind: LateStore(open_kind(kind, folder), 1) for kind in REGISTERED}  # type: ignore[misc]
 STORES["tiered, 7 rows in memory"] = lambda folder: restless(7, 1)

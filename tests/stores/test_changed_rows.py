@@ -21,7 +21,6 @@ from tests.stores.every_store import (
     read,
     tracked,
 )
-from tests.support.facts import facts
 
 
 @pytest.fixture(params=STORES)
@@ -72,16 +71,6 @@ def test_a_forgotten_row_reads_as_if_it_was_never_written(store: TrackedStore) -
     finish(store.write(keys[1:2], rows[1:2]))
     assert read(store, keys[1:2]).tobytes() == rows[1:2].tobytes()
     assert changed_keys(store) == keys[[0, 1, 3]].tolist()
-
-
-def test_a_store_closed_at_a_checkpoint_must_hold_just_that(store: TrackedStore) -> None:
-    finish(store.write(all_keys()[:3], random_records(3)))
-    with pytest.raises(AssertionError, match=facts("checkpoint 7", "3 changed rows", 0)):
-        store.close("7")
-    store.settle()
-    store.close("7")
-    store.close("7")
-    store.close()
 
 
 row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)

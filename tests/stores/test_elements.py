@@ -1,7 +1,5 @@
 """Values of fp16 and bf16: rounded as torch rounds them, and the first values of rows whose weights are rounded."""
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +11,8 @@ from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records, initial_rows
-from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
-from rowcast.prefetcher.stores.table_header import layout_digest
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.trainer.kernels import DTYPES
 from tests.support.batches import small_job
@@ -110,16 +106,10 @@ def test_first_records_hold_rounded_weights_unrounded_masters_and_initial_state(
         assert not torch.equal(values.to(DTYPES[dtype]).float(), values), "no value needed rounding"
 
 
-@pytest.mark.parametrize("kind", ["memory", "mapped"])
 @pytest.mark.parametrize("master", [False, True])
-def test_stores_keep_half_rows_as_they_keep_any_record(kind: str, master: bool, tmp_path: Path) -> None:
+def test_stores_keep_half_rows_as_they_keep_any_record(master: bool) -> None:
     for group in groups_of("bf16", master=master):
-        raw = (
-            MemoryStore(group)
-            if kind == "memory"
-            else MappedStore.open(group, SEED, tmp_path, incarnation=1, checkpoint=None)
-        )
-        store = TrackedStore(raw, group, SEED)
+        store = TrackedStore(MemoryStore(group), group, SEED)
         table = group.tables[0]
         keys = make_keys(table.index, np.arange(table.num_embeddings))
         records = first_records(group, SEED, keys)
@@ -129,14 +119,3 @@ def test_stores_keep_half_rows_as_they_keep_any_record(kind: str, master: bool, 
         finish(store.read(keys, found))
         assert np.array_equal(found, records)
         store.close()
-
-
-def test_a_table_file_of_another_dtype_is_of_another_layout() -> None:
-    """fp16 and bf16 records have the same sizes."""
-    names = {
-        layout_digest(group, SEED)
-        for dtype in HALVES
-        for master in (False, True)
-        for group in groups_of(dtype, master=master)
-    }
-    assert len(names) == 2 * 2 * 2

@@ -9,13 +9,10 @@ from structlog.testing import capture_logs
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
 from rowcast.prefetcher.stores.left_tables import remove_left_keys, remove_left_tables
-from rowcast.prefetcher.stores.mapped_store import MappedStore
 from rowcast.prefetcher.stores.redis_store import open_rows
 from rowcast.runtime.run_directory import RunDirectory
 from tests.support import jobs
 from tests.support.redis_server import RedisServer, keys_on, needs_redis, shared_server
-
-MAPPED = {"kind": "mapped"}
 
 
 def job_of(run_dir: Path, count: int, **store: object) -> Job:
@@ -24,7 +21,7 @@ def job_of(run_dir: Path, count: int, **store: object) -> Job:
         data={"synthetic": {"samples": 1000}, "batch_size": 8},
         tables=[jobs.table("a", 40, 4, "f_a"), jobs.table("b", 40, 8, "f_b")],
         ranks={"count": count, "parts": 4},
-        store=store or MAPPED,
+        store=store or {"kind": "memory"},
     )
 
 
@@ -45,13 +42,6 @@ def killed_on_redis(server: RedisServer, run_dir: Path, count: int) -> set[bytes
 
 def on(server: RedisServer) -> dict[str, object]:
     return {"kind": "redis", "url": server.url_text, "memory": "1GiB"}
-
-
-def killed_with_files(run_dir: Path, count: int) -> list[Path]:
-    for folder in folders(run_dir, count):
-        for group in group_specs(job_of(run_dir, count)):
-            MappedStore.open(group, 0, folder, incarnation=1, checkpoint=None).close()
-    return sorted(run_dir.rglob("*.rows"))
 
 
 @needs_redis
@@ -105,44 +95,3 @@ def test_keys_of_a_group_that_the_job_does_not_have_any_more_are_deleted(tmp_pat
     job = jobs.job(job={"run_dir": str(tmp_path)}, optimizer={"sparse": {"kind": "adam", "lr": 0.1}}, store=on(server))
     remove_left_keys(job, tmp_path)
     assert not left & keys_on([server])
-
-
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (4, 2)])
-def test_table_files_of_another_number_of_ranks_are_removed(tmp_path: Path, before: int, now: int) -> None:
-    files, used = killed_with_files(tmp_path, before), folders(tmp_path, now)
-    remove_left_tables(job_of(tmp_path, now))
-    assert sorted(tmp_path.rglob("*.rows")) == [path for path in files if path.parent in used]
-
-
-def test_only_files_that_a_prefetcher_made_are_removed(tmp_path: Path) -> None:
-    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    files = killed_with_files(run_dir, 2)
-    name = files[0].name
-    elsewhere.mkdir()
-    (elsewhere / name).write_bytes(b"of another run")
-    (run_dir / "rank-002").mkdir()
-    (run_dir / "rank-002" / "tables").symlink_to(elsewhere)
-    (run_dir / "rank-003").symlink_to(elsewhere)
-    (run_dir / "rank-7" / "tables").mkdir(parents=True)
-    mine = run_dir / "rank-000" / "tables" / "mine.rows"
-    for path in (mine, run_dir / "rank-7" / "tables" / name, mine.with_name(f"{name}.bak")):
-        path.write_bytes(b"mine")
-    link = run_dir / "rank-001" / "tables" / "fp32_d64_sgd.rows"
-    link.symlink_to(elsewhere / name)
-    before = {path for path in run_dir.rglob("*") if not path.name.endswith(".lock")} - set(files)
-    remove_left_tables(job_of(run_dir, 1))
-    assert {path for path in run_dir.rglob("*") if not path.name.endswith(".lock")} == before
-    assert (elsewhere / name).read_bytes() == b"of another run"
-
-
-def test_a_table_file_in_use_stays(tmp_path: Path) -> None:
-    files = killed_with_files(tmp_path, 2)
-    group = group_specs(job_of(tmp_path, 2))[0]
-    store = MappedStore.open(group, 0, files[0].parent, incarnation=2, checkpoint=None)
-    with capture_logs() as logs:
-        remove_left_tables(job_of(tmp_path, 1))
-    store.close()
-    assert files[0].exists() or files[1].exists()
-    assert ["in use by another process" in entry["because"] for entry in logs if entry["log_level"] == "warning"] == [
-        True
-    ]

@@ -10,49 +10,28 @@ from rowcast.job.stores import ServerUrl, parse_server_url
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.errors import ConfigError
-from tests.stores.every_store import GROUP, SEED, all_keys, finish, make_job, present, random_records, read
+from tests.stores.every_store import GROUP, SEED, all_keys, finish, make_job, random_records, read
 from tests.support.facts import facts
 
 
 def test_tables_are_in_memory_unless_the_job_says_otherwise(tmp_path: Path) -> None:
-    store = open_row_store(
-        make_job(job={"run_dir": str(tmp_path), "seed": SEED}), GROUP, incarnation=1, checkpoint="any"
-    )
+    store = open_row_store(make_job(job={"run_dir": str(tmp_path), "seed": SEED}), GROUP)
     assert isinstance(store, MemoryStore)
-    assert not store.restored
-    store.close("any")
+    store.close()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("path", [None, "elsewhere"])
-def test_mapped_tables_lie_in_the_run_directory_or_where_the_job_says(tmp_path: Path, path: str | None) -> None:
-    folder = tmp_path / (path or "run/tables")
-    section = {"kind": "mapped"} | ({} if path is None else {"path": str(folder)})
-    job = make_job(job={"run_dir": str(tmp_path / "run"), "seed": SEED}, store=section)
-    rows = random_records(5)
-    store = open_row_store(job, GROUP, incarnation=1, checkpoint=None)
-    assert [file.name for file in folder.iterdir()] == [f"{GROUP.name}.rows"]
-    assert not store.restored
-    finish(store.write(all_keys()[:5], rows))
-    store.close("c")
-    again = open_row_store(job, GROUP, incarnation=2, checkpoint="c")
-    assert again.restored
-    assert read(again, all_keys()[:5]).tobytes() == rows.tobytes()
-    assert len(present(again)) == 5
-    again.close()
 
 
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ({"path": "somewhere"}, 'path belongs to kind = "mapped" or "tiered", not \'memory\''),
+        ({"path": "somewhere"}, "path belongs to kind = \"tiered\", not 'memory'"),
         ({"memory": "1GiB"}, 'memory belongs to kind = "tiered" or "redis", not \'memory\''),
-        ({"kind": "mapped", "disk": "1GiB"}, "disk belongs to kind = \"tiered\", not 'mapped'"),
+        ({"disk": "1GiB"}, "disk belongs to kind = \"tiered\", not 'memory'"),
         ({"kind": "tiered"}, facts("memory is missing", 'memory = "8GiB"')),
         ({"kind": "tiered", "memory": "lots"}, "'lots' is not a size"),
         ({"kind": "tiered", "memory": "1GiB", "disk": "0"}, "'0' must be more than 0"),
-        ({"kind": "mapped", "path": ""}, "path is empty; name a folder"),
-        ({"kind": "disk"}, facts('store.kind = "disk"', '"mapped"', '"memory"', '"redis"', '"tiered"')),
+        ({"kind": "tiered", "memory": "1GiB", "path": ""}, "path is empty; name a folder"),
+        ({"kind": "disk"}, facts('store.kind = "disk"', '"memory"', '"redis"', '"tiered"')),
     ],
 )
 def test_a_store_that_cannot_be_is_refused_with_a_sentence(section: dict[str, str], sentence: str) -> None:
@@ -113,7 +92,7 @@ def test_a_user_may_stand_in_the_url() -> None:
 def test_a_package_that_is_missing_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=facts(f"package {package}", "rowcast[redis]")):
-        open_row_store(make_job(store=REDIS), GROUP, incarnation=1, checkpoint=None)
+        open_row_store(make_job(store=REDIS), GROUP)
 
 
 def test_a_memory_tier_is_refused_with_a_policy_that_does_not_look_ahead() -> None:
@@ -124,11 +103,10 @@ def test_a_memory_tier_is_refused_with_a_policy_that_does_not_look_ahead() -> No
 def test_nothing_of_a_tiered_store_is_left_on_the_disk(tmp_path: Path) -> None:
     section = {"kind": "tiered", "memory": "1GiB", "path": str(tmp_path / "tables")}
     job = make_job(job={"run_dir": str(tmp_path / "run"), "seed": SEED}, store=section)
-    store = open_row_store(job, GROUP, incarnation=1, checkpoint="c")
+    store = open_row_store(job, GROUP)
     rows = random_records(5)
     finish(store.write(all_keys()[:5], rows))
     assert read(store, all_keys()[:5]).tobytes() == rows.tobytes()
-    assert not store.restored
     assert list((tmp_path / "tables").iterdir()) == []
-    store.close("c")
+    store.close()
     assert list(tmp_path.rglob("*")) == [tmp_path / "tables"]

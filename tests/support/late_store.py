@@ -43,7 +43,7 @@ class LateStore(RowStore):
     def __init__(self, store: RowStore, seed: int) -> None:
         self.delayed = store
         self._chance = random.Random(seed)
-        self.numbers, self.works_ahead, self.restored = store.numbers, store.works_ahead, store.restored
+        self.numbers, self.works_ahead = store.numbers, store.works_ahead
 
     def read(self, keys: Keys, out: Records) -> LateRead:
         return LateRead(self._chance, lambda: self.delayed.read(keys, out))
@@ -63,5 +63,5 @@ class LateStore(RowStore):
     def counts(self) -> StoreCounts | None:
         return self.delayed.counts()
 
-    def close(self, checkpoint: str | None = None) -> None:
-        self.delayed.close(checkpoint)
+    def close(self) -> None:
+        self.delayed.close()

@@ -13,5 +13,5 @@ class StoreAround(RowStore):
     def write(self, keys: Keys, rows: Records) -> Ticket:
         return self._store.write(keys, rows)
 
-    def close(self, checkpoint: str | None = None) -> None:
-        self._store.close(checkpoint)
+    def close(self) -> None:
+        self._store.close()

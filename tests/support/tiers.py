@@ -46,7 +46,7 @@ class Restless(RowStore):
     def __init__(self, store: TieredStore, keys: Keys, seed: int) -> None:
         """`keys`: of all rows."""
         self.store = store
-        self.numbers, self.restored = store.numbers, store.restored
+        self.numbers = store.numbers
         self._keys = keys
         self._chance = random.Random(seed)
         self._step = 0
@@ -60,8 +60,8 @@ class Restless(RowStore):
         self._stir(keys)
         return self.store.write(keys, rows)
 
-    def close(self, checkpoint: str | None = None) -> None:
-        self.store.close(checkpoint)
+    def close(self) -> None:
+        self.store.close()
 
     def _stir(self, asked: Keys) -> None:
         with self._staging:

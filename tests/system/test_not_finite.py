@@ -132,7 +132,7 @@ JOB: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("store", ["memory", "tiered", "mapped"])
+@pytest.mark.parametrize("store", ["memory", "tiered"])
 def test_both_processes_end_with_the_rows_name_and_the_next_start_trains_on(store: str, session: Session) -> None:
     kind = {"kind": store, "memory": "4800 rows"} if store == "tiered" else {"kind": store}
     session.write_job(**JOB, store=kind)

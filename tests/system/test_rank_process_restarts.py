@@ -21,7 +21,7 @@ SMALL = {
     "optimizer": {"dense": {"kind": "adam", "lr": 0.01}},
 }
 STEPS = (5, 8, 12)
-STORES = ({"kind": "memory"}, {"kind": "tiered", "memory": "128 rows"}, {"kind": "mapped"})
+STORES = ({"kind": "memory"}, {"kind": "tiered", "memory": "128 rows"}, {"kind": "memory"})
 
 
 def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Session) -> None:

@@ -43,7 +43,6 @@ NUM_STEPS = 12
 RESERVE = 2000  # rows that may wait to leave a memory tier
 STORES: dict[str, dict[str, Any]] = {
     "memory": {},
-    "mapped": {"kind": "mapped"},
     "tiered": {"kind": "tiered", "memory": "1GiB"},
 }
 
@@ -91,9 +90,8 @@ class Restarts:
                 run.advance(advances)
                 return run
             run.run()
-            for own, pair in zip(tables, run.pairs, strict=True):
-                assert pair.writer is not None
-                own.close(at=pair.writer.newest)
+            for own in tables:
+                own.close()
             return run
 
     def _tables(self, shard: OwnShard) -> Tables:
@@ -101,7 +99,7 @@ class Restarts:
         if content:
             content = {**content, "path": str(self.folder / f"tables-{shard.number}")}
         job = msgspec.structs.replace(self.job, store=decode(Store, content))
-        return Tables(job, group_specs(job), Checkpoints(self.run_dir, Disk()), self.lives, shard)
+        return Tables(job, group_specs(job), Checkpoints(self.run_dir, Disk()), shard)
 
 
 def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor]], folder: Path) -> None:
@@ -170,19 +168,6 @@ def test_an_evaluation_goes_on_with_another_number_of_ranks(
         evaluations.append(run.pairs[0].results.evaluations)
     assert len(evaluations[0]) == 1
     assert evaluations[0] == evaluations[1]
-
-
-def test_tables_that_another_number_of_ranks_left_are_not_taken_for_its_own(tmp_path: Path) -> None:
-    """Shard 0 of 2 has other rows than shard 0 of 4 at the same checkpoint."""
-    own = restarts(tmp_path, "adagrad", 4, store="mapped")
-    own.live(4, 5)
-    newest = own.newest()
-    assert newest is not None
-    for ranks, has_rows in ((4, True), (2, False), (4, False)):
-        tables = own._tables(OwnShard(number=0, count=ranks))
-        tables.restore(newest)
-        assert [store.restored for store in tables.stores] == [has_rows] * len(tables.stores)
-        tables.close(at=newest)
 
 
 def test_a_replica_that_drifts_is_named_at_the_next_checkpoint(tmp_path: Path) -> None:

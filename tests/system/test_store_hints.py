@@ -43,8 +43,8 @@ class Told(RowStore):
         self._written += len(keys)
         return self._store.write(keys, rows)
 
-    def close(self, checkpoint: str | None = None) -> None:
-        self._store.close(checkpoint)
+    def close(self) -> None:
+        self._store.close()
 
 
 @pytest.mark.parametrize("seed", range(8))

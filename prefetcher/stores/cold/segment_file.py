@@ -17,6 +17,7 @@ A thread takes them in this order; readers take only the last one. The unnamed f
 it ends. Nothing is synced: no later process reads the file.
 """
 
+import errno
 import os
 import tempfile
 import threading
@@ -47,13 +48,14 @@ from rowcast.prefetcher.stores.cold.page_loops import (
 from rowcast.prefetcher.stores.cold.segments import SPARE, Piece, Segments
 from rowcast.prefetcher.stores.row_loops import Words
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.prefetcher.stores.table_file import NO_SPACE, reserve
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 
 SEGMENT_BYTES = 2**26  # at most
 SEGMENTS = 64  # at least
 BUFFER_BYTES = 2**20
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 CHANCES, OWNER_SECONDS = 100, 0.05
 RESTART = "then start again: the run continues from its newest checkpoint"
 
@@ -406,3 +408,13 @@ def write_all(descriptor: int, pages: U64, offset: int) -> None:
     while len(rest):
         written = os.pwrite(descriptor, rest, offset)
         rest, offset = rest[written:], offset + written
+
+
+def reserve(descriptor: int, start: int, nbytes: int) -> None:
+    """Reserves `nbytes` on the disk for a file, from `start` on. Raises OSError."""
+    try:
+        os.posix_fallocate(descriptor, start, nbytes)
+    except OSError as error:
+        if error.errno not in NO_FALLOCATE:
+            raise
+        os.ftruncate(descriptor, start + nbytes)
