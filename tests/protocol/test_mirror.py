@@ -85,19 +85,6 @@ def test_a_piece_in_a_place_that_is_not_its_own_is_refused_before_a_byte_is_writ
     assert (buffer == before).all()
 
 
-def test_a_piece_over_one_that_was_not_read_yet_is_refused_before_a_byte_is_written() -> None:
-    buffer, writer, reader = make_mirror()
-    refs = [put(writer, writer.max_payload) for _ in range(2)]
-    for ref, parts in refs:
-        reader.deposit(ref, parts)
-    before = buffer.copy()
-    writer.release(refs[0][0].end)  # as if the reader had said so
-    over, parts = put(writer, writer.max_payload, value=9)
-    with pytest.raises(RemoteProtocolError, match=f"overlaps the one at {refs[0][0].position}"):
-        reader.deposit(over, parts)
-    assert (buffer == before).all()
-
-
 def test_a_piece_is_viewed_after_it_came_and_done_after_it_was_viewed() -> None:
     _, writer, reader = make_mirror()
     first, second = put(writer, 10), put(writer, 10)

@@ -77,14 +77,6 @@ def test_ten_thousand_frames_arrive_in_order_when_the_prefetcher_starts_first(
         assert link.last_received_s <= time.monotonic()
 
 
-def test_a_trainer_that_starts_first_waits_for_its_prefetcher(run_dir: Path, sockets: Path, start: Start) -> None:
-    trainer = start("trainer", "echo")
-    assert said(trainer) == "started"
-    bell = Bell()
-    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
-        assert receive(link, bell) == GREETING
-
-
 def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, sockets: Path, start: Start) -> None:
     killed = start("prefetcher", "stay")
     assert said(killed) == "started"

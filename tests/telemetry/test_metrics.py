@@ -13,7 +13,6 @@ from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Health, Process, State, build_info, families
 from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from tests.support import three_steps
-from tests.support.metric_table import metric_table
 
 ALLOWED_LABELS = {
     "group",
@@ -273,11 +272,3 @@ def test_registering_a_collector_reads_no_counter() -> None:
     )
     with pytest.raises(ValueError, match="read"):
         generate_latest(registry)
-
-
-def test_the_table_for_the_readme_has_one_row_a_metric() -> None:
-    lines = metric_table().splitlines()
-    assert len(lines) == 2 + len(METRICS)
-    assert "| `rowcast_hits_total` | counter | `group` | both |" in metric_table()
-    assert "| `rowcast_loss` | gauge |  | trainer |" in metric_table()
-    assert {line.count("|") for line in lines} == {6}

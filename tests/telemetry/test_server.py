@@ -61,12 +61,6 @@ def test_metrics_are_served_as_prometheus_reads_them(server: TelemetryServer) ->
     assert info.labels["job_name"] == "retail"
 
 
-def test_a_single_metric_can_be_asked_for(server: TelemetryServer) -> None:
-    status, text = ask(server, "/metrics?name[]=rowcast_depth_steps")
-    assert status == 200
-    assert [family.name for family in text_string_to_metric_families(text)] == ["rowcast_depth_steps"]
-
-
 def test_health_follows_the_stages_and_readiness_the_state(server: TelemetryServer, health: Health) -> None:
     assert ask(server, "/healthz") == (200, "ok\n")
     assert ask(server, "/readyz") == (503, "starting\n")
