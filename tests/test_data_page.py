@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job, parse_job
-from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.trainer.report.report_json import read_report
 from tests.support.data_files import all_samples
@@ -33,15 +32,6 @@ python() { "$PYTHON" "$@"; }
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-
-
-def table_rows(first_cell: str) -> list[list[str]]:
-    """Tables' rows that begin so, cell by cell."""
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in PAGE.splitlines()
-        if line.startswith(f"| {first_cell}")
-    ]
 
 
 @pytest.fixture
@@ -151,22 +141,3 @@ def test_the_rule_of_the_page_gives_the_rows_of_a_run(tmp_path: Path) -> None:
     users = [0 if word is None else row(word.encode(), 10_000) for word in words]
     items = [0 if number is None else row(number.to_bytes(8, "little", signed=True), 77) for number in numbers]
     assert found == [((user,), (item,)) for user, item in zip(users, items, strict=True)]
-
-
-def test_shares_of_values_that_share_a_row_match_the_formula_and_the_hash() -> None:
-    num_values = 100_000
-    values = pa.array([f"value {i}" for i in range(num_values)])
-    ratios, expected, counted = (
-        table_rows(first)[0][1:] for first in ("rows for each value", "values that share a row", "counted")
-    )
-    for ratio, share, own in zip(map(int, ratios), expected, counted, strict=True):
-        num_rows = ratio * num_values + 1
-        assert f"{100 * (1 - (1 - 1 / (num_rows - 1)) ** (num_values - 1)):.1f} %" == share
-        rows = hashed_rows(values, num_rows)
-        assert f"{100 * (np.bincount(rows)[rows] > 1).mean():.1f} %" == own
-
-
-def test_the_price_of_a_shuffle_is_told_as_the_page_says(folder: Path) -> None:
-    done = run("prefetcher new --data clicks.csv > job.toml\n" + blocks("sh")[2], folder)
-    assert done.returncode == 0, done.stderr
-    assert all(order in done.stdout for order in ("none", "window:16384", "window:65536"))

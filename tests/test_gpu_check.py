@@ -1,12 +1,10 @@
 """`make gpu-check`: what a part does to itself stays its own affair, and its figures are computed rightly."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,14 @@ import torch
 from benchmarks.gpu_check import __main__ as check
 from benchmarks.gpu_check import packages, part, tools
 from benchmarks.gpu_check.differences import loss_difference, state_difference
-from benchmarks.gpu_check.findings import Findings, NotHere, nothing
+from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.host_tables import HostTables
 from benchmarks.gpu_check.in_process import Comparison, Way, place_of
 from benchmarks.gpu_check.jobs import Size, batches_of, make_job, with_touched_rows
-from benchmarks.gpu_check.live import pace
 from benchmarks.gpu_check.steady import calls_that_wait
 from benchmarks.gpu_check.summary import summary
 from benchmarks.gpu_check.supervise import END_S, GRACE_S, run_part
-from benchmarks.gpu_check.trace import merged, share_under, told, trace_of
+from benchmarks.gpu_check.trace import share_under, told, trace_of
 from benchmarks.training.resident import ResidentRun
 from rowcast.runtime.errors import RowcastError
 from tests.support.facts import facts
@@ -64,25 +61,10 @@ def test_a_part_with_a_failed_item_has_failed(tmp_path: Path) -> None:
     assert found["status"] == "failed"
 
 
-def test_a_part_of_which_nothing_is_possible_here_says_why(tmp_path: Path) -> None:
-    found = run(tmp_path, "findings._content['items'].clear(); findings.not_here('all', 'a reason'); findings.end()")
-    assert (found["status"], found["not_here"]) == ("not here", {"all": "a reason"})
-
-
-def test_a_part_that_a_signal_ends_keeps_what_it_found_and_names_what_it_was_at(tmp_path: Path) -> None:
-    found = run(tmp_path, "findings.item('second', lambda: os.kill(os.getpid(), signal.SIGSEGV))")
-    assert (found["status"], found["signal"]) == ("crashed", "SIGSEGV")
-    assert (list(found["items"]), found["running"]) == (["first"], ["second"])
-
-
 def test_a_part_that_ends_by_an_error_has_crashed_and_tells_its_last_lines(tmp_path: Path) -> None:
     found = run(tmp_path, "raise RuntimeError('no kernel image')")
     assert (found["status"], found["exit_code"]) == ("crashed", 1)
     assert found["last_lines"][-1] == "RuntimeError: no kernel image"
-
-
-def test_a_part_that_ends_too_early_has_crashed(tmp_path: Path) -> None:
-    assert run(tmp_path, "")["status"] == "crashed"
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +104,6 @@ def test_an_error_of_an_item_fails_that_item_alone(tmp_path: Path) -> None:
     first, second = findings.items.values()
     assert (first["passed"], first["error"], second["passed"]) == (False, "ValueError: no such row", True)
     assert json.loads((tmp_path / "found.json").read_text())["items"] == findings.items
-
-
-def test_an_item_that_cannot_be_looked_at_is_left_out_with_its_reason(tmp_path: Path) -> None:
-    def refuse() -> dict[str, Any]:
-        raise NotHere("no profiler here")
-
-    findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
-    findings.item("first", refuse)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found == {**nothing(), "not_here": {"first": "no profiler here"}}
 
 
 def test_the_error_of_an_item_that_took_the_device_along_ends_the_part(tmp_path: Path) -> None:
@@ -203,18 +175,6 @@ def test_a_crash_fails_the_check_and_what_is_left_out_does_not(
     assert "kernels: crashed, SIGSEGV; it was at: adam" in capsys.readouterr().err
 
 
-def test_few_parts_share_the_whole_budget_among_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-
-    def run_one(command: list[str], findings: Path, limit_s: float) -> dict[str, Any]:
-        limits.append(limit_s)
-        return {"status": "passed", "items": {}, "left_out": {}}
-
-    monkeypatch.setattr(check, "run_part", run_one)
-    check.run_parts(["environment"], "cpu", 60.0, tmp_path / "check.json")
-    assert limits[0] == pytest.approx(50.0, abs=1.0), "the budget, less what ending a part that hangs takes"
-
-
 def test_a_missing_package_is_named_before_anything_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,37 +212,6 @@ def test_a_later_command_adds_to_the_file_and_repeats_only_what_did_not_pass(
     assert (found["passed"], list(found["parts"])) == (True, [*names, "rates"])
     with pytest.raises(ValueError, match=facts("check.json", "cpu", "cuda")):
         check.run_parts(names, "cuda", 400.0, tmp_path / "check.json")
-
-
-def test_time_that_a_part_does_not_need_is_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-
-    def run_one(command: list[str], findings: Path, limit_s: float) -> dict[str, Any]:
-        limits.append(limit_s)
-        return {"status": "passed", "items": {}, "left_out": {}}
-
-    monkeypatch.setattr(check, "run_part", run_one)
-    monkeypatch.setattr(check, "LIMITS_S", {"a": 100.0, "b": 300.0})
-    check.run_parts(["a", "b"], "cpu", 410.0, tmp_path / "check.json")
-    assert limits == [pytest.approx(100.0, abs=1.0), pytest.approx(400.0, abs=1.0)]
-
-
-def test_packages_are_taken_from_a_folder_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried.py", "")
-        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
-        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("carried-1.0.dist-info/RECORD", "")
-    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "safety"])
-    monkeypatch.setenv("PYTHONPATH", "before")
-    check.start_with(tmp_path, tmp_path / "site")
-    assert (tmp_path / "site" / "carried.py").exists()
-    assert os.environ["PYTHONPATH"] == f"{tmp_path / 'site'}:before"
-    assert started == [[sys.executable, "-m", "benchmarks.gpu_check", "safety"]]
-    check.start_with(tmp_path, tmp_path / "site")  # in the command that was started
-    assert len(started) == 1
 
 
 # what differs
@@ -325,53 +254,7 @@ def test_a_run_that_leaves_out_a_wait_is_found() -> None:
 # tools
 
 
-def test_a_tool_that_is_not_installed_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
-    tools.check_memory(findings, CPU, tmp_path)
-    tools.count_bytes(findings, CPU, tmp_path)
-    assert json.loads((tmp_path / "found.json").read_text())["not_here"].keys() == {"memcheck", "ncu"}
-
-
-@pytest.mark.parametrize(("errors", "passed"), [("0 errors", True), ("3 errors", False)])
-def test_memcheck_passes_if_it_counts_no_error_and_the_kernels_pass(
-    errors: str, passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for the tool says what it is told, and writes what the part would find."""
-    program = tmp_path / "compute-sanitizer"
-    found = json.dumps({**nothing(), "items": {"sgd": {"passed": True}}})
-    program.write_text(
-        f"#!/bin/sh\nfor a in \"$@\"; do case $a in --out=*) echo '{found}' > ${{a#--out=}};; esac; done\n"
-        f"echo '========= ERROR SUMMARY: {errors}'\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    findings = Findings(tmp_path / "found.json", time.monotonic() + 60)
-    tools.check_memory(findings, CPU, tmp_path)
-    assert (findings.items["memcheck"]["passed"], findings.items["memcheck"]["items"]) == (passed, {"sgd": True})
-
-
-def test_counts_of_ncu_are_read_from_its_table() -> None:
-    said = [
-        "==PROF== Connected to process 1",
-        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
-        '"0","lookup_kernel","dram__bytes.sum","Gbyte","0.98"',
-        '"0","lookup_kernel","gpu__time_duration.sum","us","310.2"',
-        '"0","lookup_kernel","other","","1"',
-        '"1","join_kernel","gpu__time_duration.sum","us","8.1"',
-    ]
-    assert tools.counted(said) == [
-        {"kernel": "lookup_kernel", "bytes": "0.98 Gbyte", "ns": "310.2 us"},
-        {"kernel": "join_kernel", "ns": "8.1 us"},
-    ]
-    assert tools.counted(["==ERROR== No kernels were profiled."]) == []
-
-
 # the trace
-
-
-def test_merged_spans_have_no_overlaps_and_are_in_order() -> None:
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
 @pytest.mark.parametrize(
@@ -417,11 +300,6 @@ def test_a_trace_tells_copies_compute_and_waits_apart() -> None:
     assert found["host_waits"] == {"cudaStreamSynchronize": 1}
 
 
-def test_a_trace_without_a_device_says_nothing_of_copies() -> None:
-    found = told(trace_of([{"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 1}]), steps=1)
-    assert found["share_under_compute"] == {"moving": None, "to_device": None, "from_device": None}
-
-
 def test_calls_that_wait_are_counted_by_line_and_other_warnings_are_not() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -432,13 +310,6 @@ def test_calls_that_wait_are_counted_by_line_and_other_warnings_are_not() -> Non
 
 
 # speed
-
-
-def test_the_pace_is_that_between_the_second_epoch_and_the_end() -> None:
-    readings = [(1.0, 50.0), (2.0, 110.0), (4.0, 310.0), (5.0, 400.0), (99.0, 400.0)]
-    assert pace(readings, 100, 400) == pytest.approx(100.0)
-    assert pace(readings, 100, 300) is None
-    assert pace([], 100, 300) is None
 
 
 def test_ratios_are_to_every_row_on_the_device_in_the_same_precision() -> None:

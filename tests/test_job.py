@@ -472,7 +472,7 @@ def test_there_are_keys_to_go_through() -> None:
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_value_of_a_wrong_type_is_refused_with_what_the_key_takes(name: str) -> None:
+def test_a_value_of_a_wrong_type_is_refused_with_what_the_key_takes_and_an_example_that_it_takes(name: str) -> None:
     key = KEYS[name]
     wrong = wrong_values(key)
     assert len(wrong) >= 5
@@ -485,17 +485,9 @@ def test_a_value_of_a_wrong_type_is_refused_with_what_the_key_takes(name: str) -
         for word in ("`", "Expected", "msgspec", "array", "object", "\n"):
             assert word not in sentence
         assert all(json.dumps(choice) in sentence for choice in key.literals), sentence
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_the_example_that_a_sentence_gives_is_one_that_the_key_takes(name: str) -> None:
-    key = KEYS[name]
-    for value in wrong_values(key):
-        with pytest.raises(ConfigError) as raised:
-            parse_job(with_value(key.path, value, key.kind), "job.toml")
-        example = re.search(rf"such as {key.path[-1]} = (.*)$", str(raised.value))
+        example = re.search(rf"such as {key.path[-1]} = (.*)$", sentence)
         if example is not None:
-            assert is_of_type(tomllib.loads(f"value = {example[1]}")["value"], key.type), str(raised.value)
+            assert is_of_type(tomllib.loads(f"value = {example[1]}")["value"], key.type), sentence
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -48,15 +48,6 @@ def test_a_copy_that_stops_anywhere_is_never_half_a_version(tmp_path: Path) -> N
         assert Model(tmp_path / "other", check="all").version == Model(served).version
 
 
-def test_versions_of_an_earlier_rowcast_are_copied(tmp_path: Path) -> None:
-    source, copy = Path(__file__).parent / "chain_without_checksums", tmp_path / "copy"
-    copy.mkdir()
-    stand_in = "import shutil, sys; shutil.copytree(*sys.argv[1:], dirs_exist_ok=True)"
-    assert copied(source, copy, sys.executable, "-c", stand_in) == 0
-    with pytest.warns(UserWarning, match="without checksums"):
-        assert Model(copy, check="all").version.number == 2
-
-
 @needs_redis
 def test_a_server_gets_what_changed(tmp_path: Path) -> None:
     run, served = ServedRun(serving_job(tmp_path / "run")), tmp_path / "served"

@@ -80,9 +80,9 @@ def test_a_finished_run_has_a_page_with_what_its_report_says(finished: FinishedR
 
 
 def dots(html: str, title: str) -> list[str]:
-    """The points of a chart that has them."""
-    chart = html.partition(f'aria-label="{title}. ')[2].partition("</svg>")[0].partition("legend")[0]
-    return re.findall(r"<use [^>]*", chart)
+    """The points of a chart that has them; its legend shows one more."""
+    chart = html.partition(f'aria-label="{title}. ')[2].partition("</svg>")[0]
+    return re.findall(r"<use [^>]*", chart)[1:]
 
 
 def test_a_stopped_run_has_one_too_and_the_next_says_what_it_did_not_see(session: Session) -> None:
