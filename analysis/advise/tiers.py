@@ -55,15 +55,6 @@ class TierAdvice:
     recommended: Budget | None  # the smallest that waits for less than MOST_WAITING; None: none of them
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TierMoved:
-    """Estimated counts of all rows, not only of followed ones, by step and group."""
-
-    entered: F64  # [P, G]
-    from_cold: F64  # [P, G]
-    from_cold_error: F64  # [G]
-
-
 class TierTrials:
     """Tries sizes of store.memory at one capacity of the device."""
 
@@ -116,8 +107,8 @@ class TierTrials:
     def _budget(self, memory: str | int, rate: Rate) -> Budget:
         observed, slots = self._observed, self._tier_slots(memory)
         assert slots is not None, f"a memory of {memory} was tried although it does not work"
-        moved = self._moved(with_memory(self._job, memory), slots)
-        entered, from_cold = (counted(observed, values) for values in (moved.entered, moved.from_cold))
+        every_entered, every_from_cold, error = self._moved(with_memory(self._job, memory), slots)
+        entered, from_cold = counted(observed, every_entered), counted(observed, every_from_cold)
         total = float(from_cold.sum())
         share, waits = None, None
         row_s = seconds_a_row(rate, observed.groups)
@@ -129,7 +120,7 @@ class TierTrials:
             rows_entered_per_step=float(entered.sum()) / observed.num_counted,
             rows_from_cold_per_step=total / observed.num_counted,
             rows_from_cold=round(total) if observed.is_whole_run else None,
-            margin=ERRORS * float(np.sqrt((moved.from_cold_error**2).sum())) / total if total else 0.0,
+            margin=ERRORS * float(np.sqrt((error**2).sum())) / total if total else 0.0,
             disk_share=share,
             waits=waits,
         )
@@ -141,7 +132,9 @@ class TierTrials:
         waits_s = np.maximum(0.0, stretch_s - self._step_s)
         return float(stretch_s.mean()) / self._step_s, float(waits_s.mean() / (waits_s.mean() + self._step_s))
 
-    def _moved(self, job: Job, tier_slots: Slots) -> TierMoved:
+    def _moved(self, job: Job, tier_slots: Slots) -> tuple[F64, F64, F64]:
+        """Returns estimates for all rows: those that enter memory [P, G], of these from the cold tier [P, G], and their
+        standard error [G]."""
         observed, shares = self._observed, np.array(self._observed.shares)
         slots, tier = (followed_slots(observed, own) for own in (self._slots, tier_slots))
         tier = tuple(map(max, slots, tier))  # by chance, or where the device holds as many rows
@@ -150,9 +143,7 @@ class TierTrials:
         tick = self._progress.begin(f"{job.store.kind}, memory {job.store.memory}", len(observed))
         moves, (_, error) = count_moves(observed, planner, tick)
         assert moves.tier is not None, "two levels were planned"
-        return TierMoved(
-            entered=moves.tier.entered / shares, from_cold=moves.tier.from_cold / shares, from_cold_error=error
-        )
+        return moves.tier.entered / shares, moves.tier.from_cold / shares, error
 
     def _thinned(self, job: Job) -> Job:
         """Returns the job with a smaller budget for ids: the lower level counts only followed rows."""
