@@ -70,8 +70,7 @@ class Arrivals:
         return step
 
 
-@pytest.mark.parametrize("held_before", [0, 1, 5, 13])
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize(("depth", "held_before"), [(2, 0), (1, 1), (4, 5), (2, 13)])
 def test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive(
     depth: int, held_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +114,7 @@ def test_being_held_on_the_way_changes_no_bit(depth: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done(depth: int, seed: int) -> None:
     job, batches = workload(depth)
     run = make_run(job, batches, "more", seed)
@@ -152,7 +151,7 @@ class BarrierWatch(MemoryCheckpointer):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_both_rings_are_empty_when_a_barrier_begins(depth: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = BarrierWatch()
     monkeypatch.setattr(driver, "MemoryCheckpointer", lambda: watch)
@@ -192,7 +191,7 @@ class ReadKeys(MemoryStore):
         return super().read(keys, out)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,18 +161,6 @@ def test_columns_say_what_the_model_gives(model: str, probability: bool, labels:
         np.testing.assert_array_equal(column.to_numpy(), expected)
 
 
-def test_a_file_that_cannot_be_scored_leaves_nothing(session: Session) -> None:
-    write_clicks(session.folder / "clicks.csv", 1, ["label"])
-    write_job(session, "csv", ["label"])
-    session.start("train").ended().quiet()
-    data, out = session.folder / "new.csv", session.folder / "scores.csv"
-    data.write_text("user,price\nu1,0.5\n")
-    sentence = scored(session, data, out).sentences[-1]
-    assert "the prefetcher" in sentence
-    assert f"feature item is not in {data}" in sentence
-    assert not [*session.folder.glob("scores*")]
-
-
 def with_names(path: Path, seed: int, names: str, labels: list[str]) -> None:
     """Clicks whose dense columns have these names, all with the values of one."""
     write_clicks(path, seed, labels)
@@ -222,6 +210,11 @@ def test_a_damaged_newest_checkpoint_is_refused_at_every_door_and_the_next_whole
     write_clicks(session.folder / "clicks.csv", 1, ["label"])
     write_job(session, "csv", ["label"], checkpoint={"every": 8, "keep": 2})
     session.start("train").ended().quiet()
+    checkpoints = Checkpoints(session.run_dir, Disk())
+    chosen = checkpoints.choose(None)
+    assert checkpoints.choose(f"{chosen.name}@{chosen.checksum}") == chosen
+    with pytest.raises(DataError, match=facts(chosen.name, "replaced")):
+        checkpoints.choose(f"{chosen.name}@{'0' * 16}")
     older, newest = sorted((session.run_dir / "checkpoints").glob("step-*"))
     write_clicks(session.folder / "new.csv", 2, [])
     out = session.folder / "scores.csv"
@@ -244,17 +237,6 @@ def test_a_damaged_newest_checkpoint_is_refused_at_every_door_and_the_next_whole
     assert named.splitlines()[-1].endswith(", by the model after 8 train steps")
 
 
-def test_a_checkpoint_that_was_replaced_since_it_was_chosen_is_refused(session: Session) -> None:
-    write_clicks(session.folder / "clicks.csv", 1, ["label"])
-    write_job(session, "csv", ["label"])
-    session.start("train").ended().quiet()
-    checkpoints = Checkpoints(session.run_dir, Disk())
-    chosen = checkpoints.choose(None)
-    assert checkpoints.choose(f"{chosen.name}@{chosen.checksum}") == chosen
-    with pytest.raises(DataError, match=facts(chosen.name, "replaced")):
-        checkpoints.choose(f"{chosen.name}@{'0' * 16}")
-
-
 def test_files_beside_the_scores_stay_and_two_scorings_of_one_name_do_not_mix(session: Session) -> None:
     write_clicks(session.folder / "clicks.csv", 1, ["label"])
     write_job(session, "csv", ["label"])
@@ -265,7 +247,10 @@ def test_files_beside_the_scores_stay_and_two_scorings_of_one_name_do_not_mix(se
     for path in theirs:
         path.write_text("a user's")
     alone, both = session.folder / "alone.csv", session.folder / "both.csv"
-    assert scored(session, session.folder / "bad.csv", alone).code == 2
+    bad = scored(session, session.folder / "bad.csv", alone)
+    assert (bad.code, list(session.folder.glob("alone.csv"))) == (2, [])
+    assert "the prefetcher" in bad.sentences[-1]
+    assert f"feature item is not in {session.folder / 'bad.csv'}" in bad.sentences[-1]
     scored(session, session.folder / "new.csv", alone).quiet()
     shutil.copytree(session.run_dir, session.folder / "copy")
     runs = [

@@ -1,6 +1,8 @@
 """Training over slots has the bits of the plain loop: losses, tables, row state and dense weights."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,44 +49,52 @@ def test_a_fused_interaction_equals_the_plain_loop() -> None:
     assert_equal_to_plain_loop(make_job(tables, "adagrad", model), lengths=(0, 4))
 
 
+def two(dim: int) -> list[dict[str, Any]]:
+    return [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
+
+
+def rounded(dim: int) -> list[dict[str, Any]]:
+    tables = [*two(dim), table("c", 40, dim, ["c"])]
+    return [{**own, "dtype": dtype} for own, dtype in zip(tables, ("bf16", "fp16", "fp32"), strict=True)]
+
+
+# tables of a width, the look-ups of a bag, and what the job says beside them
+Case = tuple[Callable[[int], list[dict[str, Any]]], dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "one look-up a bag": (two, {}, {}),
+    "many look-ups a bag and empty bags": (two, {"lengths": (0, 4)}, {}),
+    "weighted look-ups": (two, {"lengths": (0, 4), "weighted": True}, {}),
+    "one weighted look-up a bag": (lambda dim: [table("a", 50, dim, ["a"])], {"weighted": True}, {}),
+    "tables pooled by mean beside others": (
+        lambda dim: [
+            table("a", 7, dim, ["a"], "mean"),
+            table("b", 400, dim, ["b"]),
+            table("c", 30, dim, ["c"], "mean"),
+        ],
+        {"lengths": (0, 5)},
+        {},
+    ),
+    "one table that serves two features": (
+        lambda dim: [table("a", 9, dim, ["a"]), table("shared", 60, dim, ["buyer", "seller"])],
+        {"lengths": (1, 3)},
+        {},
+    ),
+    "two groups of different widths": (
+        lambda dim: [table("a", 7, dim, ["a"]), table("wide", 90, 33, ["w", "v"]), table("b", 400, dim, ["b"], "mean")],
+        {"lengths": (0, 3)},
+        {"model": CONCATENATED},
+    ),
+    "rounded rows": (rounded, {"lengths": (0, 4)}, {"master": False}),
+    "rounded rows with a master": (rounded, {"lengths": (0, 4)}, {"master": True}),
+}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("dim", "threads"), [(5, 1), (16, 2)], indirect=["threads"])
-class TestEveryOptimizerEqualsThePlainLoop:
-    def test_with_one_look_up_a_bag(self, optimizer: str, dim: int) -> None:
-        tables = [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
-        assert_equal_to_plain_loop(make_job(tables, optimizer))
-
-    def test_with_many_look_ups_a_bag_and_empty_bags(self, optimizer: str, dim: int) -> None:
-        tables = [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
-        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(0, 4))
-
-    def test_with_weighted_look_ups(self, optimizer: str, dim: int) -> None:
-        tables = [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
-        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(0, 4), weighted=True)
-
-    def test_with_one_weighted_look_up_a_bag(self, optimizer: str, dim: int) -> None:
-        assert_equal_to_plain_loop(make_job([table("a", 50, dim, ["a"])], optimizer), weighted=True)
-
-    def test_with_tables_pooled_by_mean_beside_others(self, optimizer: str, dim: int) -> None:
-        tables = [table("a", 7, dim, ["a"], "mean"), table("b", 400, dim, ["b"]), table("c", 30, dim, ["c"], "mean")]
-        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(0, 5))
-
-    def test_with_one_table_that_serves_two_features(self, optimizer: str, dim: int) -> None:
-        tables = [table("a", 9, dim, ["a"]), table("shared", 60, dim, ["buyer", "seller"])]
-        assert_equal_to_plain_loop(make_job(tables, optimizer), lengths=(1, 3))
-
-    def test_with_two_groups_of_different_widths(self, optimizer: str, dim: int) -> None:
-        tables = [table("a", 7, dim, ["a"]), table("wide", 90, 33, ["w", "v"]), table("b", 400, dim, ["b"], "mean")]
-        assert_equal_to_plain_loop(make_job(tables, optimizer, CONCATENATED), lengths=(0, 3))
-
-    @pytest.mark.parametrize("master", [False, True])
-    def test_with_rounded_rows(self, optimizer: str, dim: int, master: bool) -> None:
-        tables = [
-            {**table("a", 7, dim, ["a"]), "dtype": "bf16"},
-            {**table("b", 400, dim, ["b"], "mean"), "dtype": "fp16"},
-            {**table("c", 40, dim, ["c"]), "dtype": "fp32"},
-        ]
-        assert_equal_to_plain_loop(make_job(tables, optimizer, master=master), lengths=(0, 4))
+@pytest.mark.parametrize("case", CASES)
+def test_every_optimizer_equals_the_plain_loop(case: str, optimizer: str, dim: int) -> None:
+    tables, look_ups, settings = CASES[case]
+    assert_equal_to_plain_loop(make_job(tables(dim), optimizer, **settings), **look_ups)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -172,23 +172,18 @@ def test_the_bits_of_a_model_do_not_depend_on_where_the_rows_of_a_sequence_lie()
         assert torch.equal(bits(model(dense, [Sequences(values=moved, offsets=offsets)] * 2)), bits(expected))
 
 
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # how many of the tables
+    "any lengths and empty ones": (3, {"lengths": (0, 5)}),
+    "one look-up each": (3, {}),
+    "weighted look-ups in a group without pooled features": (1, {"lengths": (0, 3), "weighted": True}),
+    "weighted look-ups beside pooled features": (2, {"lengths": (0, 3), "weighted": True}),
+    "no look-ups at all": (1, {"lengths": (0, 0)}),
+}
+
+
 @pytest.mark.parametrize("model", [MODEL, TBSM], ids=["small", "tbsm"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
-@pytest.mark.parametrize("threads", [1, 2], indirect=True)
-class TestSequencesEqualThePlainLoop:
-    def test_of_any_lengths_and_empty_ones(self, optimizer: str, model: dict[str, Any]) -> None:
-        assert_equal_to_plain_loop(make_job(TABLES, optimizer, model), lengths=(0, 5))
-
-    def test_of_one_look_up_each(self, optimizer: str, model: dict[str, Any]) -> None:
-        assert_equal_to_plain_loop(make_job(TABLES, optimizer, model))
-
-    def test_of_weighted_look_ups_in_a_group_without_pooled_features(
-        self, optimizer: str, model: dict[str, Any]
-    ) -> None:
-        assert_equal_to_plain_loop(make_job(TABLES[:1], optimizer, model), lengths=(0, 3), weighted=True)
-
-    def test_of_weighted_look_ups_beside_pooled_features(self, optimizer: str, model: dict[str, Any]) -> None:
-        assert_equal_to_plain_loop(make_job(TABLES[:2], optimizer, model), lengths=(0, 3), weighted=True)
-
-    def test_of_no_look_ups_at_all(self, optimizer: str, model: dict[str, Any]) -> None:
-        assert_equal_to_plain_loop(make_job(TABLES[:1], optimizer, model), lengths=(0, 0))
+@pytest.mark.parametrize("case", CASES)
+def test_sequences_equal_the_plain_loop(case: str, optimizer: str, model: dict[str, Any]) -> None:
+    number, look_ups = CASES[case]
+    assert_equal_to_plain_loop(make_job(TABLES[:number], optimizer, model), **look_ups)
