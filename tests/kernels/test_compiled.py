@@ -11,7 +11,6 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
 from rowcast.runtime.stages import ThreadPool, cuts
 from rowcast.trainer.device.streams import warm_up_sqrt
@@ -30,7 +29,7 @@ from tests.kernels.lookups import (
     rule_of,
     trained,
 )
-from tests.support.full_capacity import bits, make_job, random_schedule, random_start, train
+from tests.support.full_capacity import bits, make_job
 
 DIMS = (1, 5, 16, 33, 128)
 STEPS = 3
@@ -90,7 +89,7 @@ def test_steps_have_the_bits_of_torch(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", range(4, 131, 3))
+@pytest.mark.parametrize("dim", range(4, 131, 9))
 def test_every_width_has_the_bits_of_torch(kind: str, dim: int) -> None:
     group = random_group(dim, 30, 40, 0)
     assert_equal_steps(
@@ -187,16 +186,6 @@ TABLES = [
     {"name": "b", "num_embeddings": 400, "embedding_dim": 16, "features": ["b"], "pooling": "sum"},
 ]
 MODEL = {"kind": "tests.support.full_capacity:Concatenated"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_with_them_has_the_bits_of_the_plain_loop(kind: str) -> None:
-    job = make_job(TABLES, kind, MODEL)
-    start, batches = random_start(job), random_schedule(job, ("train", "train", "eval", "train"), lengths=(0, 3))
-    plain_losses, plain = run_plain_loop(job, start, batches)
-    losses, end = train(job, start, batches, CompiledOps(2))
-    assert losses == plain_losses
-    assert all(torch.equal(bits(end[name]), bits(tensor)) for name, tensor in plain.items())
 
 
 class Wrong(CompiledOps):
