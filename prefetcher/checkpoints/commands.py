@@ -3,14 +3,18 @@
 from pathlib import Path
 from typing import Annotated
 
+from rich.table import Table
 from typer import Option
 
 from rowcast.job.file import load_job
-from rowcast.prefetcher.checkpoints.check_files import verify_run
 from rowcast.prefetcher.checkpoints.export import export_run, export_start
+from rowcast.prefetcher.checkpoints.folder import Checkpoints, Examined
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
+from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.command_options import CheckpointName, Config, Overrides, RunFolder
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.telemetry.format_numbers import human_bytes, stdout_console
 from rowcast.runtime.telemetry.logs import get_logger
 
 
@@ -63,4 +67,36 @@ def import_(
 
 
 def verify(run_dir: RunFolder, checkpoint: CheckpointName = None) -> int:
-    return verify_run(run_dir, checkpoint)
+    """Prints a line per checkpoint, newest first, or for `checkpoint` only. Returns the exit code: 4 for damage."""
+    checkpoints = Checkpoints(run_dir, Disk())
+    names = checkpoints.back_from(checkpoint or "")
+    found = list(checkpoints.examined(names[:1] if checkpoint else names))
+    damages = [damage for _, _, damage in found if damage]
+    console = stdout_console()
+    console.print(table_of(found))
+    for damage in damages:
+        console.print(damage, soft_wrap=True, markup=False)
+    return DataError.exit_code if damages else 0
+
+
+def table_of(found: list[Examined]) -> Table:
+    table = Table("checkpoint", box=None, padding=(0, 2, 0, 0))
+    for heading in ("step", "train steps", "shards", "layers", "rows", "bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for name, manifest, damage in found:
+        table.add_row(name, *facts_of(manifest), "damaged" if damage else "whole")
+    return table
+
+
+def facts_of(manifest: Manifest | None) -> list[str]:
+    if manifest is None:
+        return ["?"] * 6
+    return [
+        "none" if manifest.step is None else f"{manifest.step:,}",
+        f"{manifest.train_steps:,}",
+        str(len(manifest.shards)),
+        str(max(len(shard.layers) for shard in manifest.shards)),
+        f"{manifest.num_rows:,}",
+        human_bytes(manifest.nbytes),
+    ]

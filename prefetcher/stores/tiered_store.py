@@ -48,12 +48,9 @@ from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.prefetcher.stores.tier_budget import MOST_SLOTS, disk_shares
 from rowcast.prefetcher.stores.tier_loops import (
     ABSENT_ROW,
-    CLEAN,
     COLD,
     FIRST_SLOT,
     FREE,
-    LOADING,
-    SPILLING,
     UNWRITTEN,
     WAITING,
     cold_places,
@@ -453,33 +450,6 @@ class TieredStore(RowStore):
             self.cold.close()
             self._whereabouts = np.empty(0, np.uint32)
             self._make_slots(0)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError with both numbers if slots and whereabouts disagree."""
-        used = np.flatnonzero(self._states != FREE)
-        free = self._free[: self._num_free]
-        assert len(used) + len(free) == self.num_slots, (
-            f"{len(used)} slots in use and {len(free)} free ones, but there are {self.num_slots}"
-        )
-        assert len(np.unique(free)) == len(free), f"{len(free)} free slots, but {len(np.unique(free))} different ones"
-        assert (self._states[free] == FREE).all(), "a free slot has a row"
-        moving = np.count_nonzero((self._states == LOADING) | (self._states == SPILLING))
-        assert moving == 0, f"{moving} rows are loading or spilling, but no thread is at work"
-        named = self._whereabouts[self._owners[used]]
-        wrong = np.flatnonzero(named != FIRST_SLOT - used)
-        assert not len(wrong), (
-            f"slot {used[wrong[0]]} has row {self._owners[used[wrong[0]]]}, which is said to be at {named[wrong[0]]}"
-        )
-        all_rows = self._whereabouts[: self.numbers.count].astype(np.int64)
-        in_slots = np.count_nonzero(all_rows > FIRST_SLOT - self.num_slots)
-        assert in_slots == len(used), f"{in_slots} rows are in memory, but {len(used)} slots are in use"
-        clean = used[self._states[used] == CLEAN]
-        cold = all_rows[(all_rows > 0) & (all_rows <= FIRST_SLOT - self.num_slots)] - 1
-        assert len(cold) == self._num_cold, f"{len(cold)} rows are cold, but {self._num_cold} were counted"
-        places = np.concatenate([cold, self._homes[clean].astype(np.int64)])
-        assert self.cold.shares_places or len(np.unique(places)) == len(places), (
-            f"{len(places)} rows are cold, but at {len(np.unique(places))} places"
-        )
 
     def _check_open(self, num_rows: int) -> None:
         assert not self._closed, f"the store of group {self._name} is closed, but {num_rows} rows were requested"

@@ -4,7 +4,9 @@ Cells (`cell_loops.py`) map a row to its number and back to its key, in at most 
 """
 
 import mmap
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -21,7 +23,6 @@ from rowcast.prefetcher.stores.cell_loops import (
     select,
 )
 from rowcast.prefetcher.stores.row_numbers import RowsInOrder
-from rowcast.prefetcher.stores.shared_lock import SharedLock
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
@@ -38,6 +39,38 @@ INDEX_LIMIT = (
     "for twice as many trained ones"
 )
 MAP_NORESERVE = 0x4000  # Linux; mmap has it from Python 3.13 on
+
+
+class SharedLock:
+    """Any number of threads hold it to read, or one thread to change what they read."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._num_reading, self._num_changing = 0, 0  # the latter with those that wait for the readers
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._free:
+            self._free.wait_for(lambda: not self._num_changing)
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._num_reading -= 1
+                self._free.notify_all()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Readers that come later wait, so that a stream of them cannot keep this thread waiting."""
+        with self._free:
+            self._num_changing += 1
+            try:
+                self._free.wait_for(lambda: not self._num_reading)
+                yield  # holds the condition, so that nobody else reads or changes
+            finally:
+                self._num_changing -= 1
+                self._free.notify_all()
 
 
 def reserved(num_words: int, *, huge_pages: bool = False) -> U64:

@@ -44,7 +44,7 @@ from tests.simulation.storage import Storage
 from tests.support.cold_dict import ColdDict
 from tests.support.driver import InProcessRun, Past, Settings, plain_store, table_state
 from tests.support.planner_integrity import check_planner
-from tests.support.tiers import tiered
+from tests.support.tiers import check_tier, tiered
 
 Say = Callable[[str], None]
 FIRST_INCARNATION = 100
@@ -222,7 +222,7 @@ class Life:
         check_planner(run.prefetcher.planner)
         for store in run.plain_stores:
             if isinstance(store, TieredStore):
-                store.check_integrity()
+                check_tier(store)
         finished = run.prefetcher.barrier.finished
         self.say(f"{'finished' if finished else 'stopped in order'} at advance {both.number}")
         self.newest = both.writer.newest

@@ -15,7 +15,7 @@ from rowcast.runtime.errors import DataError, RowcastError
 from tests.stores.every_store import GROUP, all_keys, finish, present, random_records, read
 from tests.support.cold_dict import ColdDict
 from tests.support.facts import facts
-from tests.support.tiers import NO_KEYS, tier_plan, tiered
+from tests.support.tiers import NO_KEYS, check_tier, tier_plan, tiered
 
 
 def opened(num_slots: int) -> tuple[TieredStore, ColdDict]:
@@ -26,7 +26,7 @@ def opened(num_slots: int) -> tuple[TieredStore, ColdDict]:
 def settle(store: TieredStore, home_through: int | None) -> None:
     while store.advance(home_through):
         pass
-    store.check_integrity()
+    check_tier(store)
 
 
 def with_rows(num_slots: int, num_rows: int) -> tuple[TieredStore, ColdDict, Keys]:
@@ -180,7 +180,7 @@ def test_a_row_that_gets_a_slot_while_it_is_written_past_memory_has_the_written_
 
     cold.on_write = stage
     finish(store.write(keys, rows))
-    store.check_integrity()
+    check_tier(store)
     assert read(store, keys).tobytes() == rows.tobytes()
     assert sorted(cold.places) == keys[3:].tolist()
 
@@ -192,7 +192,7 @@ def test_what_the_cold_tier_raises_ends_the_work_and_loses_no_row(error: Excepti
     cold.fails = error
     with pytest.raises(type(error), match=str(error)):
         store.advance(None)
-    store.check_integrity()
+    check_tier(store)
     assert store.num_in_memory == 0
     store.begin(5)
     store.stage(0, tier_plan(load=keys[:5]))
@@ -202,7 +202,7 @@ def test_what_the_cold_tier_raises_ends_the_work_and_loses_no_row(error: Excepti
     cold.fails = error
     with pytest.raises(type(error), match=str(error)):
         store.advance(1)
-    store.check_integrity()
+    check_tier(store)
     assert store.num_in_memory == 5
     assert read(store, keys[:5]).tobytes() == random_records(5, seed=1).tobytes()
 
@@ -215,7 +215,7 @@ def test_a_new_attempt_begins_with_an_empty_memory_of_any_size_and_all_rows(num_
     settle(store, None)
     finish(store.write(keys[:4], random_records(4, seed=1)))
     store.begin(num_slots)
-    store.check_integrity()
+    check_tier(store)
     assert (store.num_in_memory, store.num_slots) == (0, num_slots)
     assert sorted(cold.places) == keys.tolist()
     expected = np.concatenate([random_records(4, seed=1), random_records(20)[4:]])
@@ -232,7 +232,7 @@ def test_a_failed_check_names_both_numbers() -> None:
     settle(store, None)
     store._whereabouts[2] = 0
     with pytest.raises(AssertionError, match=facts("slot 2", "row 2", 0)):
-        store.check_integrity()
+        check_tier(store)
 
 
 row_sets = st.sets(st.integers(0, len(all_keys()) - 1), max_size=60)
@@ -255,7 +255,7 @@ def test_any_order_of_plans_work_reads_and_writes_agrees_with_a_dictionary(
     for number, (operation, chosen, others) in enumerate(history):
         if operation == "advance":
             store.advance(None if chosen == -1 else step - 13 + chosen)  # type: ignore[operator]
-            store.check_integrity()
+            check_tier(store)
             continue
         keys = everything[sorted(chosen)]  # type: ignore[arg-type]
         if operation == "stage":
@@ -267,7 +267,7 @@ def test_any_order_of_plans_work_reads_and_writes_agrees_with_a_dictionary(
             expected |= {int(key): row.tobytes() for key, row in zip(keys, rows, strict=True)}
         else:
             assert_reads(store, keys, expected)
-    store.check_integrity()
+    check_tier(store)
     assert present(store) == expected
 
 
@@ -344,6 +344,6 @@ def test_four_threads_at_once_never_see_other_bits() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    store.check_integrity()
+    check_tier(store)
     assert has_come_to_it()
     assert_reads(store, everything, expected | {int(k): r.tobytes() for k, r in zip(still, still_rows, strict=True)})

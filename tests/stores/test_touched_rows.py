@@ -24,9 +24,8 @@ from rowcast.prefetcher.stores.cell_loops import (
     position_of,
 )
 from rowcast.prefetcher.stores.row_loops import BITS, set_bits
-from rowcast.prefetcher.stores.shared_lock import SharedLock
 from rowcast.prefetcher.stores.store import ABSENT
-from rowcast.prefetcher.stores.touched_rows import TouchedRows, most_indexed
+from rowcast.prefetcher.stores.touched_rows import SharedLock, TouchedRows, most_indexed
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
 from tests.support import jobs

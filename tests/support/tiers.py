@@ -8,6 +8,7 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import ColdRows
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.tier_loops import CLEAN, FIRST_SLOT, FREE, LOADING, SPILLING
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.plan import GroupPlan
@@ -76,3 +77,31 @@ class Restless(RowStore):
     def _some(self, keys: Keys) -> Keys:
         chosen = self._chance.sample(range(len(keys)), self._chance.randrange(len(keys) + 1))
         return keys[sorted(chosen)]
+
+
+def check_tier(store: TieredStore) -> None:
+    """Raises AssertionError with both numbers if slots and whereabouts disagree."""
+    used = np.flatnonzero(store._states != FREE)
+    free = store._free[: store._num_free]
+    assert len(used) + len(free) == store.num_slots, (
+        f"{len(used)} slots in use and {len(free)} free ones, but there are {store.num_slots}"
+    )
+    assert len(np.unique(free)) == len(free), f"{len(free)} free slots, but {len(np.unique(free))} different ones"
+    assert (store._states[free] == FREE).all(), "a free slot has a row"
+    moving = np.count_nonzero((store._states == LOADING) | (store._states == SPILLING))
+    assert moving == 0, f"{moving} rows are loading or spilling, but no thread is at work"
+    named = store._whereabouts[store._owners[used]]
+    wrong = np.flatnonzero(named != FIRST_SLOT - used)
+    assert not len(wrong), (
+        f"slot {used[wrong[0]]} has row {store._owners[used[wrong[0]]]}, which is said to be at {named[wrong[0]]}"
+    )
+    all_rows = store._whereabouts[: store.numbers.count].astype(np.int64)
+    in_slots = np.count_nonzero(all_rows > FIRST_SLOT - store.num_slots)
+    assert in_slots == len(used), f"{in_slots} rows are in memory, but {len(used)} slots are in use"
+    clean = used[store._states[used] == CLEAN]
+    cold = all_rows[(all_rows > 0) & (all_rows <= FIRST_SLOT - store.num_slots)] - 1
+    assert len(cold) == store._num_cold, f"{len(cold)} rows are cold, but {store._num_cold} were counted"
+    places = np.concatenate([cold, store._homes[clean].astype(np.int64)])
+    assert store.cold.shares_places or len(np.unique(places)) == len(places), (
+        f"{len(places)} rows are cold, but at {len(np.unique(places))} places"
+    )

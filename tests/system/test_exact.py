@@ -18,6 +18,7 @@ from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, 
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
 from tests.support.driver import InProcessRun, Settings, start_state
 from tests.support.repeats import count
+from tests.support.tiers import check_tier
 
 pytestmark = pytest.mark.usefixtures("collected")
 CAPACITIES = ("one batch", "more", "everything")
@@ -99,7 +100,7 @@ def test_rows_that_come_and_go_between_memory_and_a_cold_tier_give_the_bits_of_t
         stores = [store for store in run.plain_stores if isinstance(store, TieredStore)]
         assert len(stores) == 2
         for store in stores:
-            store.check_integrity()
+            check_tier(store)
             assert store.counts().spilled > 0, "no row has left the memory"
             assert store.counts().loaded > 0, "no row has come back to it"
         assert_equal_bits(run, losses, end)

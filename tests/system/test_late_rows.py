@@ -15,7 +15,7 @@ from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.plan import StepPlan
 from tests.support import jobs
-from tests.support.tiers import tiered
+from tests.support.tiers import check_tier, tiered
 
 BATCH_SIZE, NUM_STEPS, DEVICE_ROWS = 64, 120, 800
 RECORD_BYTES = 16
@@ -53,7 +53,7 @@ def trained(memory_rows: int, *, with_reserve: bool) -> TieredStore:
             pass
         if len(plans) > depth + 1:
             fetch(store, plans[-depth - 2])
-    store.check_integrity()
+    check_tier(store)
     return store
 
 

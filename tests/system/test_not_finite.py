@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.checkpoints.check_files import verify_run
+from rowcast.prefetcher.checkpoints.commands import verify
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import merged
 from rowcast.prefetcher.checkpoints.restore import dense_content
@@ -139,7 +139,7 @@ def test_both_processes_end_with_the_rows_name_and_the_next_start_trains_on(stor
     sentences = [process.ended().refused(1) for process in session.start_both()]
     assert len(set(sentences)) == 1
     assert re.match(r"row \d+ of table t: weight\[0\] is nan since one of train steps 20 to 29: ", sentences[0])
-    assert verify_run(session.run_dir, None) == 0
+    assert verify(session.run_dir, None) == 0
     assert session.manifest().train_steps == 20
     for process in session.start_both():  # whose model has not called forward 30 times at its end
         assert process.ended().code == 0

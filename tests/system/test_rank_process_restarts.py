@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
-from rowcast.prefetcher.checkpoints.check_files import verify_run
+from rowcast.prefetcher.checkpoints.commands import verify
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from tests.support.driver import start_state
@@ -38,5 +38,5 @@ def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Se
     session.export(out).quiet()
     ours = load_file(out)
     assert [name for name, tensor in end.items() if not torch.equal(bits(ours[name]), bits(tensor))] == []
-    assert verify_run(session.run_dir, None) == 0
+    assert verify(session.run_dir, None) == 0
     assert session.remains() == []
