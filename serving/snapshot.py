@@ -39,7 +39,6 @@ from rowcast.serving.index_loops import (
 )
 from rowcast.serving.raw_ids import divided_by, rows_of
 from rowcast.serving.row_layout import row_layout
-from rowcast.serving.served_job import ServedJob, served_job
 from rowcast.serving.version_file import (
     CHECK_BYTES,
     DENSE_NAME,
@@ -47,12 +46,14 @@ from rowcast.serving.version_file import (
     CheckedFile,
     IdRule,
     Named,
+    ServedJob,
     TableFiles,
     VersionFile,
     blocks_of,
     check_file,
     check_size,
     read_version,
+    served_job,
     unreadable,
     version_name,
 )

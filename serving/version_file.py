@@ -14,12 +14,18 @@ they have numbers in a row.
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
 
+from rowcast.job.checks import check_tables
+from rowcast.job.embedding_tables import Table
+from rowcast.job.formats import Columns
+from rowcast.job.schema import JobSection
+from rowcast.job.tables import TableSpec, specs_of
 from rowcast.runtime.checkpoint_manifest import CHECKSUM, Position, check_position
 from rowcast.runtime.disk import Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError
@@ -224,3 +230,29 @@ def check_size(folder: Path, file: CheckedFile) -> None:
             f"{path}: {size} bytes, but version.json says {file.nbytes}; `prefetcher publish --check` writes a whole "
             "version"
         )
+
+
+# the job in `version.json`, of which a newer publisher may have more keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedJob:
+    seed: int
+    tables: tuple[TableSpec, ...]
+    weighted: frozenset[str]  # features that were trained with weights
+
+
+class ServedTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    pass
+
+
+def served_job(content: dict[str, Any]) -> ServedJob:
+    """Raises ValueError."""
+    try:
+        tables: list[Table] = [*msgspec.convert(content["tables"], tuple[ServedTable, ...])]
+        columns = Columns(weights=content["data"]["columns"]["weights"])
+        check_tables(tables, columns)
+        seed = JobSection(seed=content["job"]["seed"], run_dir="any").seed
+    except (LookupError, TypeError, msgspec.ValidationError) as error:
+        raise ValueError(f"not a job ({type(error).__name__}: {error})") from None
+    return ServedJob(seed=seed, tables=specs_of(tables, frozenset()), weighted=frozenset(columns.weights))

@@ -41,7 +41,7 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
     "prefetcher": ("planner readers stores", "pipeline", "checkpoints", "run", "__main__"),
     "serving": (
         "row_layout",
-        "index_loops order served_job",
+        "index_loops",
         "version_file",
         "raw_ids",
         "snapshot",
