@@ -53,7 +53,7 @@ def plain(job: Job, batches: list[ScheduledBatch]) -> tuple[list[float], dict[st
     return run_plain_loop(job, start_state(job, NUM_DENSE), batches)
 
 
-@pytest.mark.parametrize(("case", "optimizer"), zip(CASES, cycle(OPTIMIZERS), strict=False))
+@pytest.mark.parametrize(("case", "optimizer"), [*zip(CASES, cycle(OPTIMIZERS), strict=False)])
 def test_its_bits_are_the_plain_loops_with_the_same_settings(case: str, optimizer: str) -> None:
     job, without = job_of(optimizer, CASES[case]), job_of(optimizer, {})
     batches = small_batches(job, "multi")
