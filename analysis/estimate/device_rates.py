@@ -1,4 +1,4 @@
-"""Reads a device's measured rates, written by `trainer rates`, and computes a kernel's time from them.
+"""Reads the table of kernel rates that `trainer rates` measured, and fits its terms.
 
 Counts that kernels are timed by; every kernel names those it needs:
 
@@ -7,21 +7,22 @@ Counts that kernels are timed by; every kernel names those it needs:
     dim            weights of a row
     record_floats  4-byte words of a row's record: weights, optimizer state, padding
     bytes          bytes copied
-    batch          samples
+    batch          samples that pass the model at once
     parts          that the samples of a rank are cut into
-    inputs         width of a layer's input
-    outputs        width of a layer's output
-    rank           width between the two matrices of a cross layer
-    vectors        vectors of a sample that enter an interaction: one for each feature and the bottom MLP's output
-    width          floats of a sample in a concatenation
-    tensors        weight tensors of the model
-    parameters     their elements
+
+Overhead is in the same table, in seconds of a step beside its kernels, by type:
+
+    launch     in the phases of a step, around its kernels: calls, autograd
+    Python     between the phases, on the main thread: its loop, results, streams
+    lock       threads of messages and checks, which hold Python's lock so long
+    message    from one process to the other
+    wait       until a thread takes up what another one of its process has given it
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,75 +32,32 @@ from rowcast.runtime.arrays import F64
 from rowcast.runtime.disk import Sealed, read_sealed
 from rowcast.runtime.errors import ConfigError
 
-RATES_VERSION = 2
+RATES_VERSION = 3
 NAME = "rates file"
+OVERHEADS = ("launch", "Python", "lock", "message", "wait")
+OF_MAIN = OVERHEADS[:3]  # what keeps the thread that computes from the next kernel
+FOLDS = 4  # each shape is judged by terms that were fitted to the shapes of the other folds
 
 
-class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Relative errors |estimated / measured - 1| at shapes that the estimate was not made from."""
-
-    geometric_mean: float
-    mean: float
-    worst: float
+class Sample(NamedTuple):
+    counts: dict[str, float]
+    seconds: float
 
 
 class KernelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The time of a kernel: a sum of terms, or a table between whose points the logarithm is interpolated."""
-
-    # seconds for each unit of a product of counts: "lookups*dim"; "1" is a call. Not below 0. Empty: see `table`
-    terms: dict[str, float] = {}
-    # seconds, in the order of the axes, the last one fastest; between the values of each axis in `axes`
-    table: list[float] = []
-    axes: dict[str, list[float]] = {}  # ascending
-    measured: dict[str, tuple[float, float]]  # the least and the largest value of each count
-    errors: Errors | None = None  # None: too few shapes to hold any out
-    samples: int  # shapes that were measured, those held out included
+    # seconds for each unit of a product of counts: "lookups*dim"; "1" is a call. Not below 0
+    terms: dict[str, float]
+    measured: dict[str, tuple[float, float]] = {}  # the least and the largest value of each count
+    # the mean of |estimated / measured - 1| at shapes that were held out; None: too few to hold any out
+    error: float | None = None
+    samples: int = 1  # shapes that were measured
 
     def seconds(self, counts: Mapping[str, float]) -> float:
-        """At shapes outside what was measured the terms are extended, and the table in proportion to its count."""
-        if not self.table:
-            return sum(rate * product(term, counts) for term, rate in self.terms.items())
-        points = np.log(np.array(self.table)).reshape([len(values) for values in self.axes.values()])
-        scale = 1.0
-        for name, values in self.axes.items():
-            count = min(max(counts[name], values[0]), values[-1])
-            scale *= max(1.0, counts[name] / values[-1])
-            points = between(points, values, count)
-        return float(np.exp(points)) * scale
+        return sum(rate * product(term, counts) for term, rate in self.terms.items())
 
     def covers(self, counts: Mapping[str, float]) -> bool:
         """Returns whether every count is within the measured range."""
         return all(least <= counts[name] <= most for name, (least, most) in self.measured.items())
-
-
-class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of the trainer's main thread beside all kernels, measured in small runs of the trainer itself."""
-
-    per_step: float
-    per_lookup: float = 0.0  # checks of a plan's arrays
-
-
-class ModelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One job's own model, measured as a whole: embeddings in, gradients of the embeddings and trained weights out."""
-
-    fingerprint: str  # `model_fingerprint` of the job
-    batch: list[int]  # ascending
-    forward: list[float]  # seconds, the loss included
-    backward: list[float]
-    update: list[float]
-    tensors: int  # weights of the dense side
-    parameters: int  # their elements
-
-    def seconds(self, batch: float) -> tuple[float, float, float]:
-        """Forward, backward and update, interpolated between batch sizes; beyond the largest in proportion to it."""
-        beyond = max(1.0, batch / self.batch[-1])
-        forward, backward, update = (
-            float(np.interp(batch, self.batch, values)) for values in (self.forward, self.backward, self.update)
-        )
-        return forward * beyond, backward * beyond, update
-
-    def covers(self, batch: float) -> bool:
-        return self.batch[0] <= batch <= self.batch[-1]
 
 
 class DeviceRates(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,20 +69,18 @@ class DeviceRates(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True)
     clock: Literal["cpu", "wall", "device"]
     torch: str
     threads: int  # that torch and the compiled kernels may use
-    probe: float  # seconds of one fixed matrix product, to detect that the machine's speed has changed
+    model: str  # `model_fingerprint` of the job that was measured
+    parameters: int  # elements of its dense weights
     kernels: dict[str, KernelRates]
-    host: HostRates
-    model: ModelRates | None = None
 
-    def seconds(self, kernel: str, **counts: float) -> tuple[float, bool]:
-        """Returns the time of one call, and whether the counts are within the measured range. Raises ConfigError."""
-        rates = self.kernels.get(kernel)
-        if rates is None:
+    def seconds(self, kernel: str, **counts: float) -> float:
+        """Returns the time of one call. Raises ConfigError."""
+        if kernel not in self.kernels:
             raise ConfigError(
-                f"the rates file has no kernel {kernel}, only {', '.join(self.kernels)}; measure the device again with "
-                "this version of `trainer rates`"
+                f"the rates file has no kernel {kernel}, only {', '.join(self.kernels)}; measure this job: "
+                "`trainer rates --config` with its job file"
             )
-        return rates.seconds(counts), rates.covers(counts)
+        return self.kernels[kernel].seconds(counts)
 
 
 def product(term: str, counts: Mapping[str, float]) -> float:
@@ -132,15 +88,41 @@ def product(term: str, counts: Mapping[str, float]) -> float:
     return 1.0 if term == "1" else math.prod(counts[name] for name in term.split("*"))
 
 
-def between(points: F64, values: list[float], count: float) -> F64:
-    """Interpolates the first axis of `points`, linear in the logarithm of its values."""
-    after = min(max(1, int(np.searchsorted(values, count))), len(values) - 1) if len(values) > 1 else 0
-    if after == 0:
-        first: F64 = points[0]
-        return first
-    low, high = math.log(values[after - 1]), math.log(values[after])
-    share = (math.log(count) - low) / (high - low)
-    found: F64 = points[after - 1] * (1 - share) + points[after] * share
+def fitted(samples: Sequence[Sample], terms: Sequence[str]) -> KernelRates:
+    """Least squares of relative errors."""
+    shuffled = [samples[index] for index in np.random.default_rng(0).permutation(len(samples))]
+    away = []
+    for fold in range(FOLDS if len(shuffled) >= FOLDS else 0):
+        others = [sample for index, sample in enumerate(shuffled) if index % FOLDS != fold]
+        own = KernelRates(terms=rates_of(others, terms))
+        away += [abs(own.seconds(sample.counts) / sample.seconds - 1) for sample in shuffled[fold::FOLDS]]
+    columns = {name: [sample.counts[name] for sample in samples] for name in samples[0].counts}
+    return KernelRates(
+        terms=rates_of(samples, terms),
+        measured={name: (min(values), max(values)) for name, values in columns.items()},
+        error=float(np.mean(away)) if away else None,
+        samples=len(samples),
+    )
+
+
+def rates_of(samples: Sequence[Sample], terms: Sequence[str]) -> dict[str, float]:
+    seconds = np.array([sample.seconds for sample in samples])
+    products = np.array([[product(term, sample.counts) for term in terms] for sample in samples])
+    rates = not_below_zero(products / seconds[:, None], np.ones(len(samples)))
+    return {term: float(rate) for term, rate in zip(terms, rates, strict=True) if rate}
+
+
+def not_below_zero(factors: F64, results: F64) -> F64:
+    """Least squares of factors [n, k] @ found [k] = results [n]. A term that would need a result below 0 is left out,
+    the one with the largest such share first."""
+    found, left = np.zeros(factors.shape[1]), list(range(factors.shape[1]))
+    while left:
+        scale = np.maximum(np.abs(factors[:, left]).max(axis=0), 1e-300)
+        solved = np.linalg.lstsq(factors[:, left] / scale, results, rcond=None)[0]
+        if (solved >= 0).all():
+            found[left] = solved / scale
+            break
+        left.pop(int(np.argmin(solved)))
     return found
 
 

@@ -2,7 +2,7 @@
 
     decode, plan                          processor time of this job's own batches, while its plans are made
     fetch, write back                     rows of the step, at the rate of the store of training
-    copy in, fill, step, copy out         the step's kernels, from the rates file
+    copy in, fill, step, copy out         the step's kernels and its overhead of each type, from the rates file
     exchange                              rows, gradients and sums between ranks, from the rates file
 
 Every duration is for an exclusive core; the walk divides the cores.
@@ -16,15 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowcast.analysis.advise.cost import COUNTED, probe_rows
-from rowcast.analysis.estimate.device_rates import DeviceRates
+from rowcast.analysis.estimate.device_rates import OF_MAIN, DeviceRates
 from rowcast.analysis.estimate.pipeline import Handover, Planned
-from rowcast.analysis.estimate.step_kernels import TASKS, Task, step_calls, step_seconds
+from rowcast.analysis.estimate.step_kernels import TASKS, step_calls
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.runtime.arrays import F64
 
 MESSAGES: tuple[Handover, ...] = ("rows sent", "rows back", "ring room", "step done")
-MESSAGE_S = 2e-4  # from one process to the other: measured in runs on idle cores
 LEAST_MARGIN = 0.1  # fraction of a step's time: predictions were off by 8 % on average
 UNKNOWN = 0.2  # error of a kernel that was measured at too few shapes to know it
 HANDLING_S = 5e-5  # a batch from its decoder, a piece into the ring
@@ -42,27 +41,30 @@ class HostRow:
 class EstimatedDurations:
     """Implements `pipeline.Durations`."""
 
-    def __init__(
-        self, job: Job, plan: Sequence[Planned], num_dense: int, device: DeviceRates, row: HostRow | None = None
-    ) -> None:
+    def __init__(self, job: Job, plan: Sequence[Planned], device: DeviceRates, row: HostRow | None = None) -> None:
         """`row`: measured if it is not given. Raises ConfigError if the rates do not hold for the job."""
         groups = group_specs(job)
         self._row = measured_rows(job, groups) if row is None else row
         self._counted = [step.counted for step in plan if step.counted is not None]
-        self._tasks: list[Mapping[Task, float]] = []
+        self._tasks: list[Mapping[str, float]] = []
+        self._message_s, self._wake_s = device.seconds("message"), device.seconds("wait")
         outside: set[str] = set()
         of_kernels: dict[str, float] = defaultdict(float)
         whole_batch = max((own.counts.batch for own in self._counted), default=0)
         for own in self._counted:
-            found = step_seconds(device, job, groups, num_dense, own.counts)
-            if own.counts.batch == whole_batch:  # an epoch's last batch may be small
-                outside |= found.outside
-            for call in step_calls(device, job, groups, num_dense, own.counts):
-                of_kernels[call.kernel] += call.calls * device.seconds(call.kernel, **call.counts)[0]
-            step_s = found.tasks["step"]
+            tasks: dict[str, float] = dict.fromkeys(TASKS, 0.0)
+            for task, kernel, counts, calls in step_calls(device, job, groups, own.counts):
+                seconds = calls * device.seconds(kernel, **counts)
+                tasks[task] += seconds
+                of_kernels[kernel] += seconds
+                # an epoch's last batch may be small
+                if own.counts.batch == whole_batch and not device.kernels[kernel].covers(counts):
+                    outside.add(kernel)
+            lookups = float(sum(group.lookups for group in own.counts.groups))
+            of_host = sum(device.seconds(name, lookups=lookups) for name in OF_MAIN)
             # a device computes while the host issues what follows
-            step_s = max(step_s, found.host) if device.clock == "device" else step_s + found.host
-            self._tasks.append({**found.tasks, "step": step_s})
+            step_s = max(tasks["step"], of_host) if device.clock == "device" else tasks["step"] + of_host
+            self._tasks.append({**tasks, "step": step_s})
         self.margin = max(LEAST_MARGIN, margin(device, of_kernels)) * (2 if outside else 1)
         self.outside = sorted(outside)  # kernels that were not measured at the job's shapes
 
@@ -80,8 +82,8 @@ class EstimatedDurations:
         if name == "barrier":
             return float(np.array(own.flushed) @ self._row.write) if own.flushed else 0.0
         if name in MESSAGES:
-            return MESSAGE_S
-        known = {"decode": own.decode_s, "plan": own.plan_s, "rows filled": 0.0, "rows home": 0.0}
+            return self._message_s
+        known = {"decode": own.decode_s, "plan": own.plan_s, "rows filled": self._wake_s, "rows home": self._wake_s}
         return known.get(name, HANDLING_S)
 
 
@@ -90,8 +92,8 @@ def margin(device: DeviceRates, of_kernels: Mapping[str, float]) -> float:
     independently of each other."""
     errors = []
     for name, seconds in of_kernels.items():
-        known = device.kernels[name].errors
-        errors.append(seconds * (UNKNOWN if known is None else known.mean))
+        known = device.kernels[name].error
+        errors.append(seconds * (UNKNOWN if known is None else known))
     return math.hypot(*errors) / max(1e-12, sum(of_kernels.values()))
 
 

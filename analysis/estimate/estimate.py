@@ -73,11 +73,11 @@ def estimate_job(
     max_steps: int | None = None,
 ) -> list[Estimate]:
     """One estimate for each device. Raises ConfigError and DataError."""
-    plan, wiring, num_dense = plan_job(job, max_steps)
+    plan, wiring = plan_job(job, max_steps)
     cores = cores_of_pair(job)
     found = []
     for device in devices:
-        durations = EstimatedDurations(job, plan, num_dense, device, row)
+        durations = EstimatedDurations(job, plan, device, row)
         walked = walk(plan, wiring, durations, {}, cores)
         later = range(len(plan) // START_SHARE, len(plan))
         compute_s = [
@@ -117,9 +117,9 @@ def compare(job: Job, rates: Path, run_dir: Path, *, max_steps: int | None = Non
     """What the rates estimate beside what the run recorded with --timeline: each task, then the whole step. Raises
     ConfigError and DataError."""
     recorded = recorded_run(read_pairs(run_dir)[0])
-    plan, wiring, num_dense = plan_job(job, max_steps)
+    plan, wiring = plan_job(job, max_steps)
     check_steps(plan, recorded, run_dir)
-    durations = EstimatedDurations(job, plan, num_dense, read_rates(rates))
+    durations = EstimatedDurations(job, plan, read_rates(rates))
     measured = steady(recorded.ended)
     steps = range(measured.first + 1, measured.last + 1)
 

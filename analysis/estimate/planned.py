@@ -28,8 +28,8 @@ from rowcast.protocol.plan import BarrierPlan, GroupShare, StepPlan
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 
-def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring, int]:
-    """The steps, the pipeline, and dense features of a sample. Raises ConfigError, DataError as a run would."""
+def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring]:
+    """The steps and the pipeline. Raises ConfigError, DataError as a run would."""
     warm_up()  # what is compiled at a first start would count as planning
     groups, rank = group_specs(job), rank_of(job.ranks, 0)
     reader = open_reader(job)
@@ -56,7 +56,7 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         num_ranks=job.ranks.count,
     )
     steps = planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds, job.ranks, belonging(job))
-    return list(steps), wiring, len(reader.dense_names)
+    return list(steps), wiring
 
 
 class Timed:

@@ -72,7 +72,7 @@ def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], *, max_steps:
     """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
     factors = [parse_change(change) for change in changes]
     recorded = recorded_run(read_pairs(run_dir)[0])
-    plan, wiring, _ = plan_job(job, max_steps)
+    plan, wiring = plan_job(job, max_steps)
     check_steps(plan, recorded, run_dir)
     measured = steady(recorded.ended).step_s
     again = walk(plan, wiring, recorded, recorded.begins)

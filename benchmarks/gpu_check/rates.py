@@ -9,8 +9,11 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu_check.findings import Findings
-from rowcast.analysis.estimate.rates import kernel, stopwatch
-from rowcast.analysis.estimate.rates.measure import measure, write_rates
+from benchmarks.gpu_check.jobs import make_job, sizes
+from rowcast.analysis.estimate import measure as measuring
+from rowcast.analysis.estimate import stopwatch
+from rowcast.analysis.estimate.device_rates import OVERHEADS
+from rowcast.analysis.estimate.measure import measure, write_rates
 
 FILE = "device-rates.json"
 
@@ -18,7 +21,7 @@ FILE = "device-rates.json"
 @contextmanager
 def in_a_hurry() -> Iterator[None]:
     """Enough to try this part, not to measure: one round, and caches stay warm."""
-    with patch.object(kernel, "ROUNDS", 1), patch.dict(stopwatch.SWEPT_BYTES, cpu=2**20):
+    with patch.object(measuring, "ROUNDS", 1), patch.dict(stopwatch.SWEPT_BYTES, cpu=2**20):
         yield
 
 
@@ -27,12 +30,10 @@ def check_rates(findings: Findings, device: torch.device, folder: Path) -> None:
 
     def measured() -> dict[str, Any]:
         with in_a_hurry() if device.type == "cpu" else nullcontext():
-            rates = measure(device, 1, None, 0)
+            rates = measure(device, 1, make_job(sizes(device)[1], device), 13)
         write_rates(rates, folder / FILE)
-        errors = {name: own.errors.mean for name, own in rates.kernels.items() if own.errors is not None}
-        return {
-            "host_ms": 1e3 * rates.host.per_step,
-            "mean_error": {name: round(error, 3) for name, error in errors.items()},
-        }
+        errors = {name: round(own.error, 3) for name, own in rates.kernels.items() if own.error is not None}
+        overheads = {name: 1e3 * rates.kernels[name].terms.get("1", 0.0) for name in OVERHEADS}
+        return {"overhead_ms": overheads, "mean_error": errors}
 
     findings.item("rates", measured, guess_s=45.0)

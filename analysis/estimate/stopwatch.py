@@ -66,9 +66,3 @@ class Stopwatch:
 
         stream.run(marked)
         return found[0]
-
-
-def probe_seconds(watch: Stopwatch) -> float:
-    """Of one fixed matrix product. The fastest of several: what the machine can do now."""
-    left, right = torch.ones(1024, 512, device=watch.device), torch.ones(512, 512, device=watch.device)
-    return min(watch.seconds(lambda: left @ right) for _ in range(3))

@@ -1,6 +1,6 @@
 """Times exchanges between ranks, with as many processes as a job has on a host.
 
-    python -m rowcast.analysis.estimate.rates.exchange NUMBER COUNT DEVICE FOLDER
+    python -m rowcast.analysis.estimate.exchange NUMBER COUNT DEVICE FOLDER
 
 Number 0 writes its samples to stdout: bytes that it sends to the others, and seconds. These are of the wall clock, as
 other processes and threads do the work.
@@ -21,8 +21,7 @@ import msgspec
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rowcast.analysis.estimate.device_rates import KernelRates
-from rowcast.analysis.estimate.rates.fit import Sample, tabulated
+from rowcast.analysis.estimate.device_rates import KernelRates, Sample, fitted
 from rowcast.analysis.estimate.step_kernels import EXCHANGE, NETWORK
 from rowcast.job.schema import Job
 from rowcast.protocol.parts import Rank
@@ -31,8 +30,7 @@ from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.device.streams import choose_device, make_streams, on_device
 from rowcast.trainer.run.rank_group import RankGroup
 
-SENT_BYTES = (10**3, 10**4, 10**5, 10**6, 10**7)
-HELD_OUT_BYTES = (3 * 10**4, 3 * 10**5, 3 * 10**6)
+SENT_BYTES = (10**3, 10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7)
 WARM, REPEATS = 3, 15
 TIMEOUT_S = 60.0
 GB = 1e9
@@ -44,7 +42,7 @@ def exchange_kernels(device: torch.device, job: Job, network_gbs: float | None) 
     if job.ranks.on_host > 1:
         found[EXCHANGE] = exchange_rates(device, job.ranks.on_host)
     if network_gbs is not None:
-        found[NETWORK] = KernelRates(terms={"bytes": 1 / (network_gbs * GB)}, measured={}, samples=0)
+        found[NETWORK] = KernelRates(terms={"bytes": 1 / (network_gbs * GB)})
     return found
 
 
@@ -59,7 +57,7 @@ def exchange_rates(device: torch.device, count: int) -> KernelRates:
             reason = errors.strip().splitlines()[-1:]
             raise ConfigError(f"an exchange between {count} processes cannot be measured here: {' '.join(reason)}")
         samples = [Sample({"bytes": nbytes}, seconds) for nbytes, seconds in json.loads(said)]
-        rates = tabulated({"bytes": SENT_BYTES}, samples[: len(SENT_BYTES)], samples[len(SENT_BYTES) :])
+        rates = fitted(samples, ("1", "bytes"))
         # the fewest take as long as none
         return msgspec.structs.replace(rates, measured={"bytes": (0.0, float(SENT_BYTES[-1]))})
 
@@ -68,7 +66,7 @@ def started(number: int, count: int, device: str, folder: str) -> "subprocess.Po
     command = [
         sys.executable,
         "-m",
-        "rowcast.analysis.estimate.rates.exchange",
+        "rowcast.analysis.estimate.exchange",
         str(number),
         str(count),
         device,
@@ -85,7 +83,7 @@ def take_part(number: int, count: int, device: torch.device, folder: Path) -> li
     group = RankGroup(store, Rank(number=number, count=count, parts=count), TIMEOUT_S)
     collectives, streams = group.connect(device, lambda: None), make_streams(device)
     found = []
-    for nbytes in (*SENT_BYTES, *HELD_OUT_BYTES):
+    for nbytes in SENT_BYTES:
         given = torch.zeros(count * (nbytes // 4 // (count - 1)), device=device)
         output = torch.empty_like(given)
         seconds = []
