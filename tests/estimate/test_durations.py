@@ -30,8 +30,7 @@ ROW = HostRow(read=np.array([1e-3]), first=np.array([2e-3]), write=np.array([4e-
 
 
 def test_rows_are_counted_as_the_planner_moves_them() -> None:
-    plan, _, num_dense = plan_job(job())
-    assert num_dense == 13
+    plan, _ = plan_job(job())
     counted = [own.counted for own in plan if own.counted is not None]
     assert len(counted) == len(plan)
     [group] = group_specs(job())
@@ -45,9 +44,9 @@ def test_rows_are_counted_as_the_planner_moves_them() -> None:
 
 def test_each_task_takes_what_its_counts_and_rates_say() -> None:
     own = job()
-    plan, _, num_dense = plan_job(own)
+    plan, _ = plan_job(own)
     rates = device(per_step=0.5, scatter={"rows": 1.0}, copy_out={"bytes": 2.0}, update_adagrad={"rows": 3.0})
-    found = EstimatedDurations(own, plan, num_dense, rates, ROW)
+    found = EstimatedDurations(own, plan, rates, ROW)
     [group] = group_specs(own)
     for step, planned in enumerate(plan):
         assert planned.counted is not None
@@ -69,8 +68,8 @@ def test_each_task_takes_what_its_counts_and_rates_say() -> None:
 )
 def test_the_slowest_task_gives_the_pace(per_step: float, row: HostRow, bottleneck: str) -> None:
     own = job(checkpoint={"every": 0})
-    plan, wiring, num_dense = plan_job(own)
-    durations = EstimatedDurations(own, plan, num_dense, device(per_step), row)
+    plan, wiring = plan_job(own)
+    durations = EstimatedDurations(own, plan, device(per_step), row)
     walked = walk(plan, wiring, durations, {})
     assert walked.bound_by[0][0] == bottleneck
     steady = range(len(plan) // 4, len(plan) - 5)
@@ -117,8 +116,8 @@ def test_the_advised_sections_are_estimated_with_what_a_step_takes_to_compute(
     settings = dict(own.settings)
     assert own.steps == 40 + 300 // 64 + 1
     assert settings["cache.policy"] == "lookahead"
-    plan, _, num_dense = plan_job(job(cache={"capacity": settings["cache.capacity"]}), 40)
-    durations = EstimatedDurations(job(), plan, num_dense, rates, ROW)
+    plan, _ = plan_job(job(cache={"capacity": settings["cache.capacity"]}), 40)
+    durations = EstimatedDurations(job(), plan, rates, ROW)
     assert own.compute_s == pytest.approx(sum(durations("step", step) for step in range(11, 40)) / 29)
     assert own.walked.step_s == pytest.approx(own.compute_s, rel=0.05)
 
@@ -129,7 +128,7 @@ def test_the_advised_sections_are_estimated_for_the_first_of_several_ranks(
     monkeypatch.setattr(advised, "measured_rows", lambda job, groups: FREE)
     rates, path = device(per_step=1.0), tmp_path / "rates.json"
     for kernel, seconds in (("exchange", 0.25), ("dense sums", 0.0)):
-        rates.kernels[kernel] = KernelRates(terms={"1": seconds}, measured={}, samples=1)
+        rates.kernels[kernel] = KernelRates(terms={"1": seconds})
     path.write_bytes(render(seal(rates)))
     own = advised.estimate_advised(job(ranks={"count": 2}), path, 1000.0, max_steps=40)
     assert own.walked.step_s == pytest.approx(1.0 + 4 * 0.25, rel=0.05)
@@ -142,8 +141,8 @@ def test_a_run_that_took_what_was_estimated_is_off_by_nothing(
     own = job(checkpoint={"every": 0})
     path = tmp_path / "rates.json"
     path.write_bytes(render(seal(device(per_step=1.0, scatter={"rows": 1e-3}))))
-    plan, wiring, num_dense = plan_job(own)
-    durations = EstimatedDurations(own, plan, num_dense, read_rates(path))
+    plan, wiring = plan_job(own)
+    durations = EstimatedDurations(own, plan, read_rates(path))
     pipeline = Pipeline(plan, wiring, durations, {})
     run(pipeline.threads)
     recorded = RecordedRun(

@@ -10,7 +10,6 @@ from rowcast.analysis.estimate.device_rates import DeviceRates, KernelRates
 from rowcast.analysis.estimate.durations import EstimatedDurations, HostRow
 from rowcast.analysis.estimate.estimate import estimate_job, print_estimates
 from rowcast.analysis.estimate.planned import plan_job
-from rowcast.analysis.estimate.step_kernels import counted_weights
 from rowcast.analysis.estimate.walk import walk
 from rowcast.analysis.scan.shares import GroupShares, Sharing, part_groupings
 from rowcast.job.schema import Job
@@ -21,7 +20,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.parts import parts_of
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
-from tests.support.made_up_device import FREE, device, job
+from tests.support.made_up_device import FREE, PARAMETERS, device, job
 
 ROW_BYTES = 4 * 4  # fp32, as wide as the tables of the made-up job
 
@@ -32,7 +31,7 @@ def exchanging(
     own = device(per_step)
     for name, terms in (("exchange", exchange), ("network", network), ("dense sums", {"1": 0.0})):
         if terms is not None:
-            own.kernels[name] = KernelRates(terms=terms, measured={}, samples=1)
+            own.kernels[name] = KernelRates(terms=terms)
     return own
 
 
@@ -47,7 +46,7 @@ def simulated(own: Job) -> Iterator[GroupShares]:
 
 def test_the_first_rank_exchanges_what_a_simulation_of_all_ranks_counts() -> None:
     own = job(ranks={"count": 4, "parts": 8, "per_host": 2})
-    plan, wiring, _ = plan_job(own)
+    plan, wiring = plan_job(own)
     assert wiring.num_ranks == 4
     for planned, shares in zip(plan, simulated(own), strict=True):
         assert planned.counted is not None
@@ -68,9 +67,9 @@ def test_the_first_rank_exchanges_what_a_simulation_of_all_ranks_counts() -> Non
 
 def test_an_exchange_takes_what_its_bytes_take_in_the_host_and_across() -> None:
     own = job(ranks={"count": 4, "per_host": 2})
-    plan, _, num_dense = plan_job(own)
-    found = EstimatedDurations(own, plan, num_dense, exchanging({"1": 1e6, "bytes": 1.0}, {"bytes": 1000.0}), FREE)
-    slice_bytes = 4 * counted_weights(own, num_dense).parameters / 4
+    plan, _ = plan_job(own)
+    found = EstimatedDurations(own, plan, exchanging({"1": 1e6, "bytes": 1.0}, {"bytes": 1000.0}), FREE)
+    slice_bytes = 4 * PARAMETERS / 4
     for step, planned in enumerate(plan):
         assert planned.counted is not None
         [group] = planned.counted.counts.groups
@@ -85,8 +84,8 @@ def test_an_exchange_takes_what_its_bytes_take_in_the_host_and_across() -> None:
 
 def test_the_slowest_exchange_gives_the_pace() -> None:
     own = job(ranks={"count": 2}, checkpoint={"every": 0})
-    plan, wiring, num_dense = plan_job(own)
-    walked = walk(plan, wiring, EstimatedDurations(own, plan, num_dense, exchanging({"1": 0.25}), FREE), {})
+    plan, wiring = plan_job(own)
+    walked = walk(plan, wiring, EstimatedDurations(own, plan, exchanging({"1": 0.25}), FREE), {})
     assert walked.bound_by[0][0] == "exchange"
     [found] = estimate_job(own, [exchanging({"1": 0.25})], FREE)
     assert found.ranks == 2
@@ -111,30 +110,30 @@ def test_pairs_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_parts_of_one_trainer_are_computed_one_after_the_other() -> None:
-    rates = device(loss_forward={"1": 100.0, "batch": 1.0})
+    rates = device(model_forward={"1": 100.0, "batch": 1.0})
 
     def first_s(**ranks: int) -> float:
         """Seconds of the first train step, in which only losses and sums take any."""
         own = job(ranks=ranks)
-        plan, wiring, num_dense = plan_job(own)
+        plan, wiring = plan_job(own)
         assert wiring.num_ranks == 1
-        return EstimatedDurations(own, plan, num_dense, rates, FREE)("step", 0)
+        return EstimatedDurations(own, plan, rates, FREE)("step", 0)
 
     assert first_s() == pytest.approx(100 + 64)
-    rates.kernels["dense sums"] = KernelRates(terms={"parts": 1000.0}, measured={}, samples=1)
+    rates.kernels["dense sums"] = KernelRates(terms={"parts": 1000.0})
     assert first_s(parts=4) == pytest.approx(4 * (100 + 16) + 4000)
 
 
 @pytest.mark.parametrize(
-    ("rates", "sentence"),
+    ("rates", "per_host", "sentence"),
     [
-        (device(), facts("sums over parts", "trainer rates --config")),
-        (exchanging(), facts("exchange between ranks", "trainer rates --config")),
-        (exchanging({"1": 0.0}), facts("network", "hosts", "trainer rates --network-gbs")),
+        (device(), 4, facts("dense sums", "trainer rates --config")),
+        (exchanging(), 4, facts("exchange", "trainer rates --config")),
+        (exchanging({"1": 0.0}), 2, facts("network", "hosts", "trainer rates --network-gbs")),
     ],
 )
-def test_rates_without_what_carries_the_exchange_are_refused(rates: DeviceRates, sentence: str) -> None:
-    own = job(ranks={"count": 4, "per_host": 2})
-    plan, _, num_dense = plan_job(own)
+def test_rates_without_what_carries_the_exchange_are_refused(rates: DeviceRates, per_host: int, sentence: str) -> None:
+    own = job(ranks={"count": 4, "per_host": per_host})
+    plan, _ = plan_job(own)
     with pytest.raises(ConfigError, match=sentence):
-        EstimatedDurations(own, plan, num_dense, rates, FREE)
+        EstimatedDurations(own, plan, rates, FREE)

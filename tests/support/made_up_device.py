@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.analysis.estimate.device_rates import RATES_VERSION, DeviceRates, HostRates, KernelRates
+from rowcast.analysis.estimate.device_rates import OVERHEADS, RATES_VERSION, DeviceRates, KernelRates, model_fingerprint
 from rowcast.analysis.estimate.durations import HostRow
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
@@ -12,10 +12,10 @@ from tests.support.jobs import laid_over
 
 FREE = HostRow(read=np.zeros(1), first=np.zeros(1), write=np.zeros(1))
 KERNELS = (
-    "copy in", "gather", "scatter", "copy out", "lookup", "update adagrad", "linear forward", "linear backward",
-    "first linear backward", "interaction forward", "interaction backward", "loss forward", "loss backward",
-    "dense sgd",
+    "copy in", "gather", "scatter", "copy out", "lookup", "update adagrad", "model forward", "model backward",
+    "model update",
 )  # fmt: skip
+PARAMETERS = 1000
 
 
 def job(**changes: Any) -> Job:
@@ -38,7 +38,8 @@ def job(**changes: Any) -> Job:
 
 
 def device(per_step: float = 0.0, **kernels: dict[str, float]) -> DeviceRates:
-    """Kernels that are not named take no time."""
+    """Kernels that are not named take no time. `per_step`: overhead of a step, in Python."""
+    overhead = {"Python": {"1": per_step}, "message": {"1": 2e-4}}
     return DeviceRates(
         version=RATES_VERSION,
         machine="made up",
@@ -46,10 +47,10 @@ def device(per_step: float = 0.0, **kernels: dict[str, float]) -> DeviceRates:
         clock="cpu",
         torch="2",
         threads=1,
-        probe=0.01,
+        model=model_fingerprint(job()),
+        parameters=PARAMETERS,
         kernels={
-            name: KernelRates(terms=kernels.get(name.replace(" ", "_"), {"1": 0.0}), measured={}, samples=1)
-            for name in KERNELS
+            name: KernelRates(terms=overhead.get(name) or kernels.get(name.replace(" ", "_"), {"1": 0.0}))
+            for name in (*KERNELS, *OVERHEADS)
         },
-        host=HostRates(per_step=per_step),
     )

@@ -156,7 +156,7 @@ def test_all_pairs_are_on_one_timeline_with_their_exchanges(run: SeenRun) -> Non
 
 
 def test_an_estimate_plans_the_pieces_that_the_first_rank_had_and_walks_its_recording(run: SeenRun) -> None:
-    planned, wiring, _ = plan_job(load_job(run.config), STEPS)
+    planned, wiring = plan_job(load_job(run.config), STEPS)
     first = read_pairs(run.folder)[0]
     copied = [span.step for span in first.trainer.named("copy in")]
     assert [len(own.pieces) for own in planned] == [copied.count(step) for step in range(len(planned))]
