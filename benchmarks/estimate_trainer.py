@@ -24,12 +24,12 @@ from rowcast.analysis.estimate.device_rates import (
     KernelRates,
     model_fingerprint,
 )
-from rowcast.analysis.estimate.measure import measured, model_shapes, row_shapes
-from rowcast.analysis.estimate.overheads import NUM_DENSE, overheads, small_job
 from rowcast.analysis.estimate.planned import count
-from rowcast.analysis.estimate.replay import Replay
+from rowcast.analysis.estimate.rates.measure import measured, model_shapes, row_shapes
+from rowcast.analysis.estimate.rates.overheads import NUM_DENSE, overheads, small_job
+from rowcast.analysis.estimate.rates.replay import Replay
+from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.analysis.estimate.step_kernels import step_calls
-from rowcast.analysis.estimate.stopwatch import Stopwatch
 from rowcast.job.file import parse_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job

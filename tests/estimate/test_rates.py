@@ -11,8 +11,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rowcast.analysis.estimate import measure as measuring
-from rowcast.analysis.estimate import overheads, stopwatch
 from rowcast.analysis.estimate.device_rates import (
     OVERHEADS,
     RATES_VERSION,
@@ -21,10 +19,12 @@ from rowcast.analysis.estimate.device_rates import (
     not_below_zero,
     read_rates,
 )
-from rowcast.analysis.estimate.exchange import exchange_kernels
-from rowcast.analysis.estimate.measure import ROUNDS, Shape, measure, measured, model_shapes, write_rates
+from rowcast.analysis.estimate.rates import measure as measuring
+from rowcast.analysis.estimate.rates import overheads, stopwatch
+from rowcast.analysis.estimate.rates.exchange import exchange_kernels
+from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, measure, measured, model_shapes, write_rates
+from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.analysis.estimate.step_kernels import GroupCounts, StepCounts, step_calls
-from rowcast.analysis.estimate.stopwatch import Stopwatch
 from rowcast.command_line.trainer import app
 from rowcast.job.file import parse_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS

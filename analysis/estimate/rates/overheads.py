@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from rowcast.analysis.estimate.device_rates import KernelRates
+from rowcast.analysis.estimate.rates.replay import RecordedPlan, Recording, Replay
 from rowcast.analysis.estimate.recorded import taken, usual
-from rowcast.analysis.estimate.replay import RecordedPlan, Recording, Replay
 from rowcast.analysis.estimate.step_kernels import GroupCounts, StepCounts, model_calls, moves, row_calls
 from rowcast.analysis.timeline.recording import began, ended, read_recording
 from rowcast.job.file import parse_job

@@ -1,6 +1,6 @@
 """Times exchanges between ranks, with as many processes as a job has on a host.
 
-    python -m rowcast.analysis.estimate.exchange NUMBER COUNT DEVICE FOLDER
+    python -m rowcast.analysis.estimate.rates.exchange NUMBER COUNT DEVICE FOLDER
 
 Number 0 writes its samples to stdout: bytes that it sends to the others, and seconds. These are of the wall clock, as
 other processes and threads do the work.
@@ -66,7 +66,7 @@ def started(number: int, count: int, device: str, folder: str) -> "subprocess.Po
     command = [
         sys.executable,
         "-m",
-        "rowcast.analysis.estimate.exchange",
+        "rowcast.analysis.estimate.rates.exchange",
         str(number),
         str(count),
         device,

@@ -1,0 +1,1 @@
+"""`trainer rates`: measures this device for `prefetcher estimate`."""
