@@ -79,7 +79,8 @@ def quality(now: Snapshot) -> tuple[float, float]:
     for batch in batches(now.job, "eval"):
         rows = [torch.tensor(own) + 0.0 for own in now.look_up(ids_in(now.job, batch)).values()]
         metrics.update(side.forward(torch.tensor(batch.dense), rows, {}, training=False), torch.tensor(batch.labels))
-    found = metrics.counts.result()
+    found = metrics.counts.result(0, now.job.data.columns.labels, ())
+    assert found is not None
     assert found.auc is not None
     assert found.logloss is not None
     return found.auc, found.logloss

@@ -19,7 +19,7 @@ from rowcast.prefetcher.stores import tiered_store
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models import Embedded
-from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.models.evaluate import Evaluation
 from tests.support.array_models import array_job
 from tests.support.batches import (
     BAGS,

@@ -53,13 +53,13 @@ from rowcast.trainer.device.host_memory import Bounced, RingEnds
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import PlainStreams, Streams, Wait
 from rowcast.trainer.kernels import part_of, torch_ops
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.exchanges import Collectives
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation
 from tests.support.cold_dict import ColdDict
 from tests.support.late_store import LateStore
 from tests.support.planner_integrity import check_planner

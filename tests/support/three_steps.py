@@ -23,10 +23,10 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.runtime.telemetry.metrics import Health, build_info, versions
 from rowcast.trainer.kernels.lookups import lookup_arrays
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report.report_json import RunFacts
 from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
 from rowcast.trainer.step.metrics import new_counters as new_trainer_counters
-from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
 SGD = SparseOptimizer(kind="sgd", lr=0.1)
 RECORD_BYTES = (64, 128)

@@ -20,6 +20,7 @@ from rowcast.trainer.models.model_state import unpack
 from rowcast.trainer.models.shared_runner import AgreedStop
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, start_state
+from tests.support.evaluated import result_of
 from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
@@ -155,7 +156,7 @@ def test_an_evaluation_that_the_end_of_the_data_interrupts_is_saved_whole_on_eve
         metrics = EvalMetrics(parts=4)
         metrics.restore(unpack(saved[0]))
         evaluation = run.pairs[0].results.evaluations[-1]
-        result = metrics.compute()
+        result = result_of(metrics)
         assert (result.auc, result.logloss, result.accuracy) == (
             evaluation.auc,
             evaluation.logloss,

@@ -28,6 +28,7 @@ from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.report.report_json import read_report
 from rowcast.trainer.report.score_file import ScoreFile
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, small_job
+from tests.support.evaluated import result_of
 from tests.support.facts import facts
 from tests.support.jobs import table
 from tests.support.processes import Ended, Process, Session
@@ -127,7 +128,7 @@ def test_scores_are_the_predictions_of_an_evaluation_row_by_row(
     known = csv.read_csv(labelled) if form == "csv" else pq.read_table(labelled)
     of_rows = np.stack([known[label].to_numpy() for label in labels], axis=1).astype(np.float32)
     metrics.update(found, torch.tensor(of_rows if len(labels) > 1 else of_rows[:, 0]))
-    result = metrics.compute()
+    result = result_of(metrics)
     assert (evaluated.auc, evaluated.accuracy) == (result.auc, result.accuracy)
     assert evaluated.logloss == pytest.approx(result.logloss, rel=1e-12)
 

@@ -11,11 +11,11 @@ from rowcast.job.file import load_job
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, TensorBoardWriter, check_board
 from rowcast.trainer.run.attempt import TrainerRun
-from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 Scalars = dict[str, list[tuple[int, float]]]  # name -> (train step, value)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rowcast.trainer.models.evaluate import TaskEvaluation
 from rowcast.trainer.report.report_json import make_report
 from rowcast.trainer.report.summary import hints, summary_rows
-from rowcast.trainer.step.results import TaskEvaluation
 from tests.support.three_steps import facts, run_of_three_steps
 
 GOOD: dict[str, Any] = {"auc": 0.8, "logloss": 0.5, "accuracy": 0.7, "normalized_entropy": 0.9, "first_loss": 0.7}

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.history import EVERY_S, MAX_MARKS, History, HistoryMark
 from rowcast.trainer.report.results import MAX_EVALUATIONS, EvaluationOnly, ResultFiles
 from rowcast.trainer.step.metrics import TrainerCounters, new_counters
-from rowcast.trainer.step.results import Evaluation
 from tests.support import three_steps
 
 

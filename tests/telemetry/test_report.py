@@ -8,6 +8,7 @@ from rich.console import Console
 
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.report_json import (
     ADDED,
     Report,
@@ -19,7 +20,6 @@ from rowcast.trainer.report.report_json import (
 )
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation
 from tests.support import three_steps
 from tests.support.sample_messages import tier_totals
 from tests.support.three_steps import facts

@@ -15,6 +15,7 @@ import pytest
 from rowcast.job.file import load_job, parse_job
 from rowcast.runtime.drawing import new_figure
 from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report import page
 from rowcast.trainer.report.charts import (
     MOST_POINTS,
@@ -30,7 +31,6 @@ from rowcast.trainer.report.history import MAX_MARKS, HistoryMark
 from rowcast.trainer.report.page import charts, job_sections, render, write_page
 from rowcast.trainer.report.report_json import make_report
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 from tests.support import three_steps
 from tests.support.three_steps import facts
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report.terminal import TerminalProgress
 from rowcast.trainer.step.metrics import TrainerCounters, new_counters
-from rowcast.trainer.step.results import Evaluation, TaskEvaluation
 from tests.support import three_steps
 
 RESULT = Evaluation(train_step=2, auc=0.71234567, logloss=0.5, accuracy=0.8)

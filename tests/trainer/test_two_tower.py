@@ -11,6 +11,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
+from tests.support.evaluated import result_of
 from tests.support.facts import facts
 from tests.support.full_capacity import NUM_DENSE, assert_equal_to_plain_loop, make_job, table
 
@@ -114,7 +115,7 @@ def test_an_evaluation_scores_each_samples_own_item() -> None:
     torch.testing.assert_close(logits, (outputs.users @ outputs.items.T).diagonal() / 0.2)
     assert side.score_name == "score", "a softmax over other users' items gives no logit"
     metrics.update(logits, LABELS, loss)
-    result = metrics.compute()
+    result = result_of(metrics)
     pairs = [(p > n) + 0.5 * (p == n) for p in logits[LABELS == 1] for n in logits[LABELS == 0]]
     assert result.auc == pytest.approx(float(sum(pairs)) / len(pairs))
     assert result.logloss == pytest.approx(float(loss))

@@ -35,8 +35,8 @@ from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.device.streams import on_device, warm_up_sqrt
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.step.cache import Step
-from rowcast.trainer.step.results import Evaluation
 
 _newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each run directory
 

@@ -3,14 +3,14 @@
 import numpy as np
 import torch
 
+from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.epoch_count import EpochCount
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.device.streams import Streams
-from rowcast.trainer.models.evaluate import EvalMetrics
+from rowcast.trainer.models.evaluate import EvalMetrics, Evaluation
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.results import ResultFiles
-from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 
 COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has ended in the script
 
@@ -18,11 +18,11 @@ COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has end
 class ScriptState:
     """Implements `barrier.ModelState`."""
 
-    def __init__(self, dense: StatefulObjects | None, device: torch.device, figures: EvaluationFigures) -> None:
+    def __init__(self, dense: StatefulObjects | None, device: torch.device, job: Job) -> None:
         self.evaluating = False  # logits or ranks were recorded since the last evaluation was closed
         self.epochs = EpochCount()
-        self._figures = figures
-        self._metrics = EvalMetrics(device, num_labels=len(figures.labels))
+        self._job = job
+        self._metrics = EvalMetrics(device, num_labels=len(job.data.columns.labels))
         self._dense = dense
         self.trained = () if dense is None else dense.parts
 
@@ -40,9 +40,9 @@ class ScriptState:
         """Returns the result of what was recorded, None without any, and begins the next evaluation. Waits for the
         device."""
         self.evaluating = False
-        result = self._metrics.compute()
-        self._metrics.close()
-        return self._figures.evaluation(result, train_steps)
+        result = self._metrics.counts.result(train_steps, self._job.data.columns.labels, self._job.eval.ranks)
+        self._metrics.clear()
+        return result
 
     def issue_state(self, streams: Streams) -> None:
         pass

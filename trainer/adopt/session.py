@@ -31,7 +31,6 @@ from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import require_integers
 from rowcast.trainer.step.cache import Step
-from rowcast.trainer.step.results import EvaluationFigures
 
 CHECKPOINT_POLL_S = 0.02
 TAKES = {
@@ -48,7 +47,7 @@ class ScriptSession:
     def __init__(self, parts: SessionParts) -> None:
         self.run = ScriptRun(parts)
         self._parts, self._job = parts, parts.job
-        self._script_state = ScriptState(parts.dense, parts.device, EvaluationFigures.of_job(parts.job))
+        self._script_state = ScriptState(parts.dense, parts.device, parts.job)
         self._current: CurrentStep | None = None
         self._next: Step | None = None  # received and not begun
         self._epoch: int | None = None  # the epoch of the newest step that was begun

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -37,30 +38,29 @@ HALF_RANGE = 4.0  # half of the bins are within +- this logit
 RANK_BINS = MAX_RANK + 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskResult:
-    """The result for one of several labels. None if outputs are not logits, if no label is known or if known ones are
-    not 0 or 1."""
+class TaskEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The result for one of several labels. Values are None if outputs are not logits, or if no label is known."""
 
-    num_labels: int  # known ones
+    label: str
+    num_labels: int  # samples with a known label
     auc: float | None  # also None if all known labels are equal
     logloss: float | None  # mean over the known labels
-    normalized_entropy: float | None  # None if the log loss is, or if all known labels are equal
+    normalized_entropy: float | None = None  # the log loss over that of the labels' base rate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalResult:
-    num_samples: int
-    # None if all labels are equal, or if accuracy is None; of several labels the mean of their AUCs, None if one is
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one pass over the evaluation batches."""
+
+    train_step: int  # train steps before it
+    # None if all labels are equal, or if accuracy is None; of several labels the mean of their AUCs, None if any is
     auc: float | None
-    # natural logarithm, mean over samples, or the mean of the model's own loss; None without samples
+    # the loss that is trained on, its mean over the samples; None if a script recorded only ranks
     logloss: float | None
-    # at probability 0.5, of known labels; None without any, or if outputs are not logits or labels are not 0 or 1
-    accuracy: float | None
-    is_own_loss: bool  # `logloss` is the mean of the model's own loss
-    normalized_entropy: float | None  # None for the model's own loss, of several labels, or if all labels are equal
-    rank_bins: list[int]  # [RANK_BINS]: positives by rank
-    tasks: tuple[TaskResult, ...] = ()  # of each of several labels
+    is_own_loss: bool = False  # `logloss` is the model's own loss
+    accuracy: float | None  # None if the model's outputs are not logits; of several labels the fraction of known ones
+    normalized_entropy: float | None = None  # None for the model's own loss, several labels, or equal labels
+    ranking: dict[str, float] = {}  # `hr@k`, `ndcg@k`, `mrr@k` for each k of eval.ranks, if the model has ranks
+    tasks: tuple[TaskEvaluation, ...] = ()  # of several labels, each
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,14 @@ class EvalCounts:
     num_labels: Tensor  # i64 [T] known labels
     task_loss_sum: Tensor  # f64 [parts, T]
 
-    def result(self) -> EvalResult:
-        """Reads the counts; waits for the device if they are on one."""
-        histograms = self.histogram.cpu().double().view(-1, 2, NUM_BINS)
+    def result(self, train_step: int, labels: Sequence[str], cutoffs: Sequence[int]) -> Evaluation | None:
+        """Reads the counts; waits for the device if they are on one. `labels`: data.columns.labels. `cutoffs`:
+        eval.ranks. Returns None without samples and ranks. Raises ConfigError for ranks that are none."""
         num_samples, num_known = int(self.num_samples), self.num_labels.tolist()
+        ranking = ranking_figures(self.rank_bins.tolist(), cutoffs)
+        if not num_samples and not ranking:
+            return None
+        histograms = self.histogram.cpu().double().view(-1, 2, NUM_BINS)
         counted = histograms.sum((1, 2)).long().tolist()
         are_all = counted == (num_known or [num_samples]) and sum(counted) > 0
         aucs = [area_under_curve(*own) for own in histograms]
@@ -88,25 +92,29 @@ class EvalCounts:
         logloss = sum_in_order(self.loss_sum.unbind()).item() / num_samples if num_samples else None
         is_own_loss = bool(self.num_own)
         is_plain = are_all and not num_known and not is_own_loss
-        return EvalResult(
-            num_samples=num_samples,
+        tasks = []
+        for label, known, own, auc, loss, histogram in zip(
+            labels, num_known, counted, aucs, losses, histograms, strict=False
+        ):
+            are_known, mean = known == own > 0, loss / max(1, known)
+            tasks.append(
+                TaskEvaluation(
+                    label=label,
+                    num_labels=known,
+                    auc=auc if are_known else None,
+                    logloss=mean if are_known else None,
+                    normalized_entropy=over_entropy(mean, histogram) if are_known else None,
+                )
+            )
+        return Evaluation(
+            train_step=train_step,
             auc=mean_auc if are_all else None,
             logloss=logloss,
             is_own_loss=is_own_loss,
-            normalized_entropy=over_entropy(logloss, histograms[0]) if is_plain and logloss is not None else None,
-            rank_bins=self.rank_bins.tolist(),
             accuracy=int(self.num_correct.sum()) / sum(counted) if are_all else None,
-            tasks=tuple(
-                TaskResult(
-                    num_labels=known,
-                    auc=auc,
-                    logloss=loss / known,
-                    normalized_entropy=over_entropy(loss / known, histogram),
-                )
-                if known == own > 0
-                else TaskResult(num_labels=known, auc=None, logloss=None, normalized_entropy=None)
-                for known, own, auc, loss, histogram in zip(num_known, counted, aucs, losses, histograms, strict=False)
-            ),
+            normalized_entropy=over_entropy(logloss, histograms[0]) if is_plain and logloss is not None else None,
+            ranking=ranking,
+            tasks=tuple(tasks),
         )
 
     def named(self) -> dict[str, Tensor]:
@@ -211,9 +219,6 @@ class EvalMetrics:
         if "num_samples" not in saved:  # saved by a version that had logits only
             self.counts.num_samples.copy_(self.counts.histogram.sum())
         self._begun = True
-
-    def compute(self) -> EvalResult:
-        return self.counts.result()
 
     def close(self) -> EvalCounts:
         """Issues a copy of the counts to the host and starts the next evaluation.

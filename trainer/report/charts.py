@@ -17,8 +17,7 @@ from rowcast.runtime.drawing import PIXELS, dress, new_figure, outer_ticks, svg_
 from rowcast.runtime.telemetry.format_numbers import UNITS, human_bytes, human_count, human_seconds
 from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.report_json import Report
-from rowcast.trainer.step.metrics import StallReason
-from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.step.metrics import Evaluation, StallReason
 
 MOST_POINTS = 300  # more cannot be distinguished on a page
 MOST_DOTS = 60

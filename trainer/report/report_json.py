@@ -11,8 +11,7 @@ from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.logs import LOST
-from rowcast.trainer.step.metrics import TrainerCounters
-from rowcast.trainer.step.results import Evaluation, TaskEvaluation
+from rowcast.trainer.step.metrics import Evaluation, TaskEvaluation, TrainerCounters
 
 RECENT = 100  # losses in the average
 # what the counters of all groups add up to, by the same names

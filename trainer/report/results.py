@@ -16,7 +16,7 @@ from rowcast.runtime.arrays import F32
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError, RowcastError
 from rowcast.trainer.report.report_json import RECENT
-from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.step.metrics import Evaluation
 
 RESULTS = LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"
 MAX_EVALUATIONS = 1000  # evaluations kept

@@ -17,7 +17,7 @@ from rowcast.runtime.telemetry.format_numbers import (
 )
 from rowcast.trainer.report.report_json import RECENT, Report
 from rowcast.trainer.report.terminal import evaluation_text, task_text, write
-from rowcast.trainer.step.results import TaskEvaluation
+from rowcast.trainer.step.metrics import TaskEvaluation
 
 BESIDE = ("gather", "fill")
 OPTIONAL = ("exchange", "backward", "update")  # not of a single trainer, nor of an evaluation

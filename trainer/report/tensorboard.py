@@ -11,8 +11,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.history import HistoryMark
 from rowcast.trainer.report.results import ResultFiles
-from rowcast.trainer.step.metrics import StallReason
-from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.step.metrics import Evaluation, StallReason
 
 LOSSES_A_MARK = 10  # at most; the losses of more train steps are averaged
 

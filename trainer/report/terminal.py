@@ -14,8 +14,7 @@ from rowcast.protocol.messages import Mode
 from rowcast.runtime.telemetry.format_numbers import human_count, human_seconds, percent, plural, stdout_console
 from rowcast.runtime.telemetry.logs import LOST, LastingStream, get_logger
 from rowcast.trainer.report.report_json import Report
-from rowcast.trainer.step.metrics import TrainerCounters
-from rowcast.trainer.step.results import Evaluation, TaskEvaluation
+from rowcast.trainer.step.metrics import Evaluation, TaskEvaluation, TrainerCounters
 
 LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0

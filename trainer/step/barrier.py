@@ -15,18 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowcast.job.schema import Job
 from rowcast.protocol.messages import EndOfData, Flush, Restore
 from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.stages import StateTable
 from rowcast.trainer.device.streams import Event, Streams, memory_for
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.model_state import ModelStatePieces, Tensors, pack, readable, require_finite
 from rowcast.trainer.models.model_state import unpack as read_tensors
 from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.plan_memory import unpack
-from rowcast.trainer.step.results import Evaluation, EvaluationFigures
 
 
 class TrainerState(StrEnum):
@@ -101,7 +102,7 @@ class TrainingState:
 
     model: ModelState
     results: Results
-    figures: EvaluationFigures
+    job: Job
     train_steps: int  # train steps of the run issued, in this attempt or before it
     evaluating: bool = False  # an evaluation has begun and is not closed
 

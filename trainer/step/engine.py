@@ -19,7 +19,6 @@ from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.loop import Steps, TrainingLoop
 from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges
 from rowcast.trainer.step.plan_check import PlanCheck
-from rowcast.trainer.step.results import EvaluationFigures
 from rowcast.trainer.step.sender import Sender
 from rowcast.trainer.step.slots import Slots
 
@@ -81,7 +80,7 @@ class TrainerEngine:
         training = TrainingState(
             model=model,
             results=results,
-            figures=EvaluationFigures.of_job(job),
+            job=job,
             train_steps=welcome.first_train_step,
         )
         self.sender = Sender(self.slots, welcome.staging_bytes, rings, counters, send)

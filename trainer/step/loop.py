@@ -220,7 +220,8 @@ class TrainingLoop:
         return reported
 
     def _report_evaluation(self, closing: Closing) -> None:
-        found = self._training.figures.evaluation(closing.counts[0].result(), closing.train_steps)
+        job = self._training.job
+        found = closing.counts[0].result(closing.train_steps, job.data.columns.labels, job.eval.ranks)
         if found is not None:
             self._training.results.evaluation(found)
 

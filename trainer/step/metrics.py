@@ -10,7 +10,8 @@ from rowcast.protocol.counters import Counters, CountersCollector, Gauges
 from rowcast.protocol.messages import PlanHeader
 from rowcast.runtime.telemetry.metrics import Sample, samples_of
 from rowcast.trainer.device.phases import Lap, Phase
-from rowcast.trainer.step.results import Evaluation
+from rowcast.trainer.models.evaluate import Evaluation as Evaluation  # for the report too
+from rowcast.trainer.models.evaluate import TaskEvaluation as TaskEvaluation
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
 Queue = Literal["steps", "rows_back"]

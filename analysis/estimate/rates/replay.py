@@ -43,6 +43,7 @@ from rowcast.runtime.stages import POLL_S, Doorbell
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import OnDevice, make_streams
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.connection import hello
@@ -50,7 +51,6 @@ from rowcast.trainer.step.barrier import ModelState
 from rowcast.trainer.step.engine import WAKES, TrainerEngine
 from rowcast.trainer.step.loop import Steps
 from rowcast.trainer.step.metrics import new_counters
-from rowcast.trainer.step.results import Evaluation
 
 LOOP = "loop"  # the stage that the main thread advances
 BACK_PLANS = 4  # plans whose victims the back ring holds
