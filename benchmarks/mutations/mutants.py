@@ -571,7 +571,7 @@ tests/kernels/test_triton_fallback.py::test_an_update_that_is_not_a_number_is_fo
         return triton_ops if found is None else => return triton_ops if found is not None else
 tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_loop[0]
     the dense side goes home before the barrier's rows
-        if not self._dense or self._sender.queued: => if not self._dense:
+        if not self._states or self.queued: => if not self._states:
     a run that goes on forgets the random numbers
         restore_random(self.device, tensors) => pass
     a run that goes on forgets the dense optimizer
