@@ -18,6 +18,8 @@ REMOVED = {  # name -> what replaces it
     "run --verify-share": NO_VERIFY,
     "train --verify": NO_VERIFY,
     "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
+    "profile --plot": "`prefetcher profile` tells the hot rows, `simulate --plot` the hit ratios, `advise` the curve",
+    "profile --max-steps": "it went with `profile --plot`; `--samples` says how much to read",
     "estimate --plot": "the line of the bottleneck names the critical path's tasks",
     "store.kind = mapped": 'store.kind = "tiered" keeps the rows of coming steps in store.memory, the others on disk',
     "run --save-trace": NO_TRACES,

@@ -29,8 +29,6 @@ from rowcast.analysis.profile.hot_rows import (
     hot_set,
     unseen_share,
 )
-from rowcast.analysis.profile.log import log_facts, plot_log
-from rowcast.analysis.profile.log import parts as log_parts
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.analysis.scan.sample import Amount, read_windows, reader_for_another_pass, sample_windows
 from rowcast.analysis.show import Part, show, table_of
@@ -45,7 +43,6 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.command_options import AsJson, Config, Overrides, options_of
-from rowcast.runtime.drawing import check_plot
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number
@@ -53,7 +50,6 @@ from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number
 PICK, JUDGE = 0, 1  # draws of the sample
 DEFAULT_AMOUNT = Amount(share=0.05, least_batches=64)
 HALF = "half the cache"  # the default budget
-STEPS = 1000  # with --plot
 MEMORY_SHARE = 0.5  # share of the free memory that counting may take
 
 
@@ -76,12 +72,6 @@ class ProfileOptions:
     ] = ()
     confidence: Annotated[float, Option(help="How often an interval must hold.")] = 0.99
     out: Annotated[Path | None, Option(help="Write the largest budget's rows, for cache.pin.", metavar="FILE")] = None
-    plot: Annotated[
-        Path | None, Option(help="Instead: draw what the first steps look up, table by table.", metavar="PNG|SVG")
-    ] = None
-    max_steps: Annotated[int | None, Option(min=1, help="With --plot: train steps to read.", show_default="1000")] = (
-        None
-    )
     json: AsJson = False
 
     def __post_init__(self) -> None:
@@ -89,12 +79,6 @@ class ProfileOptions:
             raise ConfigError(f"--confidence {self.confidence}: give a probability from 0.5 to below 1, such as 0.99")
         if self.sample is not None and self.samples is not None:
             raise ConfigError("--sample and --samples are both given; remove one, as each says how much to read")
-        if self.plot is None and self.max_steps:
-            raise ConfigError("--max-steps needs --plot; give both")
-        of_hot_rows = {"sample": self.sample, "samples": self.samples, "budget": self.budgets, "out": self.out}
-        for name, value in of_hot_rows.items() if self.plot is not None else ():
-            if value:
-                raise ConfigError(f"--{name} is about hot rows; omit it, or --plot")
 
     @property
     def amount(self) -> Amount:
@@ -271,13 +255,6 @@ def profile(config: Config, overrides: Overrides = None, *, options: ProfileOpti
 
 
 def run_profile(job: Job, options: ProfileOptions) -> None:
-    if options.plot is not None:
-        check_plot(options.plot)
-        with ProgressBar() as progress:
-            facts = log_facts(job, options.max_steps or STEPS, MEMORY_SHARE * free_memory(), progress)
-        plot_log(facts, options.plot)
-        show(facts, log_parts(facts), as_json=options.json)
-        return
     with ProgressBar() as progress:
         found, rows = profile_job(job, options, progress)
     if options.out is not None:
