@@ -10,7 +10,7 @@ import numpy as np
 
 from rowcast.analysis.check.findings import Finding, about, error, ok, warning
 from rowcast.analysis.profile.profile import with_margin
-from rowcast.analysis.scan.sample import Amount, read_windows, reader_for_another_pass, sample_windows
+from rowcast.analysis.scan.sample import Amount, draw_batches, read_drawn, reader_for_another_pass
 from rowcast.analysis.scan.shares import measured_keys, owners_touched
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
@@ -286,10 +286,10 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
     for split in SPLITS:
         reader = reader_for_another_pass(job, seen.reader)
         replaced_before = reader.invalid_ids
-        for sampled in read_windows(job, reader, sample_windows(job, reader, amount, split=split), split=split):
-            seen.add(sampled.batch, groupers)
-            seen.arrays.add(sampled.batch, job)
-            seen.histories.add(sampled.batch, job)
+        for batch in read_drawn(job, reader, draw_batches(job, reader, amount, split=split), split=split):
+            seen.add(batch, groupers)
+            seen.arrays.add(batch, job)
+            seen.histories.add(batch, job)
         num_replaced += reader.invalid_ids - replaced_before
     read = f"{'all ' if amount == ALL else ''}{seen.num_samples:,} samples"
     yield from about("ids", [ids_finding(job, seen, read, num_replaced)])

@@ -1,7 +1,7 @@
 """`prefetcher profile`: which rows are worth pinning, and what they would cover.
 
     half of the sample --> look-ups of each row --> hot rows of each budget --> pin file of the largest
-    the other half                                      --> share of look-ups and of whole inputs covered, with interval
+    the other half                                      --> share of look-ups and of whole inputs covered
     the first half again                                --> share of the whole inputs that chose them
 
 The halves are disjoint batches drawn in the same strata of the epoch (see `sample`), so the shares are those of a hot
@@ -19,18 +19,15 @@ import msgspec
 from typer import Option
 
 from rowcast.analysis.profile.hot_rows import (
-    METHOD,
     Coverage,
     CoverageShares,
-    EstimatedShare,
     HotSet,
     Popularity,
     TableShares,
     hot_set,
-    unseen_share,
 )
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
-from rowcast.analysis.scan.sample import Amount, read_windows, reader_for_another_pass, sample_windows
+from rowcast.analysis.scan.sample import Amount, draw_batches, read_drawn, reader_for_another_pass
 from rowcast.analysis.show import Part, show, table_of
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
@@ -65,25 +62,16 @@ class ProfileOptions:
     sample: Annotated[
         float | None, Option(help="Share of an epoch to read.", show_default="0.05, and at least 64 batches")
     ] = None
-    samples: Annotated[int | None, Option(help="Samples to read instead.", show_default=False)] = None
     budgets: Annotated[
         Sequence[str],
         Option("--budget", help="Bytes for hot rows, such as 16MiB. Repeatable.", show_default="half the cache"),
     ] = ()
-    confidence: Annotated[float, Option(help="How often an interval must hold.")] = 0.99
     out: Annotated[Path | None, Option(help="Write the largest budget's rows, for cache.pin.", metavar="FILE")] = None
     json: AsJson = False
 
-    def __post_init__(self) -> None:
-        if not 0.5 <= self.confidence < 1:
-            raise ConfigError(f"--confidence {self.confidence}: give a probability from 0.5 to below 1, such as 0.99")
-        if self.sample is not None and self.samples is not None:
-            raise ConfigError("--sample and --samples are both given; remove one, as each says how much to read")
-
     @property
     def amount(self) -> Amount:
-        given = self.sample is not None or self.samples is not None
-        return Amount(share=self.sample, samples=self.samples) if given else DEFAULT_AMOUNT
+        return DEFAULT_AMOUNT if self.sample is None else Amount(share=self.sample)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +102,6 @@ class Profile:
     judged_batches: int
     judged_samples: int
     rows_seen: int  # distinct, in the picking half
-    confidence: float
-    method: str = METHOD
-    unseen_share: float  # of the data's batches: a rarer kind of batch may not be among the judged ones
     groups: tuple[GroupFacts, ...]
     budgets: tuple[BudgetCoverage, ...]  # ascending
 
@@ -128,9 +113,9 @@ def profile_job(job: Job, options: ProfileOptions, progress: AnalysisProgress) -
 
     def half(draw: int) -> Iterator[Batch]:
         again = reader_for_another_pass(job, reader)
-        windows = (own for own in sample_windows(job, again, amount, draws=2) if own.draw == draw)
-        for sampled in read_windows(job, again, windows):
-            yield sampled.batch
+        own = (place for place in draw_batches(job, again, amount, draws=2) if place.draw == draw)
+        for batch in read_drawn(job, again, own):
+            yield batch
             tick()
 
     asked = [parse_budget(text, groups) for text in options.budgets]
@@ -150,7 +135,7 @@ def profile_job(job: Job, options: ProfileOptions, progress: AnalysisProgress) -
     refuse_small(popularity.num_batches, coverages[0].num_batches)
     facts = tuple(map(group_facts, groups, slots, map(max, largest, coverages[0].largest_batch_rows)))
     covered = tuple(
-        budget_coverage(budget, hot, coverage.shares(options.confidence), own.input_share, facts)
+        budget_coverage(budget, hot, coverage.shares(), own.shares().inputs, facts)
         for budget, hot, coverage, own in zip(budgets, hot_sets, coverages, chosen, strict=True)
     )
     profile = Profile(
@@ -160,8 +145,6 @@ def profile_job(job: Job, options: ProfileOptions, progress: AnalysisProgress) -
         judged_batches=coverages[0].num_batches,
         judged_samples=coverages[0].num_samples,
         rows_seen=popularity.num_rows,
-        confidence=options.confidence,
-        unseen_share=unseen_share(coverages[0].num_batches, options.confidence),
         groups=facts,
         budgets=covered,
     )
@@ -175,10 +158,10 @@ def group_facts(group: GroupSpec, slots: int, largest_batch_rows: int) -> GroupF
 
 
 def refuse_small(num_picked: int, num_judged: int) -> None:
-    if num_picked < 1 or num_judged < 2:
+    if num_picked < 1 or num_judged < 1:
         raise ConfigError(
-            f"--sample: {num_picked} batches to pick hot rows and {num_judged} to judge them are too few for an "
-            "interval; give a larger --sample, or smaller batches with --set data.batch_size=N"
+            f"--sample: {num_picked} batches to pick hot rows and {num_judged} to judge them are too few; "
+            "give a larger --sample, or smaller batches with --set data.batch_size=N"
         )
 
 
@@ -286,13 +269,13 @@ BUDGETS: dict[str, Callable[[BudgetCoverage], str]] = {
     "budget": lambda own: own.budget,
     "hot rows": lambda own: f"{own.hot_rows:,}",
     "bytes": lambda own: human_bytes(own.hot_bytes),
-    "% of accesses": lambda own: percent_interval(own.shares.accesses),
-    "% of whole inputs": lambda own: percent_interval(own.shares.inputs),
+    "% of accesses": lambda own: share_text(own.shares.accesses),
+    "% of whole inputs": lambda own: share_text(own.shares.inputs),
 }
 
 
 def table_cell(number: int, own: tuple[TableShares, ...]) -> str:
-    return f"{own[number].hot_rows:,}, {percent_interval(own[number].accesses)}"
+    return f"{own[number].hot_rows:,}, {share_text(own[number].accesses)}"
 
 
 def title(profile: Profile) -> str:
@@ -303,11 +286,6 @@ def title(profile: Profile) -> str:
 
 
 def notes(profile: Profile) -> Iterator[str]:
-    yield (
-        f"In brackets: {100 * profile.confidence:.4g} % intervals. {profile.judged_batches} batches were judged, each "
-        "as a cluster of similar "
-        f"samples; a kind of batch rarer than {percent_number(profile.unseen_share)} % of all may not be among them."
-    )
     if any(budget.hot_rows for budget in profile.budgets):
         least = ", ".join(least_lookups(budget, named=len(profile.budgets) > 1) for budget in profile.budgets)
         times = "once" if least == "1" else f"{least} times"
@@ -335,13 +313,8 @@ def half_the_cache(profile: Profile) -> str:
     )
 
 
-def percent_interval(share: EstimatedShare | None) -> str:
-    """`62.1 (60.0 to 64.2)`."""
-    if share is None:
-        return "none"
-    if share.low == share.high:
-        return percent_number(share.estimate)
-    return f"{percent_number(share.estimate)} ({percent_number(share.low)} to {percent_number(share.high)})"
+def share_text(share: float | None) -> str:
+    return "none" if share is None else percent_number(share)
 
 
 def write_pins(path: Path, job: Job, profile: Profile, rows: Mapping[str, I64]) -> None:
@@ -352,7 +325,6 @@ def write_pins(path: Path, job: Job, profile: Profile, rows: Mapping[str, I64]) 
         "budget": budget.budget,
         "picked_samples": str(profile.picked_samples),
         "judged_samples": str(profile.judged_samples),
-        "confidence": str(profile.confidence),
         "accesses": msgspec.json.encode(budget.shares.accesses).decode(),
         "inputs": msgspec.json.encode(budget.shares.inputs).decode(),
     }

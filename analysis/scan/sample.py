@@ -1,12 +1,12 @@
-"""Samples a job's data: reads windows of consecutive batches, spread evenly over one epoch.
+"""Samples a job's data: draws batches, spread evenly over one epoch.
 
     epoch, in training order    0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13 14 15 16 17    3 strata of as many batches
-    windows of length 2           [2 3]               [10 11]  [12 13]             one at a random place in each
+    drawn                         1                   10      12                   one at a random place in each
 
-The first batches of a log are only its first hours; a window in each stratum covers all of it, and all batches are
-equally likely. Each stratum has one window per draw, all different: draw 0 can choose what draw 1 judges.
+The first batches of a log are only its first hours; a batch of each stratum covers all of it, and all batches are
+equally likely. Each stratum has one batch per draw, all different: draw 0 can choose what draw 1 judges.
 
-Batches between two windows are not decoded if the format can seek to a row cheaply.
+Batches between two drawn ones are not decoded if the format can seek to a row cheaply.
 """
 
 from collections.abc import Iterator
@@ -28,99 +28,65 @@ FULL_SHUFFLE_SHARE = 32  # shuffling n rows takes about as long as reading n / 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amount:
-    """How much of an epoch to read in all draws together: a share or a number of samples, and a minimum of batches."""
+    """How much of an epoch to read in all draws together: a share, and a minimum of batches."""
 
-    share: float | None = None
-    samples: int | None = None
+    share: float
     least_batches: int = 0
 
     def __post_init__(self) -> None:
-        assert (self.share is None) != (self.samples is None), f"a share of {self.share} and {self.samples} samples"
-        if self.share is not None and not 0 < self.share <= 1:
+        if not 0 < self.share <= 1:
             raise ConfigError(f"--sample {self.share}: give a share above 0, at most 1")
-        if self.samples is not None and self.samples < 1:
-            raise ConfigError(f"--samples {self.samples}: give at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    """Batches `start` to `stop` of an epoch. Windows of all draws are disjoint."""
+class Drawn:
+    """A batch of an epoch. Those of all draws are different."""
 
-    start: int
-    stop: int
+    index: int
     draw: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledBatch:
-    window: Window
-    index: int  # among the epoch's batches
-    batch: Batch
-
-
-def sample_windows(
-    job: Job, reader: Reader, amount: Amount, *, length: int = 1, draws: int = 1, split: Kind = "train"
-) -> Iterator[Window]:
-    """Windows of `length` batches, ascending; a function of job.seed and the arguments. An epoch's last may be shorter.
+def draw_batches(job: Job, reader: Reader, amount: Amount, *, draws: int = 1, split: Kind = "train") -> Iterator[Drawn]:
+    """Yields batches in ascending order; a function of job.seed and the arguments.
 
     Endless if only reading can tell the length of an epoch, as for data.format = "package.module:factory";
-    `read_windows` ends."""
+    `read_drawn` ends."""
     num_samples = reader.num_samples(split)
-    share = share_of(job, amount, num_samples)
+    share = amount.share if num_samples is None else share_of(job, amount, num_samples)
     if num_samples is None or not can_share(job):  # a factory's batches have any size
         stratum = max(draws, round(draws / share))
-        return drawn(((i * stratum, (i + 1) * stratum) for i in count()), None, length, draws, job.job.seed)
+        return drawn(((i * stratum, (i + 1) * stratum) for i in count()), draws, job.job.seed)
     num_batches = -(-num_samples // job.data.batch_size)
-    num_units = -(-num_batches // length)
-    num_strata = min(max(1, round(share * num_units / draws)), num_units // draws)
-    bounds = [i * num_units // num_strata for i in range(num_strata + 1)] if num_strata else []
-    return drawn(pairwise(bounds), num_batches, length, draws, job.job.seed)
+    num_strata = min(max(1, round(share * num_batches / draws)), num_batches // draws)
+    bounds = [i * num_batches // num_strata for i in range(num_strata + 1)] if num_strata else []
+    return drawn(pairwise(bounds), draws, job.job.seed)
 
 
-def share_of(job: Job, amount: Amount, num_samples: int | None) -> float:
-    """Raises ConfigError if a number of samples is requested and the data does not say how many it has."""
-    if num_samples is None:
-        if amount.share is None:
-            raise ConfigError(
-                f"--samples: {job.data.format} does not say how many samples it has; give a share, such as --sample "
-                "0.05"
-            )
-        return amount.share
-    wanted = amount.samples if amount.share is None else amount.share * num_samples
-    assert wanted is not None, "an amount is a share or a number"
-    return min(1.0, max(wanted, amount.least_batches * job.data.batch_size) / max(num_samples, 1))
+def share_of(job: Job, amount: Amount, num_samples: int) -> float:
+    wanted = max(amount.share * num_samples, amount.least_batches * job.data.batch_size)
+    return min(1.0, wanted / max(num_samples, 1))
 
 
-def drawn(
-    strata: Iterator[tuple[int, int]], num_batches: int | None, length: int, draws: int, seed: int
-) -> Iterator[Window]:
-    """`draws` windows per stratum, which is a range of units of `length` batches."""
+def drawn(strata: Iterator[tuple[int, int]], draws: int, seed: int) -> Iterator[Drawn]:
     random = np.random.default_rng(seed)
     for first, end in strata:
-        units = first + random.choice(end - first, size=draws, replace=False)
-        for draw in np.argsort(units).tolist():
-            start = int(units[draw]) * length
-            yield Window(
-                start=start, stop=start + length if num_batches is None else min(start + length, num_batches), draw=draw
-            )
+        places = first + random.choice(end - first, size=draws, replace=False)
+        yield from (Drawn(index=int(places[draw]), draw=draw) for draw in np.argsort(places).tolist())
 
 
-def read_windows(
-    job: Job, reader: Reader, windows: Iterator[Window], *, split: Kind = "train", epoch: int = 0
-) -> Iterator[SampledBatch]:
-    """The batches of ascending windows, until the windows or the epoch end. Raises what `Reader.batches` raises."""
+def read_drawn(job: Job, reader: Reader, wanted: Iterator[Drawn], *, split: Kind = "train") -> Iterator[Batch]:
+    """Yields the batches, until they or the epoch end. Raises what `Reader.batches` raises."""
     skipped_batches = rows_worth_skipping(job, reader, split) / job.data.batch_size
-    batches, at = reader.batches(split, epoch, 0), 0
-    for window in windows:
-        assert window.start >= at, f"a window at batch {window.start} after batch {at}"
-        if window.start - at > skipped_batches:
-            batches, at = reader.batches(split, epoch, window.start), window.start
-        found = -1
-        for found, batch in enumerate(islice(batches, window.start - at, window.stop - at)):
-            yield SampledBatch(window=window, index=window.start + found, batch=batch)
-        if found + 1 < window.stop - window.start:
+    batches, at = reader.batches(split, 0, 0), 0
+    for own in wanted:
+        assert own.index >= at, f"batch {own.index} after batch {at}"
+        if own.index - at > skipped_batches:
+            batches, at = reader.batches(split, 0, own.index), own.index
+        found = next(islice(batches, own.index - at, None), None)
+        if found is None:
             return
-        at = window.stop
+        yield found
+        at = own.index + 1
 
 
 def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:

@@ -1,4 +1,4 @@
-"""Reading a part of an epoch: where the windows lie, and that they hold what a whole reading would give."""
+"""Reading a part of an epoch: which batches are drawn, and that they are what a whole reading would give."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ import pytest
 from rowcast.analysis.scan import sample
 from rowcast.analysis.scan.sample import (
     Amount,
-    Window,
-    read_windows,
+    Drawn,
+    draw_batches,
+    read_drawn,
     reader_for_another_pass,
     rows_worth_skipping,
-    sample_windows,
 )
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader
@@ -31,89 +31,64 @@ from tests.support.data_files import (
     write_parquet,
     write_tsv,
 )
-from tests.support.facts import facts
 
 
 def synthetic(samples: int, batch_size: int = 8, **data: Any) -> Job:
     return make_job("synthetic", synthetic={"samples": samples}, batch_size=batch_size, eval_fraction=0.0, **data)
 
 
-def windows_of(num_batches: int, amount: Amount, length: int = 1, draws: int = 1) -> list[Window]:
+def drawn_of(num_batches: int, amount: Amount, draws: int = 1) -> list[Drawn]:
     job = synthetic(8 * num_batches)
-    return list(sample_windows(job, open_reader(job), amount, length=length, draws=draws))
+    return list(draw_batches(job, open_reader(job), amount, draws=draws))
 
 
-def spans(windows: list[Window]) -> list[tuple[int, int]]:
-    return [(window.start, window.stop) for window in windows]
-
-
-@pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("num_batches", [100, 97])
-def test_there_is_one_window_in_each_of_equal_strata(num_batches: int, length: int) -> None:
-    windows = windows_of(num_batches, Amount(share=0.25), length)
-    units = -(-num_batches // length)
-    assert len(windows) == round(units / 4)
-    for i, window in enumerate(windows):
-        assert i * units // len(windows) <= window.start / length < (i + 1) * units // len(windows)
-        assert window.stop == min(window.start + length, num_batches)
+def test_there_is_one_batch_in_each_of_equal_strata(num_batches: int) -> None:
+    found = drawn_of(num_batches, Amount(share=0.25))
+    assert len(found) == round(num_batches / 4)
+    for i, own in enumerate(found):
+        assert i * num_batches // len(found) <= own.index < (i + 1) * num_batches // len(found)
 
 
 def test_the_place_in_a_stratum_is_random_but_the_same_for_one_seed() -> None:
-    places = {window.start % 10 for window in windows_of(1000, Amount(share=0.1))}
-    assert len(places) == 10
-    assert windows_of(1000, Amount(share=0.1)) == windows_of(1000, Amount(share=0.1))
-
-
-def test_every_batch_is_drawn_equally_often_over_many_seeds() -> None:
+    assert len({own.index % 10 for own in drawn_of(1000, Amount(share=0.1))}) == 10
+    assert drawn_of(1000, Amount(share=0.1)) == drawn_of(1000, Amount(share=0.1))
     counts: Counter[int] = Counter()
     for seed in range(600):
-        counts.update(window.start for window in sample.drawn(iter([(0, 6), (6, 12)]), 12, 1, 1, seed))
-    assert sorted(counts) == list(range(12))
-    assert min(counts.values()) > 65
-    assert max(counts.values()) < 140
+        counts.update(own.index for own in sample.drawn(iter([(0, 6), (6, 12)]), 1, seed))
+    assert sorted(counts) == list(range(12)), "every batch is drawn equally often over many seeds"
+    assert 65 < min(counts.values()) < max(counts.values()) < 140
 
 
 def test_draws_are_disjoint_and_each_is_in_every_stratum() -> None:
-    windows = windows_of(120, Amount(share=0.5), draws=3)
-    assert len({window.start for window in windows}) == len(windows) == 60
+    found = drawn_of(120, Amount(share=0.5), draws=3)
+    assert len({own.index for own in found}) == len(found) == 60
     for draw in range(3):
-        own = [window.start for window in windows if window.draw == draw]
-        assert [start // 6 for start in own] == list(range(20))
-
-
-def test_a_share_of_everything_is_everything() -> None:
-    assert spans(windows_of(10, Amount(share=1.0))) == [(i, i + 1) for i in range(10)]
-    assert spans(windows_of(10, Amount(share=1.0), length=4)) == [(0, 4), (4, 8), (8, 10)]
-    assert len(windows_of(11, Amount(share=1.0), draws=2)) == 10
+        assert [own.index // 6 for own in found if own.draw == draw] == list(range(20))
 
 
 @pytest.mark.parametrize(
-    ("amount", "expected"),
+    ("num_batches", "amount", "draws", "expected"),
     [
-        (Amount(share=0.05), 5),
-        (Amount(samples=80), 10),
-        (Amount(samples=1), 1),
-        (Amount(samples=10**9), 100),
-        (Amount(share=0.05, least_batches=30), 30),
-        (Amount(share=0.5, least_batches=30), 50),
-        (Amount(share=0.05, least_batches=1000), 100),
+        (100, Amount(share=0.05), 1, 5),
+        (100, Amount(share=0.05, least_batches=30), 1, 30),
+        (100, Amount(share=0.5, least_batches=30), 1, 50),
+        (100, Amount(share=0.05, least_batches=1000), 1, 100),
+        (11, Amount(share=1.0), 2, 10),
+        (1, Amount(share=1.0), 2, 0),
+        (3, Amount(share=0.01), 2, 2),
     ],
 )
-def test_an_amount_is_a_share_or_samples_and_at_least_so_many_batches(amount: Amount, expected: int) -> None:
-    assert len(windows_of(100, amount)) == expected
+def test_an_amount_is_a_share_and_at_least_so_many_batches(
+    num_batches: int, amount: Amount, draws: int, expected: int
+) -> None:
+    assert len(drawn_of(num_batches, amount, draws)) == expected
 
 
-def test_too_few_batches_for_one_window_a_draw_give_none() -> None:
-    assert windows_of(1, Amount(share=1.0), draws=2) == []
-    assert len(windows_of(3, Amount(share=0.01), draws=2)) == 2
-
-
-@pytest.mark.parametrize(
-    ("share", "samples"), [(0.0, None), (1.5, None), (-1.0, None), (float("nan"), None), (None, 0)]
-)
-def test_an_amount_that_cannot_be_is_refused(share: float | None, samples: int | None) -> None:
+@pytest.mark.parametrize("share", [0.0, 1.5, -1.0, float("nan")])
+def test_an_amount_that_cannot_be_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="--sample"):
-        Amount(share=share, samples=samples)
+        Amount(share=share)
 
 
 # readers
@@ -178,7 +153,7 @@ class Watched:
 @pytest.mark.parametrize("seeks", [True, False])
 @pytest.mark.parametrize("shuffle", ["none", "window:16"])
 @pytest.mark.parametrize("make", FORMATS)
-def test_windows_hold_the_batches_that_a_whole_reading_has_there(
+def test_drawn_batches_are_those_that_a_whole_reading_has_there(
     make: Callable[..., Job], shuffle: str, seeks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make(tmp_path, shuffle=shuffle)
@@ -187,16 +162,9 @@ def test_windows_hold_the_batches_that_a_whole_reading_has_there(
     reader = Watched(open_reader(job))
     if seeks:
         monkeypatch.setattr(sample, "DECODED_ROWS", 0)
-    windows = [
-        Window(start=1, stop=3, draw=0),
-        Window(start=3, stop=4, draw=1),
-        Window(start=7, stop=8, draw=0),
-        Window(start=10, stop=11, draw=0),
-    ]
-    found = list(read_windows(job, reader, iter(windows)))
-    assert [batch.index for batch in found] == [1, 2, 3, 7, 10]
-    assert [batch.window for batch in found] == [windows[i] for i in (0, 0, 1, 2, 3)]
-    assert all(same_batch(batch.batch, whole[batch.index]) for batch in found)
+    wanted = (1, 2, 3, 7, 10)
+    found = list(read_drawn(job, reader, (Drawn(index=index, draw=0) for index in wanted)))
+    assert all(same_batch(batch, whole[index]) for batch, index in zip(found, wanted, strict=True))
     if make in (custom, iterator, tsv_gz):
         assert reader.starts == [0]
     elif seeks and shuffle == "none":
@@ -207,44 +175,24 @@ def test_the_evaluation_split_can_be_sampled_too(tmp_path: Path) -> None:
     job = tsv(tmp_path)
     reader = open_reader(job)
     whole = list(reader.batches("eval", 0))
-    windows = sample_windows(job, reader, Amount(share=0.67), split="eval")
-    found = list(read_windows(job, reader, windows, split="eval"))
+    wanted = list(draw_batches(job, reader, Amount(share=0.67), split="eval"))
+    found = list(read_drawn(job, reader, iter(wanted), split="eval"))
     assert len(found) == 2
-    assert all(same_batch(batch.batch, whole[batch.index]) for batch in found)
+    assert all(same_batch(batch, whole[own.index]) for batch, own in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("make", [custom, iterator])
 def test_an_epoch_of_unknown_length_is_sampled_to_its_end(make: Callable[..., Job], tmp_path: Path) -> None:
     job = make(tmp_path)
     reader = open_reader(job)
-    windows = sample_windows(job, reader, Amount(share=0.5), draws=2)
-    found = list(read_windows(job, reader, windows))
-    assert 4 <= len(found) <= 6
-    assert all(batch.window.start // 4 == batch.index // 4 for batch in found)
-    again = reader_for_another_pass(job, reader)
-    other = [
-        batch.index
-        for batch in read_windows(
-            job, again, (w for w in sample_windows(job, again, Amount(share=0.5), draws=2) if w.draw)
-        )
-    ]
-    assert other == [batch.index for batch in found if batch.window.draw]
-
-
-def test_the_windows_of_an_epoch_of_unknown_length_go_on_for_ever(tmp_path: Path) -> None:
-    job = iterator(tmp_path)
-    windows = list(islice(sample_windows(job, open_reader(job), Amount(share=0.1), length=3), 50))
-    assert [window.start // 30 for window in windows] == list(range(50))
-    assert {window.stop - window.start for window in windows} == {3}
-
-
-def test_a_number_of_samples_of_data_of_unknown_length_is_refused(tmp_path: Path) -> None:
-    job = iterator(tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=facts("--samples", "tests.analysis.test_sample:once", "how many samples"),
-    ):
-        sample_windows(job, open_reader(job), Amount(samples=5))
+    endless = list(islice(draw_batches(job, reader, Amount(share=0.5), draws=2), 50))
+    assert [own.index // 4 for own in endless] == [i // 2 for i in range(50)]
+    whole = list(open_reader(make_job("tests.support.data_files:listed")).batches("train", 0))
+    for draw in (0, 1):
+        own = [place for place in endless if place.draw == draw]
+        found = list(read_drawn(job, reader_for_another_pass(job, reader), iter(own)))
+        assert 2 <= len(found) <= 3
+        assert all(same_batch(batch, whole[place.index]) for batch, place in zip(found, own, strict=False))
 
 
 def test_a_place_is_sought_only_where_that_is_cheaper_than_reading_on(tmp_path: Path) -> None:
