@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rowcast.prefetcher.checkpoints.write_queue import RowBlock
+from rowcast.prefetcher.checkpoints.writer import RowBlock
 from rowcast.serving.model import Model
 from tests.serving.served_run import ServedRun, Tables, publish, serving_job
 
@@ -49,7 +49,7 @@ class LargeRun(ServedRun):
             for table in group.tables:
                 rows = np.arange(0, table.num_embeddings, self.every, dtype=np.int64)
                 records = self.rng.normal(size=(len(rows), group.record_floats)).astype(np.float32).view(np.uint8)
-                found.append(RowBlock(group_index=index, keys=(table.index << 48) + rows, records=records))
+                found.append((index, (table.index << 48) + rows, records))
         return found
 
 

@@ -7,9 +7,9 @@ import msgspec
 
 from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
-from rowcast.protocol.session import Role
 from rowcast.runtime.errors import PeerLost, PeerNeverCame, RanksDiffer
 from rowcast.runtime.process import Crew, Signals
+from rowcast.runtime.run_directory import Role
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health
 

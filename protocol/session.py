@@ -5,7 +5,6 @@ different states while frames are in flight; the table allows for that. `render_
 """
 
 from enum import StrEnum
-from typing import Literal
 
 from rowcast.protocol import codec
 from rowcast.protocol.messages import (
@@ -18,13 +17,11 @@ from rowcast.protocol.messages import (
 )
 from rowcast.protocol.order import Order
 from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
+from rowcast.runtime.run_directory import Role
 
-Role = Literal["prefetcher", "trainer"]
 PREFETCHER: Role = "prefetcher"
 TRAINER: Role = "trainer"
 ROLES: tuple[Role, Role] = (PREFETCHER, TRAINER)
-
-
 VERBS: dict[Mode, str] = {"train": "train", "eval": "evaluate"}
 
 

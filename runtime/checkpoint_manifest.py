@@ -301,10 +301,6 @@ def write_durably(path: Path, content: bytes, disk: Disk | None = None) -> None:
     disk.sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    Disk().sync_folder(folder)
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Raises DataError if the manifest is missing, changed since, or unreadable for this version."""
     path = folder / MANIFEST_NAME

@@ -24,7 +24,6 @@ from rowcast.runtime.checkpoint_manifest import (
     UNKNOWN,
     Manifest,
     RowLayer,
-    sync_folder,
     write_durably,
 )
 from rowcast.runtime.crash_points import crash_point
@@ -293,7 +292,7 @@ class Publisher:
         write_durably(partial / VERSION_NAME, render(version))
         crash_point("version not renamed")
         partial.rename(folder)
-        sync_folder(self._to)
+        Disk().sync_folder(self._to)
         crash_point("version renamed")
         self._name(version)
         crash_point("version named")

@@ -33,7 +33,6 @@ from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
-from rowcast.runtime.telemetry.logs import get_logger
 
 BLOCK_ROWS = 1 << BLOCK_BITS
 MOST_BLOCKS = 2**20  # a table with more blocks is not counted: it is divided evenly enough
@@ -353,7 +352,7 @@ def check_start(job: Job, seen: Seen) -> Iterator[Finding]:
     assert seen.reader is not None, "the data was opened"
     newest, measured = None, seen.measured
     with suppress(DataError):  # `check_run_directory` says that every checkpoint is damaged
-        newest = Checkpoints(job.run_dir, Disk()).newest_valid(get_logger())
+        newest = Checkpoints(job.run_dir, Disk()).newest_valid()
     if newest is not None:
         ordered = in_recorded_order(job, newest)
         reader = reader_for_another_pass(ordered, seen.reader)

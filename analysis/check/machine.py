@@ -33,7 +33,6 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import threads_of_run, usable_cores
 from rowcast.runtime.run_directory import RunDirectory, holder, pair_folder
 from rowcast.runtime.telemetry.format_numbers import human_bytes, plural
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health, Process
 from rowcast.runtime.telemetry.server import TelemetryServer
 
@@ -141,7 +140,7 @@ def check_run_directory(job: Job) -> Iterator[Finding]:
     if used is not None:
         yield warning(used)
         return
-    newest = Checkpoints(path, Disk()).newest_valid(get_logger())
+    newest = Checkpoints(path, Disk()).newest_valid()
     where = "is free to use" if newest is None else f"holds a run that continues after {newest.train_steps} train steps"
     yield ok(f"{path} {where}")
 

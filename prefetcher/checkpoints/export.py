@@ -33,7 +33,7 @@ from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import I64
-from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file, sync_folder
+from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
 from rowcast.runtime.disk import Disk, partial_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
@@ -74,7 +74,7 @@ def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModel
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)
-        sync_folder(out.absolute().parent)
+        Disk().sync_folder(out.absolute().parent)
     except OSError as error:
         raise ConfigError(
             f"{out}: the export could not be written ({error.strerror}); choose another --out or free space"

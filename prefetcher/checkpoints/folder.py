@@ -20,7 +20,6 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
 
 from rowcast.job.file import parse_manifest_job
 from rowcast.job.tables import GroupSpec, group_specs
@@ -37,6 +36,7 @@ from rowcast.runtime.checkpoint_manifest import (
     RowFile,
     beside,
     checked_file,
+    checkpoint_folders,
     read_manifest,
     readable,
     run_of,
@@ -56,10 +56,6 @@ INTERVAL_NAME = re.compile(rf"{re.escape(INTERVAL_FILE)}(?:\.partial)?")
 OWN_NAME = re.compile(rf"{NEW_NAME}|(?:{SHARD_NAME}|{re.escape(MANIFEST_NAME)})(?:\.partial)?")
 # the reason of a checkpoint made from a file or another run: this run has not trained anything yet
 IMPORT = "import"
-
-
-class FolderLog(Protocol):
-    def warning(self, event: str, *args: Any, **kw: Any) -> object: ...
 
 
 def carry_out(steps: Iterable[bool]) -> None:
@@ -103,10 +99,10 @@ class Checkpoints:
 
     # an earlier run and a fresh run
 
-    def settle(self, log: FolderLog) -> Steps:
+    def settle(self) -> Steps:
         """Finishes or removes what a killed fresh run left: with a checkpoint of its training it replaces the earlier
         run, else it is removed. The process that holds the run directory must call this first."""
-        newest = self._newest_of_fresh(log)
+        newest = self._newest_of_fresh()
         if newest is not None and newest.reason != IMPORT:
             yield from self._replace_earlier()
         elif self._earlier.exists() and not self._current.exists():
@@ -151,13 +147,13 @@ class Checkpoints:
         if self._current.exists():
             yield from self._clear(self._earlier)
 
-    def _newest_of_fresh(self, log: FolderLog) -> Manifest | None:
+    def _newest_of_fresh(self) -> Manifest | None:
         if self._new.is_symlink():
             return None  # not made by a run
         fresh = Checkpoints(self._run_dir, self.disk)
         fresh.root = self._new
         try:
-            return fresh.newest_valid(log)
+            return fresh.newest_valid()
         except DataError:
             return None  # each damaged one was logged as a warning
 
@@ -205,7 +201,7 @@ class Checkpoints:
 
     def candidates(self) -> list[str]:
         """Names of folders that hold a manifest, newest first. The manifests may be damaged."""
-        return [folder.name for folder in self._folders(self.root) if (folder / MANIFEST_NAME).exists()]
+        return [folder.name for folder in checkpoint_folders(self.root)]
 
     def back_from(self, name: str) -> list[str]:
         """Names of a checkpoint and of those before it; "": from the newest on. Raises ConfigError if there is none."""
@@ -245,7 +241,7 @@ class Checkpoints:
                 damage = str(error)
             yield name, manifest, damage
 
-    def newest_valid(self, log: FolderLog) -> Manifest | None:
+    def newest_valid(self) -> Manifest | None:
         """Returns the newest undamaged checkpoint, or None if there is none at all. Warns of damaged ones.
 
         Raises DataError if all are damaged: a restart from step 0 is the user's decision."""
@@ -254,7 +250,7 @@ class Checkpoints:
             if not damage:
                 return manifest
             damages.append(damage)
-            log.warning("checkpoint is damaged; trying an older one", checkpoint=name, damage=damage)
+            get_logger().warning("checkpoint is damaged; trying an older one", checkpoint=name, damage=damage)
         if names:
             raise DataError(
                 f"{self.root}: none of {len(names)} checkpoints is whole ({damages[0]}); restore them from a copy, "
@@ -278,7 +274,7 @@ class Checkpoints:
             )
         return manifest
 
-    def newest_for_ranks(self, known: Manifest | None, log: FolderLog) -> Manifest | None:
+    def newest_for_ranks(self, known: Manifest | None) -> Manifest | None:
         """Like `newest_valid`, for one of several ranks: also looks for a fresh run, and for checkpoints by other
         ranks. Does not reread the files of `known`, the newest that this process knows."""
         self.root = self._new if self._new.exists() else self._current
@@ -286,17 +282,13 @@ class Checkpoints:
         newest = self.readable(names[0]) if names else None
         if known is not None and newest is not None and newest.checksum == known.checksum:
             return known
-        return self.newest_valid(log)
+        return self.newest_valid()
 
     def committed(self, name: str, replaced: Manifest | None) -> Manifest | None:
         """Returns the manifest of that name once rank 0 has written it and a fresh run has replaced the earlier one.
         None while there is only `replaced`, which was there before."""
-        try:
-            manifest = read_manifest(self._current / name)
-        except DataError:
-            return None
-        is_new = replaced is None or manifest.checksum != replaced.checksum
-        return manifest if is_new else None
+        manifest = readable(self._current / name)
+        return None if manifest is None or (replaced and manifest.checksum == replaced.checksum) else manifest
 
     def taken_over(self) -> None:
         """Notes that rank 0 has done `take_over`."""
@@ -363,8 +355,7 @@ class Checkpoints:
     def _named(self, root: Path) -> tuple[set[str], set[str]]:
         """Returns the files that manifests name, and the folders of damaged manifests, which may name any file
         there."""
-        folders = [folder for folder in self._folders(root) if (folder / MANIFEST_NAME).exists()]
-        manifests = {folder.name: readable(folder) for folder in folders}
+        manifests = {folder.name: readable(folder) for folder in checkpoint_folders(root)}
         named = {file.file for manifest in manifests.values() if manifest is not None for file in manifest.files}
         return named, {name for name, manifest in manifests.items() if manifest is None}
 

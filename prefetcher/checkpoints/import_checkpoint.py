@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import numpy as np
 import xxhash
@@ -31,7 +31,6 @@ from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.merge_layers import merged
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
-from rowcast.prefetcher.checkpoints.write_queue import RowBlock
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, elements_of, rounded, widened
 from rowcast.prefetcher.stores.finite_rows import FiniteRows
@@ -53,7 +52,7 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
     opened = open_source(job, source)
     with RunDirectory(job.run_dir, "prefetcher"):
         checkpoints = Checkpoints(job.run_dir, Disk())
-        carry_out(checkpoints.settle(get_logger()))
+        carry_out(checkpoints.settle())
         if fresh:
             carry_out(checkpoints.begin_fresh())
         elif checkpoints.candidates():
@@ -66,12 +65,12 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
     return manifest
 
 
-def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint") -> Manifest:
+def import_into(checkpoints: Checkpoints, job: Job, source: "Source") -> Manifest:
     """Makes the first checkpoint of a run."""
     writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], None, checkpoints, None, keep=1)
     writer.begin(source.position, finished=False, reason=IMPORT)
     blocks = (
-        RowBlock(group_index=index, keys=keys, records=records)
+        (index, keys, records)
         for index, group in enumerate(group_specs(job))
         for keys, records in checked(source, group, job)
     )
@@ -82,7 +81,7 @@ def import_into(checkpoints: Checkpoints, job: Job, source: "StartingPoint") -> 
     return writer.newest
 
 
-def checked(source: "StartingPoint", group: GroupSpec, job: Job) -> Iterator[tuple[Keys, Records]]:
+def checked(source: "Source", group: GroupSpec, job: Job) -> Iterator[tuple[Keys, Records]]:
     """Yields the rows of a source. Raises DataError for the first that is not finite or has a negative sum of
     squares."""
     finite, states = FiniteRows(group), ROW_OPTIMIZERS[job.optimizer.sparse.kind].states
@@ -100,23 +99,7 @@ def checked(source: "StartingPoint", group: GroupSpec, job: Job) -> Iterator[tup
         yield keys, records
 
 
-class StartingPoint(Protocol):
-    """A source that a run can start from."""
-
-    path: Path
-
-    @property
-    def position(self) -> Position:
-        """Where the run starts."""
-
-    def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
-        """Yields the rows that differ from their first values, by ascending key. Raises DataError."""
-
-    def dense_content(self) -> Iterator[bytes]:
-        """Yields the model state as blocks of a safetensors file, if there is one. Raises DataError."""
-
-
-def open_source(job: Job, path: Path) -> StartingPoint:
+def open_source(job: Job, path: Path) -> "Source":
     """Opens a run directory or a file. Raises ConfigError if it does not fit the job."""
     if path.is_dir():
         return EarlierRun(job, path)
@@ -282,6 +265,9 @@ class ExportedFile:
                 yield from read_blocks(file, tensor)
 
 
+Source = EarlierRun | ExportedFile
+
+
 def may_become(found: str, needed: str, name: str) -> bool:
     """Returns whether a tensor of dtype `found` (safetensors' name) may fill a field of dtype `needed`. Only weights
     are converted."""
@@ -292,7 +278,7 @@ def converted(elements: Elements, dtype: RowType, needed: RowType) -> Elements:
     return elements if dtype == needed else rounded(widened(elements, dtype), needed)
 
 
-def offer_dense(writer: CheckpointWriter, source: StartingPoint) -> str | None:
+def offer_dense(writer: CheckpointWriter, source: Source) -> str | None:
     """Returns the checksum, or None if there are no dense weights."""
     hasher = None
     for content in source.dense_content():

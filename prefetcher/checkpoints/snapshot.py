@@ -8,8 +8,7 @@ write-back's thread      take_dense: the model state's pieces ----> writer (a se
 from collections.abc import Iterator
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.checkpoints.write_queue import RowBlock
-from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter, RowBlock
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -71,7 +70,7 @@ class BarrierCheckpointer:
         crash_point("rows not collected")
         for index, (store, rows) in enumerate(zip(self._stores, frozen, strict=True)):
             for keys, records in rows.blocks(BLOCK_BYTES):
-                yield RowBlock(group_index=index, keys=keys, records=records)
+                yield (index, keys, records)
             store.thaw()
         crash_point("rows collected")
 

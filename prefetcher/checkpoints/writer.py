@@ -8,12 +8,14 @@ checkpoint's thread   folder | dense file | row files | merge of older layers, i
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
@@ -22,7 +24,7 @@ from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, softly
 from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
-from rowcast.prefetcher.checkpoints.write_queue import Complete, QueuedDensePiece, RowBlock, WriteQueue
+from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_VERSION,
     SHARD_VERSION,
@@ -42,6 +44,17 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import seal
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
+
+QUEUE_BYTES = 256 * 2**20
+
+RowBlock = tuple[int, Keys, Records]  # a group's index, and rows of it
+
+
+class Complete(NamedTuple):
+    """The last item of the queue."""
+
+    dense_checksum: str | None  # xxh3_64 of all dense pieces; None if there are none
+    rows: Iterable[RowBlock]  # read as they are written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +104,9 @@ class CheckpointWriter:
         self._keep = keep
         self._on_durable = on_durable
         self._shard = shard
-        self._queue = WriteQueue()
+        # of one thread that puts and one that takes: each counter has one writer, and a deque needs no lock
+        self._queue = deque[bytes | Complete]()
+        self._put_bytes = self._taken_bytes = 0
         self._work: Steps | None = None
         self._cleared = self._complete = self._abandoned = self._attempt_is_over = False
 
@@ -104,7 +119,8 @@ class CheckpointWriter:
         """`ahead`: of the batches after the checkpoint, as far as they are known."""
         assert not self.busy, f"a checkpoint at step {position.step} begins while another is being written"
         self._complete = self._abandoned = self._attempt_is_over = False
-        self._queue = WriteQueue()
+        self._queue.clear()
+        self._put_bytes = self._taken_bytes = 0
         self._work = self._make(
             CheckpointStart(
                 position=position, finished=finished, reason=reason, ahead=ahead, began_s=time.perf_counter()
@@ -114,8 +130,13 @@ class CheckpointWriter:
 
     def offer_dense(self, content: bytes) -> bool:
         """Queues the next piece of the dense safetensors file. Returns False while QUEUE_BYTES are waiting: try
-        again."""
-        return self._put(QueuedDensePiece(content=content))
+        again. A larger piece is accepted when nothing waits."""
+        waiting = self._put_bytes - self._taken_bytes
+        if waiting and waiting + len(content) > QUEUE_BYTES:
+            return False
+        self._put_bytes += len(content)
+        self._put(content)
+        return True
 
     def finish(self, dense_checksum: str | None, rows: Iterable[RowBlock]) -> None:
         """Ends the checkpoint. The dense file must have this xxh3_64 (16 hex digits); None: it has no dense file.
@@ -123,7 +144,7 @@ class CheckpointWriter:
         `rows`: rows of the shard that changed since the newest checkpoint, groups in order, keys ascending within a
         group. `advance` reads them as it writes; the writer owns their arrays. With several shards, the checksum is of
         the model state of the shard's trainer."""
-        self._put(Complete(dense_checksum=dense_checksum, rows=rows))
+        self._put(Complete(dense_checksum, rows))
         self._complete = True
 
     def abandon(self) -> None:
@@ -147,12 +168,19 @@ class CheckpointWriter:
             self._work = None
             return True
 
-    def _put(self, item: QueuedDensePiece | Complete) -> bool:
+    def _put(self, item: bytes | Complete) -> None:
         assert self.busy, "the model state must be offered after begin"
         assert not self._complete, "nothing may be offered after finish"
-        taken = self._queue.put(item)
+        self._queue.append(item)
         self.on_offer()
-        return taken
+
+    def _take(self) -> bytes | Complete | None:
+        if not self._queue:
+            return None
+        item = self._queue.popleft()
+        if isinstance(item, bytes):
+            self._taken_bytes += len(item)
+        return item
 
     def _make(self, start: CheckpointStart) -> Steps:
         folder = self._checkpoints.root / folder_name(start.position)
@@ -182,8 +210,8 @@ class CheckpointWriter:
         yield from self._make_folder(folder)
         dense, model_state, blocks = yield from self._receive(folder)
         rows = RowFiles(self._disk, folder, self._shard.tag)
-        for block in blocks:
-            yield from rows.add(self._groups[block.group_index], block.keys, block.records)
+        for index, keys, records in blocks:
+            yield from rows.add(self._groups[index], keys, records)
             yield True
         yield from rows.flush()
         shard = ShardLayers(layers=(yield from self._layers(rows.files, folder)))
@@ -256,14 +284,14 @@ class CheckpointWriter:
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
             dense: HashedFile | None = None
-            while not isinstance(item := self._queue.take(), Complete):
+            while not isinstance(item := self._take(), Complete):
                 if self._abandoned:
                     raise Abandoned
                 if item is None:
                     yield False
                 else:
                     dense = dense or stack.enter_context(closing(HashedFile(self._disk, path)))
-                    dense.write(item.content)
+                    dense.write(item)
                     yield True
             if dense is None:
                 assert item.dense_checksum is None or self._shard.number, (

@@ -69,8 +69,7 @@ def settle_run(
 def newest_of_run(
     job: Job, options: RunOptions, checkpoints: Checkpoints, directory: RunDirectory, shard: OwnShard
 ) -> Manifest | None:
-    log = get_logger()
-    carry_out(checkpoints.settle(log))
+    carry_out(checkpoints.settle())
     if options.mode == "eval":
         return checkpoints.choose(options.checkpoint)
     if options.checkpoint is not None:
@@ -79,7 +78,7 @@ def newest_of_run(
         carry_out(checkpoints.begin_fresh(shard))
         return first_checkpoint(job, options, checkpoints)
     directory.refuse_complete(job.data.epochs, options.max_steps)
-    return checkpoints.newest_valid(log) or first_checkpoint(job, options, checkpoints)
+    return checkpoints.newest_valid() or first_checkpoint(job, options, checkpoints)
 
 
 def first_checkpoint(job: Job, options: RunOptions, checkpoints: Checkpoints) -> Manifest | None:
@@ -102,7 +101,6 @@ def look(
     """Returns what one of several ranks finds; `known`: the newest checkpoint that it has seen. None if `given_up`.
 
     Raises PeerLost if no run has begun within transport.connect_timeout."""
-    log = get_logger()
     carry_out(checkpoints.withdraw(shard))
     deadline_s = time.monotonic() + parse_seconds(job.transport.connect_timeout)
     while (note := read_note(job.run_dir)) is None:
@@ -117,7 +115,7 @@ def look(
     if options.mode == "eval":
         newest: Manifest | None = checkpoints.choose(options.checkpoint)
     else:
-        newest = checkpoints.newest_for_ranks(known, log)
+        newest = checkpoints.newest_for_ranks(known)
     return StartingPoint(newest=newest, run_id=note.run_id if newest is None else newest.run_id)
 
 

@@ -1,13 +1,14 @@
 """A run without training: rows that change, checkpoints of them, and a dict of what each checkpoint must hold."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from structlog.testing import capture_logs
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
@@ -15,8 +16,7 @@ from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
-from rowcast.prefetcher.checkpoints.write_queue import RowBlock
-from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter, RowBlock
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest, Position, TrainingData
 from rowcast.runtime.disk import Disk, FileWrite
@@ -152,7 +152,7 @@ class FakeRun:
     def blocks(self) -> list[RowBlock]:
         """The changed rows."""
         return [
-            RowBlock(group_index=index, keys=keys, records=records)
+            (index, keys, records)
             for index, store in enumerate(self.stores)
             for keys, records in store.blocks(self.block)
         ]
@@ -230,11 +230,10 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_files, "ROW_FILE_BYTES", 400)
 
 
-class Warnings:
-    """A log that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.damages: list[str] = []
-
-    def warning(self, event: str, *args: Any, **fields: Any) -> None:
-        self.damages.append(str(fields["damage"]))
+@contextmanager
+def damages() -> Iterator[list[str]]:
+    """What is logged as damaged, once the block has ended."""
+    found: list[str] = []
+    with capture_logs() as logs:
+        yield found
+    found += [log["damage"] for log in logs if "damage" in log]

@@ -20,7 +20,7 @@ from rowcast.runtime.checkpoint_manifest import (
 )
 from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import DataError
-from tests.checkpoints.fake_run import FakeRun, Warnings, restored, small_job
+from tests.checkpoints.fake_run import FakeRun, damages, restored, small_job
 from tests.support.facts import facts
 from tests.support.repeats import count
 
@@ -67,17 +67,17 @@ def test_flipped_bits_are_detected_and_never_restored(run: FakeRun) -> None:
 
 
 def check_flipped(run: FakeRun, path: Path) -> None:
-    log = Warnings()
     shared = path.parent.name == "step-000000000010" and not path.name.startswith("dense")
     if shared:
-        with pytest.raises(DataError, match=facts("none of 3 checkpoints", "--fresh")):
-            run.checkpoints.newest_valid(log)
+        with damages() as found, pytest.raises(DataError, match=facts("none of 3 checkpoints", "--fresh")):
+            run.checkpoints.newest_valid()
     else:
-        older = run.checkpoints.newest_valid(log)
+        with damages() as found:
+            older = run.checkpoints.newest_valid()
         assert older is not None
         assert older.position.step < 30
         assert restored(run.job.run_dir, run.job, older) == run.states[older.position.step]
-    assert str(path) in log.damages[0]
+    assert str(path) in found[0]
     if path.name != MANIFEST_NAME:
         with pytest.raises(DataError, match=path.name):
             read_everything(run)

@@ -11,7 +11,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, write_durably
 from rowcast.runtime.disk import Disk, FileWrite
 from rowcast.runtime.errors import DataError, RowcastError
-from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import FakeRun, assert_holds, damages, small_job
 from tests.checkpoints.faulty import KINDS, Failure, Fault, FaultyDisk, Kind
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -59,9 +59,9 @@ def check_failure(run: FakeRun, error: RowcastError, fault: Fault) -> None:
     assert f"{run.checkpoints.root}" in str(error)
     assert f"({reason})" in str(error)
     assert "run again" in str(error)
-    log = Warnings()
-    found = Checkpoints(run.job.run_dir, Disk()).newest_valid(log)
-    assert log.damages == []
+    with damages() as damaged:
+        found = Checkpoints(run.job.run_dir, Disk()).newest_valid()
+    assert damaged == []
     if run.writer.newest is None:
         assert found is None, "a checkpoint that failed was taken for one"
     else:

@@ -15,7 +15,7 @@ from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
 from rowcast.runtime.disk import Disk, FileWrite
 from rowcast.runtime.errors import RowcastError
 from tests.checkpoints.fake_ranks import FakeRanks
-from tests.checkpoints.fake_run import FakeRun, UnsyncedDisk, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import FakeRun, UnsyncedDisk, assert_holds, small_job
 from tests.support.facts import facts
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -162,7 +162,7 @@ def test_links_are_never_followed(run: FakeRun, tmp_path: Path) -> None:
     with pytest.raises(RowcastError, match="Too many levels of symbolic links"):
         run.checkpoint()
     (root / "step-000000000020" / "manifest.json.partial").unlink()
-    later = FakeRun(run.job, newest=run.checkpoints.newest_valid(Warnings()))
+    later = FakeRun(run.job, newest=run.checkpoints.newest_valid())
     checkpoints(later, 3)
     assert content(elsewhere) == before
     assert (root / "step-000000000003").is_symlink()
@@ -261,7 +261,7 @@ def test_what_others_put_among_the_checkpoints_outlives_their_replacement(tmp_pa
     assert all(found[name] == before[name] for name in found)
     assert [entry["folder"] for entry in logs if "stay, as" in entry["event"]] == [str(left)]
     assert Checkpoints(tmp_path / "run", Disk()).candidates() == ["step-000000000013", "step-000000000003"]
-    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle())
     assert content(left) == found
 
 
@@ -284,7 +284,7 @@ def test_what_others_put_beside_a_fresh_run_that_was_killed_stays(tmp_path: Path
     notes(new)
     (tmp_path / "run" / "checkpoints.left-1").mkdir()
     fresh = Checkpoints(tmp_path / "run", Disk())
-    carry_out(fresh.begin_fresh() if begins else fresh.settle(Warnings()))
+    carry_out(fresh.begin_fresh() if begins else fresh.settle())
     assert content(tmp_path / "run" / "checkpoints.left-2") == {"notes.txt": b"why this one is good"}
     assert not new.exists()
 
@@ -302,7 +302,7 @@ def test_a_file_or_a_link_in_the_place_of_a_fresh_runs_folder_is_moved_aside(
         place.write_bytes(b"mine")
     else:
         place.symlink_to(tmp_path / "mine")
-    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle())
     replaced(tmp_path / "run")
     left = tmp_path / "run" / "checkpoints.left-1"
     assert left.is_symlink() if kind == "link" else left.read_bytes() == b"mine"
@@ -394,7 +394,7 @@ def test_an_earlier_run_that_cannot_be_removed_yet_ends_no_fresh_run(tmp_path: P
     warnings = checkpoints(fresh, 2)
     assert len(warnings) >= 2
     assert (tmp_path / "run" / ".checkpoints.replaced").exists()
-    carry_out(Checkpoints(tmp_path / "run", disk).settle(Warnings()))
+    carry_out(Checkpoints(tmp_path / "run", disk).settle())
     again = FakeRun(small_job(tmp_path / "run"), disk=disk, run_id="00000000bbbb")
     carry_out(again.checkpoints.begin_fresh())
     checkpoints(again, 1)

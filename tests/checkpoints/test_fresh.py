@@ -10,7 +10,7 @@ from rowcast.runtime.checkpoint_manifest import Position, write_durably
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import COMPLETE
-from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import FakeRun, assert_holds, damages, small_job
 from tests.support.recording_disk import DiskModel, RecordingDisk
 from tests.support.repeats import count
 
@@ -47,13 +47,13 @@ def test_the_earlier_run_stays_byte_for_byte_until_the_first_checkpoint_is_durab
     fresh.begin()
     fresh.hand_over()
     while fresh.writer.newest is None:
-        found = Checkpoints(tmp_path / "run", Disk()).newest_valid(Warnings())
+        found = Checkpoints(tmp_path / "run", Disk()).newest_valid()
         if found is not None and found.position.step == 20:
             assert_holds(tmp_path / "run", earlier.job, found, earlier.states[20])
         fresh.writer.advance()
     fresh.complete()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
-    newest = Checkpoints(tmp_path / "run", Disk()).newest_valid(Warnings())
+    newest = Checkpoints(tmp_path / "run", Disk()).newest_valid()
     assert newest is not None
     assert_holds(tmp_path / "run", fresh.job, newest, fresh.states[3])
     fresh.train(ROWS)
@@ -78,11 +78,12 @@ def test_a_loss_of_power_at_any_moment_leaves_one_of_the_two_runs_whole(tmp_path
         for seed in range(SEEDS if cut >= begun else 0):
             out = tmp_path / "after"
             model.lose_power(seed, out)
-            settled, log = Checkpoints(out, Disk()), Warnings()
-            carry_out(settled.settle(log))
-            newest = settled.newest_valid(log)
+            settled = Checkpoints(out, Disk())
+            with damages() as damaged:
+                carry_out(settled.settle())
+                newest = settled.newest_valid()
             where = f"cut {cut} after {operation}, seed {seed}"
-            assert log.damages == [], where
+            assert damaged == [], where
             assert newest is not None, f"{where}: both runs are lost"
             step = newest.position.step
             assert step == 3 or cut < durable, f"{where}: the fresh run's checkpoint was durable"
@@ -115,7 +116,7 @@ def test_what_a_fresh_run_without_a_trained_checkpoint_left_is_cleared_away(
     before = snapshot(tmp_path / "run")
     what(fresh_run(tmp_path / "run", Disk()))
     assert (tmp_path / "run" / ".checkpoints.new").is_dir()
-    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle())
     assert snapshot(tmp_path / "run") == before
     assert not (tmp_path / "run" / ".checkpoints.new").exists()
 
@@ -129,13 +130,13 @@ def test_a_damaged_checkpoint_of_a_fresh_run_does_not_take_the_place_of_a_whole_
     while not manifest.exists():
         fresh.writer.advance()
     manifest.write_bytes(manifest.read_bytes()[:-40])
-    log = Warnings()
     settled = Checkpoints(tmp_path / "run", Disk())
-    carry_out(settled.settle(log))
-    newest = settled.newest_valid(Warnings())
+    with damages() as damaged:
+        carry_out(settled.settle())
+    newest = settled.newest_valid()
     assert newest is not None
     assert_holds(tmp_path / "run", earlier.job, newest, earlier.states[20])
-    assert len(log.damages) == 1
+    assert len(damaged) == 1
 
 
 def test_checkpoints_behind_a_link_are_replaced_where_they_are(tmp_path: Path) -> None:
@@ -147,8 +148,8 @@ def test_checkpoints_behind_a_link_are_replaced_where_they_are(tmp_path: Path) -
     fresh.checkpoint()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["mine"]
-    carry_out(Checkpoints(tmp_path / "run", Disk()).settle(Warnings()))
-    newest = Checkpoints(tmp_path / "run", Disk()).newest_valid(Warnings())
+    carry_out(Checkpoints(tmp_path / "run", Disk()).settle())
+    newest = Checkpoints(tmp_path / "run", Disk()).newest_valid()
     assert newest is not None
     assert_holds(tmp_path / "run", fresh.job, newest, fresh.states[3])
 

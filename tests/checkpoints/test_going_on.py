@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.checkpoints import snapshot, write_queue
+from rowcast.prefetcher.checkpoints import snapshot, writer
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import restore_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
@@ -37,7 +37,7 @@ def advance_all_but_the_writer(run: InProcessRun) -> None:
 def test_steps_follow_a_barrier_although_none_of_its_rows_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_queue, "QUEUE_BYTES", 1)
+    monkeypatch.setattr(writer, "QUEUE_BYTES", 1)
     run = begun(tmp_path)
     advance_all_but_the_writer(run)
     assert run.trainer.loop.step_done == 2 * EVERY - 1, "the second barrier waits for the first checkpoint"

@@ -10,7 +10,7 @@ from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
-from tests.checkpoints.fake_run import FakeRun, Rows, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import FakeRun, Rows, assert_holds, damages, small_job
 from tests.support.recording_disk import DiskModel, Operation, RecordingDisk, power_loss
 from tests.support.repeats import count
 
@@ -65,11 +65,11 @@ def record(run_dir: Path, seed: int, *, finish_twice: bool = False) -> Recorded:
 def check_cut(recorded: Recorded, model: DiskModel, cut: int, seed: int, out: Path) -> int | None:
     """The step of the checkpoint that a run would go on from, where `model` is at `cut`."""
     model.lose_power(seed, out)
-    log = Warnings()
-    newest = Checkpoints(out, Disk()).newest_valid(log)
+    with damages() as damaged:
+        newest = Checkpoints(out, Disk()).newest_valid()
     expected = recorded.durable_step(cut)
     where = f"cut {cut} behind {recorded.log[cut - 1] if cut else None}, seed {seed}"
-    assert log.damages == [], f"{where}: a manifest names what is not whole"
+    assert damaged == [], f"{where}: a manifest names what is not whole"
     if newest is None:
         assert expected is None, f"{where}: step {expected} was durable"
         return None
@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_after_a_loss_of_power_survives_the_next_one(tmp_path
 
 def go_on(recorded: Recorded, run_dir: Path, seed: int, out: Path) -> None:
     """Two more checkpoints on what the power loss left, and a second loss somewhere while they are written."""
-    newest = Checkpoints(run_dir, Disk()).newest_valid(Warnings())
+    newest = Checkpoints(run_dir, Disk()).newest_valid()
     before = {} if newest is None else recorded.states()[newest.position.step]
     disk = RecordingDisk()
     run = FakeRun(small_job(run_dir), disk=disk, newest=newest)

@@ -14,7 +14,7 @@ from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.checkpoints.fake_ranks import FakeRanks
-from tests.checkpoints.fake_run import MAX_ADVANCES, Rows, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import MAX_ADVANCES, Rows, assert_holds, damages, small_job
 from tests.checkpoints.faulty import KINDS, Failure, Fault, FaultyDisk, Kind
 from tests.support.recording_disk import DiskModel, Operation, RecordingDisk
 from tests.support.repeats import count
@@ -35,9 +35,9 @@ def some(rng: np.random.Generator, share: float) -> dict[int, list[int]]:
 
 def go_on(run_dir: Path, states: dict[int, Rows], ranks: int, least: int) -> None:
     """Another number of ranks goes on from what is left, which is the checkpoint of step `least` or a later one."""
-    log = Warnings()
-    newest = Checkpoints(run_dir, Disk()).newest_for_ranks(None, log)
-    assert log.damages == [], "a manifest names what is not whole"
+    with damages() as damaged:
+        newest = Checkpoints(run_dir, Disk()).newest_for_ranks(None)
+    assert damaged == [], "a manifest names what is not whole"
     rows: Rows = {}
     if newest is not None:
         rows = states[newest.position.step]
@@ -188,7 +188,7 @@ def test_a_rank_that_is_killed_at_any_moment_costs_at_most_the_checkpoint_in_pro
                 break
             busy[int(rng.integers(len(busy)))].writer.advance()
     assert not any(rank.writer.busy for rank in left)
-    newest = Checkpoints(run.job.run_dir, Disk()).newest_for_ranks(None, Warnings())
+    newest = Checkpoints(run.job.run_dir, Disk()).newest_for_ranks(None)
     assert newest is not None
     for rank in left:
         assert rank.writer.newest is not None

@@ -23,7 +23,7 @@ from rowcast.runtime.checkpoint_manifest import (
 from rowcast.runtime.disk import Disk, render, seal
 from rowcast.runtime.errors import DataError
 from tests.checkpoints.fake_ranks import FakeRanks
-from tests.checkpoints.fake_run import TABLES, FakeRun, Rows, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import TABLES, FakeRun, Rows, assert_holds, damages, small_job
 from tests.support.facts import facts
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -228,7 +228,7 @@ def test_replicas_that_differ_never_become_a_checkpoint_and_the_rank_is_named(tm
     run.ranks[3].writer.finish("0123456789abcdef", run.ranks[3].blocks())
     with pytest.raises(DataError, match=facts("shard-003.json", "rank 3", "model state", "step 19")):
         run.complete()
-    assert checksum(run.checkpoints.newest_valid(Warnings())) == first.checksum
+    assert checksum(run.checkpoints.newest_valid()) == first.checksum
 
 
 @pytest.mark.parametrize(
@@ -353,9 +353,9 @@ def test_a_damaged_shard_leads_all_ranks_to_the_same_older_checkpoint(tmp_path: 
     path = run.checkpoints.root / second.shards[1].layers[1].files[0].file
     path.write_bytes(path.read_bytes()[:-1])
     for _ in run.ranks:
-        log = Warnings()
-        assert checksum(Checkpoints(run.job.run_dir, Disk()).newest_for_ranks(None, log)) == first.checksum
-        assert str(path) in log.damages[0]
+        with damages() as damaged:
+            assert checksum(Checkpoints(run.job.run_dir, Disk()).newest_for_ranks(None)) == first.checksum
+        assert str(path) in damaged[0]
 
 
 # attempts
@@ -410,7 +410,7 @@ def test_a_checkpoint_that_lacks_a_shard_is_given_up_once_nobody_writes(tmp_path
             waiting.writer.advance()
     assert waiting.writer.gave_up
     assert checksum(waiting.writer.newest) == first.checksum
-    assert checksum(run.checkpoints.newest_valid(Warnings())) == first.checksum
+    assert checksum(run.checkpoints.newest_valid()) == first.checksum
 
 
 def test_a_checkpoint_that_all_handed_over_is_completed_although_the_attempt_is_over(tmp_path: Path) -> None:
@@ -445,15 +445,15 @@ def test_a_rank_that_looks_again_sees_a_checkpoint_that_it_had_not_seen(tmp_path
     run.train(EVERYTHING)
     first = run.checkpoint()
     other = Checkpoints(run.job.run_dir, Disk())
-    assert checksum(other.newest_for_ranks(None, Warnings())) == first.checksum
+    assert checksum(other.newest_for_ranks(None)) == first.checksum
     for file in first.files:
         path = run.checkpoints.root / file.file
         path.rename(path.with_name("moved"))
-        assert other.newest_for_ranks(first, Warnings()) == first, "what is known is not read again"
+        assert other.newest_for_ranks(first) == first, "what is known is not read again"
         path.with_name("moved").rename(path)
     run.train(EVERYTHING)
     second = run.checkpoint()
-    assert checksum(other.newest_for_ranks(first, Warnings())) == second.checksum
+    assert checksum(other.newest_for_ranks(first)) == second.checksum
 
 
 def test_a_fresh_run_of_ranks_replaces_the_earlier_one_with_its_first_checkpoint(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_a_fresh_run_of_ranks_replaces_the_earlier_one_with_its_first_checkpoint
     old = earlier.checkpoint()
     fresh = ranks(tmp_path, 2, run_id="ba9876543210")
     carry_out(fresh.checkpoints.begin_fresh(fresh.ranks[0].shard))
-    assert fresh.ranks[1].checkpoints.newest_for_ranks(None, Warnings()) is None, "it sees the fresh run"
+    assert fresh.ranks[1].checkpoints.newest_for_ranks(None) is None, "it sees the fresh run"
     fresh.train({0: [3]})
     fresh.begin()
     fresh.hand_over()

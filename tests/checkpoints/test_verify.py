@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from rowcast.command_line.prefetcher import app
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.telemetry.logs import get_logger
 from tests.checkpoints.fake_run import FakeRun, small_job
 
 
@@ -86,7 +85,7 @@ def test_a_checkpoint_with_a_row_that_is_not_finite_is_not_whole_and_a_restart_t
     assert code == 4
     assert [line.split()[-1] for line in lines[1:4]] == ["damaged", "whole", "whole"]
     assert any("row 5 of table narrow_a: weight[0] is nan" in line for line in lines[4:])
-    found = run.checkpoints.newest_valid(get_logger())
+    found = run.checkpoints.newest_valid()
     assert found is not None
     assert (found.step, newest.step) == (149, 199)
 

@@ -9,13 +9,13 @@ from safetensors.numpy import load_file
 
 from rowcast.prefetcher.checkpoints import merge_layers as merge
 from rowcast.prefetcher.checkpoints import row_files
-from rowcast.prefetcher.checkpoints import write_queue as handover
+from rowcast.prefetcher.checkpoints import writer as handover
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.write_queue import RowBlock
+from rowcast.prefetcher.checkpoints.writer import RowBlock
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Position, file_checksum
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RowcastError
-from tests.checkpoints.fake_run import FakeRun, Warnings, assert_holds, small_job
+from tests.checkpoints.fake_run import FakeRun, assert_holds, small_job
 from tests.support.facts import facts
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -311,7 +311,7 @@ def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeR
         match=facts("dense-00000.safetensors", "model state", "checksum"),
     ):
         run.complete()
-    assert Checkpoints(run.job.run_dir, Disk()).newest_valid(Warnings()) is None
+    assert Checkpoints(run.job.run_dir, Disk()).newest_valid() is None
 
 
 def test_an_abandoned_checkpoint_leaves_the_previous_one_valid_and_the_next_possible(
@@ -360,17 +360,15 @@ def test_rows_out_of_order_are_our_own_mistake(run: FakeRun) -> None:
     run.train({0: [1, 2]})
     keys, records = next(run.stores[0].blocks(2))
     run.begin()
-    run.writer.finish(None, [RowBlock(group_index=0, keys=keys[::-1], records=records)])
+    run.writer.finish(None, [(0, keys[::-1], records)])
     with pytest.raises(AssertionError, match="ascending"):
         run.complete()
 
 
 def test_an_empty_folder_of_checkpoints_is_step_zero(run: FakeRun) -> None:
-    log = Warnings()
-    assert run.checkpoints.newest_valid(log) is None
+    assert run.checkpoints.newest_valid() is None
     run.checkpoints.root.mkdir()
-    assert run.checkpoints.newest_valid(log) is None
-    assert log.damages == []
+    assert run.checkpoints.newest_valid() is None
 
 
 def test_the_real_disk_takes_a_checkpoint_and_its_successor(tmp_path: Path) -> None:

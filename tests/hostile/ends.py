@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from rowcast.protocol.messages import AnyMessage, Bye, Envelope, Welcome
-from rowcast.protocol.session import PREFETCHER, TRAINER, Role, Session, State
+from rowcast.protocol.session import PREFETCHER, TRAINER, Session, State
+from rowcast.runtime.run_directory import Role
 from tests.support import sample_messages
 from tests.support.conversations import EVERY_MESSAGE, WHOLE_RUN, Said, greeting, make_pair, other, say
 

@@ -17,9 +17,10 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.codec import decode
 from rowcast.protocol.messages import AnyMessage, ArraySpec, RingRef
 from rowcast.protocol.plan_layout import ITEM_BYTES
-from rowcast.protocol.session import PREFETCHER, Role
+from rowcast.protocol.session import PREFETCHER
 from rowcast.protocol.transport.link import InprocLink, Link, Payload, inproc_pair
 from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.run_directory import Role
 from tests.support.batches import Bags, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings
 

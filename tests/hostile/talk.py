@@ -24,7 +24,8 @@ from rowcast.protocol.messages import (
     StepReady,
     StopRequest,
 )
-from rowcast.protocol.session import PREFETCHER, TRAINER, Role
+from rowcast.protocol.session import PREFETCHER, TRAINER
+from rowcast.runtime.run_directory import Role
 from tests.support import sample_messages
 
 Said = tuple[Role, AnyMessage]

@@ -31,11 +31,11 @@ from rowcast.protocol.messages import (
     StepReady,
 )
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
-from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, Role
+from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
-from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.run_directory import Role
 from tests.hostile.mutate import Mutator
 from tests.hostile.peers import HostileRun, Lie, array_of
 from tests.support.batches import Bags, slots_for, small_batches, small_job
@@ -443,7 +443,7 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
     """A run that has ended with a checkpoint."""
     checkpoints = Checkpoints(tmp_path_factory.mktemp("run"), Disk())
     HostileRun(PREFETCHER, lambda message, content: None).run(past=Past(checkpoints=checkpoints, newest=None))
-    newest = checkpoints.newest_valid(get_logger())
+    newest = checkpoints.newest_valid()
     assert newest is not None
     return Past(checkpoints=checkpoints, newest=newest)
 

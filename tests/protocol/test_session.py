@@ -12,7 +12,6 @@ from rowcast.protocol.session import (
     ROLES,
     TABLE,
     TRAINER,
-    Role,
     Session,
     State,
     check_hello,
@@ -21,6 +20,7 @@ from rowcast.protocol.session import (
     render_table,
 )
 from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
+from rowcast.runtime.run_directory import Role
 from tests.support import sample_messages
 from tests.support.conversations import EVERY_MESSAGE, WHOLE_RUN, greeting, make_pair, other, say
 from tests.support.facts import facts

@@ -3,27 +3,16 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError, RowcastError
+from tests.checkpoints.fake_run import damages
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.promises import LifeFailed
 
 DISK_SENTENCE = "the checkpoint could not be written"
-
-
-class Damages:
-    """A log that keeps what it is told of damaged checkpoints."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def warning(self, event: str, *args: Any, **kw: Any) -> object:
-        self.found.append(f"{event}: {kw}")
-        return None
 
 
 class Storage:
@@ -49,19 +38,19 @@ class Storage:
 
     def find_newest(self) -> Manifest | None:
         """As a prefetcher does that begins; where no checkpoint is whole, a person then says --fresh."""
-        damages = Damages()
         self.checkpoints = Checkpoints(self._run_dir, self.disk)
-        carry_out(self.checkpoints.settle(Damages()))
+        carry_out(self.checkpoints.settle())
         try:
-            newest = self.checkpoints.newest_valid(damages)
+            with damages() as damaged:
+                newest = self.checkpoints.newest_valid()
         except DataError as error:
             if not self._rotten:
                 raise LifeFailed(f"no checkpoint is whole, but none was damaged: {error}") from error
             self._say("no checkpoint is whole")
             self.begin_fresh()
             return None
-        if damages.found and not self._rotten:
-            raise LifeFailed(f"a crash left a damaged checkpoint: {damages.found}")
+        if damaged and not self._rotten:
+            raise LifeFailed(f"a crash left a damaged checkpoint: {damaged}")
         if step_of(newest) < self._durable_step and not (self._fresh and newest is not None):
             raise LifeFailed(
                 f"the newest checkpoint is that of step {step_of(newest)}, but that of {self._durable_step} was durable"
@@ -78,7 +67,7 @@ class Storage:
     def rot(self, chance: random.Random) -> bool:
         """Flips a bit of a file, once in a life: the newest checkpoint without that file is the one to go on from."""
         self.checkpoints = Checkpoints(self._run_dir, Disk())
-        carry_out(self.checkpoints.settle(Damages()))
+        carry_out(self.checkpoints.settle())
         files = sorted(path for path in self._run_dir.rglob("*") if path.is_file() and path.stat().st_size)
         if self._rotten or not files:
             return False

@@ -3,7 +3,8 @@
 import msgspec
 
 from rowcast.protocol.messages import AnyMessage, Bye, Failure, Released, StopRequest
-from rowcast.protocol.session import PREFETCHER, TRAINER, Role, Session
+from rowcast.protocol.session import PREFETCHER, TRAINER, Session
+from rowcast.runtime.run_directory import Role
 from tests.support import sample_messages
 from tests.support.sample_messages import (
     barrier_rows,

@@ -21,7 +21,6 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import Diverged
-from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.models.model_state import require_finite
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings
@@ -56,7 +55,7 @@ def end_writing(run: InProcessRun) -> None:
 def whole(root: Path, job: Job) -> Manifest | None:
     """The newest checkpoint, whose rows and dense parameters are all finite."""
     checkpoints = Checkpoints(root, Disk())
-    manifest = checkpoints.newest_valid(get_logger())
+    manifest = checkpoints.newest_valid()
     if manifest is not None:
         for group in group_specs(job):
             assert not any(FiniteRows(group).fault(*rows) for rows in merged(checkpoints.root, group, manifest.layers))

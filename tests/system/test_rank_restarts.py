@@ -30,7 +30,6 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
-from rowcast.runtime.telemetry.logs import get_logger
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
 from tests.support.driver import Past, Settings, start_state
 from tests.support.facts import facts
@@ -64,7 +63,7 @@ class Restarts:
         self.lives = 0
 
     def newest(self) -> Manifest | None:
-        return Checkpoints(self.run_dir, Disk()).newest_for_ranks(None, get_logger())
+        return Checkpoints(self.run_dir, Disk()).newest_for_ranks(None)
 
     def live(self, ranks: int, num_steps: int | None = None, *, advances: int | None = None) -> RankedRun:
         """Ends in order after `num_steps` or all, with a checkpoint; or, as if killed, after `advances`."""
