@@ -8,7 +8,7 @@ Scheduled      any of these at its place in the run, or the function that decode
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy.typing as npt
 
@@ -18,15 +18,6 @@ from rowcast.runtime.checkpoint_manifest import Position
 Kind = Literal["train", "eval"]
 
 
-class Sliced(Protocol):
-    """An array or a tensor."""
-
-    def __getitem__(self, entries: slice, /) -> Any: ...
-
-
-A = TypeVar("A", bound=Sliced)
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The entries that some samples of a batch have in its arrays."""
@@ -34,7 +25,8 @@ class Cut:
     samples: slice
     lookups: Mapping[str, slice]  # of the arrays of look-ups
 
-    def of(self, arrays: Mapping[str, A]) -> dict[str, A]:
+    def of(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """`arrays`: or tensors."""
         return {name: array[self.lookups.get(name, self.samples)] for name, array in arrays.items()}
 
 

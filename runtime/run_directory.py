@@ -20,7 +20,7 @@ import msgspec
 
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, advice, peer_failure, told
-from rowcast.runtime.other_process import OtherProcess, boot_id, seen
+from rowcast.runtime.machine import OtherProcess, boot_id, seen
 
 COMPLETE = "complete"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # the locked file is overwritten

@@ -1,12 +1,12 @@
 """Defines stages, the threads that run them, the bells that wake these threads, and how a stage shares its work.
 
-Every stage of both processes has one non-blocking `advance()`. In a process, a thread per stage calls it in a loop and
+A stage of either process is a function that does not block. In a process, a thread per stage calls it in a loop and
 waits on the stage's bell. In a test, one thread advances all stages of both sides, in an order that a seed decides.
 
 No wake-up is lost. A producer changes the state first and then rings; the thread hushes its bell before it looks:
 
-    change, ring | hush, advance: sees the change
-    hush, advance | change, ring | wait: returns at once
+    change, ring | hush, look: sees the change
+    hush, look | change, ring | wait: returns at once
 """
 
 import threading
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rowcast.runtime.errors import LocalProtocolError
 
@@ -28,18 +28,7 @@ POLL_S = 0.0002  # between looks at sources without a bell: a device's events, a
 
 # what happened -> the threads that it may unblock: their bells are rung
 Wakes = Mapping[object, tuple[str, ...]]
-
-
-class Stage(Protocol):
-    def advance(self) -> bool:
-        """Does what it can without waiting; returns whether it did anything."""
-
-
-class FunctionStage:
-    """A stage made of one function, such as one of an engine's."""
-
-    def __init__(self, advance: Callable[[], bool]) -> None:
-        self.advance = advance
+Stage = Callable[[], bool]  # does what it can without waiting; returns whether it did anything
 
 
 class Doorbell:
@@ -80,7 +69,7 @@ class StageThread:
         on_work: Callable[[], None] = lambda: None,
         polls: Callable[[], bool] | None = None,
     ) -> None:
-        """`on_work` runs after each `advance` that did something. `polls` returns whether the stage now waits for
+        """`on_work` runs after each call that did something. `polls` returns whether the stage now waits for
         something without a bell; None: it never does."""
         self._bell = bell
         self._on_error = on_error
@@ -93,7 +82,7 @@ class StageThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the current `advance` and joins the thread."""
+        """Ends the loop after the current call and joins the thread."""
         self._stopped.set()
         self._bell.ring()
         self._thread.join()
@@ -114,7 +103,7 @@ class StageThread:
                 self._bell.hush()
                 if self._stopped.is_set():
                     return
-                if stage.advance():
+                if stage():
                     self._on_work()
                 else:
                     self._wait(polls, on_idle)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from rowcast.runtime.process import Crew
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, FunctionStage, StageThread
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage, StageThread
 
 LONG_S = 60.0  # longer than a test takes
 
@@ -61,8 +61,7 @@ def test_many_threads_that_ring_at_once_wake_the_one_that_waits() -> None:
 def timeouts_of(polls: Callable[[], bool] | None) -> set[float]:
     """The time-outs with which the thread of an idle stage waits."""
     bell, idled, errors = Bell(), threading.Event(), list[BaseException]()
-    stage = FunctionStage(lambda: False)
-    thread = StageThread("idle", stage, bell, errors.append, lambda seconds: idled.set(), polls=polls)
+    thread = StageThread("idle", lambda: False, bell, errors.append, lambda seconds: idled.set(), polls=polls)
     thread.start()
     assert idled.wait(LONG_S)
     thread.stop()
@@ -78,12 +77,12 @@ def test_a_stage_that_waits_for_a_device_is_asked_again_soon() -> None:
 def test_only_the_threads_that_a_cause_names_are_woken() -> None:
     turns = {name: threading.Semaphore(0) for name in ("first", "second", "third")}
 
-    def idle(name: str) -> FunctionStage:
+    def idle(name: str) -> Stage:
         def advance() -> bool:
             turns[name].release()
             return False
 
-        return FunctionStage(advance)
+        return advance
 
     main = Doorbell()
     crew = Crew("trainer", main, owns_process=False)

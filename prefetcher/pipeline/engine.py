@@ -28,9 +28,10 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits, PlanStream
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges, SlotStates, train_steps_of
-from rowcast.prefetcher.pipeline.planning import BatchSource, PlanningStage
+from rowcast.prefetcher.pipeline.planning import PlanningStage
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.conversation import Conversation
@@ -49,7 +50,7 @@ from rowcast.protocol.messages import (
 )
 from rowcast.protocol.session import check_hello
 from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.stages import FunctionStage, Stage, Wakes
+from rowcast.runtime.stages import Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
 
@@ -81,7 +82,7 @@ class PrefetcherEngine:
         *,
         job: Job,
         welcome: Welcome,
-        source: BatchSource,
+        source: Source,
         planner: RowPlanner,
         stores: tuple[TrackedStore, ...],
         conversation: Conversation,
@@ -133,9 +134,7 @@ class PrefetcherEngine:
         )
         ahead = any(store.store.works_ahead for store in stores)
         self.stages: dict[str, Stage] = {
-            thread: FunctionStage(partial(self.advance, thread))
-            for thread in get_args(Thread)
-            if thread != "staging" or ahead
+            thread: partial(self.advance, thread) for thread in get_args(Thread) if thread != "staging" or ahead
         }
         conversation.listen(
             {

@@ -9,8 +9,9 @@ from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.batch import Cut, Lookups, Samples, Scheduled
+from rowcast.protocol.batch import Cut, Samples
 from rowcast.protocol.inputs import Belonging, batch_specs, check_same
 from rowcast.protocol.messages import Welcome
 from rowcast.protocol.packing import pack
@@ -20,21 +21,6 @@ from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
 from rowcast.runtime.telemetry.logs import get_logger
-
-
-class BatchSource(Protocol):
-    """Batches in step order, decoded elsewhere: their ids far ahead, their dense features when they are planned."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the ids of every batch have been returned."""
-
-    def poll_ids(self) -> Scheduled[Lookups] | None:
-        """Returns the next batch's ids, or None while they are being decoded. Raises the reader's error."""
-
-    def poll_dense(self) -> Samples | None:
-        """Returns the next batch's dense features and labels, or None while they are being decoded. Raises the
-        reader's error."""
 
 
 class Pace(Protocol):
@@ -62,7 +48,7 @@ class PlanningStage:
     def __init__(
         self,
         *,
-        source: BatchSource,
+        source: Source,
         planner: RowPlanner,
         stores: tuple[TrackedStore, ...],
         plans: PlanStream,

@@ -234,7 +234,7 @@ class PrefetcherAttempt:
             engine.barrier.restore(restore)
         engine.planning.pace = self._interval.pace(self.train_steps)
         engine.planning.on_interval = self._interval.keep
-        connection.start(engine, {} if self._writer is None else {"checkpoint": self._writer})
+        connection.start(engine, {} if self._writer is None else {"checkpoint": self._writer.advance})
         connection.drive(engine, run.on_training, self._is_over)
         if self._writer is not None:
             self.newest = self._writer.newest

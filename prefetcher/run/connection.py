@@ -90,7 +90,7 @@ class Connection:
             lambda: failure_since(self._folder, "trainer", self._signals.began_s),
             PeerStart(self._folder, "trainer", parse_seconds(self._transport.stall_timeout)).goes_on,
         )
-        self._crew.start({"watch": watch}, {})
+        self._crew.start({"watch": watch.advance}, {})
         has_started(self._folder, "prefetcher")
         self.stack.callback(self._crew.stop)
 

@@ -21,7 +21,7 @@ from rowcast.protocol.transport.callers import CLIENTS, Refusals
 from rowcast.protocol.transport.endpoint import Address
 from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload, parts_of
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
-from rowcast.runtime.other_process import OtherProcess, at_other_end
+from rowcast.runtime.machine import OtherProcess, at_other_end
 
 CURVE_BYTES = 64  # slightly more than encryption adds to a part
 # the largest frame that a caller can make us allocate

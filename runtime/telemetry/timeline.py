@@ -28,7 +28,7 @@ import msgspec
 
 from rowcast.runtime.disk import FileWrite
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.other_process import boot_id
+from rowcast.runtime.machine import boot_id
 from rowcast.runtime.stages import Stage
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import BOTH, Process
@@ -213,30 +213,25 @@ class Timeline:
             self._file.close()
 
 
-class RecordedStage:
-    """Adds a span for every `advance` that did something, for stages that do not measure their time."""
+def recorded(stage: Stage, name: str, timeline: Timeline) -> Stage:
+    """Adds a span for every call that did something, for stages that do not measure their time."""
 
-    def __init__(self, stage: Stage, name: str, timeline: Timeline) -> None:
-        self._stage = stage
-        self._name = name
-        self._timeline = timeline
-
-    def advance(self) -> bool:
+    def advance() -> bool:
         began_s = time.perf_counter()
-        progress = self._stage.advance()
+        progress = stage()
         if progress:
             ended_s = time.perf_counter()
-            self._timeline.add("work", self._name, ended_s - began_s, ended_s=ended_s)
+            timeline.add("work", name, ended_s - began_s, ended_s=ended_s)
         return progress
+
+    return advance
 
 
 def recorded_stages(timeline: Timeline | None, stages: Mapping[str, Stage], **names: str) -> dict[str, Stage]:
     """`stages`, with those in `names` recorded on the timeline, if there is one, under the given names."""
     if timeline is None:
         return dict(stages)
-    return {
-        name: RecordedStage(stage, names[name], timeline) if name in names else stage for name, stage in stages.items()
-    }
+    return {name: recorded(stage, names[name], timeline) if name in names else stage for name, stage in stages.items()}
 
 
 def microseconds(seconds: float) -> float:

@@ -29,8 +29,8 @@ def begun(folder: Path, num_steps: int = NUM_STEPS) -> InProcessRun:
 
 
 def advance_all_but_the_writer(run: InProcessRun) -> None:
-    stages = [*run.prefetcher.stages.values(), *run.trainer.stages.values(), run.streams]
-    while sum(stage.advance() for stage in stages):
+    stages = [*run.prefetcher.stages.values(), *run.trainer.stages.values(), run.streams.advance]
+    while sum(stage() for stage in stages):
         pass
 
 

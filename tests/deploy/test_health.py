@@ -106,21 +106,15 @@ def test_a_process_that_never_answers_is_not_healthy(
     assert capsys.readouterr().out == f"{port}: no answer (TimeoutError)\n"
 
 
-class Ends:
-    """A stage whose thread ends with an error at once."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def advance(self) -> bool:
-        raise self._error
-
-
 def crew_that_met(error: BaseException) -> Crew:
     """After the stage named watch has ended with `error`."""
     bell = Doorbell()
     crew = Crew("prefetcher", bell)
-    crew.start({"watch": Ends(error)}, {})
+
+    def ends() -> bool:
+        raise error
+
+    crew.start({"watch": ends}, {})
     while crew.error is None:
         bell.wait(0)
     crew.stop()

@@ -14,7 +14,7 @@ import pytest
 from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import Envelope
 from rowcast.protocol.transport.zmq_link import ZmqLink
-from rowcast.runtime.other_process import OtherProcess, at_other_end, stat_of
+from rowcast.runtime.machine import OtherProcess, at_other_end, stat_of
 from tests.support.sample_messages import hello
 
 DEADLINE_S = 20.0

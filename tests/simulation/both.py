@@ -63,8 +63,8 @@ class Both:
         self._chance = chance
         self._happening = happening
         self._stages: dict[Side, list[Stage]] = {
-            "prefetcher": [*run.prefetcher.stages.values(), run.writer],
-            "trainer": [*run.trainer.stages.values(), run.streams],
+            "prefetcher": [*run.prefetcher.stages.values(), run.writer.advance],
+            "trainer": [*run.trainer.stages.values(), run.streams.advance],
         }
         self._weights = {
             side: [chance.choice((0.05, 0.3, 1.0)) for _ in stages] for side, stages in self._stages.items()
@@ -105,7 +105,7 @@ class Both:
 
     def _advance(self, side: Side, stage: Stage) -> bool:
         try:
-            return stage.advance()
+            return stage()
         except Exception as error:
             raise Failed(side, error) from error
 

@@ -32,6 +32,7 @@ from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import job_planner
+from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import RowStore, finish
@@ -48,7 +49,6 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payl
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest, Position
 from rowcast.runtime.machine import Machine
-from rowcast.runtime.stages import Stage
 from rowcast.trainer.device.host_memory import Bounced, RingEnds
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import PlainStreams, Streams, Wait
@@ -76,7 +76,7 @@ class StuckError(AssertionError):
     """No stage could advance any more."""
 
 
-class ListSource:
+class ListSource(Source):
     """Batches that are already here; what is not their ids comes when the dice say so, where there are dice."""
 
     def __init__(
@@ -305,11 +305,12 @@ class InProcessRun:
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Any, Any]:
             """A StepRunner, or a SharedRunner where ranks share batches."""
             own = job, self.groups, records, first.dense.shape[1]
-            runner: Any = (
-                StepRunner(*own, clock, kernels)
-                if sharing is None or not rank.is_divided
-                else SharedRunner(*own, sharing.rank, sharing.collectives, self.stop, kernels, clock, counters.balanced)
-            )
+            runner: Any
+            if sharing is None or not rank.is_divided:
+                runner = StepRunner(*own, clock, kernels)
+            else:
+                runner = SharedRunner(*own, sharing.rank, sharing.collectives, self.stop, kernels, clock)
+                runner.balanced = counters.balanced
             self.runner = runner
             return runner, runner
 
@@ -333,11 +334,13 @@ class InProcessRun:
             send_state(barrier, content, whole=whole)
 
         self.trainer.sender.send_state = kept  # type: ignore[method-assign]
-        stages: list[Stage] = [*self.prefetcher.stages.values(), *self.trainer.stages.values(), self.streams]
-        if self.writer is not None:
-            stages.append(self.writer)
-        self.advances = [stage.advance for stage in stages]
-        self._until = list(accumulate(self.chance.choice((0.05, 0.3, 1.0)) for _ in stages))
+        self.advances = [
+            *self.prefetcher.stages.values(),
+            *self.trainer.stages.values(),
+            self.streams.advance,
+            *([] if self.writer is None else [self.writer.advance]),
+        ]
+        self._until = list(accumulate(self.chance.choice((0.05, 0.3, 1.0)) for _ in self.advances))
 
     def make_streams(self, settings: Settings) -> Streams:
         return SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
@@ -350,7 +353,7 @@ class InProcessRun:
 
     def run(self) -> "InProcessRun":
         for _ in range(HEAD_START):  # so that plans are in flight together, whatever the seed's weights
-            self.chance.choice(list(self.prefetcher.stages.values())).advance()
+            self.chance.choice(list(self.prefetcher.stages.values()))()
         self.advance_until(lambda: self.trainer.finished)
         self.trainer.say_bye()
         self.advance_until(lambda: self.prefetcher.finished)

@@ -37,11 +37,11 @@ def make_run(job: Job, batches: list[ScheduledBatch], capacity: str, seed: int =
 
 def advance_until_quiet(run: InProcessRun, held: Stage | None = None) -> None:
     """Every stage and stream of both sides but the one held, until none can do anything more."""
-    everything = [*run.prefetcher.stages.values(), *run.trainer.stages.values(), run.streams]
+    everything = [*run.prefetcher.stages.values(), *run.trainer.stages.values(), run.streams.advance]
     stages = [stage for stage in everything if stage is not held]
     quiet = 0
     while quiet < QUIET_ROUNDS:
-        progress = sum(stage.advance() for stage in stages)
+        progress = sum(stage() for stage in stages)
         quiet = 0 if progress else quiet + 1
 
 

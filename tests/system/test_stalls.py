@@ -77,7 +77,7 @@ def in_process_run(
 def stages_of(run: InProcessRun) -> dict[str, Stage]:
     ours = {f"prefetcher {name}": stage for name, stage in run.prefetcher.stages.items()}
     theirs = {f"trainer {name}": stage for name, stage in run.trainer.stages.items()}
-    return {**ours, **theirs, "streams": run.streams}
+    return {**ours, **theirs, "streams": run.streams.advance}
 
 
 def settle(run: InProcessRun, *held: str, until: Callable[[], bool] = lambda: False) -> None:
@@ -85,7 +85,7 @@ def settle(run: InProcessRun, *held: str, until: Callable[[], bool] = lambda: Fa
     stages = stages_of(run)
     free = [stage for name, stage in stages.items() if name not in held]
     assert set(held) <= stages.keys()
-    while not until() and sum(stage.advance() for stage in free):
+    while not until() and sum(stage() for stage in free):
         continue
 
 

@@ -66,7 +66,7 @@ class WokenOnly:
         }
         self._polls = {("prefetcher", name): polls for name, polls in run.prefetcher.polls.items()}
         if run.writer is not None:
-            self._stages["prefetcher", "checkpoint"] = run.writer
+            self._stages["prefetcher", "checkpoint"] = run.writer.advance
             run.writer.on_offer = lambda: self._wake("prefetcher", "checkpoint")
         for process, engine in (("prefetcher", run.prefetcher), ("trainer", run.trainer)):
             engine.conversation.on_message = partial(self._after, process)
@@ -96,7 +96,7 @@ class WokenOnly:
                 )
             process, name = thread = self._chance.choice(able)
             self._awake.discard(thread)
-            if self._stages[thread].advance():
+            if self._stages[thread]():
                 self._awake.add(thread)
                 self._after(process, name)
 

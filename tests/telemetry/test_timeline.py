@@ -19,7 +19,7 @@ from rowcast.runtime.disk import FileWrite
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Doorbell, StageThread
 from rowcast.runtime.telemetry.metrics import BOTH, Process
-from rowcast.runtime.telemetry.timeline import RecordedStage, Timeline, timeline_path
+from rowcast.runtime.telemetry.timeline import Timeline, recorded, timeline_path
 from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support import three_steps
 from tests.support.batches import slots_for, small_batches, small_job
@@ -210,7 +210,7 @@ def test_a_recorded_stage_shows_what_it_did_and_not_what_it_did_not(tmp_path: Pa
 
     stage = Busy()
     with Timeline(tmp_path, "trainer") as timeline:
-        thread = StageThread("mail", RecordedStage(stage, "deliver", timeline), Doorbell(), lambda error: None)
+        thread = StageThread("mail", recorded(stage.advance, "deliver", timeline), Doorbell(), lambda error: None)
         thread.start()
         while stage.left >= 0:
             time.sleep(0.001)

@@ -299,17 +299,15 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class OnDevice:
+def stage_on(device: torch.device, stage: Stage) -> Stage:
     """A stage that works on `device`. A new thread would use the first device, also when `device` is a different
     one."""
 
-    def __init__(self, stage: Stage, device: torch.device) -> None:
-        self._stage = stage
-        self._device = device
+    def advance() -> bool:
+        with on_device(device):
+            return stage()
 
-    def advance(self) -> bool:
-        with on_device(self._device):
-            return self._stage.advance()
+    return advance
 
 
 def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:

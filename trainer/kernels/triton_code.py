@@ -15,7 +15,7 @@ rounded separately, except `tl.fma` where torch's operation is fused; so kernels
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import triton
 import triton.language as tl
@@ -23,18 +23,15 @@ import triton.language as tl
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Kernel(Protocol):
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., object]:
-        """Returns the function that launches the kernel on `grid[0]` programs."""
-
-
 def device(function: Function) -> Function:
     return cast(Function, triton.jit(function))
 
 
-def kernel(*counts: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Compiles a kernel. It is not recompiled when one of the integers `counts` is 1 or a multiple of 16."""
-    return cast(Callable[[Callable[..., None]], Kernel], triton.jit(do_not_specialize=counts))
+def kernel(*counts: str) -> Callable[[Callable[..., None]], Any]:
+    """Compiles a kernel, which kernel[n,] launches on n programs.
+
+    It is not recompiled when one of the integers `counts` is 1 or a multiple of 16."""
+    return cast(Callable[[Callable[..., None]], Any], triton.jit(do_not_specialize=counts))
 
 
 @device

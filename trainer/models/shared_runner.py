@@ -211,11 +211,11 @@ class SharedRunner(Runner):
         stop: AgreedStop,
         kernels: Kernels | None = None,
         clock: PhaseClock | None = None,
-        balanced: Callable[[float], None] = lambda imbalance: None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] of each group. `balanced`: called for each train step with the rows
-        that a rank owns, maximum over mean."""
+        """`records`: f32 [slots, record_floats] of each group."""
         super().__init__(job, records[0].device, num_dense, clock, kernels, rank.parts)
+        # called for each train step with the rows that a rank owns, maximum over mean
+        self.balanced: Callable[[float], None] = lambda imbalance: None
         self._step = 0  # the newest issued
         self._rank, self._stop = rank, stop
         self._layer = [SharedRows(group, own, self._kernels) for group, own in zip(groups, records, strict=True)]
@@ -223,7 +223,6 @@ class SharedRunner(Runner):
         self._vector = PartVector(list(self.model.parameters()), rank.count, scalars=4 * rank.count)
         self._exchanges = Exchanges(rank, collectives, self.device, self._clock.lap)
         self._metrics = SharedEvaluation(rank, self._exchanges, self.device, len(job.data.columns.labels))
-        self._balanced = balanced
         self._belonging = belonging(job), unpooled_places(groups)
         # for each step, f32 [3 or 4, ranks] on the host: nonzero if a rank has a stop request; both halves of its
         # batches' checksum; for a train step also the rows that it owns
@@ -267,7 +266,7 @@ class SharedRunner(Runner):
         check_same_batches(step, low, high)
         self._stop.seen(step, asked.bool().tolist())
         if owned:
-            self._balanced(imbalance(owned[0]))
+            self.balanced(imbalance(owned[0]))
 
     def issue_state(self, streams: Streams) -> None:
         self._begin(streams, self._step)

@@ -205,7 +205,9 @@ class TrainerAttempt:
             return run.errand.runner(run.job, run.groups, records, num_dense, clock, run.kernels)
         collectives = group.connect(run.device, self._crew.check)
         parts = run.job, run.groups, records, num_dense, group.rank, collectives, stop
-        return run.errand.shared_runner(*parts, run.kernels, clock, run.counters.balanced)
+        runner = run.errand.shared_runner(*parts, run.kernels, clock)
+        runner.balanced = run.counters.balanced
+        return runner
 
     def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine, stop: AgreedStop) -> None:
         run, stopping = self._run, False

@@ -37,12 +37,12 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started, pair_folder
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
-from rowcast.trainer.device.streams import OnDevice, Streams, release_memory
+from rowcast.trainer.device.streams import Streams, release_memory, stage_on
 from rowcast.trainer.step.barrier import Results
 from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine
 from rowcast.trainer.step.metrics import TrainerCounters
@@ -155,7 +155,7 @@ class Connection:
         assert self._watch is not None, "start comes after meet"
         rings = self._attach_rings(welcome)
         # from here on: the prefetcher must receive heartbeats while the model is built
-        self._crew.start({"watch": self._watch}, {})
+        self._crew.start({"watch": self._watch.advance}, {})
         self.stack.callback(self._crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
         self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, self._device))
@@ -192,8 +192,7 @@ class Connection:
             timeline.incarnation(welcome.incarnation)
             back_ring = engine.back_ring  # the timeline outlives the engine
             timeline.watch("back ring", "bytes", lambda: back_ring.used_bytes)
-        sender = OnDevice(engine.stages["sender"], self._device)
-        stages: dict[str, Stage] = {"mail": engine.conversation, "sender": sender}
+        stages = {"mail": engine.stages["mail"], "sender": stage_on(self._device, engine.stages["sender"])}
         # the mail thread counts no idle seconds
         self._crew.start(recorded_stages(timeline, stages, mail="deliver"), engine.stall_clocks, WAKES, engine.polls)
         self.stack.callback(self._crew.stop)  # a second time, so that it runs before the rings are unlocked

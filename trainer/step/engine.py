@@ -89,7 +89,11 @@ class TrainerEngine:
             self.cache, training, check, resumes=welcome.restore_bytes > 0, sends_model_state=rank.number == 0
         )
         self.loop = TrainingLoop(self.cache, self.barrier, training, steps, welcome.depth, clock)
-        self.stages: dict[str, Stage] = {"mail": conversation, "loop": self.loop, "sender": self.sender}
+        self.stages: dict[str, Stage] = {
+            "mail": conversation.advance,
+            "loop": self.loop.advance,
+            "sender": self.sender.advance,
+        }
         conversation.listen(
             {
                 StepReady: self.cache.accept,

@@ -42,7 +42,7 @@ from rowcast.runtime.process import Crew
 from rowcast.runtime.stages import POLL_S, Doorbell
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
 from rowcast.trainer.device.phases import PhaseClock
-from rowcast.trainer.device.streams import OnDevice, make_streams
+from rowcast.trainer.device.streams import make_streams, stage_on
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
@@ -251,7 +251,7 @@ class Replay:
         """Runs until `steps` steps of the run are done, or all, and begins no other. Seconds between the ends of
         successive steps."""
         self.peer.last = last = self.num_steps if steps is None else steps
-        advances = [stage.advance for stage in (*self.engine.stages.values(), self.peer)]
+        advances = [*self.engine.stages.values(), self.peer.advance]
         while len(self.peer.done_s) < last:
             for advance in advances:
                 advance()
@@ -261,8 +261,8 @@ class Replay:
         """Runs to the end with a thread a stage, as a trainer does. Seconds of the processor that each thread took; the
         loop's is the calling one."""
         self.peer.last = self.num_steps
-        stages = {name: OnDevice(own, self._device) for name, own in self.engine.stages.items() if name != LOOP}
-        self._crew.start({**stages, "peer": self.peer}, {}, WAKES, self.engine.polls)
+        stages = {name: stage_on(self._device, own) for name, own in self.engine.stages.items() if name != LOOP}
+        self._crew.start({**stages, "peer": self.peer.advance}, {}, WAKES, self.engine.polls)
         clocks = {LOOP: time.pthread_getcpuclockid(threading.get_ident())} | {
             thread.name: time.pthread_getcpuclockid(thread.ident)
             for thread in threading.enumerate()
