@@ -32,10 +32,6 @@ def table_of(
     return found
 
 
-def console_width() -> int:
-    return max(stdout_console().width, 0 if stdout_console().is_terminal else FILE_WIDTH)
-
-
 def show(value: object, parts: Iterable[Part], *, as_json: bool) -> None:
     """Prints the value as JSON, or the parts that say the same."""
     if as_json:

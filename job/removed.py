@@ -19,6 +19,7 @@ REMOVED = {  # name -> what replaces it
     "train --verify": NO_VERIFY,
     "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
     "profile --plot": "`prefetcher profile` tells the hot rows, `simulate --plot` the hit ratios, `advise` the curve",
+    "advise --samples": "--max-steps reads the first steps, and the whole run is surer",
     "profile --confidence": "shares are counted on samples that did not choose the rows; a larger --sample is surer",
     "profile --samples": "--sample gives the share of an epoch to read",
     "profile --max-steps": "it went with `profile --plot`; --sample says how much to read",

@@ -16,15 +16,13 @@ from rowcast.analysis.advise.cost import (
     Assumed,
     Rates,
     cores_need,
-    device_memory,
     given_rates,
-    host_memory,
     probe_decoding,
     probe_planning,
     probe_rows,
 )
 from rowcast.analysis.advise.curve import Trials, capacity_slots, rounded_up
-from rowcast.analysis.advise.read import Observed, SamplingPlan, observe, what_was_read, working_sets
+from rowcast.analysis.advise.read import Observed, observe, what_was_read
 from rowcast.analysis.advise.recommend import (
     Advice,
     ChosenValues,
@@ -39,7 +37,7 @@ from rowcast.analysis.advise.recommend import (
 from rowcast.analysis.advise.show import notes, parts
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
-from rowcast.analysis.show import console_width, show
+from rowcast.analysis.show import show
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
@@ -48,7 +46,7 @@ from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.planner import SHARE
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import expected_train_steps
-from rowcast.prefetcher.run.sizing import sizes, stage_threads
+from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.protocol.inputs import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
@@ -57,10 +55,9 @@ from rowcast.runtime.telemetry.format_numbers import size_text
 
 STEP_MS = 10.0
 LINK_GBS = 12.0
-LARGER_BATCH = 1.1  # than any batch that was read, unless all were read
 # a larger id budget, as a multiple of the job's, is recommended if it saves this share of the rows
 LARGER_BUDGET, WORTH = 4, 0.01
-USUAL_SHARE = 0.05
+LARGER_BATCH = 1.1  # than any batch that was read, of a run that may go on
 MEMORY_SHARE = 0.5  # share of the free memory that the followed rows may take
 
 
@@ -68,13 +65,7 @@ MEMORY_SHARE = 0.5  # share of the free memory that the followed rows may take
 class AdviseOptions:
     """A value of None is assumed, or measured on this machine."""
 
-    sample: Annotated[
-        float | None,
-        Option(help="Share of the rows to follow through every batch.", show_default="0.05; all with --samples"),
-    ] = None
-    samples: Annotated[
-        int | None, Option(help="Samples to read, from the middle of an epoch.", show_default="the whole run")
-    ] = None
+    sample: Annotated[float, Option(help="Share of the rows to follow through every batch.")] = 0.05
     max_steps: MaxSteps = None
     step_ms: Annotated[float | None, Option(help="What a step takes to compute.", show_default="10")] = None
     link_gbs: Annotated[float | None, Option(help="10^9 bytes/s to the device, and back.", show_default="12")] = None
@@ -84,15 +75,12 @@ class AdviseOptions:
     json: AsJson = False
 
     def __post_init__(self) -> None:
+        if not 0 < self.sample <= 1:
+            raise ConfigError(f"--sample {self.sample}: give a share above 0, at most 1")
         for name in ("step_ms", "link_gbs", "gather_gbs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0")
-
-    @property
-    def plan(self) -> SamplingPlan:
-        usual = USUAL_SHARE if self.samples is None else 1.0
-        return SamplingPlan(share=usual if self.sample is None else self.sample, samples=self.samples)
 
 
 def advise_job(
@@ -100,21 +88,14 @@ def advise_job(
 ) -> Advice:
     """Reads the data, then simulates. `memory_share`: of the free memory, that the followed rows may take. Raises
     ConfigError and DataError."""
-    plan, memory_bytes = request.plan, memory_share * free_memory()
+    memory_bytes = memory_share * free_memory()
     # a plan with the model's arrays is measured with them
     reader = open_reader(job, "all" if job.data.columns.inputs else stream_columns(job)[0])
-    tick = progress.begin("reading the data", num_steps(job, reader, request))
-    observed = observe(job, reader, plan, request.max_steps, memory_bytes, tick)
+    tick = progress.begin("reading the data", expected_train_steps(job, reader, request.max_steps))
+    observed = observe(job, reader, request.sample, request.max_steps, memory_bytes, tick)
     trials = Trials(observed, job, progress)
     rates = machine_rates(observed, job, request, trials.smallest, reader)
     return Adviser(job, request, observed, rates, trials, progress).advice()
-
-
-def num_steps(job: Job, reader: Reader, request: AdviseOptions) -> int | None:
-    """Returns the number of training steps to read; None if unknown."""
-    if request.samples is not None:
-        return -(-request.samples // job.data.batch_size)
-    return expected_train_steps(job, reader, request.max_steps)
 
 
 def machine_rates(observed: Observed, job: Job, request: AdviseOptions, capacity_bytes: int, reader: Reader) -> Rates:
@@ -150,6 +131,7 @@ class Adviser:
     ) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
         self._progress = progress
+        self._least_bytes = trials.smallest * (1 if request.max_steps is None else LARGER_BATCH)
         self._step_ms = request.step_ms or STEP_MS
         self._assumed = assumed(request, observed, rates)
         self._points = Points(observed, trials, rates, self._step_ms / 1e3, job.lookahead.depth)
@@ -158,16 +140,13 @@ class Adviser:
         job, observed = self._job, self._observed
         curve = self._points.curve()
         choice = self._points.choice(curve)
-        capacity_bytes = rounded_up(max(choice.knee_bytes, choice.no_stall_bytes or 0, self._with_margin()))
-        predicted, half = self._points.at(capacity_bytes), capacity_bytes // 2
+        capacity_bytes = rounded_up(max(choice.knee_bytes, choice.no_stall_bytes or 0, self._least_bytes))
+        predicted = self._points.at(capacity_bytes)
         chosen = self._chosen(predicted)
-        own = sizes(job, observed.groups, observed.measured, chosen.depth, observed.rank)
-        device = device_memory(capacity_bytes, own.staging_bytes, chosen.depth, self._rates.plan_bytes)
         tier = self._tier(capacity_bytes)
         why = reasons(job, chosen, choice, tier)
         advice = Advice(
             read=what_was_read(observed),
-            working_sets=working_sets(observed, job.lookahead.depth),
             assumed=self._assumed,
             cores=cores_need(self._points.demand(capacity_bytes), self._rates, self._step_ms / 1e3),
             curve=curve,
@@ -179,22 +158,11 @@ class Adviser:
                 reasons=why,
                 toml=toml(sections(chosen, tier), why),
                 predicted=predicted,
-                half=self._points.at(half) if half >= self._trials.smallest else None,
             ),
-            host=host_memory(
-                observed,
-                job,
-                capacity_slots(observed, capacity_bytes),
-                chosen.horizon,
-                own.ring_bytes,
-                chosen.known_bytes,
-            ),
-            device=device,
             tier=tier,
             notes=(),
         )
-        shorter = None if observed.is_whole_run else self._trials.shorter_rows_per_step(capacity_bytes)
-        return replace(advice, notes=tuple(notes(job, advice, shorter)))
+        return replace(advice, notes=tuple(notes(job, advice)))
 
     def _tier(self, capacity_bytes: int) -> TierAdvice | None:
         store = self._job.store
@@ -210,10 +178,6 @@ class Adviser:
     def _own_capacity(self) -> int:
         rows, groups = self._job.cache.capacity_rows, self._observed.groups
         return parse_bytes(self._job.cache.capacity) if rows is None else rows * groups[0].record_bytes
-
-    def _with_margin(self) -> float:
-        largest = self._trials.smallest
-        return largest if self._observed.is_whole_run else LARGER_BATCH * largest
 
     def _chosen(self, predicted: Point) -> ChosenValues:
         capacity_bytes, lookahead = predicted.capacity_bytes, self._job.lookahead
@@ -239,7 +203,7 @@ class Adviser:
             return None
         larger = rounded_up(LARGER_BUDGET * budget)
         job = with_values(self._job, {"lookahead": {"id_bytes": larger}})
-        before, after = (self._trials.fetched_with(capacity_bytes, own) for own in (self._job, job))
+        before, after = (self._trials.moved_with(capacity_bytes, own).fetched.sum() for own in (self._job, job))
         return larger if after < (1 - WORTH) * before else None
 
 
@@ -261,7 +225,7 @@ def assumed(request: AdviseOptions, observed: Observed, rates: Rates) -> Assumed
 def run_advise(job: Job, options: AdviseOptions) -> None:
     with ProgressBar() as progress:
         advice = advise_job(job, options, progress)
-    show(advice, parts(advice, console_width()), as_json=options.json)
+    show(advice, parts(advice), as_json=options.json)
 
 
 @options_of(AdviseOptions)

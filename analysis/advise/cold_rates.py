@@ -34,7 +34,6 @@ WRITTEN_AT_ONCE = 2**22
 READERS = 16
 MOST_SECONDS = 1.5  # for reading a disk, or for all groups of servers
 IN_MEMORY = ("tmpfs", "ramfs")
-CACHED = 0.5  # if a larger share of the pages needs no disk, the page cache still has the file
 
 MOST_ROWS = 10_000  # a call
 ROUND_TRIPS = 20
@@ -88,13 +87,13 @@ def measured(place: Path, descriptor: int, num_pages: int) -> DiskRate:
     pages = np.random.default_rng(1).permutation(num_pages)
     direct = past_the_cache(descriptor)
     try:
-        if direct is None and cached_share(descriptor, pages[:256]) > CACHED:
+        if direct is None:
             return DiskRate(
                 folder=str(place),
                 pages_s=None,
                 why_not=f"{place} cannot be read past the page cache ({file_system(place)})",
             )
-        return DiskRate(folder=str(place), pages_s=pages_a_second(descriptor if direct is None else direct, pages))
+        return DiskRate(folder=str(place), pages_s=pages_a_second(direct, pages))
     finally:
         if direct is not None:
             os.close(direct)
@@ -112,19 +111,6 @@ def past_the_cache(descriptor: int) -> int | None:
         os.close(direct)
         return None
     return direct
-
-
-def cached_share(descriptor: int, pages: I64) -> float:
-    """Measures the share of these pages that are read without the disk."""
-    buffer, found = mmap.mmap(-1, PAGE_BYTES), 0
-    for page in pages.tolist():
-        try:
-            found += os.preadv(descriptor, [buffer], page * PAGE_BYTES, os.RWF_NOWAIT) == PAGE_BYTES
-        except BlockingIOError:
-            continue
-        except OSError:  # this file system cannot say
-            return 1.0
-    return found / len(pages)
 
 
 def pages_a_second(descriptor: int, pages: I64) -> float:

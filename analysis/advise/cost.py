@@ -1,4 +1,4 @@
-"""Computes a capacity's cost: the time to move a step's rows, and a run's memory.
+"""Computes a capacity's cost: the time to move a step's rows.
 
     tables read | link to the device | link from the device | tables written      each in a separate thread, so that
     step p+5    | p+5                | p+4                  | p+4                 the slowest one is the limit
@@ -25,13 +25,9 @@ import numpy.typing as npt
 
 from rowcast.analysis.advise.curve import Moved
 from rowcast.analysis.advise.read import Observed
-from rowcast.analysis.check.memory import DECODED_AHEAD
-from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
-from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import Reader
-from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
@@ -54,7 +50,6 @@ STAGES = (
     "writing rows to the tables",
 )
 NO_MORE = 0.01  # a stall below this share of the time with every row on the device counts as none
-PLAN_SPARE = 1.25  # memory of a plan's arrays is taken with so much room to grow (trainer/step/plan_memory.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +171,8 @@ class Demand:
 
 
 def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand:
-    counted = slice(len(observed) - observed.num_counted, None)
-    fetched, written = moved.fetched[counted], moved.written_back[counted]
-    first = np.minimum(fetched, observed.first_touches[counted] / np.array(observed.shares))
+    fetched, written = moved.fetched, moved.written_back
+    first = np.minimum(fetched, observed.first_touches / np.array(observed.shares))
     read_s, first_s, write_s = (
         1 / np.array([getattr(own, name) for own in rates.rows]) for name in ("read", "first", "write")
     )
@@ -235,62 +229,6 @@ def cores_need(own: Demand, rates: Rates, step_s: float) -> CoresNeed:
     decode_ms, plan_ms, read_ms, write_ms = (1e3 * own_s for own_s in each_s)
     return CoresNeed(
         decode_ms=decode_ms, plan_ms=plan_ms, read_ms=read_ms, write_ms=write_ms, cores=sum(each_s) / step_s
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostMemoryNeed:
-    tables_bytes: int  # rows with optimizer state, if every row of every table is trained
-    touched_bytes: int  # rows that the run touches: about what the tables take at its end
-    rings_bytes: int  # both rings
-    ids_bytes: int  # the ids of the batches known ahead
-    planner_bytes: int  # what the planner keeps of resident and of known rows
-    decoded_bytes: int  # batches that are decoded and waiting
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceMemory:
-    """Memory besides the dense model. Host memory if the trainer runs on the CPU."""
-
-    capacity_bytes: int
-    staging_bytes: int  # both directions
-    plans_bytes: int  # arrays of depth + 2 plans
-
-
-def host_memory(
-    observed: Observed, job: Job, slots: tuple[int, ...], horizon: int, ring_bytes: int, known_bytes: int
-) -> HostMemoryNeed:
-    """The memory of all pairs of prefetcher and trainer on a host. `known_bytes`: ids of the batches that one of them
-    knows ahead; `horizon`: how many they are beyond the one being planned."""
-    pairs, count = job.ranks.on_host, job.ranks.count
-    rows_a_batch = observed.unique_rows.mean(axis=0).tolist()
-    touched = sum(
-        rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True)
-    )
-    num_rows = sum(group.num_rows for group in observed.groups)
-    return HostMemoryNeed(
-        tables_bytes=(sum(group.num_rows * group.record_bytes for group in observed.groups) + num_rows)
-        * pairs
-        // count,
-        # one byte per row: whether it was trained
-        touched_bytes=int(touched) * pairs + num_rows * pairs // count,
-        rings_bytes=2 * ring_bytes * pairs,
-        ids_bytes=known_bytes * pairs,
-        planner_bytes=pairs
-        * sum(
-            planner_bytes(n, int((horizon + 1) * rows), num_parts(int(rows), stage_threads(job)))
-            for n, rows in zip(slots, rows_a_batch, strict=True)
-        ),
-        decoded_bytes=pairs * int(DECODED_AHEAD * job.prefetcher.workers * observed.id_bytes),
-    )
-
-
-def device_memory(capacity_bytes: int, staging_bytes: int, depth: int, plan_bytes: float) -> DeviceMemory:
-    """`staging_bytes` is per direction."""
-    return DeviceMemory(
-        capacity_bytes=capacity_bytes,
-        staging_bytes=2 * staging_bytes,
-        plans_bytes=int((depth + 2) * PLAN_SPARE * plan_bytes),
     )
 
 

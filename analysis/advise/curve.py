@@ -8,10 +8,10 @@ two.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from rowcast.runtime.arrays import F64, I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
-Compared = Literal["lookahead", "lru"]
 # standard errors in a margin: they know nothing of how followed rows share the slots; see docs/log/planner.md
 ERRORS = 3
 APART = 1.1  # the least factor between the first two capacities
@@ -95,9 +94,9 @@ def smallest_capacity(observed: Observed) -> int:
     return high
 
 
-def moved(observed: Observed, job: Job, capacity_bytes: int, policy: Compared, tick: Tick) -> Moved:
-    """Counts the moves of a run with this capacity, this policy and an automatic horizon. Every batch must fit."""
-    cache: dict[str, Any] = {"policy": policy, "pin": None, "groups": {}}
+def moved(observed: Observed, job: Job, capacity_bytes: int, tick: Tick) -> Moved:
+    """Counts the moves of a run with this capacity, look-ahead and an automatic horizon. Every batch must fit."""
+    cache: dict[str, Any] = {"policy": "lookahead", "pin": None, "groups": {}}
     own = with_values(without_tier(job), {"cache": cache, "lookahead": {"horizon": "auto"}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
     planner = job_planner(own, observed.groups, [slots], observed.measured)
@@ -118,9 +117,8 @@ def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Mo
     shares, parts = np.array(observed.shares), np.zeros((2, len(observed.groups), NUM_PARTS), np.int64)
 
     def watch(position: int, entered: Sequence[Sequence[I64]]) -> None:
-        if position >= len(observed) - observed.num_counted:
-            for level, of_groups in enumerate(entered):
-                parts[level] += [part_counts(keys) for keys in of_groups]
+        for level, of_groups in enumerate(entered):
+            parts[level] += [part_counts(keys) for keys in of_groups]
 
     moves = planned_moves(observed.scan, planner, tick, watch)
     return moves, [np.sqrt(NUM_PARTS * own.var(axis=1, ddof=1) * (1 - shares)) / shares for own in parts]
@@ -130,8 +128,8 @@ def count_moves(observed: Observed, planner: RowPlanner, tick: Tick) -> tuple[Mo
 class Traffic:
     """An estimate, unless every row was followed."""
 
-    rows_fetched: int | None  # by the whole run, as in its report; None if only a part was read
-    rows_flushed: int | None  # by the barrier at the end
+    rows_fetched: int  # by the whole run, as in its report
+    rows_flushed: int  # by the barrier at the end
     rows_fetched_per_step: float
     rows_written_back_per_step: float  # victims that were trained
     bytes_fetched_per_step: float
@@ -143,49 +141,35 @@ class Traffic:
 class Trials:
     def __init__(self, observed: Observed, job: Job, progress: AnalysisProgress) -> None:
         self._observed, self._job, self._progress = observed, job, progress
-        self._known: dict[tuple[int, Compared], Moved] = {}
+        self._known: dict[int, Moved] = {}
         self.smallest = smallest_capacity(observed)
         touched = sum(
             rows * group.record_bytes for rows, group in zip(observed.distinct_rows, observed.groups, strict=True)
         )
         self.capacities = [self.smallest, *round_capacities(APART * self.smallest, max(touched, self.smallest))]
 
-    def moved(self, capacity_bytes: int, policy: Compared = "lookahead") -> Moved:
-        key = capacity_bytes, policy
-        if key not in self._known:
-            self._known[key] = self._try(self._observed, self._job, capacity_bytes, policy)
-        return self._known[key]
+    def moved(self, capacity_bytes: int) -> Moved:
+        if capacity_bytes not in self._known:
+            self._known[capacity_bytes] = self.moved_with(capacity_bytes, self._job)
+        return self._known[capacity_bytes]
 
-    def traffic(self, capacity_bytes: int, policy: Compared) -> Traffic:
-        return traffic(self._observed, self.moved(capacity_bytes, policy))
+    def traffic(self, capacity_bytes: int) -> Traffic:
+        return traffic(self._observed, self.moved(capacity_bytes))
 
     def fetched_bytes(self, capacity_bytes: int) -> float:
-        return float((counted(self._observed, self.moved(capacity_bytes).fetched) @ self._observed.record_bytes).sum())
+        return float((self.moved(capacity_bytes).fetched @ self._observed.record_bytes).sum())
 
-    def shorter_rows_per_step(self, capacity_bytes: int) -> float:
-        steps = self._observed.steps[-self._observed.num_counted :]
-        shorter = replace(self._observed, steps=steps, num_counted=-(-len(steps) // 2))
-        return traffic(shorter, self._try(shorter, self._job, capacity_bytes, "lookahead")).rows_fetched_per_step
-
-    def fetched_with(self, capacity_bytes: int, job: Job) -> float:
-        return float(counted(self._observed, self._try(self._observed, job, capacity_bytes, "lookahead").fetched).sum())
-
-    def _try(self, observed: Observed, job: Job, capacity_bytes: int, policy: Compared) -> Moved:
-        tick = self._progress.begin(f"{policy}, {human_bytes(capacity_bytes)}", len(observed))
-        return moved(observed, job, capacity_bytes, policy, tick)
-
-
-def counted(observed: Observed, values: F64) -> F64:
-    return values[len(observed) - observed.num_counted :]
+    def moved_with(self, capacity_bytes: int, job: Job) -> Moved:
+        tick = self._progress.begin(f"a cache of {human_bytes(capacity_bytes)}", len(self._observed))
+        return moved(self._observed, job, capacity_bytes, tick)
 
 
 def traffic(observed: Observed, moves: Moved) -> Traffic:
-    fetched, written = (counted(observed, values).sum(axis=0) for values in (moves.fetched, moves.written_back))
-    unique = float(observed.unique_rows[len(observed) - observed.num_counted :].sum())
-    total, steps = float(fetched.sum()), observed.num_counted
+    fetched, written = (values.sum(axis=0) for values in (moves.fetched, moves.written_back))
+    unique, total, steps = float(observed.unique_rows.sum()), float(fetched.sum()), len(observed)
     return Traffic(
-        rows_fetched=round(total) if observed.is_whole_run else None,
-        rows_flushed=round(float(moves.flushed.sum())) if observed.is_whole_run else None,
+        rows_fetched=round(total),
+        rows_flushed=round(float(moves.flushed.sum())),
         rows_fetched_per_step=total / steps,
         rows_written_back_per_step=float(written.sum()) / steps,
         bytes_fetched_per_step=float(fetched @ observed.record_bytes) / steps,

@@ -1,8 +1,4 @@
-"""Reads the data for `prefetcher advise`: all batches of a run, or one stretch of an epoch. Keeps only followed rows.
-
-    run       | train ........ | eval | train ........ | eval |   every batch, in the order of training: nothing guessed
-    stretch         | settle | count |                            `--samples`: the middle of an epoch; its second half
-                                                                  counts
+"""Reads the data for `prefetcher advise`: all batches of a run. Keeps only followed rows.
 
 Of a job that several ranks share, the rows of rank 0's shard are observed, and of the other shards how many rows a
 batch touches. If the format allows it, only ids are read. Batches that repeat in the same order (an epoch without a
@@ -22,10 +18,9 @@ of the real ones plus that difference, which leaves the same room besides the ba
 reference counts where hits are certain.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -43,10 +38,8 @@ from rowcast.prefetcher.readers.schedule import places
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of, rank_of
 from rowcast.runtime.arrays import GOLDEN, I64, U64, mix
-from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import ConfigError
 
-MOST_WINDOWS = 256  # each has `depth` batches; spread evenly
 LEAST_ROWS = 5000  # followed rows of a group that has this many, judging by its first batches
 NUM_PARTS = 64  # the followed rows are split into this many parts by hash, to estimate how much the parts differ
 
@@ -106,15 +99,9 @@ class Observed:
     measured: Sequence[ScheduledBatch]  # the first batches, whole
     touched: Touched  # by them
     steps: Sequence[SeenStep]  # at least one
-    num_counted: int  # only the last steps count in a stretch; in a whole run, all
-    epoch_samples: int | None  # None: the data does not say
 
     def __len__(self) -> int:
         return len(self.steps)
-
-    @property
-    def is_whole_run(self) -> bool:
-        return self.num_counted == len(self)
 
     @property
     def num_train(self) -> int:
@@ -179,41 +166,14 @@ def first_touches(keys: list[I64]) -> I64:
     return np.bincount(np.searchsorted(ends, firsts, side="right"), minlength=len(keys))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingPlan:
-    """share: of the rows, to follow. samples: training samples to read, or None for every batch of the run."""
-
-    share: float
-    samples: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"--sample {self.share}: give a share above 0, at most 1")
-        if self.samples is not None and self.samples < 1:
-            raise ConfigError(f"--samples {self.samples}: give at least 1")
-
-
-def observe(
-    job: Job, reader: Reader, sample: SamplingPlan, max_steps: int | None, memory_bytes: float, tick: Tick
-) -> Observed:
-    """Calls `tick` for each step. Raises ConfigError if there is no step or no room, and the errors of reading."""
-    observer = Observer(job, sample.share, memory_bytes)
-    for place in places(job, reader, max_steps) if sample.samples is None else stretch(job, reader, sample.samples):
+def observe(job: Job, reader: Reader, share: float, max_steps: int | None, memory_bytes: float, tick: Tick) -> Observed:
+    """Follows this share of the rows. Calls `tick` for each step. Raises ConfigError if there is no step or no room,
+    and the errors of reading."""
+    observer = Observer(job, share, memory_bytes)
+    for place in places(job, reader, max_steps):
         observer.add(place)
         tick()
-    return observer.observed(reader.num_samples("train"), is_whole_run=sample.samples is None)
-
-
-def stretch(job: Job, reader: Reader, num_samples: int) -> Iterator[Scheduled[Pending]]:
-    """Yields training batches from the middle of the first epoch, or from its start if its length is unknown."""
-    num_batches = -(-num_samples // job.data.batch_size)
-    epoch = reader.num_samples("train")
-    known = epoch is not None and can_share(job)  # a factory's batches have any size
-    start = max(0, -(-(epoch or 0) // job.data.batch_size) - num_batches) // 2 if known else 0
-    at = Position()
-    for decode in islice(reader.pending("train", 0, start), num_batches):
-        yield Scheduled(kind="train", position=at, following=at.after_train(), batch=decode)
-        at = at.after_train()
+    return observer.observed()
 
 
 class Observer:
@@ -244,7 +204,7 @@ class Observer:
             if len(self._first) == MEASURED_BATCHES:
                 self._measure()
 
-    def observed(self, epoch_samples: int | None, *, is_whole_run: bool) -> Observed:
+    def observed(self) -> Observed:
         touched = self._touched or self._measure()
         return Observed(
             rank=self._rank,
@@ -253,8 +213,6 @@ class Observer:
             measured=self._first,
             touched=touched,
             steps=self._steps,
-            num_counted=len(self._steps) if is_whole_run else -(-len(self._steps) // 2),
-            epoch_samples=epoch_samples,
         )
 
     def _measure(self) -> Touched:
@@ -313,68 +271,19 @@ def whole(part: Part) -> Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    whole_run: bool  # False: a stretch of an epoch, whose second half counts
     steps: int  # training steps
     eval_steps: int
     samples: int  # of training and evaluation
-    epoch_samples: int | None  # training samples of one epoch; None: the data does not say
     lookups: int
     followed_share: dict[str, float]  # of each group's rows
     followed_rows: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DistinctRows:
-    median: int
-    largest: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkingSet:
-    group: str
-    record_bytes: int
-    table_rows: int
-    batch: DistinctRows
-    depth: int
-    flight: DistinctRows  # of `depth` consecutive batches; an estimate
-    touched: int  # by all batches read; an estimate
-
-
-def working_sets(observed: Observed, depth: int) -> tuple[WorkingSet, ...]:
-    return tuple(
-        WorkingSet(
-            group=group.name,
-            record_bytes=group.record_bytes,
-            table_rows=group.num_rows,
-            batch=median_and_largest(observed.unique_rows[:, g], 1.0),
-            depth=depth,
-            flight=median_and_largest(window_rows(observed.scan.keys(g), depth), observed.shares[g]),
-            touched=round(observed.distinct_rows[g]),
-        )
-        for g, group in enumerate(observed.groups)
-    )
-
-
-def window_rows(keys: list[I64], length: int) -> I64:
-    last = max(0, len(keys) - length)
-    starts = np.unique(np.linspace(0, last, min(last + 1, MOST_WINDOWS)).astype(np.int64))
-    return np.array(
-        [len(np.unique(np.concatenate(keys[start : start + length]))) for start in starts.tolist()], np.int64
-    )
-
-
-def median_and_largest(rows: I64, share: float) -> DistinctRows:
-    """`rows` are counts of followed rows, `share` is their share of all rows."""
-    return DistinctRows(median=round(float(np.median(rows)) / share), largest=round(int(rows.max()) / share))
-
-
 def what_was_read(observed: Observed) -> Read:
     return Read(
-        whole_run=observed.is_whole_run,
         steps=observed.num_train,
         eval_steps=len(observed) - observed.num_train,
         samples=observed.num_samples,
-        epoch_samples=observed.epoch_samples,
         lookups=observed.num_lookups,
         followed_share={group.name: share for group, share in zip(observed.groups, observed.shares, strict=True)},
         followed_rows=int(observed.first_touches.sum()),

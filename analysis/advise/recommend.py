@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from rowcast.analysis.advise.cost import Assumed, CoresNeed, Demand, DeviceMemory, HostMemoryNeed, Rates, cost, demand
-from rowcast.analysis.advise.curve import Traffic, Trials, capacity_slots
-from rowcast.analysis.advise.read import Observed, Read, WorkingSet
+from rowcast.analysis.advise.cost import Assumed, CoresNeed, Demand, Rates, cost, demand
+from rowcast.analysis.advise.curve import Traffic, Trials
+from rowcast.analysis.advise.read import Observed, Read
 from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, size_text
@@ -24,9 +24,7 @@ TOML_WIDTH = 78
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
     capacity_bytes: int
-    capacity_rows: int  # slots of all groups
-    lookahead: Traffic
-    lru: Traffic
+    traffic: Traffic
     doubling_saves: float  # share of the bytes fetched
     move_ms: float  # mean time per step of the slowest stage that moves rows
     limit: str  # that stage, or planning if it takes longer
@@ -49,20 +47,16 @@ class Recommendation:
     reasons: dict[str, str]  # section.key -> a sentence
     toml: str
     predicted: Point
-    half: Point | None  # with half the capacity; None if that does not hold a batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
     read: Read
-    working_sets: tuple[WorkingSet, ...]
     assumed: Assumed
     cores: CoresNeed
     curve: tuple[Point, ...]  # by capacity, ascending; the last one holds all rows that were touched
     choice: Choice
     recommended: Recommendation
-    host: HostMemoryNeed
-    device: DeviceMemory
     tier: (
         TierAdvice | None
     )  # at the recommended capacity, or the job's if that is smaller; None: the job's store has no memory tier
@@ -97,9 +91,7 @@ class Points:
         own = cost(self.demand(capacity_bytes), self._everything)
         return Point(
             capacity_bytes=capacity_bytes,
-            capacity_rows=sum(capacity_slots(self._observed, capacity_bytes)),
-            lookahead=self._trials.traffic(capacity_bytes, "lookahead"),
-            lru=self._trials.traffic(capacity_bytes, "lru"),
+            traffic=self._trials.traffic(capacity_bytes),
             doubling_saves=self._doubling_saves(capacity_bytes),
             move_ms=1e3 * own.mean_s,
             limit=own.stage if own.mean_s > self._rates.plan_s else "planning",
@@ -152,13 +144,9 @@ def sections(chosen: ChosenValues, tier: TierAdvice | None) -> dict[str, dict[st
 
 
 def reasons(job: Job, chosen: ChosenValues, choice: Choice, tier: TierAdvice | None) -> dict[str, str]:
-    ahead, lru = chosen.predicted.lookahead, chosen.predicted.lru
     found = {
         "cache.capacity": capacity_reason(chosen, choice),
-        "cache.policy": (
-            f"fetches {ahead.rows_fetched_per_step:,.0f} rows per step; "
-            f"LRU would fetch {lru.rows_fetched_per_step:,.0f}"
-        ),
+        "cache.policy": "keeps the rows of coming steps; `prefetcher simulate` compares it with others",
         "lookahead.depth": (
             f"the rows of a step take {chosen.travel_ms:.2g} ms to the device and back; {chosen.depth} steps of "
             f"{chosen.step_ms:g} ms in flight cover that and even out busy ones"
@@ -181,7 +169,7 @@ def reasons(job: Job, chosen: ChosenValues, choice: Choice, tier: TierAdvice | N
 
 
 def capacity_reason(chosen: ChosenValues, choice: Choice) -> str:
-    fetched = f"{chosen.predicted.lookahead.rows_fetched_per_step:,.0f} rows fetched per step"
+    fetched = f"{chosen.predicted.traffic.rows_fetched_per_step:,.0f} rows fetched per step"
     if choice.no_stall_bytes is not None and choice.no_stall_bytes > choice.knee_bytes:
         step = f"a step of {chosen.step_ms:g} ms"
         return f"{fetched}; the smallest capacity at which {step} does not wait for rows that did not fit"

@@ -11,7 +11,7 @@ import numpy as np
 
 from rowcast.analysis.advise.cold_rates import DiskRate, ServerRate
 from rowcast.analysis.advise.cost import stretches
-from rowcast.analysis.advise.curve import ERRORS, capacity_slots, count_moves, counted, followed_slots, round_capacities
+from rowcast.analysis.advise.curve import ERRORS, capacity_slots, count_moves, followed_slots, round_capacities
 from rowcast.analysis.advise.read import Observed
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.simulate.grid import with_memory, with_values
@@ -40,7 +40,7 @@ class Budget:
     memory_rows: int  # that it holds, of all groups
     rows_entered_per_step: float  # memory, from anywhere
     rows_from_cold_per_step: float
-    rows_from_cold: int | None  # by the whole run; None if only a part was read
+    rows_from_cold: int  # by the whole run
     margin: float  # three standard errors of the rows from the cold tier, relative
     disk_share: float | None  # how much of the disk's or servers' rate steps of the assumed time use; None: unmeasured
     waits: float | None  # share of the time for which steps wait for the disk or the servers
@@ -107,8 +107,7 @@ class TierTrials:
     def _budget(self, memory: str | int, rate: Rate) -> Budget:
         observed, slots = self._observed, self._tier_slots(memory)
         assert slots is not None, f"a memory of {memory} was tried although it does not work"
-        every_entered, every_from_cold, error = self._moved(with_memory(self._job, memory), slots)
-        entered, from_cold = counted(observed, every_entered), counted(observed, every_from_cold)
+        entered, from_cold, error = self._moved(with_memory(self._job, memory), slots)
         total = float(from_cold.sum())
         share, waits = None, None
         row_s = seconds_a_row(rate, observed.groups)
@@ -117,9 +116,9 @@ class TierTrials:
         return Budget(
             memory=str(memory),
             memory_rows=sum(slots),
-            rows_entered_per_step=float(entered.sum()) / observed.num_counted,
-            rows_from_cold_per_step=total / observed.num_counted,
-            rows_from_cold=round(total) if observed.is_whole_run else None,
+            rows_entered_per_step=float(entered.sum()) / len(observed),
+            rows_from_cold_per_step=total / len(observed),
+            rows_from_cold=round(total),
             margin=ERRORS * float(np.sqrt((error**2).sum())) / total if total else 0.0,
             disk_share=share,
             waits=waits,

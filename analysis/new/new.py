@@ -14,13 +14,14 @@ from rowcast.analysis.advise.advise import AdviseOptions, advise_job
 from rowcast.analysis.new.columns import LIST_SEPARATOR, DataSet, look_at
 from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
+from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import parse_job
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.data_files import listed_files
 from rowcast.runtime.errors import RowcastError, printable
 from rowcast.runtime.telemetry.format_numbers import plural
 
-WHOLE_RUN_ROWS = 1_000_000  # of larger data, a stretch of this length decides the capacity
+WHOLE_RUN_ROWS = 1_000_000  # of larger data, as many from the start decide the capacity
 MEMORY_SHARE = 0.25
 FIRST_CAPACITY = "64MiB"  # until the capacity is known
 LEAST_CAPACITY = "1MiB"
@@ -55,9 +56,11 @@ def split(names: str | None) -> list[str]:
 
 def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgress) -> tuple[str, str]:
     job = parse_job(tomllib.loads(job_text(data, chosen, FIRST_CAPACITY, "")), "the new job")
-    samples = None if data.num_rows <= WHOLE_RUN_ROWS else WHOLE_RUN_ROWS
+    max_steps = None
+    if data.num_rows > WHOLE_RUN_ROWS:
+        job, max_steps = with_values(job, {"data": {"eval_fraction": 0.0}}), WHOLE_RUN_ROWS // batch_size(data)
     try:
-        advice = advise_job(job, AdviseOptions(sample=1.0, samples=samples), progress, MEMORY_SHARE)
+        advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), progress, MEMORY_SHARE)
     except RowcastError as error:
         return FIRST_CAPACITY, f"a guess, because `prefetcher advise` failed: {' '.join(str(error).split())}"
     if parse_bytes(advice.recommended.capacity) < parse_bytes(LEAST_CAPACITY):

@@ -31,7 +31,7 @@ from rowcast.analysis.advise.cost import (
     stretches,
 )
 from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
-from rowcast.analysis.advise.read import Observed, SamplingPlan, followed, group_shares, observe, thinned
+from rowcast.analysis.advise.read import Observed, followed, group_shares, observe, thinned
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
 from rowcast.analysis.advise.show import parts, sentences
 from rowcast.analysis.advise.tiers import TierTrials
@@ -43,7 +43,7 @@ from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import parse_job
-from rowcast.job.schema import MIN_RING_BYTES, Job
+from rowcast.job.schema import Job
 from rowcast.job.stores import PASSWORD
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_bytes
@@ -52,10 +52,8 @@ from rowcast.prefetcher.planner.horizon import id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.sizing import sizes, staging_bytes
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.protocol.inputs import belonging
-from rowcast.protocol.parts import rank_of
 from rowcast.runtime.arrays import GOLDEN
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
@@ -114,9 +112,9 @@ def made_job(kind: str, steps: int = 60, *, multi_hot: bool = False, **sections:
     return parse_job(job_content(Path("unused"), data=data, tables=tables, tables_from=None, model=model, **sections))
 
 
-def observed(job: Job, share: float, samples: int | None = None, max_steps: int | None = None) -> Observed:
+def observed(job: Job, share: float) -> Observed:
     reader = open_reader(job, stream_columns(job)[0])
-    return observe(job, reader, SamplingPlan(share=share, samples=samples), max_steps, 1e9, lambda: None)
+    return observe(job, reader, share, None, 1e9, lambda: None)
 
 
 def request(share: float = 1.0, **values: Any) -> AdviseOptions:
@@ -154,25 +152,22 @@ def test_rows_moved_by_some_rows_stand_for_those_of_all(job: Job) -> None:
     assert sum(some.distinct_rows) == pytest.approx(sum(all_rows.distinct_rows), rel=0.05)
     smallest = max(smallest_capacity(all_rows), smallest_capacity(some))
     for factor in (1, 2, 4):
-        for policy in ("lookahead", "lru"):
-            exact, estimate = (moved(own, job, factor * smallest, policy, lambda: None) for own in (all_rows, some))
-            assert estimate.fetched.sum() == pytest.approx(exact.fetched.sum(), rel=0.06), (
-                f"{policy} at {factor} times the smallest"
-            )
-            assert estimate.written_back.sum() + estimate.flushed.sum() == pytest.approx(
-                exact.written_back.sum() + exact.flushed.sum(), rel=0.06
-            )
+        exact, estimate = (moved(own, job, factor * smallest, lambda: None) for own in (all_rows, some))
+        assert estimate.fetched.sum() == pytest.approx(exact.fetched.sum(), rel=0.06), f"{factor} times the smallest"
+        assert estimate.written_back.sum() + estimate.flushed.sum() == pytest.approx(
+            exact.written_back.sum() + exact.flushed.sum(), rel=0.06
+        )
 
 
 @pytest.mark.usefixtures("few_rows")
 def test_the_margin_covers_the_error_of_most_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     job = made_job("zipf", 40)
-    exact = moved(observed(job, 1.0), job, 400_000, "lookahead", lambda: None).fetched.sum()
+    exact = moved(observed(job, 1.0), job, 400_000, lambda: None).fetched.sum()
     covered = 0
     for seed in range(12):
         monkeypatch.setattr(read, "GOLDEN", GOLDEN ^ np.uint64(seed << 20))
         some = observed(job, 0.1)
-        estimate = moved(some, job, 400_000, "lookahead", lambda: None)
+        estimate = moved(some, job, 400_000, lambda: None)
         margin = 3 * np.sqrt((estimate.fetched_error**2).sum())
         covered += abs(estimate.fetched.sum() - exact) <= margin
         assert 0 < margin < 0.15 * exact
@@ -187,19 +182,16 @@ def test_where_every_row_is_followed_the_numbers_are_those_of_a_simulation(eval_
     advice = advise_job(job, request())
     for point in (advice.recommended.predicted, *advice.curve[:3]):
         own = with_values(job, {"cache": {"capacity": point.capacity_bytes, "policy": "lookahead"}})
-        for policy, traffic in (("lookahead", point.lookahead), ("lru", point.lru)):
-            [exact] = simulate(own, Grid(policies=[policy]), lambda own: schedule(own, open_reader(own)))
-            assert (traffic.rows_fetched, traffic.rows_flushed, traffic.margin) == (
-                exact.rows_fetched,
-                exact.rows_flushed,
-                0,
-            )
-            assert traffic.hit_ratio == pytest.approx(exact.hit_ratio)
-            steps = advice.read.steps + advice.read.eval_steps
-            assert traffic.rows_fetched_per_step * steps == pytest.approx(exact.rows_fetched)
-            assert traffic.rows_written_back_per_step * steps == pytest.approx(
-                (exact.rows_written_back or 0) - (exact.rows_flushed or 0)
-            )
+        traffic = point.traffic
+        [exact] = simulate(own, Grid(), lambda own: schedule(own, open_reader(own)))
+        counts = exact.rows_fetched, exact.rows_flushed, 0
+        assert (traffic.rows_fetched, traffic.rows_flushed, traffic.margin) == counts
+        assert traffic.hit_ratio == pytest.approx(exact.hit_ratio)
+        steps = advice.read.steps + advice.read.eval_steps
+        assert traffic.rows_fetched_per_step * steps == pytest.approx(exact.rows_fetched)
+        assert traffic.rows_written_back_per_step * steps == pytest.approx(
+            (exact.rows_written_back or 0) - (exact.rows_flushed or 0)
+        )
     assert (advice.read.steps, advice.read.eval_steps) == (30, 3 * (2 if eval_every == 0 else 9))
 
 
@@ -211,21 +203,17 @@ def test_of_several_ranks_the_first_is_advised_with_the_numbers_of_a_simulation_
         [exact] = simulate_ranks([own], lambda own: schedule(own, open_reader(own)), per_step=True)
         assert exact.skipped is None, "a capacity that holds the batches of every rank"
         assert exact.per_step is not None
-        assert point.lookahead.rows_fetched == sum(rows[0] for rows in exact.per_step.rows_fetched)
-        written = point.lookahead.rows_written_back_per_step * len(exact.per_step.step)
+        assert point.traffic.rows_fetched == sum(rows[0] for rows in exact.per_step.rows_fetched)
+        written = point.traffic.rows_written_back_per_step * len(exact.per_step.step)
         assert written == pytest.approx(sum(rows[0] for rows in exact.per_step.rows_written_back))
     assert any("one of 3 ranks" in note for note in advice.notes)
-    own_sizes = sizes(
-        job, group_specs(job), observed(job, 1.0).measured, advice.recommended.depth, rank_of(job.ranks, 0)
-    )
-    assert advice.host.rings_bytes == 3 * 2 * own_sizes.ring_bytes
 
 
 def test_batches_that_come_again_are_decoded_once() -> None:
     data = {"epochs": 3, "eval_fraction": 0.2, "shuffle": "none", "synthetic": {"samples": 64 * 50}}
     job = parse_job(job_content(Path("unused"), data=data, eval={"every": 7}, cache={"capacity": "100KiB"}))
     reader = CountingReader(open_reader(job))
-    seen = observe(job, reader, SamplingPlan(share=1.0), None, 1e9, lambda: None)
+    seen = observe(job, reader, 1.0, None, 1e9, lambda: None)
     groupers = groupers_of(group_specs(job))
     expected = [
         [grouper.group(grouper.lookups(turn.batch)).keys.tolist() for grouper in groupers]
@@ -320,9 +308,7 @@ def test_a_stage_takes_what_its_rows_take_and_a_stretch_their_mean() -> None:
     rates = Rates(
         rows=(RowRates(read=1e6, first=1e5, write=1e6),) * 2, decode_s=0, plan_s=0, plan_bytes=0, link_bytes_s=1e9
     )
-    smallest, everything = (
-        moved(seen, job, capacity, "lookahead", lambda: None) for capacity in (smallest_capacity(seen), 10**8)
-    )
+    smallest, everything = (moved(seen, job, capacity, lambda: None) for capacity in (smallest_capacity(seen), 10**8))
     read_s = demand(seen, everything, rates, 1).seconds[0]
     assert read_s == pytest.approx(stretches(seen.first_touches.sum(axis=1) / 1e5, 2)), "all that comes is new"
     known = float(smallest.fetched.sum() - everything.fetched.sum())
@@ -367,10 +353,9 @@ def test_twice_as_much_saves_what_the_curve_says() -> None:
     ]
     assert len(doubled) > 3
     for point, twice in doubled:
-        saved = 1 - twice.lookahead.bytes_fetched_per_step / point.lookahead.bytes_fetched_per_step
+        saved = 1 - twice.traffic.bytes_fetched_per_step / point.traffic.bytes_fetched_per_step
         assert point.doubling_saves == pytest.approx(max(0.0, saved))
     assert curve[-1].doubling_saves == 0
-    assert curve[-1].lookahead.rows_fetched == curve[-1].lru.rows_fetched, "everything that is touched fits"
 
 
 def test_a_budget_for_ids_that_costs_rows_is_raised() -> None:
@@ -394,7 +379,7 @@ def test_the_recommended_sections_train_with_the_rows_that_were_counted(optimize
     run = InProcessRun(
         chosen, batches, Settings(slots=job_slots(chosen, group_specs(chosen), batches), seeded_streams=False)
     ).run()
-    assert run.prefetcher.planner.counters.rows_fetched == advice.recommended.predicted.lookahead.rows_fetched
+    assert run.prefetcher.planner.counters.rows_fetched == advice.recommended.predicted.traffic.rows_fetched
     assert len(run.results.losses) == advice.read.steps == 12
 
 
@@ -422,26 +407,11 @@ def test_shares_and_pins_of_the_job_are_left_out_and_that_is_said() -> None:
     advice = advise_job(job, request())
     assert any(note.startswith("cache.groups of the job was ignored") for note in advice.notes)
     without = advise_job(made_job("zipf", 10, optimizer=plain_sgd()), request())
-    assert [point.lookahead for point in advice.curve] == [point.lookahead for point in without.curve]
+    assert [point.traffic for point in advice.curve] == [point.traffic for point in without.curve]
 
 
 def plain_sgd() -> dict[str, Any]:
     return {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}
-
-
-# a part of the data
-
-
-def test_a_stretch_is_the_middle_of_an_epoch_and_says_what_it_cannot_know() -> None:
-    data = {"synthetic": {"samples": 64 * 100}, "eval_fraction": 0.0}
-    job = parse_job(job_content(Path("unused"), data=data, cache={"capacity": "100KiB"}))
-    part, whole = observed(job, 1.0, samples=64 * 20), observed(job, 1.0)
-    assert [step.unique_rows for step in part.steps] == [step.unique_rows for step in whole.steps[40:60]]
-    assert (part.num_counted, whole.num_counted) == (10, 100)
-    advice = advise_job(job, request(samples=64 * 20))
-    assert not advice.read.whole_run
-    assert advice.recommended.predicted.lookahead.rows_fetched is None
-    assert any("cannot be measured" in note for note in advice.notes)
 
 
 def test_the_beginning_of_a_run_can_be_asked_about() -> None:
@@ -455,7 +425,7 @@ def test_the_beginning_of_a_run_can_be_asked_about() -> None:
 def shown(job: Job, width: int, **values: Any) -> list[str]:
     console = Console(width=width, force_terminal=True, color_system=None, highlight=False)
     with console.capture() as text:
-        tell(parts(advise_job(job, request(**values)), width), console)
+        tell(parts(advise_job(job, request(**values))), console)
     return text.get().splitlines()
 
 
@@ -472,13 +442,10 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
         "No stalls",
         "Limit: ",
         "a step takes 10 ms (--step-ms)",
-        "batches decoded ahead",
-        "the planner",
-        "staging",
+        "`prefetcher check`",
         "Every row was followed",
     ):
         assert part in text
-    assert ("limit" in text) == (width == 120)
 
 
 def test_what_was_assumed_is_said_and_what_was_given_is_not_called_assumed() -> None:
@@ -507,21 +474,7 @@ def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert set(msgspec.json.decode(out)) == {field.name for field in fields(Advice)}
     assert set(msgspec.json.decode(out)["curve"][0]) == {field.name for field in fields(Point)}
     assert err == ""
-    assert advice.read.whole_run
     assert advice.read.followed_share == {"fp32_d8_adagrad": 1.0, "fp32_d16_adagrad": 1.0}
-    for own in advice.working_sets:
-        assert (
-            0
-            < own.batch.median
-            <= own.batch.largest
-            < own.flight.median
-            <= own.flight.largest
-            < own.touched
-            <= own.table_rows
-        )
-    assert advice.host.tables_bytes > advice.host.touched_bytes > 0
-    assert advice.host.planner_bytes > 100_000
-    assert advice.device.staging_bytes == 2 * staging_bytes(0, MIN_RING_BYTES)
 
 
 def test_the_command_advises_and_refuses(tmp_path: Path) -> None:
@@ -539,7 +492,6 @@ def test_the_command_advises_and_refuses(tmp_path: Path) -> None:
     [
         ({"sample": 0.0}, "--sample 0.0: give a share above 0, at most 1"),
         ({"sample": 1.5}, "--sample 1.5"),
-        ({"samples": 0}, "--samples 0: give at least 1"),
         ({"step_ms": -1.0}, "--step-ms -1.0: give a number above 0"),
         ({"link_gbs": 0.0}, "--link-gbs 0.0"),
         ({"gather_gbs": float("nan")}, "--gather-gbs nan"),
@@ -633,7 +585,7 @@ def test_the_advice_for_a_tiered_store_has_its_memory_and_says_what_the_disk_rea
     assert advice.tier.recommended is not None
     assert tomllib.loads(advice.recommended.toml)["store"] == {"memory": "4000 rows"}
     console = Console(width=100, record=True, file=io.StringIO())
-    tell(parts(advice, 100), console)
+    tell(parts(advice), console)
     text = console.export_text()
     assert "reads 1,000,000,000 random pages of 4 KiB a second past the page cache" in " ".join(text.split())
     assert "* 4000 rows" in text
@@ -671,7 +623,7 @@ def test_servers_count_as_a_disk_does() -> None:
 
 def advised(advice: Advice) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
-    tell(parts(advice, 100), console)
+    tell(parts(advice), console)
     return " ".join(console.export_text().split())
 
 
@@ -686,23 +638,10 @@ def test_a_folder_in_memory_is_no_disk() -> None:
     assert disk_rate(Path("/dev/shm/rowcast-none")).why_not == "/dev/shm lies in memory (tmpfs)"
 
 
-@pytest.mark.parametrize(("share", "measured"), [(0.0, True), (1.0, False)])
-def test_without_direct_reads_the_page_cache_must_have_let_go(
-    share: float, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_direct_reads_a_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_rates, "file_system", lambda folder: "nfs4")
     monkeypatch.setattr(cold_rates, "past_the_cache", lambda descriptor: None)
-    monkeypatch.setattr(cold_rates, "cached_share", lambda descriptor, pages: share)
-    found = disk_rate(tmp_path, nbytes=2**20)
-    assert (found.pages_s is not None) == measured
-    assert found.why_not == (None if measured else f"{tmp_path} cannot be read past the page cache (nfs4)")
-
-
-def test_pages_that_were_just_read_are_seen_in_the_page_cache(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w+b") as file:
-        file.write(bytes(64 * 4096))
-        file.flush()
-        assert cold_rates.cached_share(file.fileno(), np.arange(64)) == 1.0
+    assert disk_rate(tmp_path, nbytes=2**20).why_not == f"{tmp_path} cannot be read past the page cache (nfs4)"
 
 
 def test_a_disk_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
