@@ -60,7 +60,7 @@ def publish(
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
         interval_s = None if every is None else seconds_of(every)
-        publisher = Publisher(run_dir, to, dtype, keep, get_logger())
+        publisher = Publisher(run_dir, to, dtype, keep)
         with ExitStack() as stack:
             stack.enter_context(publisher.lock())
             if check:

@@ -9,15 +9,17 @@ look at its file.
     whole index      of the whole version, as it was published
 """
 
+import mmap
 from typing import NamedTuple
 
 import numpy as np
 
 from rowcast.prefetcher.stores.first_values import Initializer, fill_row
-from rowcast.prefetcher.stores.pages_ahead import PAGE
+from rowcast.prefetcher.stores.row_loops import Positions
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.runtime.arrays import F32, FACTOR_1, FACTOR_2, GOLDEN, I64, U16, U32, U64, Bytes
 from rowcast.runtime.compiled import (
+    c_madvise,
     c_mincore,
     compiled_arithmetic,
     compiled_loop,
@@ -30,6 +32,7 @@ from rowcast.runtime.compiled import (
 )
 from rowcast.serving.row_layout import FP16, INT8, RowLayout
 
+PAGE, WILL_NEED = mmap.PAGESIZE, mmap.MADV_WILLNEED
 FULL_PERCENT = 76  # of the cells, at most: 7.9 bytes a row
 LEAST_CELLS = 8
 CELL_BYTES = 6
@@ -364,3 +367,32 @@ def pool(rows: F32, offsets: I64, weights: F32, is_mean: bool, out: F32) -> None
             count = np.float32(max(1, offsets[bag + 1] - offsets[bag]))
             for column in range(out.shape[1]):
                 out[bag, column] /= count
+
+
+# A page fault reads one page and waits for it. The kernel reads many at once if it knows them all first, so these loops
+# request them (`ask_for`) and then wait (`touch`). Record i starts at `offset` + i * `stride`; `numbers` ascend
+@compiled_loop
+def ask_for(file: Bytes, offset: int, stride: int, numbers: Positions) -> None:
+    """Requests the pages of these records, adjacent ones together. Waits only for room in the kernel's queue."""
+    start = file.ctypes.data
+    begin, end = 0, 0  # pages requested together
+    for i in range(len(numbers)):
+        first = (offset + numbers[i] * stride) // PAGE
+        if first > end:
+            c_madvise(start + begin * PAGE, (end - begin) * PAGE, WILL_NEED)
+            begin = first
+        end = max(end, (offset + (numbers[i] + 1) * stride - 1) // PAGE + 1)
+    c_madvise(start + begin * PAGE, (end - begin) * PAGE, WILL_NEED)
+
+
+@compiled_loop
+def touch(file: Bytes, offset: int, stride: int, numbers: Positions) -> int:
+    """Waits for these records' pages and maps them. The result is meaningless; it keeps the compiler from dropping the
+    reads."""
+    found = 0
+    for i in range(len(numbers)):
+        begin = offset + numbers[i] * stride
+        for at in range(begin, begin + stride, PAGE):
+            found += file[at]
+        found += file[begin + stride - 1]
+    return found

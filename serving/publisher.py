@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import xxhash
 
@@ -29,6 +28,7 @@ from rowcast.runtime.checkpoint_manifest import (
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk, own_files_in, render, seal
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.serving.raw_ids import id_rules
 from rowcast.serving.row_layout import DType
 from rowcast.serving.snapshot import Counts, Snapshot, open_snapshot
@@ -53,12 +53,6 @@ MOST_NUMBER = 10**12 - 1
 TRIES = 5  # checkpoints may be removed while they are read
 
 
-class PublishLog(Protocol):
-    def info(self, event: str, *args: Any, **fields: Any) -> object: ...
-
-    def warning(self, event: str, *args: Any, **fields: Any) -> object: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
     """What the next version has to hold."""
@@ -70,12 +64,12 @@ class Changes:
 class Publisher:
     """Holds the folder from `lock` on. `behind_since`: Unix time since which a checkpoint waits, 0.0 if none does."""
 
-    def __init__(self, run_dir: Path, to: Path, dtype: DType, keep: int, log: PublishLog) -> None:
+    def __init__(self, run_dir: Path, to: Path, dtype: DType, keep: int) -> None:
         """`keep`: how many whole versions stay, with the changed ones after each."""
         self.behind_since = 0.0
         self.counts = {"whole": 0, "changed": 0}
         self.rows = self.nbytes = 0
-        self._run_dir, self._to, self._dtype, self._keep, self._log = run_dir, to, dtype, keep, log
+        self._run_dir, self._to, self._dtype, self._keep = run_dir, to, dtype, keep
         self._before: Snapshot | None = None
         self._damage = ""
         self._left = set[Path]()  # folders that were not removed, and told
@@ -110,7 +104,7 @@ class Publisher:
                 if own.number:
                     open_snapshot(self._to, own, None, "all", Counts())
             except DataError as error:
-                self._log.warning("a version is damaged", version=version_name(own.number), damage=str(error))
+                get_logger().warning("a version is damaged", version=version_name(own.number), damage=str(error))
                 if own == newest:
                     self._damage = str(error)
 
@@ -336,7 +330,7 @@ class Publisher:
             left = f"{error.filename}: {error.strerror}"
         if left and folder not in self._left:
             self._left.add(folder)
-            self._log.warning("an old version is not removed", path=str(folder), because=left)
+            get_logger().warning("an old version is not removed", path=str(folder), because=left)
 
 
 def what_stays(folder: Path) -> str:

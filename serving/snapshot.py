@@ -19,15 +19,16 @@ from rowcast.job.tables import TableSpec
 from rowcast.prefetcher.readers.id_check import check_dense, check_offsets, lookup_location, require_weights
 from rowcast.prefetcher.stores.elements import rounded, widened
 from rowcast.prefetcher.stores.first_values import table_initializer
-from rowcast.prefetcher.stores.pages_ahead import PAGE, ask_for, touch
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.runtime.arrays import F32, I64, U64, Bytes
 from rowcast.runtime.disk import open_regular
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.serving.index_loops import (
     AS_IS,
+    PAGE,
     PAGES_MISSING,
     Index,
+    ask_for,
     fill,
     is_index,
     join,
@@ -35,6 +36,7 @@ from rowcast.serving.index_loops import (
     num_cells,
     places_of,
     pool,
+    touch,
     words_of,
 )
 from rowcast.serving.raw_ids import divided_by, rows_of

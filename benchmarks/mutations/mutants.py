@@ -429,7 +429,7 @@ tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_
     the dense file is named before it is on the disk
         dense.sync() => pass
     a manifest is renamed before it is on the disk
-        file.write(render(manifest)) yield True file.sync() => file.write(render(manifest))
+        file.write(render(content)) yield True file.sync() => file.write(render(content))
     a manifest names files of a folder that is not on the disk
         yield from self._sync_folders(folder) => yield True
 tests/checkpoints/test_writer.py::test_so_many_checkpoints_stay_and_each_of_them_is_whole

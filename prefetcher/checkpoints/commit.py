@@ -16,7 +16,7 @@ from pathlib import Path
 from rowcast.prefetcher.checkpoints.row_files import Steps
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest, ShardFile, read_shard_file, shard_name
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.disk import Disk, render
+from rowcast.runtime.disk import Disk, Sealed, render
 from rowcast.runtime.errors import DataError
 
 LOOK_EVERY_S = 1.0  # at other ranks' files
@@ -53,16 +53,22 @@ class OthersProgress:
         return self._clock() - self._changed_s > GIVE_UP_S
 
 
-def write_shard_file(disk: Disk, folder: Path, own: ShardFile) -> Steps:
-    """Declares the shard durable; its files and the folder must be."""
-    path = folder / shard_name(own.number)
+def synced_partial(disk: Disk, path: Path, content: Sealed) -> Generator[bool, None, Path]:
+    """Writes a file under the name that it has until it is renamed to `path`."""
     partial = path.with_name(f"{path.name}.partial")
     with closing(disk.create(partial)) as file:
         yield True
-        file.write(render(own))
+        file.write(render(content))
         yield True
         file.sync()
     yield True
+    return partial
+
+
+def write_shard_file(disk: Disk, folder: Path, own: ShardFile) -> Steps:
+    """Declares the shard durable; its files and the folder must be."""
+    path = folder / shard_name(own.number)
+    partial = yield from synced_partial(disk, path, own)
     crash_point("shard not renamed")
     disk.rename(partial, path)
     yield True
@@ -140,14 +146,9 @@ def await_manifest(
 
 
 def publish(disk: Disk, folder: Path, manifest: Manifest) -> Steps:
-    path, partial = folder / MANIFEST_NAME, folder / f"{MANIFEST_NAME}.partial"
+    path = folder / MANIFEST_NAME
     replaced = path.exists()
-    with closing(disk.create(partial)) as file:
-        yield True
-        file.write(render(manifest))
-        yield True
-        file.sync()
-    yield True
+    partial = yield from synced_partial(disk, path, manifest)
     try:
         crash_point("manifest not renamed")
         disk.rename(partial, path)

@@ -2,32 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard, ShardPart
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
-from rowcast.prefetcher.stores.store import Keys, Records, Ticket, finish
+from rowcast.prefetcher.stores.store import Keys, finish
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
 from rowcast.runtime.crash_points import crash_point
 
 
-class Restorable(Protocol):
-    """The part of a store that restoring needs."""
-
-    def write(self, keys: Keys, rows: Records) -> Ticket: ...
-
-    def changed_keys(self, table: int) -> Keys: ...
-
-    def forget(self, keys: Keys) -> None: ...
-
-    def settle(self) -> None: ...
-
-
 def restore_rows(
-    root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable], shard: OwnShard = ALONE
+    root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[TrackedStore], shard: OwnShard = ALONE
 ) -> None:
     """Fills empty stores with the rows of a shard, oldest layer first, with one file in memory. Raises DataError with
     the damaged file."""
@@ -45,7 +33,7 @@ def restore_rows(
 
 
 def restore_changed(
-    root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable], shard: OwnShard = ALONE
+    root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[TrackedStore], shard: OwnShard = ALONE
 ) -> None:
     """Rolls stores back to the checkpoint that they continued from; writes only changed rows. Raises DataError."""
     for group, store in zip(groups, stores, strict=True):
@@ -60,7 +48,7 @@ def restore_changed(
 
 
 def restore_chosen(
-    root: Path, part: ShardPart, layer: RowLayer, group: GroupSpec, store: Restorable, keys: Keys
+    root: Path, part: ShardPart, layer: RowLayer, group: GroupSpec, store: TrackedStore, keys: Keys
 ) -> Keys:
     for file in layer.of_group(group.name):
         first, end = np.searchsorted(keys, file.first_key), np.searchsorted(keys, file.last_key, side="right")

@@ -16,7 +16,7 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.stores.finite_rows import FiniteRows
+from rowcast.prefetcher.stores.elements import FiniteRows
 from rowcast.prefetcher.stores.store import Keys, Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Released, RingRef, RowsBack

@@ -47,7 +47,7 @@ from rowcast.prefetcher.run.start import Start, check_continues, start_of, train
 from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
-from rowcast.prefetcher.stores.left_tables import remove_left_keys
+from rowcast.prefetcher.stores.redis_store import remove_left_keys
 from rowcast.protocol.attempts import Attempts, transport_of_ranks
 from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.counters import serve_metrics
@@ -55,7 +55,7 @@ from rowcast.protocol.inputs import InputSpec, batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
 from rowcast.protocol.parts import rank_of
 from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
-from rowcast.runtime.checkpoint_manifest import Manifest, Position, TrainingData
+from rowcast.runtime.checkpoint_manifest import Position, TrainingData
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
@@ -423,7 +423,8 @@ class PrefetcherRun:
         def begin(before: PrefetcherAttempt | None, transport: Transport, crew: Crew) -> PrefetcherAttempt | None:
             point = first if before is None else before.point
             if first is None:
-                point = self._look(None if before is None else before.newest)
+                known, stopped = None if before is None else before.newest, lambda: self.signals.stop_reason is not None
+                point = look(self.job, self.options, self.checkpoints, known, self.shard, stopped)
             at_end = self.shard.count > 1 and before is not None and before.reached_end
             over = self._is_complete if at_end else lambda: False
             return None if point is None else PrefetcherAttempt(self, point, transport, crew, over)
@@ -440,16 +441,6 @@ class PrefetcherRun:
 
     def _is_complete(self) -> bool:
         return RunDirectory(self.job.run_dir, "prefetcher").completion() is not None
-
-    def _look(self, known: Manifest | None) -> StartingPoint | None:
-        return look(
-            self.job,
-            self.options,
-            self.checkpoints,
-            known,
-            self.shard,
-            lambda: self.signals.stop_reason is not None,
-        )
 
     def _completion(self, train_steps: int) -> Completion:
         max_steps = self.options.max_steps

@@ -1,20 +1,32 @@
-"""Opens a tiered store with cold rows on a Redis server or cluster."""
+"""Opens a tiered store with cold rows on Redis, and deletes rows that killed prefetchers left on its servers.
+
+    <run_dir>/tables/             of a run of one rank
+              rank-003/tables/    of one of several
+                       <group>.redis     names rows on a server, deleted from there
+
+Each prefetcher cleans its folder. The process that holds the run directory cleans folders of a different `ranks.count`
+before it starts prefetchers of ranks. If the lock of such a folder shows a prefetcher at work, it leaves the folder to
+the next start.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rowcast.job.schema import Job
+from rowcast.job.schema import TABLES, Job
 from rowcast.job.stores import PASSWORD, Redis, parse_server_url
 from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.prefetcher.stores.cold import redis_note
 from rowcast.prefetcher.stores.tier_budget import disk_shares
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
+from rowcast.runtime.disk import own_files_in
 from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.runtime.run_directory import RunDirectory, unused_pair_folders
 from rowcast.runtime.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
@@ -74,6 +86,28 @@ def delete_left_keys(job: Job, notes: Sequence[Path]) -> None:
         servers.open()
         for path in notes:
             delete_earlier(servers, f"{url.host}:{url.port}", path)
+
+
+def remove_left_keys(job: Job, folder: Path) -> None:
+    """`folder`: of a pair, locked by this process. Raises RowcastError if a server of the job does not answer."""
+    notes = own_files_in(folder / TABLES, redis_note.NAME)
+    if notes:
+        delete_left_keys(job, notes)
+
+
+def remove_left_tables(job: Job) -> None:
+    """Raises as `remove_left_keys` does."""
+    for folder in unused_pair_folders(job.run_dir, job.ranks.count):
+        if not own_files_in(folder / TABLES, redis_note.NAME):
+            continue
+        with ExitStack() as stack:
+            try:
+                if folder != job.run_dir:
+                    stack.enter_context(RunDirectory(folder, "prefetcher"))
+            except ConfigError as error:
+                get_logger().warning("tables of another ranks.count stay until the next start", because=str(error))
+            else:
+                remove_left_keys(job, folder)
 
 
 def check_packages(job: Job) -> None:

@@ -18,6 +18,7 @@ from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter, RowBlock
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.runtime.checkpoint_manifest import Manifest, Position, TrainingData
 from rowcast.runtime.disk import Disk, FileWrite
 from tests.support import jobs
@@ -53,7 +54,7 @@ class UnsyncedDisk(Disk):
         pass
 
 
-class DictStore:
+class DictStore(TrackedStore):
     """What a store promises, in the plainest way."""
 
     def __init__(self, group: GroupSpec) -> None:

@@ -14,7 +14,7 @@ from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.checkpoint_manifest import TrainingData
-from rowcast.serving.publisher import Publisher, PublishLog
+from rowcast.serving.publisher import Publisher
 from rowcast.serving.row_layout import DType
 from rowcast.serving.version_file import VersionFile
 from tests.checkpoints.fake_run import FakeRun
@@ -79,23 +79,9 @@ def dense_at(step: int) -> dict[str, Any]:
     return {"model.weight": np.full((2, 3), step, np.float32), "optimizer.weight": np.zeros(3, np.float32)}
 
 
-class Told:
-    """A log that keeps its events."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-
-    def info(self, event: str, *args: Any, **fields: Any) -> None:
-        self.events.append((event, fields))
-
-    warning = info
-
-
-def publisher_of(
-    run: FakeRun, to: Path, dtype: DType = "fp32", keep: int = 3, log: PublishLog | None = None
-) -> Publisher:
+def publisher_of(run: FakeRun, to: Path, dtype: DType = "fp32", keep: int = 3) -> Publisher:
     to.mkdir(parents=True, exist_ok=True)
-    return Publisher(run.job.run_dir, to, dtype, keep, log or Told())
+    return Publisher(run.job.run_dir, to, dtype, keep)
 
 
 def publish(run: FakeRun, to: Path, dtype: DType = "fp32", keep: int = 3, *, fresh: bool = False) -> VersionFile:

@@ -13,7 +13,8 @@ import xxhash
 
 from rowcast.runtime.errors import DataError
 from rowcast.serving.model import Model
-from tests.serving.served_run import SMALL, ServedRun, Told, publish, publisher_of, serving_job, versions_of
+from tests.checkpoints.fake_run import damages
+from tests.serving.served_run import SMALL, ServedRun, publish, publisher_of, serving_job, versions_of
 from tests.support.facts import facts
 
 TODAY = Path(__file__).parent / "chain_without_checksums"  # written by commit dc3fb19
@@ -55,15 +56,16 @@ def mixed(folder: Path, way: str) -> Path:
     "way", ["another run's base", "an int8 base", "the newest says int8", "the same run's base, published again"]
 )
 def test_a_mixed_chain_is_refused_by_readers_and_found_by_the_publisher(way: str, tmp_path: Path) -> None:
-    folder, told = mixed(tmp_path, way), Told()
+    folder = mixed(tmp_path, way)
     with pytest.raises(DataError, match=facts(folder)):
         Model(folder, check="all")
     with pytest.raises(DataError, match=facts(folder)):
         Model(folder)
     run = ServedRun(serving_job(tmp_path / "run of mine", SMALL))
-    publisher = publisher_of(run, folder, "int8" if way == "the newest says int8" else "fp32", log=told)
-    publisher.check()
-    assert told.events
+    publisher = publisher_of(run, folder, "int8" if way == "the newest says int8" else "fp32")
+    with damages() as damaged:
+        publisher.check()
+    assert damaged
     version = publisher.publish()
     assert version is not None
     assert (version.reason, version.number, version.is_whole) == ("a version is damaged", 4, True)

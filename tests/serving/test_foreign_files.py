@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.serving.model import Model
 from rowcast.serving.version_file import Named, read_version, version_name
-from tests.serving.served_run import ServedRun, Told, publish, publisher_of, serving_job
+from tests.serving.served_run import ServedRun, publish, publisher_of, serving_job
 from tests.support.facts import facts
 
 Files = dict[str, bytes | str]
@@ -26,13 +27,13 @@ def run(tmp_path: Path) -> ServedRun:
 
 def published(run: ServedRun, to: Path, count: int = 1, keep: int = 1) -> list[str]:
     """Publishes so many whole versions; returns the warnings, each folder once."""
-    told = Told()
-    publisher = publisher_of(run, to, keep=keep, log=told)
-    for _ in range(count):
-        run.train_some(0.9)
-        run.checkpoint()
-        assert publisher.publish() is not None
-    return [fields["path"] for event, fields in told.events if "not removed" in event]
+    publisher = publisher_of(run, to, keep=keep)
+    with capture_logs() as logs:
+        for _ in range(count):
+            run.train_some(0.9)
+            run.checkpoint()
+            assert publisher.publish() is not None
+    return [entry["path"] for entry in logs if "not removed" in entry["event"]]
 
 
 def contents(folder: Path) -> Files:

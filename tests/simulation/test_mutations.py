@@ -10,7 +10,7 @@ import rowcast.prefetcher.run.tables
 import rowcast.trainer.models.runner
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
-from rowcast.prefetcher.checkpoints.restore import Restorable, restore_chosen
+from rowcast.prefetcher.checkpoints.restore import restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
@@ -18,6 +18,7 @@ from rowcast.prefetcher.stores.cold.cold_rows import Places
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.store import Keys
+from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
 from rowcast.runtime.arrays import U64
@@ -36,7 +37,7 @@ def roll_back_without_forgetting(patch: pytest.MonkeyPatch) -> None:
     """Rows that no layer has keep what was trained after the checkpoint."""
 
     def restore_changed(
-        root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[Restorable], shard: OwnShard
+        root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[TrackedStore], shard: OwnShard
     ) -> None:
         [part] = shard.parts_of(manifest)
         for group, store in zip(groups, stores, strict=True):

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.stores.elements import elements_of
-from rowcast.prefetcher.stores.finite_rows import FiniteRows
+from rowcast.prefetcher.stores.elements import FiniteRows, elements_of
 from tests.support.jobs import job, table
 
 LAYOUTS = [

@@ -8,8 +8,7 @@ from structlog.testing import capture_logs
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
-from rowcast.prefetcher.stores.left_tables import remove_left_keys, remove_left_tables
-from rowcast.prefetcher.stores.redis_store import open_rows
+from rowcast.prefetcher.stores.redis_store import open_rows, remove_left_keys, remove_left_tables
 from rowcast.runtime.run_directory import RunDirectory
 from tests.support import jobs
 from tests.support.redis_server import RedisServer, keys_on, needs_redis, shared_server

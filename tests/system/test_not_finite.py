@@ -16,7 +16,7 @@ from rowcast.prefetcher.checkpoints.commands import verify
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.merge_layers import merged
 from rowcast.prefetcher.checkpoints.restore import dense_content
-from rowcast.prefetcher.stores.finite_rows import FiniteRows
+from rowcast.prefetcher.stores.elements import FiniteRows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
