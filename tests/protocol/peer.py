@@ -80,8 +80,7 @@ def main(role: str, run_dir: Path, sockets: Path, what: str) -> None:
         say(str(error))
         return
     say("started")
-    if what != "silent":
-        link.send(GREETING)
+    link.send(GREETING)
     if what == "send":
         if role == "prefetcher":
             receive(link, bell)  # it knows its trainer by that

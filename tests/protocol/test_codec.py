@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rowcast.protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
 from rowcast.protocol.messages import (
-    PROTOCOL_VERSION,
     AnyMessage,
     ArraySpan,
     ArraySpec,
@@ -188,20 +187,3 @@ def test_a_message_too_long_for_a_frame_is_not_sent() -> None:
 def test_a_number_beyond_64_bits_is_not_sent() -> None:
     with pytest.raises(LocalProtocolError, match="position = "):
         encode(Envelope(incarnation=1, sequence=0, message=Released(position=2**70)))
-
-
-class HelloOfTomorrow(msgspec.Struct, tag="Hello"):
-    protocol_version: int
-    something_new: dict[str, int]
-
-
-def test_the_version_is_read_from_a_greeting_whose_other_fields_are_unknown() -> None:
-    frame = msgspec.msgpack.encode([0, 0, HelloOfTomorrow(protocol_version=9, something_new={"a": 1})])
-    with pytest.raises(RemoteProtocolError):
-        decode(frame)
-    assert greeted_version(frame) == 9
-    assert (
-        greeted_version(encode(Envelope(incarnation=1, sequence=0, message=sample_messages.hello())))
-        == PROTOCOL_VERSION
-    )
-    assert greeted_version(encode(Envelope(incarnation=1, sequence=0, message=sample_messages.heartbeat()))) is None

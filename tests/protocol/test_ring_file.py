@@ -13,7 +13,6 @@ from rowcast.protocol.transport.ring import (
     RingFile,
     RingReader,
     RingWriter,
-    free_shared_memory,
     in_memory_buffer,
     remove_leftovers,
 )
@@ -85,29 +84,6 @@ def test_a_full_shared_memory_is_refused_with_what_is_needed_and_free(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_space_that_runs_out_while_it_is_allocated_is_refused_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(descriptor: int, offset: int, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(ConfigError, match="enlarge"):
-        RingFile.create(NBYTES, "test", tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_free_space_is_what_the_file_system_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda directory: usage)
-    assert free_shared_memory(tmp_path) == usage.f_bavail * usage.f_frsize
-
-
-def test_a_directory_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot create a file in /proc"):
-        RingFile.create(0, "test", Path("/proc"))
-
-
 def test_a_ring_that_is_not_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be opened .* one /dev/shm"):
         RingFile.attach(str(tmp_path / "rowcast-none"), NBYTES)
@@ -127,13 +103,6 @@ def test_a_link_to_a_ring_is_refused(tmp_path: Path) -> None:
         link.symlink_to(ring.path)
         with pytest.raises(ConfigError, match="cannot be opened"):
             RingFile.attach(str(link), NBYTES)
-
-
-def test_close_unlinks_and_may_be_repeated(tmp_path: Path) -> None:
-    ring = RingFile.create(NBYTES, "test", tmp_path)
-    ring.close()
-    ring.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_leftovers_are_removed_and_rings_of_living_processes_kept(tmp_path: Path) -> None:

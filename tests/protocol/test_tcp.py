@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import zmq
 
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.transport.callers import LOG_EVERY_S, Refusals, fingerprint, load_client
@@ -151,22 +150,6 @@ def test_a_trainer_with_another_servers_key_is_never_heard_and_hears_nothing(
         assert prefetcher.receive() is None
         assert trainer.receive() is None
     assert "the prefetcher ended the handshake; does it have another server.key?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mechanism", ["NULL", "PLAIN"])
-def test_a_caller_without_a_key_is_never_heard(mechanism: str, run: TcpRun) -> None:
-    bell = Bell()
-    with run.prefetcher(bell) as prefetcher, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        if mechanism == "PLAIN":
-            stranger.plain_username, stranger.plain_password = b"root", b"root"
-        stranger.connect(run.endpoint)
-        stranger.send(b"let me in")
-        wait_for(lambda: prefetcher.refused > 0)
-        with run.trainer(Bell()) as trainer:
-            run.greet(trainer, prefetcher, bell)
-            assert prefetcher.receive() is None
-        assert not stranger.poll(0)
 
 
 def test_nothing_of_a_payload_can_be_read_on_the_wire(run: TcpRun) -> None:

@@ -1,6 +1,5 @@
 """The link between two real processes: order, either start, loss of the peer, and nobody in between."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -77,23 +76,6 @@ def test_ten_thousand_frames_arrive_in_order_when_the_prefetcher_starts_first(
         assert link.last_received_s <= time.monotonic()
 
 
-def test_the_socket_file_of_a_killed_prefetcher_is_no_obstacle(run_dir: Path, sockets: Path, start: Start) -> None:
-    killed = start("prefetcher", "stay")
-    assert said(killed) == "started"
-    killed.kill()
-    killed.wait()
-    assert socket_path(run_dir, sockets).exists()
-    trainer_bell, bell = Bell(), Bell()
-    with (
-        ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer,
-        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
-    ):
-        trainer.send(GREETING)
-        assert receive(link, bell) == GREETING
-        link.send(b"welcome")
-        assert receive(trainer, trainer_bell) == b"welcome"
-
-
 def link_of(role: str, run_dir: Path, bell: Bell, sockets: Path) -> ZmqLink:
     open_link = ZmqLink.prefetcher if role == "prefetcher" else ZmqLink.trainer
     return open_link(run_dir, bell.ring, sockets)
@@ -152,15 +134,6 @@ def silent_bell() -> None:
     """Nobody listens."""
 
 
-def test_a_second_prefetcher_is_refused_and_told_who_serves(run_dir: Path, sockets: Path, start: Start) -> None:
-    with ZmqLink.prefetcher(run_dir, directory=sockets):
-        second = start("prefetcher", "stay")
-        assert (
-            said(second) == f"another prefetcher serves run directory {run_dir} (pid {os.getpid()}); "
-            "stop it or use another run directory"
-        )
-
-
 def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(
     run_dir: Path, sockets: Path, start: Start
 ) -> None:
@@ -179,17 +152,6 @@ def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(
         assert receive(link, bell) == b"still here"
         assert link.refused == 1
         assert not link.peer_gone
-
-
-def test_a_visitor_that_says_nothing_takes_nobodys_place(run_dir: Path, sockets: Path, start: Start) -> None:
-    bell = Bell()
-    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
-        visitor = start("trainer", "silent")
-        assert [said(visitor), said(visitor)] == ["started", "closed"]
-        with ZmqLink.trainer(run_dir, silent_bell, sockets) as trainer:
-            trainer.send(GREETING)
-            assert receive(link, bell) == GREETING
-            assert not link.peer_gone
 
 
 def test_close_gives_up_on_a_stopped_peer(run_dir: Path, sockets: Path, start: Start) -> None:
@@ -227,14 +189,6 @@ def test_a_link_whose_peer_never_came_closes_with_frames_queued(
         link.send(GREETING)
     with pytest.raises(LocalProtocolError, match="not open"):
         link.send(b"late")
-
-
-def test_a_link_that_was_not_started_cannot_send_and_closes(run_dir: Path, sockets: Path) -> None:
-    link = ZmqLink.trainer(run_dir, directory=sockets)
-    with pytest.raises(LocalProtocolError, match="not open"):
-        link.send(b"early")
-    link.close()
-    assert not sockets.exists()
 
 
 def test_a_queue_beyond_all_credits_is_refused(run_dir: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,18 +42,6 @@ def test_a_trainer_that_was_not_told_of_the_fresh_run_leaves_its_report(complete
     assert snapshot(session.run_dir) == before
 
 
-def test_a_fresh_run_that_has_no_place_for_the_earlier_results_is_refused(complete: Recovering) -> None:
-    session = complete.session
-    (session.run_dir / "earlier").mkdir()
-    (session.run_dir / "earlier" / "report.json").write_text("kept by hand")
-    before = {**snapshot(session.run_dir)}
-    for process in (session.start("prefetcher", "--fresh"), session.start("trainer", "--fresh")):
-        sentence = process.ended(END_TIMEOUT_S).refused(2)
-        assert "holds files that rowcast did not put there; move them elsewhere and start again" in sentence
-    assert snapshot(session.run_dir) == before
-    assert (session.run_dir / "earlier" / "report.json").read_text() == "kept by hand"
-
-
 @pytest.mark.parametrize(("role", "armed"), [("prefetcher", "StepReady sent:2"), ("trainer", "loss written:2")])
 def test_a_fresh_run_killed_before_its_first_checkpoint_gives_the_old_run_back(
     complete: Recovering, role: Role, armed: str, undisturbed: Outcome
@@ -78,14 +66,6 @@ def test_a_fresh_run_killed_before_its_first_checkpoint_gives_the_old_run_back(
     assert outcome_of(session.run_dir).differs(undisturbed) == []
     assert not (session.run_dir / "earlier").exists()
     assert not list(session.run_dir.glob(".checkpoints.*"))
-
-
-def test_a_fresh_run_that_is_stopped_after_a_step_takes_the_place(complete: Recovering) -> None:
-    session = complete.session
-    end_well(session.start("prefetcher", "--fresh", "--max-steps=5"), session.start("trainer", "--fresh"))
-    assert session.manifest().train_steps == 5
-    assert len((session.run_dir / "losses.f32").read_bytes()) == 4 * 5
-    assert not (session.run_dir / "earlier").exists()
 
 
 def test_an_import_that_does_not_fit_leaves_the_model(complete: Recovering, tmp_path: Path) -> None:

@@ -22,15 +22,6 @@ MODEL = {"kind": "tests.recovery.parts:model", "bottom_mlp": None, "top_mlp": No
 OPTIMIZER = {"sparse": {"kind": "adam", "lr": 0.01}, "dense": {"kind": "adam", "lr": 0.01, "schedule": {"warmup": 25}}}
 
 
-def test_a_job_that_says_nothing_of_checkpoints_has_them_by_time(session: Session) -> None:
-    session.write_job()
-    prefetcher, trainer = session.start_training()
-    prefetcher.until_logged('checkpoints="every 10m"')
-    trainer.until_logged('checkpoints="every 10m"')
-    prefetcher.signal(signal.SIGINT)
-    end_well(prefetcher, trainer)
-
-
 def test_a_killed_run_with_a_time_between_checkpoints_goes_on_after_the_newest(session: Session) -> None:
     session.write_job(checkpoint={"every": "1s"})
     prefetcher, trainer = session.start_both()
@@ -117,13 +108,6 @@ def test_more_epochs_of_a_complete_run_are_those_of_a_longer_one(
         assert trained(session).differs(expected) == []
         write_small_job(session, [0], epochs=2, **more)
         assert "(data.epochs = 3)" in session.start("prefetcher").ended().refused(2)
-
-
-def test_more_steps_of_a_run_that_max_steps_has_ended(session: Session) -> None:
-    write_small_job(session, [0])
-    end_well(session.start("prefetcher", "--max-steps=5"), session.start("trainer"))
-    assert "(--max-steps 5)" in session.start("prefetcher", "--max-steps=5").ended().refused(2)
-    assert trained(session).train_steps == 12
 
 
 def test_the_next_days_files_go_on_with_everything_as_if_both_days_were_one_run(

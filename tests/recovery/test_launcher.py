@@ -33,16 +33,6 @@ def test_a_killed_prefetcher_is_named_and_leaves_no_orphan(launcher: tuple[Sessi
     assert session.remains(killed=True) == []
 
 
-def test_a_killed_decoding_process_ends_all_and_the_prefetcher_says_so(launcher: tuple[Session, Process]) -> None:
-    session, local = launcher
-    decoder = child(session, "spawn_main")
-    session.kill(decoder)
-    ended = local.ended()
-    assert ended.code == 1
-    assert any(f"the decoding process (pid {decoder}, after " in sentence for sentence in ended.sentences)
-    assert session.remains() == []
-
-
 def test_a_killed_launcher_takes_both_with_it_in_order(launcher: tuple[Session, Process]) -> None:
     session, local = launcher
     log = session.run_dir / "prefetcher.log"

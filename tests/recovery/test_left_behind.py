@@ -99,18 +99,6 @@ def in_small_dev_shm(
     return launch_in(["sh", "-c", f'{SMALL_DEV_SHM} exec "$@"', "sh"], arguments, out, err, environment)
 
 
-def in_full_dev_shm(
-    arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    return launch_in(
-        ["sh", "-c", f'{SMALL_DEV_SHM} head -c 3500000 /dev/zero > /dev/shm/else; exec "$@"', "sh"],
-        arguments,
-        out,
-        err,
-        environment,
-    )
-
-
 def launch_in(
     shell: list[str], arguments: list[str], out: Path, err: Path, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
@@ -119,15 +107,6 @@ def launch_in(
         return subprocess.Popen(
             command, stdout=stdout, stderr=stderr, cwd=ROOT, env=environment, start_new_session=True
         )
-
-
-@needs_mounts
-def test_a_full_dev_shm_at_the_start_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with Session(tmp_path, in_full_dev_shm) as session:
-        session.write_job(**sections(transport={"connect_timeout": "5s"}))
-        sentence = session.start("prefetcher").ended().refused(2)
-        assert "bytes of /dev/shm" in sentence
-        assert session.remains() == []
 
 
 @needs_mounts

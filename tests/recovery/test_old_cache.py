@@ -38,9 +38,8 @@ def _no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_collection", "own_logs")
-@pytest.mark.parametrize("timeline", [False, True])
 def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
-    timeline: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+    session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Recovering(session, transport=REJOIN)
     earlier: dict[str, weakref.ref[object]] = {}
@@ -68,7 +67,7 @@ def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
 
     follower = threading.Thread(target=follow)
     follower.start()
-    TrainerRun(load_job(session.config), Signals(), timeline=timeline).run()
+    TrainerRun(load_job(session.config), Signals(), timeline=True).run()
     follower.join()
     assert left == [[], []]
     assert run.complete

@@ -1,7 +1,6 @@
 """`transport.rejoin_timeout`: one process is killed and started again, the other waits, both end with the same bits."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from rowcast.job.schema import Transport
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.attempts import Patience
 from rowcast.runtime.errors import PeerLost, PeerNeverCame
-from rowcast.trainer.report.report_json import read_report
 from tests.recovery.crashes import CRASHES, NEEDS_TIER, OF_ONE_PAIR, Armed
 from tests.recovery.restarted import (
     END_TIMEOUT_S,
@@ -88,23 +86,6 @@ def test_one_survivor_outlives_two_kills_of_its_peer(role: Role, session: Sessio
     assert run.num_starts == 4, "two of both, and two restarts of one"
     assert run.finish().differs(undisturbed) == []
     assert session.remains() == []
-
-
-def test_both_may_be_the_survivor_in_turn(session: Session, undisturbed: Outcome) -> None:
-    run = Recovering(session, transport=REJOIN)
-    processes = run.start_both({"trainer": "loss written:6", "prefetcher": "StepReady sent:30"})
-    killed(processes["trainer"])
-    processes["trainer"] = run.start("trainer")
-    killed(processes["prefetcher"])
-    lost_s = time.monotonic()
-    processes["prefetcher"] = run.start("prefetcher")
-    processes["prefetcher"].until_logged("trainer connected")
-    apart_s = time.monotonic() - lost_s
-    end_well(*processes.values())
-    report = read_report(session.run_dir / "report.json")
-    assert report.wall_s > apart_s, "the survivor's time goes on while it waits"
-    assert report.startup_s > 0
-    assert run.finish().differs(undisturbed) == []
 
 
 @pytest.mark.parametrize("role", ROLES)

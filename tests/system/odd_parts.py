@@ -1,9 +1,7 @@
 """A bad reader and a bad model, named in job files as `module:factory`. The decoding child imports no torch here."""
 
-import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,20 +35,6 @@ def slow_model(job: Job, num_dense: int, build_s: float = 0.0, forward_s: float 
     model = DLRM(job, num_dense)
     time.sleep(build_s)
     model.register_forward_pre_hook(lambda module, inputs: time.sleep(forward_s))
-    return model
-
-
-def frozen_model(job: Job, num_dense: int, steps: int, seconds: int) -> "nn.Module":
-    """DLRM that, after so many train steps, keeps every thread of its process from running, once."""
-    from rowcast.trainer.models.dlrm import DLRM
-
-    model, forwards = DLRM(job, num_dense), count()
-
-    def freeze(module: object, inputs: object) -> None:
-        if next(forwards) == steps:
-            ctypes.PyDLL(None).sleep(seconds)  # it does not release the interpreter
-
-    model.register_forward_pre_hook(freeze)
     return model
 
 

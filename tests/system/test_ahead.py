@@ -151,18 +151,6 @@ class BarrierWatch(MemoryCheckpointer):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(2))
-def test_both_rings_are_empty_when_a_barrier_begins(depth: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = BarrierWatch()
-    monkeypatch.setattr(driver, "MemoryCheckpointer", lambda: watch)
-    job, batches = workload(depth)
-    watch.run = make_run(job, batches, "one batch", seed)
-    watch.run.run()
-    assert [barrier.plan.after_step for barrier in watch.begun] == [NUM_STEPS - 1]
-    assert sum(map(len, watch.begun[0].plan.dirty)) > 0
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
 def test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ CONTRASTS = """() => {
     return (Math.max(text, page) + 0.05) / (Math.min(text, page) + 0.05);
   });
 }"""
+COLOUR = "getComputedStyle(document.body).backgroundColor"
 SIZES = "[...document.querySelectorAll('main *')].map(element => parseFloat(getComputedStyle(element).fontSize))"
 
 # pairs of a chart's words that lie on each other
@@ -157,18 +158,17 @@ class Shown:
         return self.page.evaluate(script)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
-def test_the_page_reads_well_at_any_width_and_in_both_schemes(
+@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1400, "dark")])
+def test_the_page_reads_well_on_narrow_and_wide_screens_in_both_schemes_and_on_paper(
     finished: FinishedRun, browser: "Browser", width: int, scheme: Literal["light", "dark"]
 ) -> None:
     shown = Shown(browser, finished.path, width, scheme)
     assert shown.said == [], "errors and refusals are said on the console"
     assert [url for url in shown.asked if not url.startswith("data:")] == [finished.path.as_uri()]
+    assert shown.page.get_by_role("heading", level=1).inner_text() == "a <b>short</b> run"
+    assert shown.script(WORDS) == [], "words of a chart lie on each other"
     assert shown.script("document.documentElement.scrollWidth") <= width, "nothing is cut off or has to be scrolled to"
-    assert (shown.script("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") == (
-        scheme == "light"
-    )
+    assert (shown.script(COLOUR) == "rgb(255, 255, 255)") == (scheme == "light")
     contrasts = shown.script(CONTRASTS)
     assert len(contrasts) > 100
     assert min(contrasts) >= LEAST_CONTRAST
@@ -179,19 +179,6 @@ def test_the_page_reads_well_at_any_width_and_in_both_schemes(
         assert box["width"] > width / 4
         assert box["height"] > 200
     shown.page.emulate_media(media="print")
-    assert shown.script("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)", "paper is white"
+    assert shown.script(COLOUR) == "rgb(255, 255, 255)", "paper is white"
     assert min(shown.script(CONTRASTS)) >= LEAST_CONTRAST
-    shown.page.close()
-
-
-@pytest.mark.parametrize("width", [400, 700, 1400])
-def test_no_words_of_a_chart_lie_on_each_other(finished: FinishedRun, browser: "Browser", width: int) -> None:
-    shown = Shown(browser, finished.path, width, "light")
-    assert shown.script(WORDS) == []
-    shown.page.close()
-
-
-def test_a_name_with_markup_is_shown_as_it_was_written(finished: FinishedRun, browser: "Browser") -> None:
-    shown = Shown(browser, finished.path, 1400, "light")
-    assert shown.page.get_by_role("heading", level=1).inner_text() == "a <b>short</b> run"
     shown.page.close()

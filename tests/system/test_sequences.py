@@ -1,6 +1,5 @@
 """Histories from Parquet with two real processes: the plain loop's bits, restarts, other commands on such a job."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +22,10 @@ from tests.support.jobs import table
 from tests.support.processes import Session
 
 SECTIONS: dict[str, Any] = {
-    "tables": [
-        {"name": "item", "num_embeddings": 100_000, "embedding_dim": 4, "features": ["items"], "pooling": "none"},
-        {
-            "name": "category",
-            "num_embeddings": NUM_CATEGORIES,
-            "embedding_dim": 4,
-            "features": ["categories"],
-            "pooling": "none",
-        },
-        {"name": "user", "num_embeddings": 20_000, "embedding_dim": 4, "features": ["user"]},
-    ],
-    "model": {
-        "kind": "tbsm",
-        "bottom_mlp": [4],
-        "top_mlp": [8],
-        "history": 6,
-        "attention_mlp": [5],
-        "final_mlp": [8, 1],
-    },
     "cache": {"capacity": "1300 rows"},
     "checkpoint": {"every": 5},
     "lookahead": {"depth": 2},
 }
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As the trainer of the tiny job: a product's bits may depend on the threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_same_bits(end: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
@@ -97,7 +68,7 @@ def test_a_restarted_run_of_two_processes_has_the_bits_of_the_plain_loop(
             table("user", 20_000, 4),
         ],
         model={"kind": kind, "bottom_mlp": None, "top_mlp": None, **model},
-        **{name: SECTIONS[name] for name in ("cache", "checkpoint", "lookahead")},
+        **SECTIONS,
     )
     job = load_job(session.config)
     for options in (["--max-steps=7"], []):

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -22,8 +21,7 @@ from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.model_state import unpack
 from tests.hostile.peers import HostileRun
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
-from tests.support.comparisons import assert_equal_bits
-from tests.support.driver import InProcessRun, Settings, start_state
+from tests.support.driver import InProcessRun, Settings
 from tests.support.facts import facts
 
 ROOT = Path(__file__).parents[2]
@@ -37,14 +35,6 @@ def workload() -> tuple[Job, list[ScheduledBatch]]:
     batches[4].batch.labels[:] = np.nan
     batches[2].batch.labels[:, 1] = np.nan
     return job, batches
-
-
-def test_training_has_the_bits_of_the_plain_loop() -> None:
-    job, batches = workload()
-    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
-    assert [loss == 0 for loss in losses] == [False, False, False, True, False, False]
-    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"))).run()
-    assert_equal_bits(run, losses, end)
 
 
 LIES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {

@@ -98,12 +98,6 @@ def test_a_stopped_run_can_be_exported_and_goes_on_with_the_same_commands(sessio
     assert (session.run_dir / "losses.f32").stat().st_size == 4 * (steps + 5)
 
 
-def test_an_export_needs_a_checkpoint(session: Session, tmp_path: Path) -> None:
-    sentence = session.export(tmp_path / "model.safetensors").refused(2)
-    assert str(session.run_dir) in sentence
-    assert not (tmp_path / "model.safetensors").exists()
-
-
 def test_a_second_signal_ends_a_process_within_a_step_and_the_peer_notices(
     session: Session,
 ) -> None:

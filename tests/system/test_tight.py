@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
@@ -148,26 +147,6 @@ def test_a_stop_at_any_moment_brings_home_exactly_the_steps_that_were_planned(de
         lengths.add(len(run.plans))
     assert len(lengths) > 3, f"stops came only after {lengths} steps"
     assert min(lengths) < len(batches), "no run was stopped early"
-
-
-def test_a_stop_before_the_first_plan_changes_nothing() -> None:
-    job, batches = small_workload(2)
-    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch")))
-    run.prefetcher.planning.stop("a test")
-    run.run()
-    assert run.plans == []
-    assert run.results.losses == []
-    for name, tensor in start_state(job, NUM_DENSE).items():
-        assert torch.equal(run.state()[name].view(torch.int32), tensor.view(torch.int32)), f"{name} differs"
-
-
-def test_a_stop_after_the_last_plan_loses_nothing() -> None:
-    job, batches = small_workload(2)
-    run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "one batch")))
-    run.advance_until(lambda: run.prefetcher.planning.planned_through == len(batches) - 1)
-    run.prefetcher.planning.stop("a test")
-    run.run()
-    assert_equal_bits(run, *plain_after(2, len(batches)))
 
 
 # E5: all or nothing

@@ -101,13 +101,6 @@ def test_a_run_that_goes_on_takes_back_what_an_earlier_process_wrote_of_later_st
     )
 
 
-def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
-    with TensorBoardWriter(None, results_with(tmp_path, losses=4), 0) as board:
-        board.marked(mark(0.0, 0), mark(1.0, 4))
-        board.evaluation(Evaluation(train_step=4, auc=0.75, logloss=0.5, accuracy=0.25))
-    assert [path.name for path in tmp_path.iterdir()] == ["losses.f32"]
-
-
 def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'rowcast\[tensorboard\]'"):

@@ -4,7 +4,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.history import EVERY_S, MAX_MARKS, History, HistoryMark
@@ -52,16 +51,6 @@ def test_a_run_without_a_step_leaves_no_mark() -> None:
     assert past.history.starts == []
 
 
-def test_a_run_of_one_step_has_a_beginning_and_an_end() -> None:
-    past = Past()
-    past.history.begin(0)
-    past.step(0.04)
-    first, last = past.close()
-    assert (first.steps, last.steps) == (0, 1)
-    assert last.time_s - first.time_s == pytest.approx(0.04)
-    assert past.history.starts == [0]
-
-
 def test_marks_stand_about_a_second_apart_and_end_with_the_last_counters() -> None:
     past = Past()
     past.history.begin(0)
@@ -107,15 +96,6 @@ def test_evaluation_steps_count_as_steps_and_samples_and_not_as_train_steps() ->
     past.step(0.04, kind="eval")
     _, last = past.close()
     assert (last.steps, last.train_steps, last.train_step, last.samples, last.eval_samples) == (2, 1, 1, 32, 32)
-
-
-def test_a_run_that_goes_on_counts_its_own_steps_and_those_of_the_run() -> None:
-    past = Past()
-    past.history.begin(50)
-    past.step(0.04)
-    first, last = past.close()
-    assert (first.train_step, last.train_step, last.train_steps) == (50, 51, 1)
-    assert past.history.starts == [50]
 
 
 def test_a_second_incarnation_is_marked_where_its_first_step_begins() -> None:
@@ -193,14 +173,6 @@ def test_very_many_evaluations_are_thinned_evenly_and_alike_after_a_restart(tmp_
     assert (kept[0], kept[-1]) == (made[0], made[-1])
     assert np.diff([result.train_step for result in kept]).max() <= 10 * 8
     assert restored.evaluations == kept
-
-
-def test_losses_are_given_from_any_step_on(tmp_path: Path) -> None:
-    with ResultFiles(tmp_path) as results:
-        for step in range(5):
-            results.loss(step, np.float32(step))
-    assert results.losses_from(3).tolist() == [3.0, 4.0]
-    assert results.losses_from(5).tolist() == []
 
 
 def test_the_file_of_losses_begins_with_those_of_the_checkpoint(tmp_path: Path) -> None:

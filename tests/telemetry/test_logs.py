@@ -39,14 +39,6 @@ def test_json_lines_parse_and_their_time_is_utc(capsys: pytest.CaptureFixture[st
     assert line == {"level": "warning", "process": "trainer", "event": "not pinned", "ring": "back"}
 
 
-def test_a_json_traceback_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging("trainer", json=True)
-    get_logger().error("failed", exc_info=KeyError("row"))
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "KeyError: 'row'" in json.loads(err)["exception"]
-
-
 def test_a_terminal_gets_columns_unless_a_format_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setenv("NO_COLOR", "1")

@@ -1,4 +1,3 @@
-import time
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -88,49 +87,82 @@ def test_names_and_labels_keep_the_conventions() -> None:
         assert metric.name == "rowcast_build_info" or set(metric.labels) <= ALLOWED_LABELS
 
 
-def test_both_processes_report_the_same_totals_for_the_same_steps() -> None:
-    both = collectors()
-    prefetcher, trainer = values(both["prefetcher"]), values(both["trainer"])
-    names = {metric.name for metric in METRICS if metric.processes == BOTH and metric.type == "counter"}
-    names -= {"rowcast_stall_seconds_total", "rowcast_phase_seconds_total", "rowcast_queue_blocked_seconds_total"}
-    shared = {key: value for key, value in prefetcher.items() if key[0] in names}
-    assert {name for name, _ in shared} == names
-    assert shared == {key: value for key, value in trainer.items() if key[0] in names}
+FIRST, SECOND = ({"group": name} for name in ("fp32_d16_sgd", "fp32_d32_sgd"))
+TO, FROM = ({"direction": name} for name in ("to_device", "from_device"))
+COUNTS = three_steps.store_counts()
+VALUES: dict[Process, list[tuple[str, dict[str, str], float]]] = {  # metric without "rowcast_", labels, value
+    "trainer": [
+        ("train_steps_total", {}, 2),
+        ("eval_steps_total", {}, 1),
+        ("samples_total", {}, 64),
+        ("eval_samples_total", {}, 16),
+        ("lookups_total", FIRST, 60),
+        ("unique_rows_total", FIRST, 30),
+        ("hits_total", FIRST, 18),
+        ("rows_fetched_total", FIRST, 12),
+        ("rows_evicted_total", FIRST, 9),
+        ("rows_written_back_total", FIRST, 3),
+        ("rows_flushed_total", FIRST, 1),
+        ("rows_flushed_total", SECOND, 2),
+        ("row_bytes_total", TO | SECOND, 4 * 128),
+        ("row_bytes_total", FROM | FIRST, 3 * 64),
+        ("plan_bytes_total", TO, 1024),
+        ("loss", {}, 0.5),
+        ("learning_rate", {"optimizer": "sparse"}, 0.05),
+        ("stall_seconds_total", {"reason": "rows"}, 1.5),
+        ("queue_blocked_seconds_total", {"queue": "steps", "side": "consumer"}, 3),
+    ],
+    "prefetcher": [
+        ("queue_depth", {"queue": "batches"}, 5),
+        ("ring_used_bytes", TO, 4096),
+        ("depth_steps", {}, 4),
+        ("horizon_batches", {}, 64),
+        ("write_back_lag_steps", {}, 2),
+        ("slots_free", SECOND, 4),
+        ("slots_clean", SECOND, 5),
+        ("slots_dirty", SECOND, 6),
+        ("stall_seconds_total", {"reason": "credit"}, 0.75),
+        ("stall_seconds_total", {"reason": "store"}, 0),
+        ("phase_seconds_total", {"phase": "plan"}, 0.125),
+        ("queue_blocked_seconds_total", {"queue": "plans", "side": "producer"}, 2),
+        ("checkpoints_total", {}, 2),
+        ("checkpoint_seconds_total", {}, 3),
+        ("checkpoint_bytes_total", {}, 1500),
+        ("checkpoint_every_steps", {}, 100),
+        ("tier_rows", FIRST | {"tier": "cold"}, COUNTS.cold_rows),
+        ("tier_reads_total", FIRST | {"tier": "untouched"}, COUNTS.untouched_reads),
+        ("tier_moved_rows_total", FIRST | {"from": "cold", "to": "memory"}, COUNTS.loaded),
+        ("tier_moved_rows_total", FIRST | {"from": "memory", "to": "cold"}, COUNTS.spilled),
+        ("tier_moved_rows_total", FIRST | {"from": "memory", "to": "none"}, COUNTS.dropped),
+        ("tier_late_rows_total", FIRST, COUNTS.late),
+        ("tier_bytes_total", FIRST | {"direction": "written"}, COUNTS.bytes_written),
+        ("tier_read_seconds_total", FIRST, COUNTS.read_seconds),
+        ("store_index_bytes", FIRST, COUNTS.index_bytes),
+        ("store_disk_garbage_bytes", FIRST, COUNTS.disk_garbage_bytes),
+    ],
+}
 
 
-def test_counters_of_steps_rows_and_bytes_are_what_happened() -> None:
-    found = values(collectors()["trainer"])
-    first, second = (("group", "fp32_d16_sgd"),), (("group", "fp32_d32_sgd"),)
-    to_device, from_device = ("direction", "to_device"), ("direction", "from_device")
-    assert found["rowcast_train_steps_total", ()] == 2
-    assert found["rowcast_eval_steps_total", ()] == 1
-    assert found["rowcast_samples_total", ()] == 64
-    assert found["rowcast_eval_samples_total", ()] == 16
-    assert found["rowcast_lookups_total", first] == 60
-    assert found["rowcast_unique_rows_total", first] == 30
-    assert found["rowcast_hits_total", first] == 18
-    assert found["rowcast_rows_fetched_total", first] == 12
-    assert found["rowcast_rows_evicted_total", first] == 9
-    assert found["rowcast_rows_written_back_total", first] == 3
-    assert found["rowcast_rows_written_back_total", second] == 3
-    assert found["rowcast_rows_flushed_total", first] == 1
-    assert found["rowcast_rows_flushed_total", second] == 2
-    assert found["rowcast_row_bytes_total", (to_device, *second)] == 4 * 128
-    assert found["rowcast_row_bytes_total", (from_device, *first)] == 3 * 64
-    assert found["rowcast_plan_bytes_total", (to_device,)] == 1024
-    assert found["rowcast_loss", ()] == 0.5
-    assert [found["rowcast_learning_rate", (("optimizer", side),)] for side in ("sparse", "dense")] == [0.05, 0.01]
-
-
-def test_gauges_are_read_at_scrape_time() -> None:
-    found = values(collectors()["prefetcher"])
-    assert found["rowcast_queue_depth", (("queue", "batches"),)] == 5
-    assert found["rowcast_ring_used_bytes", (("direction", "to_device"),)] == 4096
-    assert found["rowcast_depth_steps", ()] == 4
-    assert found["rowcast_horizon_batches", ()] == 64
-    assert found["rowcast_write_back_lag_steps", ()] == 2
-    second = (("group", "fp32_d32_sgd"),)
-    assert [found[f"rowcast_slots_{state}", second] for state in ("free", "clean", "dirty")] == [4, 5, 6]
+@pytest.mark.parametrize("process", BOTH)
+def test_metrics_are_what_happened_and_what_is_now(process: Process) -> None:
+    prefetcher, trainer = three_steps.run_of_three_steps()
+    started = prefetcher.checkpoint_last_timestamp_seconds
+    for seconds in (0.5, 0.25):
+        prefetcher.stalled("credit", seconds)
+    prefetcher.spent("plan", 0.125)
+    prefetcher.blocked("plans", "producer", 2.0)
+    for seconds, nbytes in ((2.0, 1000), (1.0, 500)):
+        prefetcher.checkpointed(seconds, nbytes)
+    trainer.stalled("rows", 1.5)
+    trainer.blocked("steps", "consumer", 3.0)
+    both: dict[Process, CountersCollector[Any, Any]] = {
+        "prefetcher": three_steps.prefetcher_collector(prefetcher),
+        "trainer": three_steps.trainer_collector(trainer),
+    }
+    found = values(both[process])
+    for name, labels, value in VALUES[process]:
+        assert found[f"rowcast_{name}", tuple(sorted(labels.items()))] == value, (name, labels)
+    assert prefetcher.checkpoint_last_timestamp_seconds > started
 
 
 def test_a_store_with_tiers_shows_each_count_once_and_a_store_without_shows_none() -> None:
@@ -139,20 +171,8 @@ def test_a_store_with_tiers_shows_each_count_once_and_a_store_without_shows_none
         for (name, labels), value in values(collectors()["prefetcher"]).items()
         if name.startswith(("rowcast_tier_", "rowcast_store_"))
     }
-    with_tiers, counts = three_steps.groups()[0].name, three_steps.store_counts()
-    assert all(with_tiers in labels for _, labels in found)
-    assert sorted(found.values()) == sorted(getattr(counts, field.name) for field in fields(StoreCounts))
-    # labels come sorted by their names: from, group, to; direction, group; group, tier
-    assert found["rowcast_tier_rows", (with_tiers, "cold")] == counts.cold_rows
-    assert found["rowcast_tier_reads_total", (with_tiers, "untouched")] == counts.untouched_reads
-    assert found["rowcast_tier_moved_rows_total", ("cold", with_tiers, "memory")] == counts.loaded
-    assert found["rowcast_tier_moved_rows_total", ("memory", with_tiers, "cold")] == counts.spilled
-    assert found["rowcast_tier_moved_rows_total", ("memory", with_tiers, "none")] == counts.dropped
-    assert found["rowcast_tier_late_rows_total", (with_tiers,)] == counts.late
-    assert found["rowcast_tier_bytes_total", ("written", with_tiers)] == counts.bytes_written
-    assert found["rowcast_tier_read_seconds_total", (with_tiers,)] == counts.read_seconds
-    assert found["rowcast_store_index_bytes", (with_tiers,)] == counts.index_bytes
-    assert found["rowcast_store_disk_garbage_bytes", (with_tiers,)] == counts.disk_garbage_bytes
+    assert all(three_steps.groups()[0].name in labels for _, labels in found)
+    assert sorted(found.values()) == sorted(getattr(COUNTS, field.name) for field in fields(StoreCounts))
 
 
 def test_a_wait_for_a_tiered_store_says_what_the_cold_tier_gave_and_what_to_change() -> None:
@@ -177,31 +197,6 @@ def test_the_state_of_the_process_is_1_and_the_others_0(process: Process) -> Non
     assert {state for state, value in states.items() if value} == {"starting"}
 
 
-@pytest.mark.parametrize("process", BOTH)
-def test_memory_and_processor_time_of_the_process_are_served_too(process: Process) -> None:
-    found = values(collectors()[process])
-    assert found["process_resident_memory_bytes", ()] > 2**20
-    assert found["process_cpu_seconds_total", ()] > 0
-
-
-def test_checkpoints_are_counted_when_they_are_durable() -> None:
-    prefetcher, _ = three_steps.run_of_three_steps()
-    started = prefetcher.checkpoint_last_timestamp_seconds
-    assert (
-        values(three_steps.prefetcher_collector(prefetcher))["rowcast_checkpoint_last_timestamp_seconds", ()] == started
-    )
-    prefetcher.checkpointed(2.0, 1000)
-    prefetcher.checkpointed(1.0, 500)
-    found = values(three_steps.prefetcher_collector(prefetcher))
-    assert found["rowcast_checkpoints_total", ()] == 2
-    assert found["rowcast_checkpoint_seconds_total", ()] == 3
-    assert found["rowcast_checkpoint_bytes_total", ()] == 1500
-    assert (
-        found["rowcast_checkpoint_last_timestamp_seconds", ()] == prefetcher.checkpoint_last_timestamp_seconds > started
-    )
-    assert found["rowcast_checkpoint_every_steps", ()] == 100
-
-
 def test_what_is_not_known_yet_has_no_sample() -> None:
     _, trainer = three_steps.run_of_three_steps()
     found = scrape(
@@ -214,25 +209,6 @@ def test_what_is_not_known_yet_has_no_sample() -> None:
         assert found[name].samples == []
 
 
-def test_stalls_phases_and_blocked_sides_add_up_under_their_labels() -> None:
-    prefetcher, trainer = three_steps.run_of_three_steps()
-    prefetcher.stalled("credit", 0.5)
-    prefetcher.stalled("credit", 0.25)
-    prefetcher.spent("plan", 0.125)
-    prefetcher.blocked("plans", "producer", 2.0)
-    trainer.stalled("rows", 1.5)
-    trainer.blocked("steps", "consumer", 3.0)
-    found = values(three_steps.prefetcher_collector(prefetcher))
-    assert found["rowcast_stall_seconds_total", (("reason", "credit"),)] == 0.75
-    assert found["rowcast_stall_seconds_total", (("reason", "store"),)] == 0
-    assert found["rowcast_phase_seconds_total", (("phase", "plan"),)] == 0.125
-    assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "producer"))] == 2
-    assert found["rowcast_queue_blocked_seconds_total", (("queue", "plans"), ("side", "consumer"))] == 0
-    found = values(three_steps.trainer_collector(trainer))
-    assert found["rowcast_stall_seconds_total", (("reason", "rows"),)] == trainer.waited_s == 1.5
-    assert found["rowcast_queue_blocked_seconds_total", (("queue", "steps"), ("side", "consumer"))] == 3
-
-
 @pytest.mark.parametrize("counters", three_steps.run_of_three_steps(), ids=BOTH)
 def test_a_reason_or_phase_outside_the_list_is_refused(counters: PrefetcherCounters | TrainerCounters) -> None:
     with pytest.raises(KeyError):
@@ -241,34 +217,6 @@ def test_a_reason_or_phase_outside_the_list_is_refused(counters: PrefetcherCount
         counters.spent("lunch", 1.0)  # type: ignore[arg-type]
 
 
-def test_the_loss_has_no_sample_before_the_first_step() -> None:
-    counters = TrainerCounters(groups={}, stalls={}, phases={}, queues={})
-    found = scrape(three_steps.trainer_collector(counters))
-    assert found["rowcast_loss"].samples == []
-
-
-def test_progress_is_the_start_before_the_first_step_and_the_newest_step_after() -> None:
-    _, trainer = three_steps.run_of_three_steps()
-    trainer.last_progress_timestamp_seconds = 1.0
-    before = time.time()
-    trainer.progressed()
-    assert before <= trainer.last_progress_timestamp_seconds <= time.time()
-
-
 def test_a_collector_that_names_an_unknown_metric_is_a_bug() -> None:
     with pytest.raises(KeyError, match="rowcast_slots_free"):
         list(families("trainer", [("rowcast_slots_free", ("g",), 1.0)]))
-
-
-def test_registering_a_collector_reads_no_counter() -> None:
-    class Unreadable(CountersCollector[Any, Any]):
-        process = "trainer"
-
-        def samples(self) -> list[tuple[str, tuple[str, ...], float]]:
-            raise ValueError("read")
-
-    registry = new_registry(
-        Unreadable(three_steps.run_of_three_steps()[1], lambda: None, build_info("trainer", "retail"), Health())
-    )
-    with pytest.raises(ValueError, match="read"):
-        generate_latest(registry)

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent_number
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.report_json import (
     ADDED,
@@ -202,4 +202,6 @@ def test_units_are_human() -> None:
         "2T",
     ]
     assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 2**40)] == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "1 TiB"]
+    shares = {0.0: "0.0", 1.0: "100.0", 0.00012: "0.01", 0.99996: "99.996", 3.127: "312.7"}
+    assert {share: percent_number(share) for share in shares} == shares, "told from nothing and everything"
     assert [human_seconds(s) for s in (0.04, 59.94, 72, 3725)] == ["0.0 s", "59.9 s", "1 min 12 s", "1 h 02 min"]

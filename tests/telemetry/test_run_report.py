@@ -25,7 +25,6 @@ from rowcast.trainer.report.charts import (
     in_buckets,
     loss_chart,
     stalls_chart,
-    with_room,
 )
 from rowcast.trainer.report.history import MAX_MARKS, HistoryMark
 from rowcast.trainer.report.page import charts, job_sections, render, write_page
@@ -200,11 +199,6 @@ def test_names_and_sentences_of_users_stay_text() -> None:
     assert html.count("<script") == 0
 
 
-def test_the_template_is_part_of_the_package_that_is_installed() -> None:
-    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert any(Path(page.TEMPLATE).match(pattern) for pattern in packaged["rowcast.trainer.report"])
-
-
 # runs of every length
 
 
@@ -314,36 +308,6 @@ def test_evaluations_with_labels_of_one_kind_have_no_auc() -> None:
     chart = auc_chart(replace(record(), evaluations=alone))
     assert not chart.series
     assert "labels of one kind" in chart.caption
-
-
-@pytest.mark.parametrize(
-    ("high", "unit", "labels"),
-    [
-        (141, "steps", ["0", "50", "100"]),
-        (1, "steps", ["0", "1"]),
-        (10_000_000, "steps", ["0", "2M", "4M", "6M", "8M", "10M"]),
-        (6.2, "seconds", ["0 s", "2 s", "4 s", "6 s"]),
-        (200, "seconds", ["0 min", "1 min", "2 min", "3 min"]),
-        (7300, "seconds", ["0.0 h", "0.5 h", "1.0 h", "1.5 h", "2.0 h"]),
-        (86_400 * 7, "seconds", ["0 d", "2 d", "4 d", "6 d"]),
-        (0.2, "plain", ["0.00", "0.05", "0.10", "0.15", "0.20"]),
-        (0.3, "seconds", ["0.0 s", "0.1 s", "0.2 s", "0.3 s"]),
-    ],
-)
-def test_ticks_are_round(high: float, unit: Any, labels: list[str]) -> None:
-    x = np.array([0.0, high])
-    drawn = Chart(title="a", caption="", x_unit=unit, x_end=high, x=x, series={"a": x}).svgs([576])[0]
-    assert [label for label in re.findall(r">([^<>\n]+)</text>", drawn) if label in labels][: len(labels)] == labels
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-9, 0.5, 0.693147, 1e6, -3.0])
-def test_an_axis_around_one_value_has_room_and_ticks(value: float) -> None:
-    low, high = with_room(value, value)
-    assert low < value < high
-    drawn = Chart(title="a", caption="", y_range=(low, high), x=np.zeros(1), series={"a": np.array([value])}).svgs(
-        [576]
-    )[0]
-    assert len(re.findall(r"</text>", drawn)) >= 4
 
 
 # no run is lost for it

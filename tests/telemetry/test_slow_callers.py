@@ -127,14 +127,6 @@ def test_one_that_does_not_read_its_answer_is_cut_off(monkeypatch: pytest.Monkey
     served.close()
 
 
-def test_a_caller_that_closes_its_half_gets_its_answer(server: TelemetryServer) -> None:
-    with caller(server, HEALTHZ) as whole, caller(server, HEALTHZ[:9]) as half:
-        for connection in (whole, half):
-            connection.shutdown(socket.SHUT_WR)
-        assert answer(whole).endswith(b"ok\n")
-        assert answer(half) == b""
-
-
 def test_a_request_without_end_is_cut_off(server: TelemetryServer) -> None:
     with caller(server) as endless:
         with pytest.raises(ConnectionError):

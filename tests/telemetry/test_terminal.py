@@ -53,40 +53,6 @@ def test_a_pipe_gets_a_line_early_then_every_few_seconds_and_at_the_end() -> Non
     assert lines[2].startswith("step 25/40  loss 0.1250")
 
 
-def test_slow_steps_are_shown_without_waiting_for_more_of_them() -> None:
-    counters, clock = new_counters(three_steps.groups()), Clock()
-    console, file = plain_console()
-    with TerminalProgress(counters, 40, console=console, clock=clock) as progress:
-        for _ in range(2):
-            clock.now += 8.0
-            train(counters, 1, loss=0.25)
-            progress.update()
-        assert (
-            file.getvalue()
-            == "step 2/40  loss 0.2500  12.5 samples/s  stalled 0.0 %  hit ratio 60.0 %  5 min 04 s left\n"
-        )
-
-
-def test_the_end_is_not_said_twice() -> None:
-    counters, clock = new_counters(three_steps.groups()), Clock()
-    console, file = plain_console()
-    with TerminalProgress(counters, None, console=console, clock=clock) as progress:
-        train(counters, 1, loss=0.5)
-        progress.update()
-        train(counters, 3, loss=0.5)
-        clock.now += 60.0
-        progress.update()
-        progress.close()
-    assert file.getvalue() == "step 4  loss 0.5000  5 samples/s  stalled 0.0 %  hit ratio 60.0 %\n"
-
-
-def test_a_run_without_a_step_says_nothing() -> None:
-    console, file = plain_console()
-    with TerminalProgress(new_counters(three_steps.groups()), 0, console=console, clock=Clock()):
-        pass
-    assert file.getvalue() == ""
-
-
 def test_evaluations_are_lines_as_they_come() -> None:
     console, file = plain_console()
     with TerminalProgress(new_counters(three_steps.groups()), None, console=console, clock=Clock()) as progress:
@@ -113,18 +79,6 @@ def test_an_evaluation_of_several_labels_names_each() -> None:
         "0.250000, 2,000 known; buy: AUC undefined, log loss 0.500000, 3 known; stay: no known label; price: no log "
         "loss\n"
     )
-
-
-def test_a_long_line_is_not_folded_in_a_pipe() -> None:
-    counters, clock = new_counters(three_steps.groups()), Clock()
-    file = io.StringIO()
-    with TerminalProgress(
-        counters, 10**12, console=Console(file=file, force_terminal=False, width=20), clock=clock
-    ) as progress:
-        train(counters, 1, loss=0.5)
-        clock.now += 5.0
-        progress.update()
-    assert file.getvalue().count("\n") == 1
 
 
 def terminal(width: int) -> Console:
@@ -154,17 +108,6 @@ def test_a_wide_terminal_has_a_bar_and_figures_in_one_live_line_and_evaluations_
     assert f"{'━' * 10:20} step 20/40  loss 0.2500" in text.splitlines()[-2]
 
 
-def test_a_narrow_terminal_has_the_figures_alone_which_are_cut_not_folded() -> None:
-    counters, clock = new_counters(three_steps.groups()), Clock()
-    console = terminal(24)
-    with TerminalProgress(counters, 40, console=console, clock=clock) as progress:
-        train(counters, 10, loss=0.5)
-        progress.update()
-        clock.now += 1.0
-        progress.update()
-        assert written(console).split("\x1b[2K")[-1] == "step 10/40  loss 0.5000\u2026"
-
-
 def test_a_run_of_unknown_length_turns_a_spinner_until_it_ends() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console = terminal(80)
@@ -187,12 +130,6 @@ def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:
         for _ in range(2):
             counters.step_done(three_steps.header(three_steps.step_plan("eval"), batch_size=100), None)
     assert f"{'━' * 5:20} step 2/8" in written(console)
-
-
-def test_the_cursor_is_visible_while_the_line_lives() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    with TerminalProgress(new_counters(three_steps.groups()), None, console=console, clock=Clock()):
-        assert written(console).rfind("\x1b[?25h") > written(console).rfind("\x1b[?25l")
 
 
 def test_a_terminal_without_cursor_movements_gets_plain_lines() -> None:

@@ -114,25 +114,6 @@ def test_a_span_names_its_thread_its_step_and_when_it_was(tmp_path: Path) -> Non
     ]
 
 
-def test_records_of_many_threads_all_arrive(tmp_path: Path) -> None:
-    number = 2000
-    with Timeline(tmp_path, "prefetcher") as timeline:
-
-        def add() -> None:
-            for step in range(number):
-                timeline.add("work", "plan", 0.0, step)
-
-        threads = [threading.Thread(target=add, name=f"thread {index}") for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    recording = read_recording(tmp_path, "prefetcher")
-    for index in range(4):
-        own = [span.step for span in recording.spans if recording.threads[span.tid] == f"thread {index}"]
-        assert own == list(range(number))
-
-
 def test_a_full_timeline_stops_without_a_hole_and_says_so_once(tmp_path: Path) -> None:
     with capture_logs() as logs, Timeline(tmp_path, "prefetcher", max_events=12) as timeline:
         for step in range(25):
@@ -164,13 +145,6 @@ def test_a_process_that_was_killed_leaves_what_can_be_read(tmp_path: Path) -> No
     assert steps_of(read_recording(tmp_path, "prefetcher")) == [0, 1]
     path.write_bytes(path.read_bytes().rpartition(b",\n")[0])
     assert len(check_events(path)) == 6, "names, and two spans"
-
-
-def test_an_earlier_runs_recording_is_replaced(tmp_path: Path) -> None:
-    for step in (1, 2):
-        with Timeline(tmp_path, "prefetcher") as timeline:
-            timeline.add("work", "plan", 0.0, step)
-    assert steps_of(read_recording(tmp_path, "prefetcher")) == [2]
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -73,12 +73,6 @@ def test_bf16_is_autocast_of_the_forward_with_weights_gradients_and_logits_in_fp
     torch.testing.assert_close(logits, exact, atol=0.05, rtol=0.05)
 
 
-def test_fp32_means_the_highest_precision_of_matrix_products_whatever_it_was() -> None:
-    torch.set_float32_matmul_precision("high")
-    JobModel(job_with(), NUM_DENSE)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 def test_tf32_without_cuda_is_refused_in_a_sentence() -> None:
     with pytest.raises(
         ConfigError,

@@ -27,16 +27,6 @@ def read(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_folder_that_somebody_else_has_made_stays(tmp_path: Path) -> None:
-    write(tmp_path, report_json="of this run", losses_f32="its losses")
-    write(tmp_path / "earlier", report_json="kept by hand", model_pt="a backup")
-    before = read(tmp_path)
-    EarlierResults(tmp_path).give_up()
-    assert read(tmp_path) == before
-    EarlierResults(tmp_path).bring_back()
-    assert read(tmp_path) == before
-
-
 def put_folder(folder: Path) -> None:
     write(folder, report_json="kept by hand", losses_f32="kept by hand")
 

@@ -1,7 +1,6 @@
 """The embedding layer: what it returns, what its backward changes, what it refuses. Its bits: test_plain_loop.py."""
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import Batch
-from rowcast.trainer.models.embedding import Embeddings, GroupLookup, GroupRows
+from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from tests.support.full_capacity import NUM_DENSE, FullGroup, make_job, random_batch, random_start
 
 MODEL = {"kind": "tests.support.full_capacity:Concatenated"}
@@ -127,20 +126,6 @@ def test_backward_changes_the_rows_of_the_batch_and_no_others(layer: Layer) -> N
     for now, then, lookup in zip(layer.records(), before, layer.lookups(batch), strict=True):
         changed = (now != then).any(1).nonzero().squeeze(1)
         assert changed.tolist() == sorted(lookup.unique_slots.tolist())
-
-
-def test_the_divisors_of_averaged_bags_are_computed_once_a_step(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[GroupLookup] = []
-    divisors = GroupRows.divisors
-
-    def counted(rows: GroupRows, lookup: GroupLookup, bags: Iterable[int]) -> Tensor | None:
-        computed.append(lookup)
-        return divisors(rows, lookup, bags)
-
-    monkeypatch.setattr(GroupRows, "divisors", counted)
-    batch = batch_of(ids=[3, 4, 5, 6], offsets=[0, 1, 2, 3, 4], size=1)
-    torch.autograd.backward(sum_of(layer.forward(batch)))
-    assert len(computed) == len(layer.groups)
 
 
 def test_an_evaluation_may_come_between_forward_and_backward(layer: Layer) -> None:

@@ -194,12 +194,6 @@ def test_texts_of_a_peer_are_shown_without_control_characters(server: Any) -> No
     assert str(caught.value) == f"no{CLEAN}"
 
 
-def test_the_process_of_a_peer_is_named_without_control_characters(server: Any) -> None:
-    other = msgspec.structs.replace(greeting(1, 2, digest="other"), process=f"process 1{ESCAPES}")
-    (sentence,) = sentences(meet(server, [greeting(0, 2), other]), Mismatch)
-    assert f"rank 1 (process 1{CLEAN})" in sentence
-
-
 def test_a_store_that_nobody_serves_is_named() -> None:
     with pytest.raises(PeerLost, match=facts("rank 1", "127.0.0.1:1", "0.1 s")):
         open_store(Launch(rank=1, world_size=2, port=1), 0.1, NEVER)
@@ -275,11 +269,6 @@ def test_a_rank_that_has_read_less_is_named(server: Any) -> None:
 def test_all_end_with_the_error_of_one(server: Any) -> None:
     failed = Start(failure=(4, "a file is damaged"))
     assert sentences(starts(server, Start(), failed, Start()), DataError) == {"a file is damaged"}
-
-
-def test_the_error_of_another_rank_is_shown_without_control_characters(server: Any) -> None:
-    failed = Start(failure=(4, f"a file{ESCAPES} is damaged"))
-    assert sentences(starts(server, Start(), failed), DataError) == {f"a file{CLEAN} is damaged"}
 
 
 def test_a_start_that_is_none_is_one_sentence(server: Any) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
+from rowcast.trainer.models import build_dense_optimizer, build_model
 from rowcast.trainer.models.embedding import cut, joined
 from tests.support.facts import facts
 from tests.support.full_capacity import Concatenated, bits, make_job
@@ -141,12 +141,6 @@ def not_a_model(job: Job, num_dense: int) -> str:
 def test_a_factory_that_gives_no_model_is_refused(kind: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         build_model(job_with(kind=kind), NUM_DENSE)
-
-
-def test_the_loss_is_the_mean_binary_cross_entropy() -> None:
-    logits, labels = torch.tensor([0.3, -2.0]), torch.tensor([1.0, 0.0])
-    expected = -(torch.sigmoid(logits[0]).log() + (1 - torch.sigmoid(logits[1])).log()) / 2
-    torch.testing.assert_close(mean_loss(logits, labels), expected)
 
 
 @pytest.mark.parametrize(

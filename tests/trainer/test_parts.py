@@ -136,16 +136,6 @@ def test_a_part_without_samples_changes_nothing() -> None:
     assert not differing(of_two[1], of_eight[1])
 
 
-def test_evaluation_batches_change_nothing_in_parts_either() -> None:
-    job = small_job("adam", "mean", model={"kind": "tests.system.odd_models:dropout_model"})
-    batches = small_batches(job, "mean")
-    trained = [own for own in batches if own.kind == "train"]
-    model = {"model": {"kind": "tests.system.odd_models:dropout_model"}}
-    (losses, end), (alone_losses, alone) = (outcome("adam", "mean", 4, own, **model) for own in (batches, trained))
-    assert losses == alone_losses
-    assert not differing(end, alone)
-
-
 def test_a_compiled_model_needs_parts_of_one_size() -> None:
     job = small_job("sgd", model={"compile": True})
     with pytest.raises(ConfigError, match=facts("batch_size = 64", "3 parts")):

@@ -1,8 +1,6 @@
 """Training over slots has the bits of the plain loop: losses, tables, row state and dense weights."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,52 +47,7 @@ def test_a_fused_interaction_equals_the_plain_loop() -> None:
     assert_equal_to_plain_loop(make_job(tables, "adagrad", model), lengths=(0, 4))
 
 
-def two(dim: int) -> list[dict[str, Any]]:
-    return [table("a", 7, dim, ["a"]), table("b", 400, dim, ["b"])]
-
-
-def rounded(dim: int) -> list[dict[str, Any]]:
-    tables = [*two(dim), table("c", 40, dim, ["c"])]
-    return [{**own, "dtype": dtype} for own, dtype in zip(tables, ("bf16", "fp16", "fp32"), strict=True)]
-
-
 # tables of a width, the look-ups of a bag, and what the job says beside them
-Case = tuple[Callable[[int], list[dict[str, Any]]], dict[str, Any], dict[str, Any]]
-CASES: dict[str, Case] = {
-    "one look-up a bag": (two, {}, {}),
-    "many look-ups a bag and empty bags": (two, {"lengths": (0, 4)}, {}),
-    "weighted look-ups": (two, {"lengths": (0, 4), "weighted": True}, {}),
-    "one weighted look-up a bag": (lambda dim: [table("a", 50, dim, ["a"])], {"weighted": True}, {}),
-    "tables pooled by mean beside others": (
-        lambda dim: [
-            table("a", 7, dim, ["a"], "mean"),
-            table("b", 400, dim, ["b"]),
-            table("c", 30, dim, ["c"], "mean"),
-        ],
-        {"lengths": (0, 5)},
-        {},
-    ),
-    "one table that serves two features": (
-        lambda dim: [table("a", 9, dim, ["a"]), table("shared", 60, dim, ["buyer", "seller"])],
-        {"lengths": (1, 3)},
-        {},
-    ),
-    "two groups of different widths": (
-        lambda dim: [table("a", 7, dim, ["a"]), table("wide", 90, 33, ["w", "v"]), table("b", 400, dim, ["b"], "mean")],
-        {"lengths": (0, 3)},
-        {"model": CONCATENATED},
-    ),
-    "rounded rows": (rounded, {"lengths": (0, 4)}, {"master": False}),
-    "rounded rows with a master": (rounded, {"lengths": (0, 4)}, {"master": True}),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("dim", "threads"), [(5, 1), (16, 2)], indirect=["threads"])
-@pytest.mark.parametrize("case", CASES)
-def test_every_optimizer_equals_the_plain_loop(case: str, optimizer: str, dim: int) -> None:
-    tables, look_ups, settings = CASES[case]
-    assert_equal_to_plain_loop(make_job(tables(dim), optimizer, **settings), **look_ups)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
