@@ -3,11 +3,12 @@
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rowcast.job.schema import Transport
 from rowcast.prefetcher.run.make_keys import make_keys
-from rowcast.protocol.attempts import Patience
+from rowcast.protocol.attempts import Patience, transport_of_ranks
 from rowcast.runtime.errors import PeerLost, PeerNeverCame
 from tests.recovery.crashes import CRASHES, NEEDS_TIER, OF_ONE_PAIR, Armed
 from tests.recovery.restarted import (
@@ -33,12 +34,10 @@ AFTER_THE_GOOD_BYE = {"run not marked complete", "Bye sent"}  # nobody is left w
 ALL = sorted(set(OF_ONE_PAIR) - NEEDS_TIER - AFTER_THE_GOOD_BYE)
 SOME = [
     "rows collected",
-    "manifest renamed",
     "Welcome sent",
     "changed rows restored",
     "model restored",
     "Saved sent",
-    "Bye not sent",
 ]
 
 
@@ -137,3 +136,12 @@ def test_a_peer_that_never_came_is_not_awaited_longer_than_a_user_said() -> None
 def test_nobody_is_awaited_where_the_job_does_not_say_so() -> None:
     with pytest.raises(PeerLost, match="went away"):
         Patience("trainer", Transport()).again(PeerLost("went away"))
+
+
+@pytest.mark.parametrize(("own", "ranks", "expected_s"), [("30s", "60s", 120), ("30s", "5m", 360), ("10m", "5m", 600)])
+def test_a_prefetcher_of_a_rank_waits_until_trainers_that_wait_for_each_other_have_come_again(
+    own: str, ranks: str, expected_s: float
+) -> None:
+    transport = msgspec.structs.replace(Transport(), connect_timeout=own, rejoin_timeout=own)
+    longer = transport_of_ranks(transport, ranks)
+    assert (longer.connect_timeout, longer.rejoin_timeout) == (expected_s, expected_s)

@@ -88,18 +88,6 @@ def test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_trainer_held_near_the_end_gets_every_step_that_is_left(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, batches = workload(depth)
-    run = make_run(job, batches, "everything")
-    arrivals = Arrivals(run, NUM_STEPS - depth, monkeypatch)
-    advance_until_quiet(run)
-    assert arrivals.steps == list(range(NUM_STEPS))
-    assert run.trainer.barrier.end is None, "a barrier waits for every step before it"
-    arrivals.held_before = None
-    run.run()
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
 def test_being_held_on_the_way_changes_no_bit(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     job, batches = workload(depth)
     free = make_run(job, batches, "one batch").run()

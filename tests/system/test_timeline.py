@@ -1,13 +1,9 @@
 """A whole run of two real processes under `--timeline`: the merged timeline shows the prefetcher at work for later
-steps while the trainer computes earlier ones. On the retail log where ROWCAST_RETAIL names its folder, else on
-synthetic data.
+steps while the trainer computes earlier ones.
 """
 
-import os
-import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +17,9 @@ from rowcast.job.file import load_job
 from rowcast.runtime.telemetry.timeline import MAIN
 from rowcast.runtime.telemetry.timeline import Event as Span
 from rowcast.trainer.report.report_json import Report, read_report
-from tests.support.processes import ROOT, Session
+from tests.support.processes import Session
 from tests.support.timeline_format import Event, check_events
 
-LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
 NUM_STEPS = 60
 CHECKPOINT_EVERY = 25
 ROUNDING = 0.002  # microseconds
@@ -45,16 +40,6 @@ SYNTHETIC: dict[str, Any] = {
     "model": {"bottom_mlp": [256, 128, 16], "top_mlp": [256, 128, 1]},
     "cache": {"capacity": "30000 rows"},
 }
-
-
-def retail(log: Path) -> dict[str, Any]:
-    job = tomllib.loads((ROOT / "examples" / "retail.toml").read_text())
-    job["data"] = {**job["data"], "path": str(log / "train.tsv"), "synthetic": None}
-    return {
-        **{name: job[name] for name in ("data", "tables_from", "model", "cache")},
-        "tables": None,
-        "transport": {"ring": None},
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +74,8 @@ class RecordedRun:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    print("data:", LOG or "synthetic, because ROWCAST_RETAIL is not set")  # noqa: T201
     with Session(tmp_path_factory.mktemp("recorded")) as session:
-        session.write_job(**(SYNTHETIC if LOG is None else retail(LOG)), checkpoint={"every": CHECKPOINT_EVERY})
+        session.write_job(**SYNTHETIC, checkpoint={"every": CHECKPOINT_EVERY})
         session.start("local", "--timeline", f"--max-steps={NUM_STEPS}").ended(timeout_s=150).quiet()
         found = CliRunner().invoke(app, ["timeline", f"--run={session.run_dir}"])
         assert found.exit_code == 0, found.output

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from rowcast.job.file import load_job
@@ -197,38 +195,6 @@ def test_a_row_that_only_evaluations_touch_is_never_stored(capacity: str, traffi
     trained, evaluated = touched(job, batches, "train"), touched(job, batches, "eval")
     assert len(evaluated - trained) > 50, "every evaluated row is trained too"
     assert set(traffic.stored) == trained
-
-
-def without_evaluations(batches: Sequence[ScheduledBatch]) -> list[ScheduledBatch]:
-    kept = [batch for batch in batches if batch.kind == "train"]
-    return [
-        ScheduledBatch.at(step=step, kind="train", train_step=batch.train_step, epoch=batch.epoch, batch=batch.batch)
-        for step, batch in enumerate(kept)
-    ]
-
-
-@pytest.mark.parametrize("capacity", ["one batch", "everything"])
-def test_evaluations_leave_no_trace(capacity: str) -> None:
-    job, batches = workload(2)
-    slots = slots_for(group_specs(job), batches, capacity)
-    evaluated = InProcessRun(job, batches, Settings(slots=slots, seed=1)).run()
-    trained = InProcessRun(job, without_evaluations(batches), Settings(slots=slots, seed=2)).run()
-    assert len(evaluated.results.evaluations) == 2
-    assert len(trained.results.evaluations) == 0
-    assert evaluated.results.losses == trained.results.losses
-    for name, tensor in trained.state().items():
-        assert torch.equal(evaluated.state()[name].view(torch.int32), tensor.view(torch.int32)), f"{name} differs"
-    assert present_keys(evaluated) == present_keys(trained)
-
-
-def present_keys(run: InProcessRun) -> list[int]:
-    present: list[int] = []
-    for group, store in zip(run.groups, run.plain_stores, strict=True):
-        for table in group.tables:
-            keys = make_keys(table.index, np.arange(table.num_embeddings))
-            ticket = store.read(keys, np.empty((len(keys), group.record_bytes), np.uint8))
-            present += np.delete(keys, np.asarray(ticket.absent, np.int64)).tolist()
-    return present
 
 
 def planned_run(job: Job, max_steps: int | None = None) -> Alone:

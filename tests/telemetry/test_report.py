@@ -89,29 +89,21 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cold tier" not in text, "all rows are in memory"
 
 
-@pytest.mark.parametrize(
-    ("table_bytes", "held"),
-    [(2**34, r"16 GiB in all, 3 MiB on the device \(0.0 %\)"), (2**20, "1 MiB in all, 3 MiB on the device")],
-)
-def test_the_share_of_tables_that_are_smaller_than_the_cache_is_left_out(
-    table_bytes: int, held: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_summary(report(msgspec.structs.replace(facts(), table_bytes=table_bytes)))
-    assert re.search(rf"tables +{held}\n", capsys.readouterr().out)
+OWN_LOSS = Evaluation(train_step=2, auc=None, logloss=2.5, is_own_loss=True, accuracy=None)
+SUMMARIES: list[tuple[RunFacts, str]] = [
+    (facts(), r"\ntables +16 GiB in all, 3 MiB on the device \(0.0 %\)\n"),
+    (msgspec.structs.replace(facts(), table_bytes=2**20), r"\ntables +1 MiB in all, 3 MiB on the device\n"),
+    (facts(tier=tier_totals()), r"\ncold tier +1,234,567 rows from it, 7 late, 45,678 to it\n"),
+    (facts(tier=tier_totals()), r"\nits traffic +3 GiB read, 512 MiB written; 2 GiB of disk\n"),
+    (facts(evaluation=OWN_LOSS), r"\nevaluation +loss 2.500000\n"),
+    (facts(train_steps=7), r"rowcast: finished after 7 steps \(2 of this process\) in 4.0 s"),
+]
 
 
-def test_the_summary_says_what_came_from_the_cold_tier(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(report(facts(tier=tier_totals())))
-    text = capsys.readouterr().out
-    assert "\ncold tier        1,234,567 rows from it, 7 late, 45,678 to it\n" in text
-    assert "\nits traffic      3 GiB read, 512 MiB written; 2 GiB of disk\n" in text
-
-
-def test_the_summary_of_a_model_without_logits_has_its_loss_only(capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(
-        report(facts(evaluation=Evaluation(train_step=2, auc=None, logloss=2.5, is_own_loss=True, accuracy=None)))
-    )
-    assert re.search(r"evaluation +loss 2.500000\n", capsys.readouterr().out)
+@pytest.mark.parametrize(("own", "line"), SUMMARIES, ids=[line for _, line in SUMMARIES])
+def test_a_summary_has_the_lines_of_its_run(own: RunFacts, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(report(own))
+    assert re.search(line, capsys.readouterr().out)
 
 
 def test_the_summary_of_a_stopped_run_says_what_stopped_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,13 +112,6 @@ def test_the_summary_of_a_stopped_run_says_what_stopped_it(capsys: pytest.Captur
     assert "rowcast: stopped by SIGTERM after 2 steps in 4.0 s; start it again to continue\x1b" in text
     assert "\x1b[1m" in text
     assert "evaluation" not in text
-
-
-def test_the_summary_of_a_run_that_went_on_tells_its_own_steps_from_the_others(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    print_summary(report(facts(train_steps=7)), Console(width=80))
-    assert "rowcast: finished after 7 steps (2 of this process) in 4.0 s" in capsys.readouterr().out
 
 
 def test_the_summary_says_where_the_page_is_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:

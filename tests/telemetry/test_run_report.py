@@ -211,12 +211,6 @@ def test_a_run_without_a_step_says_so_in_every_plot() -> None:
     assert "nan" not in made.words
 
 
-def test_a_run_of_one_step_has_every_plot() -> None:
-    run = record(losses=1, evaluations=1, marks=2)
-    assert all(chart.series for chart in all_charts(run))
-    assert len(Page(render(run)).plots) == len(all_charts(run))
-
-
 def test_a_page_is_small_however_long_the_run_was() -> None:
     run = record(losses=2_000_000, evaluations=1000, marks=MAX_MARKS)
     assert len(render(run)) < 300_000
