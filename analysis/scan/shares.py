@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.analysis.scan.steps import StepRows
-from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.capacity import Touched, touched_by
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, distinct
 from rowcast.protocol.batch import Lookups, ScheduledBatch
@@ -32,7 +32,6 @@ class GroupShares:
     part_rows: I64  # [M] distinct rows of each part
     exchanged: I64  # [N, N] distinct rows that rank i looks up and rank j owns; gradients go the other way
     late: I64  # [N] of those that rank i receives from others: used by some rank in the step before
-    travelling: I64  # [T] rows of each table that go from one rank to another
     vectors: I64  # [T] pooled rows of each table; look-ups where they are not pooled
 
     @property
@@ -71,7 +70,6 @@ class Sharing:
             part_rows=np.array([len(own.keys) for own in groupings]),
             exchanged=exchanged,
             late=np.bincount(late, minlength=count),
-            travelling=self._by_table(keys[travels]),
             vectors=self._vectors(groupings, batch_size),
         )
 
@@ -89,10 +87,6 @@ class Sharing:
             )
             for rank, (keys, parts) in enumerate(zip(shards, own_parts, strict=True))
         )
-
-    def _by_table(self, keys: I64) -> I64:
-        found = np.bincount(keys >> KEY_SHIFT, minlength=1 + max(table.index for table in self._group.tables))
-        return found[[table.index for table in self._group.tables]]
 
     def _vectors(self, groupings: Sequence[Grouping], batch_size: int) -> I64:
         lookups = sum(np.diff(own.table_starts) for own in groupings)

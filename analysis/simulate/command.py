@@ -13,7 +13,7 @@ from rowcast.analysis.show import Part, show, table_of
 from rowcast.analysis.simulate.grid import Grid, check_order, order_values, with_values
 from rowcast.analysis.simulate.plot import plot_results
 from rowcast.analysis.simulate.ranks import simulate_ranks
-from rowcast.analysis.simulate.ranks_results import MB, Parallelisms, RanksSimulation, Spread
+from rowcast.analysis.simulate.ranks_results import MB, RanksSimulation, Spread
 from rowcast.analysis.simulate.results import Simulation, batches_of
 from rowcast.analysis.simulate.simulate import simulate as simulated
 from rowcast.job.file import load_job
@@ -232,13 +232,9 @@ def per_step(result: Simulation, name: str) -> float:
 
 def ranks_parts(results: Sequence[RanksSimulation]) -> Iterator[Part]:
     ran = [result for result in results if result.skipped is None]
-    trained = [(result, result.parallelisms) for result in ran if result.parallelisms is not None]
     if ran:
-        yield "Rows a step and, but for the batch, a rank:"
-        yield table_of(ran, COUNTS)
-    if trained:
-        yield "MB that a rank receives in a train step, and what the busiest sends or receives:"
-        yield table_of(trained, BYTES)
+        yield "Rows a step and, but for the batch, a rank; MB that a rank receives in a train step:"
+        yield table_of(ran, RANKS)
     for result in results:
         if result.skipped is not None:
             yield f"Not simulated: {result.ranks} ranks at {result.capacity}: {result.skipped}."
@@ -248,12 +244,9 @@ def mean(name: str) -> Callable[[RanksSimulation], str]:
     return lambda own: f"{spread_of(own, name).mean:,.0f}"
 
 
-def imbalance(name: str) -> Callable[[RanksSimulation], str]:
-    def cell(own: RanksSimulation) -> str:
-        found = spread_of(own, name).imbalance
-        return "" if found is None else f"{found:.3f}"
-
-    return cell
+def imbalance(own: RanksSimulation) -> str:
+    found = spread_of(own, "owner_rows").imbalance
+    return "" if found is None else f"{found:.3f}"
 
 
 def spread_of(result: RanksSimulation, name: str) -> Spread:
@@ -266,34 +259,22 @@ def late(result: RanksSimulation) -> str:
     return f"{(result.rows_late or 0) / received:.0%}" if received else ""
 
 
-COUNTS: dict[str, Callable[[RanksSimulation], str]] = {
+def megabytes(way: str) -> Callable[[RanksSimulation], str]:
+    return lambda own: "" if own.parallelisms is None else f"{getattr(own.parallelisms, way).mean / MB:,.3g}"
+
+
+RANKS: dict[str, Callable[[RanksSimulation], str]] = {
     "ranks": lambda own: f"{own.ranks:,}",
-    "parts": lambda own: f"{own.parts:,}",
     "batch": lambda own: f"{own.batch_size:,}",
     "rows of\na part": mean("part_rows"),
     "rows of\nthe batch": lambda own: f"{own.batch_rows or 0:,.0f}",
     "rows of\nan owner": mean("owner_rows"),
-    "max over\nmean": imbalance("owner_rows"),
+    "max over\nmean": imbalance,
     "rows\nreceived": mean("rows_received"),
     "of these\nlate": late,
     "rows\nfetched": mean("rows_fetched"),
-    "fetched: max\nover mean": imbalance("rows_fetched"),
     "written\nback": mean("rows_written_back"),
-}
-
-
-def megabytes(way: str, part: str) -> Callable[[tuple[RanksSimulation, Parallelisms]], str]:
-    return lambda own: f"{getattr(getattr(own[1], way), part) / MB:,.3g}"
-
-
-BYTES: dict[str, Callable[[tuple[RanksSimulation, Parallelisms]], str]] = {
-    "ranks": lambda own: f"{own[0].ranks:,}",
-    "rows": megabytes("rows", "mean"),
-    "rows,\nmost": megabytes("rows", "most"),
-    "by table": megabytes("by_table", "mean"),
-    "by table,\nmost": megabytes("by_table", "most"),
-    "by column": megabytes("by_column", "mean"),
-    "by column,\nmost": megabytes("by_column", "most"),
-    "mixed": megabytes("mixed", "mean"),
-    "tables\npooled": lambda own: str(len(own[1].pooled_tables)),
+    "MB by\nrow": megabytes("rows"),
+    "by\ntable": megabytes("by_table"),
+    "by\ncolumn": megabytes("by_column"),
 }

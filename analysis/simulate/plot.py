@@ -1,9 +1,8 @@
 """Draws miss-ratio curves: the share of the steps' distinct rows that must be fetched, over the capacity, with a line
-per policy. With memory tiers, other panels show the share from the cold tier, over the rows in memory.
+per policy.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,33 +37,6 @@ FAR_APART = 4  # times the smallest capacity
 MOST_TICKS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """The fields of a `Simulation` that a panel shows."""
-
-    size: str
-    rows: str
-    bound: str
-    x_label: str
-    y_label: str
-
-
-FETCHED = Curves(
-    "capacity_rows",
-    "rows_fetched",
-    "bound_rows_fetched",
-    "capacity in rows",
-    "distinct rows of a step that are fetched",
-)
-FROM_COLD = Curves(
-    "memory_rows",
-    "rows_from_cold",
-    "bound_rows_from_cold",
-    "rows in memory",
-    "distinct rows of a step from the cold tier",
-)
-
-
 def plot_results(results: Sequence[Simulation], path: Path) -> None:
     """Draws to `path`, one panel per batch size and order. Raises ConfigError if it cannot be written."""
     shown = [result for result in results if result.rows_fetched is not None and result.unique_rows]
@@ -73,34 +45,27 @@ def plot_results(results: Sequence[Simulation], path: Path) -> None:
         panels.setdefault(f"batches of {batches_of(result)}", []).append(result)
     if not shown:
         return  # the command explains
-    kinds = [FETCHED, FROM_COLD] if any(result.memory_rows is not None for result in shown) else [FETCHED]
-    size = SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1] * len(kinds)
-    figure = new_figure(size)
-    axes = figure.subplots(len(kinds), len(panels), sharey="row", squeeze=False)
-    for kind, row in zip(kinds, axes, strict=True):
-        for panel, (title, own) in zip(row, panels.items(), strict=True):
-            counted = [result for result in own if getattr(result, kind.size) is not None]
-            if counted:
-                draw_panel(panel, counted, kind)
-                panel.set_title(title, fontsize=10)
-            else:
-                panel.set_axis_off()
-        row[0].set_ylabel(kind.y_label)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    figure = new_figure((SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1]))
+    [axes] = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for panel, (title, own) in zip(axes, panels.items(), strict=True):
+        draw_panel(panel, own)
+        panel.set_title(title, fontsize=10)
+    axes[0].set_ylabel("distinct rows of a step that are fetched")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
     save_plot(figure, path, dpi=160)
 
 
-def draw_panel(axes: Any, results: Sequence[Simulation], kind: Curves) -> None:
-    for label, style, points in curves(results, kind):
+def draw_panel(axes: Any, results: Sequence[Simulation]) -> None:
+    for label, style, points in curves(results):
         axes.plot(*zip(*points, strict=True), label=label, **style)
-    mark_sizes(axes, sorted({getattr(result, kind.size) for result in results}), kind.x_label)
+    mark_sizes(axes, sorted({result.capacity_rows or 0 for result in results}))
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PERCENT)
     dress(axes)
 
 
-def mark_sizes(axes: Any, sizes: list[int], label: str) -> None:
-    axes.set_xlabel(label)
+def mark_sizes(axes: Any, sizes: list[int]) -> None:
+    axes.set_xlabel("capacity in rows")
     far = sizes[-1] > FAR_APART * max(1, sizes[0])
     if far:
         axes.set_xscale("log")
@@ -111,21 +76,19 @@ def mark_sizes(axes: Any, sizes: list[int], label: str) -> None:
         axes.set_xticks(sizes)
 
 
-def curves(
-    results: Sequence[Simulation], kind: Curves
-) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
+def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
     horizons = list(dict.fromkeys(result.horizon for result in results if result.horizon is not None))
     lines: dict[tuple[str, Any], list[tuple[int, float]]] = {}
     for result in results:
         if result.policy != BOUND:
             lines.setdefault((result.policy, result.horizon), []).append(
-                (getattr(result, kind.size), ratio(getattr(result, kind.rows), result))
+                (result.capacity_rows or 0, ratio(result.rows_fetched, result))
             )
     for (policy, horizon), points in lines.items():
         style = STYLES[horizons.index(horizon) % len(STYLES)] if horizon is not None else "-"
         label = LABELS.get(policy, policy) + (f", horizon {horizon}" if horizon is not None else "")
         yield label, line_style(policy, style), sorted(points)
-    bound = sorted({(getattr(result, kind.size), ratio(getattr(result, kind.bound), result)) for result in results})
+    bound = sorted({(result.capacity_rows or 0, ratio(result.bound_rows_fetched, result)) for result in results})
     yield "whole future known", BOUND_STYLE, bound
 
 

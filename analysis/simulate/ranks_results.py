@@ -5,7 +5,6 @@ Rows and bytes are those that travel between ranks. What a rank keeps for itself
 rows        each distinct row that a rank looks up and does not own, and its gradient back: what ranks do
 by table    each table on one rank, which sends pooled rows: one for each sample and feature, and their gradients back
 by column   the same, with tables cut into columns, so that no rank holds a whole wide table
-mixed       rows or columns, whichever is less for a table
 
 Rows that are not pooled count as one for each look-up. Samples of the rank that holds a table do not travel. Pooled
 rows are fp32. Adding pooled rows of several owners of one table is left out: its bits depend on the number of ranks.
@@ -42,7 +41,6 @@ class StepExchange:
     late: I64  # [N] of the received rows: used by some rank in the step before, so they cannot travel early
     row_bytes: I64  # [2, N]
     gradient_bytes: I64  # [2, N]; 0 in an evaluation
-    travelling: I64  # [T] rows of each table that travel
     vectors: I64  # [T] pooled rows of each table, or look-ups where they are not pooled
 
 
@@ -64,7 +62,6 @@ def step_exchange(
         row_bytes=total(rows * nbytes for rows, nbytes in zip(by_group, row_bytes, strict=True)),
         # they go back where the rows came from
         gradient_bytes=total(rows[::-1] * nbytes for rows, nbytes in zip(by_group, gradient_bytes, strict=True)),
-        travelling=np.concatenate([own.travelling for own in shares]),
         vectors=np.concatenate([own.vectors for own in shares]),
     )
 
@@ -84,34 +81,26 @@ class Bytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that travel, rows or pooled rows and gradients together."""
 
     mean: float  # that a rank receives in a train step, which is what it sends on average
-    most: float | None  # that one rank sends or receives, in the mean over the steps
+    most: float  # that one rank sends or receives, in the mean over the steps
 
 
 class Parallelisms(msgspec.Struct, frozen=True, kw_only=True):
     rows: Bytes
     by_table: Bytes
     by_column: Bytes
-    mixed: Bytes  # its `most` is None: it depends on where the columns lie
-    pooled_tables: list[str]  # the tables with columns that "mixed" sends
 
 
 def parallelisms(groups: Sequence[GroupSpec], steps: Sequence[StepExchange], count: int) -> Parallelisms:
     """Averages over the train steps, of which there must be at least one."""
     tables = [table for group in groups for table in group.tables]
-    column_bytes = [ITEM_BYTES[table.dtype] + GRADIENT_BYTES for table in tables]
     dims = np.array([table.embedding_dim for table in tables])
-    rows = np.mean([step.travelling for step in steps], axis=0) * dims * column_bytes / count
     elements = np.mean([step.vectors for step in steps], axis=0) * dims  # pooled, of the whole batch
-    travels = 2 * GRADIENT_BYTES * (count - 1) / count
-    pooled = elements * travels / count
+    pooled = float(elements.sum()) * 2 * GRADIENT_BYTES * (count - 1) / count**2
     both = np.mean([step.row_bytes + step.gradient_bytes for step in steps], axis=0)  # [2, N]
-    mean = float(pooled.sum())
     return Parallelisms(
-        rows=Bytes(mean=float(rows.sum()), most=float(both.max())),
-        by_table=Bytes(mean=mean, most=most_of(elements, count)),
-        by_column=Bytes(mean=mean, most=most_of(columns(elements, dims, count), count)),
-        mixed=Bytes(mean=float(np.minimum(rows, pooled).sum()), most=None),
-        pooled_tables=[table.name for table, less in zip(tables, pooled < rows, strict=True) if less],
+        rows=Bytes(mean=float(both[RECEIVED].mean()), most=float(both.max())),
+        by_table=Bytes(mean=pooled, most=most_of(elements, count)),
+        by_column=Bytes(mean=pooled, most=most_of(columns(elements, dims, count), count)),
     )
 
 
@@ -173,8 +162,7 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
     owner_rows: Spread | None = None
     # rows that a rank receives from others in a step; as many gradients leave in a train step
     rows_received: Spread | None = None
-    rows_early: float | None = None  # of these, in the mean: used by no rank in the step before
-    rows_late: float | None = None
+    rows_late: float | None = None  # of these, in the mean: used by some rank in the step before
     row_bytes: float | None = None  # received per rank and step
     gradient_bytes: float | None = None  # sent by a rank in a train step
     rows_fetched: Spread | None = None
@@ -213,7 +201,6 @@ def make_result(
         batch_rows=float(owner_rows.sum(axis=1).mean()),
         owner_rows=spread(owner_rows, trains),
         rows_received=spread(received, trains),
-        rows_early=float((received - late).mean()),
         rows_late=float(late.mean()),
         row_bytes=float(np.mean([step.row_bytes[RECEIVED] for step in steps])),
         gradient_bytes=float(np.mean([step.gradient_bytes[SENT] for step in train_steps])) if train_steps else 0.0,

@@ -174,11 +174,8 @@ def test_the_margin_covers_the_error_of_most_samples(monkeypatch: pytest.MonkeyP
     assert covered >= 11
 
 
-@pytest.mark.parametrize("eval_every", [0, 4])
-def test_where_every_row_is_followed_the_numbers_are_those_of_a_simulation(eval_every: int) -> None:
-    job = made_job(
-        "zipf", 15, data={"epochs": 2}, eval={"every": eval_every}, lookahead={"horizon": "auto", "depth": 2}
-    )
+def test_where_every_row_is_followed_the_numbers_are_those_of_a_simulation() -> None:
+    job = made_job("zipf", 15, data={"epochs": 2}, eval={"every": 4}, lookahead={"horizon": "auto", "depth": 2})
     advice = advise_job(job, request())
     for point in (advice.recommended.predicted, *advice.curve[:3]):
         own = with_values(job, {"cache": {"capacity": point.capacity_bytes, "policy": "lookahead"}})
@@ -192,7 +189,7 @@ def test_where_every_row_is_followed_the_numbers_are_those_of_a_simulation(eval_
         assert traffic.rows_written_back_per_step * steps == pytest.approx(
             (exact.rows_written_back or 0) - (exact.rows_flushed or 0)
         )
-    assert (advice.read.steps, advice.read.eval_steps) == (30, 3 * (2 if eval_every == 0 else 9))
+    assert (advice.read.steps, advice.read.eval_steps) == (30, 3 * 9)
 
 
 def test_of_several_ranks_the_first_is_advised_with_the_numbers_of_a_simulation_of_all() -> None:
@@ -369,9 +366,8 @@ def test_a_budget_for_ids_that_costs_rows_is_raised() -> None:
 # what to paste
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_the_recommended_sections_train_with_the_rows_that_were_counted(optimizer: str) -> None:
-    job = small_job(optimizer, "multi", data={"format": "tests.analysis.test_advise:small_data"}, eval={"every": 5})
+def test_the_recommended_sections_train_with_the_rows_that_were_counted() -> None:
+    job = small_job("adam", "multi", data={"format": "tests.analysis.test_advise:small_data"}, eval={"every": 5})
     advice = advise_job(job, request())
     chosen = with_values(job, tomllib.loads(advice.recommended.toml))
     assert chosen.cache.capacity == advice.recommended.capacity
@@ -535,11 +531,10 @@ def tier_trials(job: Job, share: float, capacity_bytes: int, step_ms: float = 10
 
 
 @pytest.mark.usefixtures("few_rows")
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_from_the_cold_tier_are_estimated_from_some_rows_and_counted_from_all(kind: str) -> None:
+def test_rows_from_the_cold_tier_are_estimated_from_some_rows_and_counted_from_all() -> None:
     rate = DiskRate(folder="/", pages_s=1e5)
     for memory in TIER_ROWS:
-        job = made_job(kind, 40, data={"epochs": 2}, store=TIERED | {"memory": memory})
+        job = made_job("drift", 40, data={"epochs": 2}, store=TIERED | {"memory": memory})
         capacity = 5 * max(smallest_capacity(observed(job, share)) for share in (1.0, 0.2)) // 4
         exact, estimate = (tier_trials(job, share, capacity).advice(rate, 0).budgets[0] for share in (1.0, 0.2))
         own = with_values(job, {"cache": {"capacity": capacity}, "lookahead": {"horizon": "auto"}})

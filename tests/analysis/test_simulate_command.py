@@ -12,7 +12,7 @@ import pytest
 import rowcast.analysis.simulate.plot
 from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 from rowcast.analysis.simulate.grid import with_values
-from rowcast.analysis.simulate.plot import FETCHED, FROM_COLD, curves
+from rowcast.analysis.simulate.plot import curves
 from rowcast.analysis.simulate.results import Simulation
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
@@ -169,7 +169,7 @@ def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
         [
             *results(),
             *results(batch_size=128),
-            *results(shuffle="full", memory_rows=5000, rows_from_cold=10, bound_rows_from_cold=10),
+            *results(shuffle="full"),
             *results(policy="ttl", rows_fetched=None),
         ],
         path,
@@ -177,13 +177,12 @@ def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
     if suffix == ".svg":
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
         assert all(f"<!-- batches of {title} -->" in path.read_text() for title in ("64", "128", "64, shuffle full"))
-        assert "<!-- rows in memory -->" in path.read_text()
     else:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_line_is_a_policy_over_ascending_capacities_and_the_bound_lies_below() -> None:
-    lines = {label: points for label, _, points in curves(results(), FETCHED)}
+    lines = {label: points for label, _, points in curves(results())}
     assert lines == {
         "look-ahead": [(100, 0.9), (400, 0.225), (3000, 0.03)],
         "LRU": [(100, 0.95), (400, 0.275), (3000, 0.08)],
@@ -191,22 +190,9 @@ def test_a_line_is_a_policy_over_ascending_capacities_and_the_bound_lies_below()
     }
 
 
-def test_with_tiers_a_line_is_what_comes_from_the_cold_tier_over_the_rows_in_memory() -> None:
-    tiers = [
-        results(policy="lookahead", memory_rows=rows, rows_from_cold=cold, bound_rows_from_cold=cold - 10)[0]
-        for rows, cold in ((5000, 100), (2000, 300))
-    ]
-    lines = {label: points for label, _, points in curves(tiers, FROM_COLD)}
-    assert lines == {
-        "look-ahead": [(2000, 0.3), (5000, 0.1)],
-        "whole future known": [(2000, 0.29), (5000, 0.09)],
-    }
-
-
 def test_horizons_are_lines_of_their_own() -> None:
     labels = [
-        label
-        for label, _, _ in curves([*results(policy="ttl", horizon=4), *results(policy="ttl", horizon="auto")], FETCHED)
+        label for label, _, _ in curves([*results(policy="ttl", horizon=4), *results(policy="ttl", horizon="auto")])
     ]
     assert labels == ["time to live, horizon 4", "time to live, horizon auto", "whole future known"]
 
