@@ -167,6 +167,7 @@ def test_a_hostile_row_file_is_refused_when_the_manifest_is_read(run: FakeRun, c
 @pytest.mark.parametrize(
     "change",
     [
+        {"shards": "twice"},
         {"position": {"step": -1}},
         {"position": {"step": 5, "train_step": 6}},
         {"position": {"step": 30, "eval_batch": -1}},
@@ -181,7 +182,8 @@ def test_a_hostile_row_file_is_refused_when_the_manifest_is_read(run: FakeRun, c
     ids=str,
 )
 def test_a_hostile_manifest_is_refused_when_it_is_read(run: FakeRun, change: dict[str, object]) -> None:
-    refuse(run, msgspec.to_builtins(newest(run)) | change)
+    content = msgspec.to_builtins(newest(run))
+    refuse(run, content | ({"shards": 2 * content["shards"]} if change == {"shards": "twice"} else change))
 
 
 def refuse(run: FakeRun, content: dict[str, object]) -> None:
@@ -201,34 +203,27 @@ def test_files_of_one_layer_must_not_overlap(run: FakeRun) -> None:
         RowLayer(kind="base", num_rows=3 * file.num_rows, files=(file, other, again))
 
 
-ROW_CONTENT = {
+RECORDS, KEYS = np.zeros((2, 32), np.uint8), np.array([3, 4])
+ROW_KEYS = {
     "keys of another table": [1 << 48 | 3, 1 << 48 | 4],
     "a row beyond its table": [3, 40],
     "keys that descend": [4, 3],
     "a key twice": [3, 3],
     "a negative key": [-3, 3],
 }
+ROW_CONTENT = {name: (keys, {"keys": np.array(keys), "records": RECORDS}) for name, keys in ROW_KEYS.items()} | {
+    "narrower records": ([3, 4], {"keys": KEYS, "records": RECORDS[:, :31].copy()}),
+    "more records": ([3, 4], {"keys": KEYS, "records": np.zeros((3, 32), np.uint8)}),
+    "flat records": ([3, 4], {"keys": KEYS, "records": RECORDS.reshape(64)}),
+    "no records": ([3, 4], {"keys": KEYS}),
+    "no keys": ([3, 4], {"records": RECORDS}),
+}
 
 
-@pytest.mark.parametrize("keys", ROW_CONTENT.values(), ids=ROW_CONTENT)
-def test_rows_that_no_table_has_are_refused_before_a_store_sees_them(run: FakeRun, keys: list[int]) -> None:
-    group = run.groups[0]
-    refuse_rows(run, {"keys": np.array(keys, np.int64), "records": np.zeros((2, group.record_bytes), np.uint8)}, keys)
-
-
-@pytest.mark.parametrize("shape", [(2, 31), (3, 32), (64,)])
-def test_records_of_another_shape_are_refused(run: FakeRun, shape: tuple[int, ...]) -> None:
-    refuse_rows(run, {"keys": np.array([3, 4]), "records": np.zeros(shape, np.uint8)}, [3, 4])
-
-
-@pytest.mark.parametrize("name", ["keys", "records"])
-def test_a_row_file_without_one_of_its_tensors_is_refused(run: FakeRun, name: str) -> None:
-    content: dict[str, np.ndarray] = {"keys": np.array([3, 4]), "records": np.zeros((2, 32), np.uint8)}
-    del content[name]
-    refuse_rows(run, content, [3, 4])
-
-
-def refuse_rows(run: FakeRun, content: "dict[str, np.ndarray]", keys: list[int]) -> None:
+@pytest.mark.parametrize(("keys", "content"), ROW_CONTENT.values(), ids=ROW_CONTENT)
+def test_rows_that_no_table_has_are_refused_before_a_store_sees_them(
+    run: FakeRun, keys: list[int], content: "dict[str, np.ndarray]"
+) -> None:
     path = run.checkpoints.root / newest(run).name / "hostile.safetensors"
     path.write_bytes(save(content))
     nbytes, checksum = file_checksum(path)

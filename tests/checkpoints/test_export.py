@@ -77,12 +77,8 @@ def newest_manifest(run_dir: Path) -> Manifest:
     return read_manifest(newest_folder(run_dir))
 
 
-def export_quietly(run_dir: Path, out: Path, checkpoint: str | None = None) -> Manifest:
-    return export_run(run_dir, out, checkpoint)
-
-
 def exported(run: InProcessRun, out: Path) -> dict[str, Tensor]:
-    export_quietly(run.job.run_dir, out)
+    export_run(run.job.run_dir, out)
     return load_file(out)
 
 
@@ -268,7 +264,7 @@ def test_an_export_takes_memory_for_a_block_and_a_file_of_each_layer_not_for_a_t
     monkeypatch.setattr(export, "first_records", count)
     out = tmp_path / "out"
     tracemalloc.start()
-    export_quietly(run.job.run_dir, out)
+    export_run(run.job.run_dir, out)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     block_bytes = export.BLOCK_ROWS * run.groups[0].record_bytes
@@ -288,7 +284,7 @@ def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_which_must_be
     out = tmp_path / "out"
 
     def second_column(checkpoint: str | None) -> list[float]:
-        export_quietly(run.job.run_dir, out, checkpoint)
+        export_run(run.job.run_dir, out, checkpoint)
         return load_file(out)["embedding_bags.narrow_a.weight"][1:3, 1].tolist()
 
     assert second_column(None) == [10, 20]
@@ -296,9 +292,9 @@ def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_which_must_be
     (run.checkpoints.root / newest.layers[-1].files[0].file).write_bytes(b"damaged")
     for chosen in (None, "step-000000000020"):
         with pytest.raises(DataError, match=facts("step-000000000020", "step-000000000010, for --checkpoint")):
-            export_quietly(run.job.run_dir, out, chosen)
+            export_run(run.job.run_dir, out, chosen)
     with pytest.raises(ConfigError, match=facts("no checkpoint ../x", "step-000000000010", "step-000000000020")):
-        export_quietly(run.job.run_dir, out, "../x")
+        export_run(run.job.run_dir, out, "../x")
 
 
 # refusals
@@ -307,7 +303,7 @@ def test_a_chosen_checkpoint_is_exported_and_by_default_the_newest_which_must_be
 @pytest.mark.parametrize(("run", "why"), [("", "a run writes one at its end"), ("typo", "there is no such folder")])
 def test_a_run_without_a_checkpoint_cannot_be_exported(run: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"holds no checkpoint; {why}"):
-        export_quietly(tmp_path / run, tmp_path / "out")
+        export_run(tmp_path / run, tmp_path / "out")
 
 
 @pytest.mark.parametrize("out", ["missing folder/out", "file/out", "folder"])
@@ -316,7 +312,7 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_sentence(out: str, t
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=r"could not be written.*--out|is a folder"):
-        export_quietly(tmp_path / "run", tmp_path / out)
+        export_run(tmp_path / "run", tmp_path / out)
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -328,7 +324,7 @@ def test_an_existing_export_stays_whole_where_the_new_one_fails(tmp_path: Path) 
     (run.job.run_dir / "checkpoints" / manifest.layers[0].files[0].file).write_bytes(b"damaged")
     for name in (None, manifest.name):
         with pytest.raises(DataError):
-            export_quietly(run.job.run_dir, out, name)
+            export_run(run.job.run_dir, out, name)
     assert out.read_bytes() == before
     assert list(tmp_path.glob("*.partial")) == []
 

@@ -47,9 +47,9 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
         assert found[name].tobytes() == tensor.tobytes(), name
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
-def test_an_export_of_an_import_is_the_file_that_was_imported(optimizer: str, tmp_path: Path) -> None:
-    job = small_job(tmp_path / "run", optimizer)
+def test_an_export_of_an_import_is_the_file_that_was_imported(tmp_path: Path) -> None:
+    """With other optimizers and dtypes: test_half_rows.py."""
+    job = small_job(tmp_path / "run", "rowwise_adagrad")
     content = table_content(job) | {
         "top.weight": np.ones((3, 2), np.float16),
         "count": np.array(7),

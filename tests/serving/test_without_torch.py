@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
@@ -36,11 +37,11 @@ def read(run_dir: Path, folder: Path, python: Sequence[str | Path], refused: Seq
     run.checkpoint()
     publish(run, folder)
     command = [*python, READER, folder, run_dir / "received", *refused]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(run_dir / "numba")}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(run_dir.parent / "numba")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             while not (run_dir / "received").exists() and process.poll() is None:
-                pass
+                time.sleep(0.01)
             run.train_some(0.1)
             run.checkpoint()
             publish(run, folder)
