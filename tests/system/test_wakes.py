@@ -17,7 +17,7 @@ import rowcast.trainer.step.engine
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
-from rowcast.prefetcher.stores.store import RowStore
+from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
 from rowcast.protocol.plan import GroupPlan
 from rowcast.protocol.transport.link import inproc_pair
@@ -27,7 +27,6 @@ from rowcast.runtime.stages import Stage, Wakes
 from tests.support import driver, repeats
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, ListSource, Past, Settings
-from tests.support.store_around import StoreAround
 
 TABLES: dict[str, Wakes] = {
     "prefetcher": rowcast.prefetcher.pipeline.engine.WAKES,
@@ -188,10 +187,22 @@ def test_without_one_of_these_wakes_all_threads_may_fall_asleep(
         run_seeds(tmp_path, tables, capacity)
 
 
-class Hinted(StoreAround):
+class Hinted(RowStore):
     """Notes the last plan that it was told of, and what `advance` was told after it."""
 
     works_ahead = True
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    def read(self, keys: Keys, out: Records) -> ReadTicket:
+        return self._store.read(keys, out)
+
+    def write(self, keys: Keys, rows: Records) -> Ticket:
+        return self._store.write(keys, rows)
+
+    def close(self) -> None:
+        self._store.close()
 
     def stage(self, step: int, plan: GroupPlan) -> None:
         self.staged, self.advanced = step, False

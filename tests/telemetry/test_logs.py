@@ -50,17 +50,6 @@ def test_a_terminal_gets_columns_unless_a_format_is_asked_for(monkeypatch: pytes
     assert "event=again" in terminal.getvalue()
 
 
-def test_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    setup_logging("trainer")
-    get_logger().info("plain")
-    assert "\x1b" not in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    setup_logging("trainer")
-    get_logger().info("coloured")
-    assert "\x1b[" in terminal.getvalue()
-
-
 def test_events_below_the_level_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     logger = get_logger()
     setup_logging("trainer", "warning")

@@ -108,21 +108,6 @@ def test_a_wide_terminal_has_a_bar_and_figures_in_one_live_line_and_evaluations_
     assert f"{'━' * 10:20} step 20/40  loss 0.2500" in text.splitlines()[-2]
 
 
-def test_a_run_of_unknown_length_turns_a_spinner_until_it_ends() -> None:
-    counters, clock = new_counters(three_steps.groups()), Clock()
-    console = terminal(80)
-    console.get_time = clock
-    with TerminalProgress(counters, None, console=console, clock=clock) as progress:
-        train(counters, 2, loss=0.5)
-        for _ in range(3):
-            progress.update()
-            clock.now += 0.4
-        turned = {line[0] for line in written(console).split("\x1b[2K") if " step 2  loss" in line}
-    assert len(turned) > 1
-    assert turned <= set("-\\|/")
-    assert written(console).split("\x1b[2K")[-1].startswith(" step 2  loss 0.5000")
-
-
 def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:
     counters, clock = new_counters(three_steps.groups()), Clock()
     console = terminal(120)
