@@ -4,7 +4,9 @@ A caller makes a figure, marks its axes, and has it written to a file or given a
 """
 
 import logging
+import os
 import re
+import tempfile
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -31,6 +33,15 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: the folder {path.absolute().parent} does not exist; make it")
+
+
+def find_cache(folder: Path) -> None:
+    """Before anything is drawn: gives matplotlib a cache in `folder` if no temporary folder can be written. Without a
+    home it would use that, and without both it cannot be imported."""
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
 
 
 def new_figure(inches: tuple[float, float], layout: Any = "constrained") -> Any:

@@ -21,7 +21,7 @@ from benchmarks.training.resident import ResidentRun
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.job.tables import group_specs
 from rowcast.trainer.device.streams import gather, scatter
-from rowcast.trainer.kernels import blocks, rows_of, rule_at
+from rowcast.trainer.kernels import rows_of, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models.runner import step_lookups
 
@@ -121,10 +121,10 @@ def table_with(dim: int, shapes: tuple[Any, ...]) -> Iterator[None]:
     """Block shapes of the update instead of the table's, for this dimension."""
     from rowcast.trainer.kernels import triton_ops
 
-    columns = blocks.blocks_for(dim, 4).columns
-    derived = (blocks.blocks_for, triton_ops.lookup_options, triton_ops.reduce_options, triton_ops.train_options)
+    columns = triton_ops.blocks_for(dim, 4).columns
+    derived = (triton_ops.blocks_for, triton_ops.lookup_options, triton_ops.reduce_options, triton_ops.train_options)
     try:
-        with patch.dict(blocks.TABLE, {columns: (*blocks.TABLE[columns][:2], *shapes)}):
+        with patch.dict(triton_ops.BLOCK_TABLE, {columns: (*triton_ops.BLOCK_TABLE[columns][:2], *shapes)}):
             for cached in derived:
                 cached.cache_clear()
             yield

@@ -63,7 +63,7 @@ class Connection:
         self.engine: PrefetcherEngine | None = None
         self._folder, self._transport, self._crew = folder, transport, crew
         self._signals, self._health, self._timeline = signals, health, timeline
-        self._link = ZmqLink.prefetcher(folder, on_receive=partial(crew.wake, "mail"), transport=transport)
+        self._link = ZmqLink.of("prefetcher", folder, on_receive=partial(crew.wake, "mail"), transport=transport)
         self.conversation = Conversation(Session("prefetcher", self.incarnation), self._link)
         self.conversation.on_message = crew.wake_after
 

@@ -26,6 +26,7 @@ from rowcast.protocol.transport.endpoint import address_of
 from rowcast.protocol.transport.link import Payload, silent
 from rowcast.protocol.transport.zmq_ends import QUEUE_FRAMES, Dealer, Router, ZmqEnd
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
+from rowcast.runtime.run_directory import Role
 
 CLOSE_BUDGET_S = 0.8  # how long a closing link may send what is queued
 FULL_RETRY_MS = 20
@@ -55,43 +56,24 @@ class ZmqLink:
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     @classmethod
-    def prefetcher(
+    def of(
         cls,
+        role: Role,
         run_dir: Path,
         on_receive: Callable[[], None] = silent,
         directory: Path | None = None,
         transport: Transport | None = None,
     ) -> Self:
-        """Makes the serving end. `directory`: for the unix socket; by default this user's.
+        """Makes the prefetcher's end, which serves, or the trainer's, which retries until a prefetcher answers and
+        keeps the frames sent before that. `directory`: for the unix socket; by default this user's.
 
         The link's thread calls `on_receive` when frames have arrived or the peer is gone; it must not wait or close
         the link."""
-        return cls._made(Router, run_dir, on_receive, directory, transport)
-
-    @classmethod
-    def trainer(
-        cls,
-        run_dir: Path,
-        on_receive: Callable[[], None] = silent,
-        directory: Path | None = None,
-        transport: Transport | None = None,
-    ) -> Self:
-        """Makes the end that retries until a prefetcher answers; it keeps the frames sent before that."""
-        return cls._made(Dealer, run_dir, on_receive, directory, transport)
-
-    @classmethod
-    def _made(
-        cls,
-        kind: type[Router | Dealer],
-        run_dir: Path,
-        on_receive: Callable[[], None],
-        directory: Path | None,
-        transport: Transport | None,
-    ) -> Self:
         refusals, limit_bytes = Refusals(), INBOX_BYTES
         if transport is not None and transport.is_tcp:
             limit_bytes += transport.mirror_bytes
-        end = kind(address_of(run_dir, directory, transport, refusals), refusals, limit_bytes)
+        kind = Router if role == "prefetcher" else Dealer
+        end: ZmqEnd = kind(address_of(run_dir, directory, transport, refusals), refusals, limit_bytes)
         return cls(end, on_receive, refusals, limit_bytes)
 
     @property

@@ -27,8 +27,7 @@ SUBCOMMANDS = {
     ),
     "profile": Subcommand(
         f"{ANALYSIS}.profile.profile:profile",
-        "Find the rows that are looked up most, from a sample, and what keeping them on the device would cover. "
-        "With --plot: draw what a log looks up.",
+        "Find the rows that are looked up most, from a sample, and what keeping them on the device would cover.",
     ),
     "check": Subcommand(
         f"{ANALYSIS}.check.check:check",

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
 from rowcast.trainer import kernels
-from rowcast.trainer.kernels import Kernels, blocks, torch_ops, triton_ops
+from rowcast.trainer.kernels import Kernels, torch_ops, triton_ops
 from rowcast.trainer.kernels.chunks import CHUNK_LOOKUPS
 from tests.kernels.lookups import (
     KINDS,
@@ -159,11 +159,11 @@ def test_no_entry_of_the_block_table_changes_a_bit(monkeypatch: pytest.MonkeyPat
     records, grads = layout.records(23), random_gradients(37, 12)
     found = []
     for rows, chunk, unroll in ((64, 16, 4), (2, 2, 1), (128, 32, 3)):
-        monkeypatch.setitem(blocks.TABLE, 16, ((rows, 4), (rows, 1), (chunk, 2 * rows, 1), (chunk, 1)))
+        monkeypatch.setitem(triton_ops.BLOCK_TABLE, 16, ((rows, 4), (rows, 1), (chunk, 2 * rows, 1), (chunk, 1)))
         for name in ("UNROLL_LOOKUP", "UNROLL_CHUNK", "UNROLL_UPDATE", "UNROLL_JOIN"):
-            monkeypatch.setattr(blocks, name, unroll)
+            monkeypatch.setattr(triton_ops, name, unroll)
         for cached in (
-            blocks.blocks_for,
+            triton_ops.blocks_for,
             triton_ops.lookup_options,
             triton_ops.reduce_options,
             triton_ops.train_options,
@@ -175,7 +175,12 @@ def test_no_entry_of_the_block_table_changes_a_bit(monkeypatch: pytest.MonkeyPat
         found.append(
             (after, OURS.lookup(layout.rows(records), group, divisors_of(group)), OURS.reduce(grads, group, None))
         )
-    for cached in (blocks.blocks_for, triton_ops.lookup_options, triton_ops.reduce_options, triton_ops.train_options):
+    for cached in (
+        triton_ops.blocks_for,
+        triton_ops.lookup_options,
+        triton_ops.reduce_options,
+        triton_ops.train_options,
+    ):
         cached.cache_clear()
     for after, pooled, row_grads in found[1:]:
         assert torch.equal(after, found[0][0])

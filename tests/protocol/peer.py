@@ -4,11 +4,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 from rowcast.protocol.codec import decode, encode
 from rowcast.protocol.messages import Envelope
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.run_directory import Role
 from tests.support.sample_messages import hello
 
 NUM_FRAMES = 10_000
@@ -70,10 +72,9 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(role: str, run_dir: Path, sockets: Path, what: str) -> None:
+def main(role: Role, run_dir: Path, sockets: Path, what: str) -> None:
     bell = Bell()
-    make = ZmqLink.prefetcher if role == "prefetcher" else ZmqLink.trainer
-    link = make(run_dir, bell.ring, sockets)
+    link = ZmqLink.of(role, run_dir, bell.ring, sockets)
     try:
         link.start()
     except ConfigError as error:
@@ -98,4 +99,4 @@ def main(role: str, run_dir: Path, sockets: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(cast(Role, sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -159,13 +159,13 @@ def is_refused(link: ZmqLink, number: int) -> bool:
 def test_only_one_who_greets_becomes_the_trainer(tmp_path: Path) -> None:
     """A trainer that was stopped for a while reconnects by itself, and sends frames of an earlier incarnation."""
     bell = Bell()
-    with ZmqLink.prefetcher(tmp_path / "run", bell.ring, tmp_path / "sockets") as link, zmq.Context() as context:
+    with ZmqLink.of("prefetcher", tmp_path / "run", bell.ring, tmp_path / "sockets") as link, zmq.Context() as context:
         for number, frame in enumerate(NOT_GREETINGS.values(), start=1):
             with context.socket(zmq.DEALER) as stranger:
                 stranger.connect(f"ipc://{socket_path(tmp_path / 'run', tmp_path / 'sockets')}")
                 stranger.send(frame)
                 wait_for(partial(is_refused, link, number))
-        with ZmqLink.trainer(tmp_path / "run", lambda: None, tmp_path / "sockets") as trainer:
+        with ZmqLink.of("trainer", tmp_path / "run", lambda: None, tmp_path / "sockets") as trainer:
             trainer.send(GREETING)
             assert receive(link, bell) == GREETING
         assert link.refused == len(NOT_GREETINGS)
@@ -175,8 +175,8 @@ def test_a_greeting_of_another_version_is_heard_so_that_its_sender_is_told(tmp_p
     bell = Bell()
     frame = msgspec.msgpack.encode([0, 0, {"type": "Hello", "protocol_version": 99}])
     with (
-        ZmqLink.prefetcher(tmp_path / "run", bell.ring, tmp_path / "sockets") as link,
-        ZmqLink.trainer(tmp_path / "run", lambda: None, tmp_path / "sockets") as trainer,
+        ZmqLink.of("prefetcher", tmp_path / "run", bell.ring, tmp_path / "sockets") as link,
+        ZmqLink.of("trainer", tmp_path / "run", lambda: None, tmp_path / "sockets") as trainer,
     ):
         trainer.send(frame)
         assert receive(link, bell) == frame

@@ -91,7 +91,10 @@ def test_nobody_is_seen_over_tcp_or_where_nothing_is_connected() -> None:
 
 
 def test_both_ends_of_a_link_know_the_other_process(tmp_path: Path) -> None:
-    with ZmqLink.prefetcher(tmp_path, directory=tmp_path) as near, ZmqLink.trainer(tmp_path, directory=tmp_path) as far:
+    with (
+        ZmqLink.of("prefetcher", tmp_path, directory=tmp_path) as near,
+        ZmqLink.of("trainer", tmp_path, directory=tmp_path) as far,
+    ):
         assert not near.peer_runs
         far.send(encode(Envelope(incarnation=0, sequence=0, message=hello())))
         deadline_s = time.monotonic() + DEADLINE_S

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import zmq
@@ -15,6 +16,7 @@ from rowcast.protocol.transport.endpoint import socket_path
 from rowcast.protocol.transport.zmq_ends import MAX_MESSAGE_BYTES
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
+from rowcast.runtime.run_directory import Role
 from tests.protocol.peer import (
     GREETING,
     NUM_FRAMES,
@@ -65,7 +67,7 @@ def test_ten_thousand_frames_arrive_in_order_when_the_prefetcher_starts_first(
     run_dir: Path, sockets: Path, start: Start
 ) -> None:
     bell = Bell()
-    with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+    with ZmqLink.of("prefetcher", run_dir, bell.ring, sockets) as link:
         start("trainer", "echo")
         assert receive(link, bell) == GREETING
         link.send(b"go")
@@ -76,14 +78,13 @@ def test_ten_thousand_frames_arrive_in_order_when_the_prefetcher_starts_first(
         assert link.last_received_s <= time.monotonic()
 
 
-def link_of(role: str, run_dir: Path, bell: Bell, sockets: Path) -> ZmqLink:
-    open_link = ZmqLink.prefetcher if role == "prefetcher" else ZmqLink.trainer
-    return open_link(run_dir, bell.ring, sockets)
+def link_of(role: Role, run_dir: Path, bell: Bell, sockets: Path) -> ZmqLink:
+    return ZmqLink.of(role, run_dir, bell.ring, sockets)
 
 
 @pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
 def test_all_that_a_peer_sent_before_it_left_is_received(
-    role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start
+    role: Role, peer_role: str, run_dir: Path, sockets: Path, start: Start
 ) -> None:
     bell = Bell()
     with link_of(role, run_dir, bell, sockets) as link:
@@ -97,7 +98,7 @@ def test_all_that_a_peer_sent_before_it_left_is_received(
 
 
 @pytest.mark.parametrize(("role", "peer_role"), [("prefetcher", "trainer"), ("trainer", "prefetcher")])
-def test_a_killed_peer_is_noticed(role: str, peer_role: str, run_dir: Path, sockets: Path, start: Start) -> None:
+def test_a_killed_peer_is_noticed(role: Role, peer_role: str, run_dir: Path, sockets: Path, start: Start) -> None:
     bell = Bell()
     with link_of(role, run_dir, bell, sockets) as link:
         if role == "trainer":
@@ -115,15 +116,15 @@ def test_a_killed_peer_is_noticed(role: str, peer_role: str, run_dir: Path, sock
 
 def test_a_trainer_whose_prefetcher_is_gone_does_not_call_the_next_one(run_dir: Path, sockets: Path) -> None:
     trainer_bell, bell = Bell(), Bell()
-    with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
-        with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as first:
+    with ZmqLink.of("trainer", run_dir, trainer_bell.ring, sockets) as trainer:
+        with ZmqLink.of("prefetcher", run_dir, bell.ring, sockets) as first:
             trainer.send(GREETING)
             assert receive(first, bell) == GREETING
         wait_gone(trainer, trainer_bell)
         trainer.send(b"stale")
         with (
-            ZmqLink.prefetcher(run_dir, bell.ring, sockets) as second,
-            ZmqLink.trainer(run_dir, silent_bell, sockets) as other,
+            ZmqLink.of("prefetcher", run_dir, bell.ring, sockets) as second,
+            ZmqLink.of("trainer", run_dir, silent_bell, sockets) as other,
         ):
             other.send(GREETING)
             assert receive(second, bell) == GREETING
@@ -139,8 +140,8 @@ def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(
 ) -> None:
     bell, trainer_bell = Bell(), Bell()
     with (
-        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
-        ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as first,
+        ZmqLink.of("prefetcher", run_dir, bell.ring, sockets) as link,
+        ZmqLink.of("trainer", run_dir, trainer_bell.ring, sockets) as first,
     ):
         first.send(GREETING)
         assert receive(link, bell) == GREETING
@@ -156,7 +157,7 @@ def test_a_second_trainer_is_refused_with_a_sentence_and_the_first_one_stays(
 
 def test_close_gives_up_on_a_stopped_peer(run_dir: Path, sockets: Path, start: Start) -> None:
     bell = Bell()
-    link = ZmqLink.prefetcher(run_dir, bell.ring, sockets)
+    link = ZmqLink.of("prefetcher", run_dir, bell.ring, sockets)
     link.start()
     peer = start("trainer", "stay")
     assert receive(link, bell) == GREETING
@@ -166,14 +167,14 @@ def test_close_gives_up_on_a_stopped_peer(run_dir: Path, sockets: Path, start: S
     link.close()
     link.close()
     assert not socket_path(run_dir, sockets).exists()
-    with ZmqLink.prefetcher(run_dir, directory=sockets):
+    with ZmqLink.of("prefetcher", run_dir, directory=sockets):
         pass  # and the run directory can be served again
 
 
 def test_a_trainer_whose_prefetcher_left_before_it_had_taken_everything_closes(run_dir: Path, sockets: Path) -> None:
     bell, trainer_bell = Bell(), Bell()
-    with ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer:
-        with ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link:
+    with ZmqLink.of("trainer", run_dir, trainer_bell.ring, sockets) as trainer:
+        with ZmqLink.of("prefetcher", run_dir, bell.ring, sockets) as link:
             trainer.send(GREETING)
             assert receive(link, bell) == GREETING
             for _ in range(64):
@@ -181,11 +182,9 @@ def test_a_trainer_whose_prefetcher_left_before_it_had_taken_everything_closes(r
         wait_gone(trainer, trainer_bell)
 
 
-@pytest.mark.parametrize("make", [ZmqLink.prefetcher, ZmqLink.trainer])
-def test_a_link_whose_peer_never_came_closes_with_frames_queued(
-    make: Callable[..., ZmqLink], run_dir: Path, sockets: Path
-) -> None:
-    with make(run_dir, directory=sockets) as link:
+@pytest.mark.parametrize("role", get_args(Role))
+def test_a_link_whose_peer_never_came_closes_with_frames_queued(role: Role, run_dir: Path, sockets: Path) -> None:
+    with ZmqLink.of(role, run_dir, directory=sockets) as link:
         link.send(GREETING)
     with pytest.raises(LocalProtocolError, match="not open"):
         link.send(b"late")
@@ -193,7 +192,7 @@ def test_a_link_whose_peer_never_came_closes_with_frames_queued(
 
 def test_a_queue_beyond_all_credits_is_refused(run_dir: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_link, "QUEUE_FRAMES", 10)
-    with ZmqLink.prefetcher(run_dir, directory=sockets) as link:
+    with ZmqLink.of("prefetcher", run_dir, directory=sockets) as link:
         for _ in range(10):
             link.send(b"to a trainer that has not come")
         with pytest.raises(LocalProtocolError, match="10 frames wait"):
@@ -204,8 +203,8 @@ def test_an_error_in_the_thread_is_raised_after_the_frames_that_came_before_it(r
     def fail() -> None:
         raise RuntimeError("the bell is broken")
 
-    link = ZmqLink.prefetcher(run_dir, fail, sockets)
-    with link, ZmqLink.trainer(run_dir, directory=sockets) as trainer:
+    link = ZmqLink.of("prefetcher", run_dir, fail, sockets)
+    with link, ZmqLink.of("trainer", run_dir, directory=sockets) as trainer:
         trainer.send(GREETING)
         frames: list[bytes] = []
         with pytest.raises(RuntimeError, match="the bell is broken"):
@@ -218,8 +217,8 @@ def test_an_error_in_the_thread_is_raised_after_the_frames_that_came_before_it(r
 def test_a_frame_beyond_the_limit_ends_the_connection(run_dir: Path, sockets: Path) -> None:
     bell, trainer_bell = Bell(), Bell()
     with (
-        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
-        ZmqLink.trainer(run_dir, trainer_bell.ring, sockets) as trainer,
+        ZmqLink.of("prefetcher", run_dir, bell.ring, sockets) as link,
+        ZmqLink.of("trainer", run_dir, trainer_bell.ring, sockets) as trainer,
     ):
         trainer.send(GREETING)
         assert receive(link, bell) == GREETING
@@ -231,7 +230,7 @@ def test_a_frame_beyond_the_limit_ends_the_connection(run_dir: Path, sockets: Pa
 def test_a_message_of_several_parts_is_refused(run_dir: Path, sockets: Path) -> None:
     bell = Bell()
     with (
-        ZmqLink.prefetcher(run_dir, bell.ring, sockets) as link,
+        ZmqLink.of("prefetcher", run_dir, bell.ring, sockets) as link,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as stranger,
     ):

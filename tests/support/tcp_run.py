@@ -35,10 +35,10 @@ class TcpRun:
         return Transport(endpoint=self.endpoint, keys=str(keys or self.keys), ring=f"{RING_BYTES}B")
 
     def prefetcher(self, bell: Bell) -> ZmqLink:
-        return ZmqLink.prefetcher(self.folder, bell.ring, transport=self.transport())
+        return ZmqLink.of("prefetcher", self.folder, bell.ring, transport=self.transport())
 
     def trainer(self, bell: Bell, keys: Path | None = None) -> ZmqLink:
-        return ZmqLink.trainer(self.folder, bell.ring, transport=self.transport(keys))
+        return ZmqLink.of("trainer", self.folder, bell.ring, transport=self.transport(keys))
 
     def greet(self, trainer: ZmqLink, prefetcher: ZmqLink, bell: Bell) -> None:
         trainer.send(GREETING)

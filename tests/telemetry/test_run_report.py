@@ -137,7 +137,7 @@ def test_the_page_answers_first_what_a_person_asks_first() -> None:
 def test_every_plot_has_a_table_and_a_text_with_its_main_values() -> None:
     made = Page(render(record()))
     assert len(made.plots) == 7
-    assert {svg["class"] for svg in made.found("svg")} == {"narrow", "wide", "both"}
+    assert len(made.found("svg")) == len(made.plots)
     for plot in made.plots:
         label = plot["aria-label"] or ""
         assert re.search(r"first \S+.*, last \S+.*, least \S+.* at .*, largest \S+.* at ", label), label

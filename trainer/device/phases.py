@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
-from rowcast.trainer.device.streams import Stream, StreamMark
+from rowcast.trainer.device.streams import CudaMark, Stream
 
 # exchange: rows, sums of gradients and slices are packed, sent, awaited and added; loop.py names the others
 Phase = Literal["gather", "fill", "exchange", "lookup", "forward", "backward", "update"]
@@ -65,7 +65,7 @@ class DeviceClock:
     def __init__(self, stream: Stream, spent: Spent) -> None:
         self._stream = stream
         self._spent = spent
-        self._marks: deque[tuple[int, Lap | None, StreamMark]] = deque()  # step, the lap that ends here, mark
+        self._marks: deque[tuple[int, Lap | None, CudaMark]] = deque()  # step, the lap that ends here, mark
 
     def begin(self, step: int) -> None:
         self._marks.append((step, None, self._stream.mark()))
@@ -75,7 +75,7 @@ class DeviceClock:
 
     def complete(self, step: int) -> None:
         laps: list[tuple[Lap, float]] = []
-        before: StreamMark | None = None
+        before: CudaMark | None = None
         while self._marks and self._marks[0][0] <= step:
             _, lap, mark = self._marks.popleft()
             if lap is not None and before is not None:

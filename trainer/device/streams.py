@@ -63,9 +63,15 @@ class Work(Protocol):
         """Makes later work on the current stream, or in this thread, wait for it."""
 
 
-class StreamMark(Protocol):
-    def seconds_since(self, earlier: "StreamMark") -> float:
+class CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def seconds_since(self, earlier: "CudaMark") -> float:
         """Returns the time between two marks of one stream, once the work before both is complete."""
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
 
 
 class Stream(ABC):
@@ -86,7 +92,7 @@ class Stream(ABC):
         """Starts a collective; later work waits until it is complete."""
         self.run(lambda: ignore(start().wait()))
 
-    def mark(self) -> StreamMark:
+    def mark(self) -> CudaMark:
         """Marks the moment between the work issued before and after, on the device's clock."""
         raise NotImplementedError(f"{type(self).__name__} runs on the host and has no clock of its own")
 
@@ -172,17 +178,6 @@ class PlainStreams(Streams):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # untouched pages cost nothing
 
 
-class CudaMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._event.record(stream)
-
-    def seconds_since(self, earlier: StreamMark) -> float:
-        assert isinstance(earlier, CudaMark), "the mark belongs to another kind of stream"
-        milliseconds: float = earlier._event.elapsed_time(self._event)
-        return milliseconds / 1e3
-
-
 class CudaStream(Stream):
     is_device = True
 
@@ -203,7 +198,7 @@ class CudaStream(Stream):
         event.record(self._stream)
         return event
 
-    def mark(self) -> StreamMark:
+    def mark(self) -> CudaMark:
         return CudaMark(self._stream)
 
 

@@ -38,7 +38,7 @@ THEME = {  # colour -> the page's variable, which is another colour on a dark sc
 ONE, TWO, AREA_2, AREA_3, TEXT, MUTED, HAIR = THEME
 LINES = ({"color": ONE, "linewidth": 2}, {"color": TWO, "linewidth": 2, "linestyle": (0, (3, 2))})
 AREAS = ((ONE, "-"), (AREA_2, (0, (5, 3))), (AREA_3, (0, (1.5, 2.5))))
-HEIGHT, LEGEND_ROW = 258, 19  # pixels
+WIDTH, HEIGHT, LEGEND_ROW = 440, 258, 19  # pixels
 LEFT, RIGHT, BOTTOM, TOP = 66, 20, 48, 14  # pixels around the axes
 
 Unit = Literal["steps", "seconds", "count", "share", "bytes", "plain"]
@@ -73,24 +73,21 @@ class Chart:
     x: F64 = field(default_factory=lambda: np.empty(0))  # [n], of all series
     series: dict[str, F64] = field(default_factory=dict)  # name -> [n]: for the text and the table
 
-    def svgs(self, widths: Sequence[int]) -> list[str]:
-        """Drawn for places on a page that are so many pixels wide."""
+    @property
+    def svg(self) -> str:
+        """Drawn WIDTH pixels wide; a page scales it."""
         figure = new_figure((1, 1), None)
         axes = self._axes(figure)
         names = axes.get_legend_handles_labels()[1]
-        return [self._svg(figure, axes, names, width) for width in widths]
-
-    def _svg(self, figure: Any, axes: Any, names: Sequence[str], width: int) -> str:
-        rows = 1 if sum(map(len, names)) * 8 + 44 * len(names) < width else len(names)
+        rows = 1 if sum(map(len, names)) * 8 + 44 * len(names) < WIDTH else len(names)
         height = HEIGHT + (LEGEND_ROW * rows if names else 0)
-        figure.set_size_inches(width / PIXELS, height / PIXELS)
-        axes.set_position((LEFT / width, BOTTOM / height, 1 - (LEFT + RIGHT) / width, (HEIGHT - BOTTOM - TOP) / height))
-        figure.legends.clear()
+        figure.set_size_inches(WIDTH / PIXELS, height / PIXELS)
+        axes.set_position((LEFT / WIDTH, BOTTOM / height, 1 - (LEFT + RIGHT) / WIDTH, (HEIGHT - BOTTOM - TOP) / height))
         if names:
             columns = len(names) if rows == 1 else 1
             look = {"fontsize": 13, "labelcolor": TEXT, "frameon": False, "borderpad": 0, "borderaxespad": 0.2}
             figure.legend(loc="upper left", ncols=columns, **look)
-        drawn = svg_text(figure, f"{self.title} {width}")
+        drawn = svg_text(figure, self.title)
         for colour, variable in THEME.items():
             drawn = drawn.replace(colour, f"var({variable})")
         return drawn
@@ -100,7 +97,7 @@ class Chart:
         self.mark(axes)
         axes.set_xlim(0, self.x_end)
         axes.set_ylim(*self.y_range)
-        axes.set_xlabel(self.x_label, color=MUTED, fontsize=12)
+        axes.set_xlabel(self.x_label, color=MUTED, fontsize=13)
         for axis, unit, top in ((axes.xaxis, self.x_unit, self.x_end), (axes.yaxis, self.y_unit, self.y_range[1])):
             factor, suffix = scale(unit, top)
             ticks = outer_ticks(axis, factor, whole=unit in ("steps", "bytes") and factor == 1)

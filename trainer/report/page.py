@@ -14,6 +14,7 @@ import msgspec
 
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.drawing import find_cache
 from rowcast.runtime.machine import processor, usable_cores
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, plural
 from rowcast.runtime.telemetry.logs import get_logger
@@ -34,7 +35,6 @@ from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.summary import RANKS, rank_rows, summary_rows, summary_title
 
 TEMPLATE = "page.html"
-WIDTHS = {"both": 1200, "wide": 576, "narrow": 360}  # pixels of a chart in both columns, in one, on a narrow page
 RANKS_TEXT = (
     "The trainers shared every batch. A rank that waited less for the others than they waited was the one they waited "
     "for."
@@ -45,6 +45,7 @@ TABLE_COLUMNS = ("name", "rows", "width", "dtype", "pooling", "first values", "f
 def write_page(path: Path, run: RunRecord) -> None:
     """Writes the page. Only logs a warning if that fails: the run must not end."""
     try:
+        find_cache(path.parent)
         write_durably(path, render(run).encode())
     except OSError as error:
         path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
@@ -107,23 +108,15 @@ def key_figure(figure: tuple[str, str, str]) -> str:
 
 
 def plots(found: Sequence[Chart]) -> str:
-    """The first of an odd number has a row to itself, where there are two columns."""
-    alone = len(found) % 2
-    return "\n".join(
-        ['<div class="plots">', *(plot(chart, both=number < alone) for number, chart in enumerate(found)), "</div>"]
-    )
+    return "\n".join(['<div class="plots">', *map(plot, found), "</div>"])
 
 
-def plot(chart: Chart, *, both: bool) -> str:
+def plot(chart: Chart) -> str:
     caption = f"<figcaption><h3>{escape(chart.title)}</h3><p>{escape(chart.caption)}</p></figcaption>"
     if not chart.series:
         return f'<figure class="plot">{caption}</figure>'
     label = escape(f"{chart.title}. {chart.text}")
-    widths = {name: width for name, width in WIDTHS.items() if both or name != "both"}
-    drawn = "".join(
-        svg.replace("<svg", f'<svg aria-hidden="true" class="{name}"', 1)
-        for name, svg in zip(widths, chart.svgs([*widths.values()]), strict=True)
-    )
+    drawn = chart.svg.replace("<svg", '<svg aria-hidden="true"', 1)
     points = grid([chart.x_label, *chart.series], chart.some_points, f"Some points of: {chart.title}")
     return (
         f'<figure class="plot">{caption}\n'

@@ -103,7 +103,9 @@ class Connection:
         A failure noted by the prefetcher after `began_s` ends the wait; None: no failure does. Raises PeerLost, the
         prefetcher's failure, or an error if this process cannot be its trainer."""
         arrived = list[Welcome]()
-        link = ZmqLink.trainer(self._folder, on_receive=partial(self._crew.wake, "mail"), transport=self._transport)
+        link = ZmqLink.of(
+            "trainer", self._folder, on_receive=partial(self._crew.wake, "mail"), transport=self._transport
+        )
         self.stack.callback(link.close)
         link.start()
         conversation = self.conversation = Conversation(Session("trainer"), link)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.run_directory import Role
 from rowcast.runtime.telemetry.timeline import MAIN, Timeline
 from rowcast.trainer.kernels.lookups import lookup_arrays
 
@@ -141,8 +142,8 @@ class HostedJob:
             ends: list[ZmqLink] = []
 
             def make_links(on_receive: tuple[Callable[[], None], Callable[[], None]]) -> tuple[Link, Link]:
-                for make, own in zip((ZmqLink.prefetcher, ZmqLink.trainer), on_receive, strict=True):
-                    ends.append(stack.enter_context(make(folder, own, folder)))
+                for role, own in zip(get_args(Role), on_receive, strict=True):
+                    ends.append(stack.enter_context(ZmqLink.of(role, folder, own, folder)))
                 return ends[0], ends[1]
 
             replay = Replay(recording, self.job, make_links=make_links)
