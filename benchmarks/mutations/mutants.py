@@ -799,7 +799,7 @@ tests/stores/test_left_tables.py::test_keys_of_a_prefetcher_that_is_still_at_wor
 tests/stores/test_redis_rows.py::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone
     a copied disk deletes the rows of the original
         elif earlier.machine not in (None, machine_of(folder)): => elif False:
-tests/recovery/test_left_behind.py::test_a_start_looks_for_what_other_stores_have_left
+tests/recovery/test_left_behind.py::test_a_start_looks_for_what_ranks_and_other_stores_have_left
     nobody looks for what another number of ranks has left
         remove_left_tables(job) => pass
 tests/stores/test_touched_rows.py::test_more_rows_than_the_index_numbers_are_refused_by_that_cause

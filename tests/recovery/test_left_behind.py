@@ -46,15 +46,15 @@ def test_starts_and_kills_leave_nothing_that_a_clean_run_does_not_take_away(
     assert not list(session.run_dir.rglob("*.partial"))
 
 
-def test_a_start_looks_for_what_other_stores_have_left(session: Session) -> None:
+def test_a_start_looks_for_what_ranks_and_other_stores_have_left(session: Session) -> None:
     """In tests/stores/test_left_tables.py is what it then does."""
-    tables = session.run_dir / "tables"
-    tables.mkdir(parents=True)
-    left = Note(server="127.0.0.1:1", name="0123456789ab", folder=tables.stat().st_ino)
-    note_path(tables, "fp32_d4_adam").write_bytes(msgspec.json.encode(left))
+    for tables in (session.run_dir / "tables", session.run_dir / "rank-001" / "tables"):
+        tables.mkdir(parents=True)
+        left = Note(server="127.0.0.1:1", name="0123456789ab", folder=tables.stat().st_ino)
+        note_path(tables, "fp32_d4_adam").write_bytes(msgspec.json.encode(left))
     prefetcher = session.start("prefetcher")
     prefetcher.until_logged("event=ready")
-    assert "rows of an earlier process may remain on a Redis server" in prefetcher.stderr
+    assert prefetcher.stderr.count("rows of an earlier process may remain on a Redis server") == 2
     prefetcher.signal(signal.SIGTERM)
     prefetcher.ended().quiet()
 
