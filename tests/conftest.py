@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import structlog
 import torch
+from hypothesis import settings
 
 from tests.support.starter import Starter
 from tests.support.uses import uses
 
 SMOKE = (Path(__file__).parent / "smoke.txt").read_text(encoding="utf-8").splitlines()
+settings.register_profile("rowcast", deadline=None)  # tests assert no timings
+settings.load_profile("rowcast")
 CHOSEN = {line for line in SMOKE if line.startswith("tests/")}
 
 

@@ -59,7 +59,7 @@ def extents(piece: Piece, record_bytes: Sequence[int]) -> list[tuple[int, int]]:
     return parts + [(span.offset, span.offset + span.count * record_bytes[span.group]) for span in piece.rows]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes, groups, payloads)
 def test_pieces_cover_every_byte_and_every_row_once_and_in_order(
     block_bytes: int, rows: list[tuple[int, int]], max_payload: int
@@ -74,7 +74,7 @@ def test_pieces_cover_every_byte_and_every_row_once_and_in_order(
     assert all(piece.arrays is None for piece in pieces[first_rows + 1 :]), "arrays come after rows"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes, groups, payloads)
 def test_the_parts_of_a_piece_are_aligned_apart_and_within_its_payload(
     block_bytes: int, rows: list[tuple[int, int]], max_payload: int
@@ -87,7 +87,7 @@ def test_the_parts_of_a_piece_are_aligned_apart_and_within_its_payload(
         assert piece.nbytes == (parts[-1][1] if parts else 0) <= max_payload
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes, groups, payloads)
 def test_a_piece_ends_only_where_the_next_part_would_not_fit(
     block_bytes: int, rows: list[tuple[int, int]], max_payload: int
@@ -103,7 +103,7 @@ def test_a_piece_ends_only_where_the_next_part_would_not_fit(
     assert all(piece.nbytes for piece in pieces) or len(pieces) == 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes, groups, payloads, st.integers(1, 2000))
 def test_the_rows_of_a_piece_fit_staging(
     block_bytes: int, rows: list[tuple[int, int]], max_payload: int, spare: int
@@ -131,7 +131,7 @@ def random_arrays(specs: list[tuple[str, tuple[int, ...]]]) -> dict[str, npt.NDA
     return {f"a{i}": rng.integers(0, 100, shape).astype(dtype) for i, (dtype, shape) in enumerate(specs)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(arrays, st.integers(1, 3_000))
 def test_a_block_written_in_pieces_gives_back_every_array_and_leaves_the_gaps(
     specs: list[tuple[str, tuple[int, ...]]], piece_bytes: int

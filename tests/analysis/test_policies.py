@@ -24,27 +24,27 @@ def planned(case: Case, horizon: int) -> Moves:
     return planned_moves(case.recording, RowPlanner(case.recording.groups, [(case.slots,)], 1, horizon), tick)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cases())
 @example(Case([{0}, {1}, {2}, {0}, {1}, {2}], [True] * 6, 2, 3))
 def test_ttl_moves_what_sets_say(case: Case) -> None:
     assert_moved(ttl_moves(case.recording, (case.slots,), case.horizon, tick), ttl_by_sets(case))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cases())
 @example(Case([{0, 1}, {2, 3}, {0, 4}, {1, 5}], [True] * 4, 3, 2))
 def test_windows_move_what_sets_say(case: Case) -> None:
     assert_moved(window_moves(case.recording, (case.slots,), case.horizon, SEED, tick), window_by_sets(case, SEED))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(most_steps=6, rows=6))
 def test_the_whole_future_known_fetches_as_little_as_any_choice_of_victims(case: Case) -> None:
     assert planned(case, len(case.steps)).fetched.sum() == (fewest_fetches(case.steps, case.slots) if case.steps else 0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cases())
 def test_no_policy_fetches_less_than_the_bound(case: Case) -> None:
     bound = planned(case, len(case.steps)).fetched.sum()
@@ -54,7 +54,7 @@ def test_no_policy_fetches_less_than_the_bound(case: Case) -> None:
     assert window_moves(case.recording, (case.slots,), case.horizon, SEED, tick).fetched.sum() >= bound
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cases())
 def test_rows_that_leave_early_never_save_a_fetch(case: Case) -> None:
     """ttl is look-ahead but that rows without a known use leave although there is room."""
@@ -73,7 +73,7 @@ def test_next_uses_are_those_that_a_search_finds(case: Case) -> None:
         assert [np.inf if use == NEVER else use for use in next_uses.tolist()] == expected
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases(), cases(), st.integers(0, 5))
 def test_a_window_ends_for_all_groups_together(first: Case, second: Case, horizon: int) -> None:
     """Two groups of which one has all the room it wants move what the tight one alone moves, in its windows."""

@@ -45,7 +45,7 @@ dense_changes = st.just({table: list(range(rows)) for table, (_, rows, _) in enu
 @given(
     history=st.lists(st.one_of(changes, dense_changes), min_size=1, max_size=9), after=changes, keep=st.integers(1, 3)
 )
-@settings(max_examples=count(40, 400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=count(40, 400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_history_is_restored_and_any_further_changes_are_taken_back(
     history: list[dict[int, list[int]]], after: dict[int, list[int]], keep: int
 ) -> None:

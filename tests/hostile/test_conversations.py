@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(count(300, 1800))
 
 
 def times(number: int) -> settings:
-    return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    return settings(max_examples=number, suppress_health_check=list(HealthCheck), database=None)
 
 
 def depth_of(said: list[Said]) -> int:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rowcast.trainer.kernels import chunks
 from rowcast.trainer.kernels.chunks import cut_groups, cut_long_rows, most_chunk_items
 
-bounded = settings(derandomize=True, deadline=None, max_examples=300)
+bounded = settings(derandomize=True, max_examples=300)
 counts = st.lists(st.integers(0, 30) | st.just(3), max_size=30)  # look-ups of each row
 
 

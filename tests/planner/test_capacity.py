@@ -233,7 +233,7 @@ def test_a_share_that_no_run_could_have_is_refused_as_the_job_file_is_read(name:
 sizes = st.tuples(st.integers(1, 500), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(st.lists(sizes, min_size=1, max_size=4), st.integers(0, 20000))
 def test_no_group_falls_short_none_overflows_and_nothing_usable_is_left(
     drawn: list[tuple[int, int, float, float]], rest: int

@@ -109,7 +109,7 @@ rows_of_parts = st.integers(1, 9).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows_of_parts)
 def test_every_part_finds_its_rows_and_each_has_one_owner_who_adds_the_gradients_of_all_parts(
     drawn: tuple[int, list[set[int]]],

@@ -35,7 +35,7 @@ from tests.support.planner_runs import (
     without_pooling,
 )
 
-bounded = settings(derandomize=True, deadline=None, max_examples=60)
+bounded = settings(derandomize=True, max_examples=60)
 
 
 def grouping_of(spec: GroupSpec, batch: Batch, num_features: int) -> tuple[Grouping, list[int]]:

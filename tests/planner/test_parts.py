@@ -31,7 +31,7 @@ from tests.support.planner_runs import (
 )
 from tests.support.repeats import count
 
-bounded = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+bounded = settings(derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LARGE = (
     group(0, (table(0, 40, 4, "a"), table(2, 3000, 4, "b"), table(3, 9000, 4, "c")), (0, 2, 3)),
     group(1, (table(1, 5000, 8, "d"),), (1,)),

@@ -20,7 +20,7 @@ from tests.support.planner_runs import (
     without_pooling,
 )
 
-bounded = settings(derandomize=True, deadline=None, max_examples=200)
+bounded = settings(derandomize=True, max_examples=200)
 runs = st.builds(
     random_run,
     seed=st.integers(0, 2**32),

@@ -48,9 +48,7 @@ def nearest(monkeypatch: pytest.MonkeyPatch) -> str:
     return "nearest"
 
 
-@settings(
-    derandomize=True, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.integers(1, 6), st.booleans())
 def test_victims_from_anywhere_in_the_queues_leave_plans_that_equal_brute_force(
     nearest: str, seed: int, horizon: int, pins: bool

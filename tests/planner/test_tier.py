@@ -32,7 +32,7 @@ from tests.support.planner_runs import (
     without_pooling,
 )
 
-bounded = settings(derandomize=True, deadline=None, max_examples=100)
+bounded = settings(derandomize=True, max_examples=100)
 AMPLE_BYTES = 2**30
 
 

@@ -46,7 +46,7 @@ def refused(frame: bytes) -> bool:
     return False
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_remote_protocol_errors(frame: bytes) -> None:
     assert refused(frame) or frame in FRAMES

@@ -25,7 +25,7 @@ def make_ends(ring_bytes: int = RING_BYTES) -> tuple[End, End]:
     return make_end(first, ring_bytes), make_end(second, ring_bytes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_every_piece_arrives_whole_in_whatever_order_the_two_ends_move(seed: int) -> None:
     exchange(*make_ends(), num_pieces=20, chance=Random(seed), wait=lambda: None)

@@ -192,7 +192,7 @@ def test_a_piece_over_one_still_being_read_is_refused() -> None:
 PAYLOADS = st.integers(0, RING_BYTES // 2 - 128)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1024, RING_BYTES), st.lists(st.floats(0, 1), max_size=30))
 def test_any_payload_and_any_two_fit_once_everything_is_released(ring_bytes: int, shares: list[float]) -> None:
     _, writer, reader = make_ring(ring_bytes)
@@ -204,7 +204,7 @@ def test_any_payload_and_any_two_fit_once_everything_is_released(ring_bytes: int
     assert put(writer, writer.max_payload).nbytes == put(writer, writer.max_payload).nbytes == writer.max_payload
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(PAYLOADS, min_size=1, max_size=60), st.randoms(use_true_random=False))
 def test_pieces_arrive_whole_however_late_and_out_of_order_they_are_read(sizes: list[int], chance: Random) -> None:
     _, writer, reader = make_ring()

@@ -80,7 +80,7 @@ operations = st.one_of(
 
 
 @pytest.mark.parametrize("kind", STORES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(history=st.lists(operations, max_size=12))
 def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(
     kind: str, history: list[tuple[str, set[int]]]
@@ -112,7 +112,7 @@ def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(
 
 
 @pytest.mark.parametrize("kind", STORES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(saved=row_sets, lost=row_sets)
 def test_a_rollback_of_the_changed_rows_alone_gives_the_checkpoint_back(
     kind: str, saved: set[int], lost: set[int]

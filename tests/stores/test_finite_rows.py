@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rowcast.job.tables import GroupSpec, group_specs
@@ -46,7 +46,6 @@ def test_every_place_of_a_record_is_looked_at_and_named(dtype: str, optimizer: s
                 assert finite.fault(keys, records) == ""
 
 
-@settings(deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(1, 40), st.integers(0, 2**32))
 def test_records_of_any_bits_are_finite_as_numpy_says(layout: tuple[str, str, bool], dim: int, seed: int) -> None:
     group, rng = group_of(*layout, dim=dim), np.random.default_rng(seed)

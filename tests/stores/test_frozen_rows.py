@@ -107,7 +107,7 @@ row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
 
 
 @pytest.mark.parametrize("kind", STORES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     frozen_rows_of=st.lists(row_sets, min_size=1, max_size=3),
     written=st.lists(st.one_of(row_sets, st.none()), max_size=12),

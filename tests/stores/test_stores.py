@@ -118,7 +118,7 @@ row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
 
 
 @pytest.mark.parametrize("kind", STORES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(operations=st.lists(st.tuples(st.booleans(), row_sets), max_size=12))
 def test_any_reads_and_writes_agree_with_a_plain_dictionary(kind: str, operations: list[tuple[bool, set[int]]]) -> None:
     everything = all_keys()

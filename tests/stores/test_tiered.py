@@ -243,7 +243,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(num_slots=st.integers(0, 80), history=st.lists(operations, max_size=30))
 def test_any_order_of_plans_work_reads_and_writes_agrees_with_a_dictionary(
     num_slots: int, history: list[tuple[str, set[int] | int, set[int] | None]]

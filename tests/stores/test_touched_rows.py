@@ -80,7 +80,7 @@ def test_rows_keep_the_numbers_in_which_they_were_first_added(rows_a_table: int)
     assert rows.of(added).tolist() == [expected[key] for key in added.tolist()]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 2**48), st.data())
 def test_any_rows_are_found_again_with_their_keys(rows_a_table: int, data: st.DataObject) -> None:
     rows, expected = TouchedRows(group_of(rows_a_table), MOST), dict[int, int]()

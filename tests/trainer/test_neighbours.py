@@ -40,7 +40,7 @@ def parts_of_memory(draw: st.DrawFn) -> list[Tensor]:
     return parts
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(parts_of_memory())
 def test_joined_parts_are_those_of_cat(parts: list[Tensor]) -> None:
     assert torch.equal(joined(parts), torch.cat(parts))

@@ -39,7 +39,7 @@ def samples_of(batch: Batch, num_features: int) -> list[tuple[Any, ...]]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(("single", "multi", "weighted", "empty")), st.integers(1, 40), st.integers(1, 12), st.integers())
 def test_parts_one_after_the_other_are_the_samples_of_the_batch_in_their_order(
     bags: Bags, size: int, parts: int, seed: int

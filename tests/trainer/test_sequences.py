@@ -79,7 +79,7 @@ def sequence(embedding: Embedded) -> Sequences:
     return embedding
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 6))
 def test_padded_holds_the_last_look_ups_of_each_sample_at_the_right(lengths: list[int], length: int) -> None:
     sequences = sequences_of(lengths)
