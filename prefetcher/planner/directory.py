@@ -157,15 +157,3 @@ def copy_cells(old: U64, new: U64) -> None:
             while new[cell] != EMPTY:
                 cell = (cell + np.uint64(1)) & mask
             new[cell] = old[i]
-
-
-def check_directory(directory: Directory, rows: Records) -> None:
-    """Raises AssertionError unless every key leads to its cell and the count is right."""
-    used = np.flatnonzero(directory.cells != EMPTY)
-    assert len(used) == directory.num_tracked[0], (
-        f"{len(used)} cells are in use, but {directory.num_tracked[0]} rows are tracked"
-    )
-    for cell in used.tolist():
-        key = int(rows["key"][int(directory.cells[cell] & LOW) % len(rows)])
-        found = int(locate(directory.cells, rows, key))
-        assert found == cell, f"key {key} leads to cell {found}, but is in cell {cell}"

@@ -7,7 +7,6 @@ from rowcast.prefetcher.planner.directory import (
     EMPTY,
     LOW,
     Directory,
-    check_directory,
     exchange,
     forget,
     locate,
@@ -15,6 +14,7 @@ from rowcast.prefetcher.planner.directory import (
     with_room,
 )
 from rowcast.prefetcher.planner.horizon import Occurrences, make_room, new_occurrences, with_steps
+from tests.support.planner_integrity import check_directory
 
 
 def keys_in_one_cluster(num_cells: int, count: int) -> list[int]:

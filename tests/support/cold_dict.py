@@ -15,8 +15,6 @@ from rowcast.runtime.errors import DataError, RowcastError
 class ColdDict:
     """Implements ColdRows. A freed place whose readers are gone is taken first by the next row."""
 
-    shares_places = False
-
     def __init__(self, most: int = 2**20, seed: int = 0) -> None:
         self.most = most
         self.rows_read = self.rows_written = self.bytes_read = self.bytes_written = 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rowcast.prefetcher.planner.directory import EMPTY, LOW, Directory, Records, check_directory, locate
+from rowcast.prefetcher.planner.directory import EMPTY, LOW, Directory, Records, locate
 from rowcast.prefetcher.planner.group_planner import GroupPlanner, Part
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, Occurrences
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -42,6 +42,18 @@ def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:
     for part in planner.parts:
         own = of_parts == part.number
         check_queues(part.occurrences, [step for step, _ in known], resident[own], steps[at][own])
+
+
+def check_directory(directory: Directory, rows: Records) -> None:
+    """Raises AssertionError unless every key leads to its cell and the count is right."""
+    used = np.flatnonzero(directory.cells != EMPTY)
+    assert len(used) == directory.num_tracked[0], (
+        f"{len(used)} cells are in use, but {directory.num_tracked[0]} rows are tracked"
+    )
+    for cell in used.tolist():
+        key = int(rows["key"][int(directory.cells[cell] & LOW) % len(rows)])
+        found = int(locate(directory.cells, rows, key))
+        assert found == cell, f"key {key} leads to cell {found}, but is in cell {cell}"
 
 
 def check_keys(part: Part, least: int, above: int) -> None:

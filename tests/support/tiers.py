@@ -7,6 +7,7 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import ColdRows
+from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tier_loops import CLEAN, FIRST_SLOT, FREE, LOADING, SPILLING
 from rowcast.prefetcher.stores.tiered_store import TieredStore
@@ -102,6 +103,7 @@ def check_tier(store: TieredStore) -> None:
     cold = all_rows[(all_rows > 0) & (all_rows <= FIRST_SLOT - store.num_slots)] - 1
     assert len(cold) == store._num_cold, f"{len(cold)} rows are cold, but {store._num_cold} were counted"
     places = np.concatenate([cold, store._homes[clean].astype(np.int64)])
-    assert store.cold.shares_places or len(np.unique(places)) == len(places), (
+    shares_places = isinstance(store.cold, RedisRows)  # a key and a place together are a row's
+    assert shares_places or len(np.unique(places)) == len(places), (
         f"{len(places)} rows are cold, but at {len(np.unique(places))} places"
     )

@@ -36,7 +36,6 @@ class ColdRows(Protocol):
     """Keys are distinct and may have any order. Arrays belong to this object only until the call returns."""
 
     most: int  # every place is below it; at most 2**32 - 2 - (slots of the tier)
-    shares_places: bool  # several rows may have the same place: only key and place together identify a row's bytes
 
     # Counters, each written by this object and read by metrics at any time.
     rows_read: int

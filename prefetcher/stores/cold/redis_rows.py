@@ -67,7 +67,6 @@ class Freed(NamedTuple):
 class RedisRows:
     """Implements `ColdRows`. Made by `open`."""
 
-    shares_places = True
     most = 2**31 - 2  # writes, a few per step, enough for years; leaves 2**31 numbers for slots
 
     def __init__(self, servers: Servers, group: GroupSpec, generation: str, note: Path) -> None:

@@ -63,8 +63,6 @@ RESTART = "then start again: the run continues from its newest checkpoint"
 class SegmentFile:
     """Implements `ColdRows`. Created by `open`."""
 
-    shares_places = False
-
     def __init__(self, group: GroupSpec, folder: Path, file: IO[bytes], disk_bytes: int, most: int) -> None:
         """See `open`."""
         self._group, self._folder, self._file, self._disk_bytes = group, folder, file, disk_bytes
