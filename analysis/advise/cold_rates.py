@@ -136,7 +136,7 @@ def read_until(descriptor: int, pages: Sequence[int], ends_s: float) -> int:
 class ServerRate:
     servers: tuple[str, ...]
     rows_a_call: int
-    row_us: tuple[float, ...] | None  # of each group, per row read and written; None: `why_not` has the reason
+    row_us: tuple[float, ...] | None  # microseconds per row read and written, by group; None: `why_not` says why
     round_trip_ms: float | None = None  # what a call for one row takes
     why_not: str | None = None
 

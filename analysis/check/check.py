@@ -5,6 +5,7 @@ run from starting or end it; a warning might.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -43,8 +44,10 @@ from rowcast.analysis.check.memory import check_disk, check_memory, check_row_nu
 from rowcast.job.file import load_job
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.run.sizing import Sizes, staging_bytes
 from rowcast.runtime.command_options import AsJson, Config, Overrides
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import plural, print_json, stdout_console
@@ -72,7 +75,8 @@ def check_file(config: Path, overrides: tuple[str, ...], *, whole: bool, ask: As
 def check_job(job: Job, *, whole: bool, ask: Ask) -> Iterator[Finding]:
     """First what both processes decide and refuse at their start, by their own code; then what may go wrong later."""
     yield from findings_of("versions", check_versions)
-    yield from findings_of("run directory", lambda: check_run_directory(job))
+    newest = cache(Checkpoints(job.run_dir, Disk()).newest_valid)  # it reads every file of a checkpoint
+    yield from findings_of("run directory", lambda: check_run_directory(job, newest))
     yield from findings_of("ports", lambda: check_ports(job))
     yield from findings_of("threads", lambda: check_threads(job))
     seen = Seen(groups=group_specs(job), count=job.ranks.count)
@@ -80,7 +84,7 @@ def check_job(job: Job, *, whole: bool, ask: Ask) -> Iterator[Finding]:
     opened = findings_of("data", lambda: check_opens(job, seen))
     yield from opened
     if all(finding.level == "ok" for finding in opened):
-        yield from findings_of("start", lambda: check_start(job, seen))
+        yield from findings_of("start", lambda: check_start(job, seen, newest))
         yield from findings_of("data", lambda: check_samples(job, seen, ALL if whole else SAMPLE))
         yield from findings_of("order", lambda: check_order(job, seen))
     if seen.start is not None:

@@ -1,7 +1,7 @@
 """Checks a job against its data: whether it opens, what a sample contains, how ranks divide it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,7 +15,6 @@ from rowcast.analysis.scan.shares import measured_keys, owners_touched
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, TableSpec, make_keys
-from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.planner import groupers_of
@@ -30,7 +29,7 @@ from rowcast.protocol.inputs import belonging, described, input_specs
 from rowcast.protocol.parts import part_bounds, rank_of
 from rowcast.protocol.shards import BLOCK_BITS, Shards
 from rowcast.runtime.arrays import F32, F64, I64
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
 
@@ -202,7 +201,7 @@ class Seen:
     largest_batch_bytes: int = 0  # of the batch's arrays
     arrays: SeenArrays = field(default_factory=SeenArrays)
     histories: SeenHistories = field(default_factory=SeenHistories)
-    start: Start | None = None  # of the first rank; None: a run would be refused, or the data does not open
+    start: Start | None = None  # what the first rank decides; None if the run is refused or its data does not open
     _of_ranks: list[Touched] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -346,13 +345,13 @@ def label_finding(seen: SeenLabel, name: str, *, is_binary: bool) -> Finding:
     return ok(f"{name}{percent_number(seen.num_positive / seen.num_known)} % of {seen.num_known:,} are positive")
 
 
-def check_start(job: Job, seen: Seen) -> Iterator[Finding]:
+def check_start(job: Job, seen: Seen, newest_valid: Callable[[], Manifest | None]) -> Iterator[Finding]:
     """Lets the prefetcher decide what it does before its first step, from its checkpoint and the run's first batches.
     Raises what a run's start raises."""
     assert seen.reader is not None, "the data was opened"
     newest, measured = None, seen.measured
     with suppress(DataError):  # `check_run_directory` says that every checkpoint is damaged
-        newest = Checkpoints(job.run_dir, Disk()).newest_valid()
+        newest = newest_valid()
     if newest is not None:
         ordered = in_recorded_order(job, newest)
         reader = reader_for_another_pass(ordered, seen.reader)

@@ -23,12 +23,10 @@ from prometheus_client import CollectorRegistry
 from rowcast.analysis.check.findings import Finding, error, ok, warning
 from rowcast.job.file import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
-from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.run.sizing import check_shared_memory
 from rowcast.protocol.transport.callers import allowed_clients, load_server
 from rowcast.protocol.transport.ring_file import free_shared_memory
-from rowcast.runtime.checkpoint_manifest import newest_checkpoint, readable
-from rowcast.runtime.disk import Disk
+from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, readable
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import threads_of_run, usable_cores
 from rowcast.runtime.run_directory import RunDirectory, holder, pair_folder
@@ -123,7 +121,8 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def check_run_directory(job: Job) -> Iterator[Finding]:
+def check_run_directory(job: Job, newest_valid: Callable[[], Manifest | None]) -> Iterator[Finding]:
+    """`newest_valid`: returns the checkpoint that a run goes on from, or raises DataError if all are damaged."""
     path = job.run_dir
     folders = [path, *(pair_folder(path, rank, job.ranks.count) for rank in range(job.ranks.count))]
     roles: tuple[Process, Process] = ("prefetcher", "trainer")
@@ -140,7 +139,7 @@ def check_run_directory(job: Job) -> Iterator[Finding]:
     if used is not None:
         yield warning(used)
         return
-    newest = Checkpoints(path, Disk()).newest_valid()
+    newest = newest_valid()
     where = "is free to use" if newest is None else f"holds a run that continues after {newest.train_steps} train steps"
     yield ok(f"{path} {where}")
 
@@ -176,7 +175,7 @@ class Device:
     refusal: str | None = None  # why the device cannot be used
     count: int = 1  # such devices on this host
     model_refusal: str | None = None  # why the model cannot be built
-    dense_bytes: int | None = None  # of the model's weights; None: it was not built
+    dense_bytes: int | None = None  # size of the model's weights; None if the model was not built
 
 
 def ask_trainer(job: Job, num_dense: int | None, command: tuple[str, ...] = (sys.executable, "-c", QUESTION)) -> Device:

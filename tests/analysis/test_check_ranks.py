@@ -96,7 +96,7 @@ def test_each_rank_of_a_host_needs_a_device(tmp_path: Path) -> None:
 def test_a_folder_that_a_rank_holds_is_named(tmp_path: Path) -> None:
     job = ranked_job(tmp_path)
     with RunDirectory(pair_folder(job.run_dir, 2, 4), "trainer"):
-        held = next(check_run_directory(job))
+        held = next(check_run_directory(job, lambda: None))
     assert held.level == "error"
     assert "rank-002 is held by a trainer" in held.sentence
 

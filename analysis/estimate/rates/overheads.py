@@ -1,7 +1,8 @@
-"""Measures what a step takes beside its kernels, by type, in a small job of which all kernels are measured too.
+"""Measures the time that a step spends outside its kernels, by type.
 
-The trainer itself is run, with plans made up here and rows that lie in its ring: first in one thread, then in a thread
-for each stage. Its timeline shows what the phases of a step take, and where a hand-over between threads waits.
+It uses a small job, whose kernels are measured as well. The trainer itself runs, with plans made up here and rows that
+lie in its ring: first in one thread, then in a thread for each stage. Its timeline shows what the phases of a step
+take, and where a hand-over between threads waits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ FEATURES, DIM, NUM_DENSE = 26, 8, 13
 BATCHES = (128, 2048)  # the second one tells what each look-up adds
 STEPS, WARM_STEPS, RUNS = 40, 8, 5
 FETCHED_SHARE = 4  # a step fetches one row in four
-SKEW = 3  # of the look-ups of a feature: the exponent of a uniform random number
+SKEW = 3  # a feature looks up rows by a uniform random number to this power, so few rows have most look-ups
 SLOTS_PER_ROW = 2  # rows of other batches are between those of a step
 MESSAGE_S = 2e-4  # from one process to the other: measured in runs on idle cores
 
@@ -45,10 +46,10 @@ MESSAGE_S = 2e-4  # from one process to the other: measured in runs on idle core
 class Spent(NamedTuple):
     """Seconds of a step."""
 
-    main: float  # of the processor, by the thread that computes
-    others: float  # of the processor, by the threads of messages and checks
-    phases: float  # of the wall clock: what the phases of a step take while no other thread runs
-    wait: float  # of the wall clock: until the sender's thread has taken up what it was given
+    main: float  # processor time of the thread that computes
+    others: float  # processor time of the threads that handle messages and checks
+    phases: float  # wall-clock time of the step's phases, with no other thread running
+    wait: float  # wall-clock time until the sender's thread takes up what it was given
 
 
 def small_job() -> Job:

@@ -136,7 +136,6 @@ class Recording:
     ) -> None:
         self.groups = groups
         packed = [pack(recorded, self.groups) for recorded in plans]
-        self.rows_moved = sum(len(own.fetch_keys) for each in packed for own in each.recorded.plan.groups)
         payloads = [own.pieces[0].nbytes for own in packed]
         self.slots, self.device = slots, device
         self.fetch_buffer = in_memory_buffer(sum(payloads) + GUARDS * len(payloads) + 2 * max(payloads))
