@@ -2,7 +2,7 @@
 
 Lookups        ids, offsets, weights      hundreds of batches ahead
 Samples        dense, labels, inputs      a few batches ahead
-Batch          both, as every reader yields it
+Batch          both
 Scheduled      any of these at its place in the run, or the function that decodes it
 """
 
@@ -30,41 +30,37 @@ class Cut:
         return {name: array[self.lookups.get(name, self.samples)] for name, array in arrays.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Lookups:
-    """The planner's view of a batch; fields as in `Batch`."""
+    """B samples' look-ups of F features. Arrays are C-contiguous and never change."""
 
     size: int  # B
-    ids: I64
-    offsets: I64 | None = None
-    weights: F32 | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Samples:
-    """What travels beside a batch's plan; fields as in `Batch`."""
-
-    dense: F32
-    labels: F32
-    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-
-    def of(self, cut: Cut) -> "Samples":
-        return Samples(dense=self.dense[cut.samples], labels=self.labels[cut.samples], inputs=cut.of(self.inputs))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """B samples of F features. Arrays are C-contiguous and never change."""
-
-    dense: F32  # [B, D], finite
-    labels: F32  # [B], or [B, T] with T labels per sample (data.columns.labels); NaN is unknown
     # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
     ids: I64
     # [F * B + 1] into ids, or None if every bag holds exactly one id (N = F * B)
     offsets: I64 | None = None
     weights: F32 | None = None  # [N], or None if no feature has weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What travels beside a batch's plan."""
+
+    dense: F32  # [B, D], finite
+    labels: F32  # [B], or [B, T] with T labels per sample (data.columns.labels); NaN is unknown
     # other arrays for the model, of any dtype: an entry per sample, or per look-up of a feature (`inputs.py`)
     inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def within(self, cut: Cut) -> "Samples":
+        return Samples(dense=self.dense[cut.samples], labels=self.labels[cut.samples], inputs=cut.of(self.inputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Lookups, Samples):
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.labels))
 
     @classmethod
     def of(cls, lookups: Lookups, samples: Samples) -> "Batch":
@@ -76,10 +72,6 @@ class Batch:
             weights=lookups.weights,
             inputs=samples.inputs,
         )
-
-    @property
-    def size(self) -> int:
-        return len(self.labels)
 
     @property
     def lookups(self) -> Lookups:
@@ -130,4 +122,3 @@ class Scheduled(Generic[B]):
 
 
 ScheduledBatch = Scheduled[Batch]
-ScheduledLookups = Scheduled[Batch | Lookups]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.schema import Job
-from rowcast.protocol.batch import Batch, Cut, Samples
+from rowcast.protocol.batch import Cut, Samples
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.errors import DataError
 
@@ -61,7 +61,7 @@ def belonging(job: Job) -> Belonging:
     )
 
 
-def batch_specs(batch: Batch | Samples, of: Mapping[str, str]) -> tuple[InputSpec, ...]:
+def batch_specs(batch: Samples, of: Mapping[str, str]) -> tuple[InputSpec, ...]:
     """Describes all arrays of a batch, as they are announced. `of`: the feature of each array of look-ups."""
     return input_specs({"dense": batch.dense, "labels": batch.labels} | dict(batch.inputs), of)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import aligned
-from rowcast.protocol.batch import Batch, Samples
+from rowcast.protocol.batch import Samples
 from rowcast.protocol.inputs import PREFIX
 from rowcast.protocol.messages import ArraySpan, ArraySpec, BatchShare, GroupHeader, PlanHeader, RowSpan
 from rowcast.protocol.plan import StepPlan
@@ -81,7 +81,7 @@ def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
     )
 
 
-def plan_block(batch: Batch | Samples, plan: StepPlan) -> ArrayBlock:
+def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
     """Packs a plan without its rows: the arrays to look up, train and evict, and the slots to check."""
     arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
     arrays |= {f"{PREFIX}{name}": array for name, array in batch.inputs.items()}
@@ -92,7 +92,7 @@ def plan_block(batch: Batch | Samples, plan: StepPlan) -> ArrayBlock:
     return make_block(arrays)
 
 
-def plan_header(batch: Batch | Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
+def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
     """`batches`: the checksum that ranks compare (`BatchShare`)."""
     groups = tuple(
         GroupHeader(

@@ -75,7 +75,7 @@ def samples_of(batch_size: int, rank: Rank) -> slice:
     return slice(bounds[rank.own_parts.start], bounds[rank.own_parts.stop])
 
 
-def ids_of_samples(batch: Batch | Lookups, samples: slice, whole: Collection[int]) -> Lookups:
+def ids_of_samples(batch: Lookups, samples: slice, whole: Collection[int]) -> Lookups:
     """Returns the look-ups of some samples, in the order of the batch.
 
     `whole`: positions of the features whose look-ups are the batch's. All are in its first bag, and also here."""
@@ -100,12 +100,12 @@ def joined(array: npt.NDArray[Value], ranges: Sequence[tuple[int, int]]) -> npt.
     return np.concatenate([array[:0], *(array[first:end] for first, end in ranges)])
 
 
-def parts_of(batch: Batch | Lookups, parts: int, whole: Collection[int]) -> list[Lookups]:
+def parts_of(batch: Lookups, parts: int, whole: Collection[int]) -> list[Lookups]:
     """Returns the look-ups of each part, as `ids_of_samples`."""
     return [ids_of_samples(batch, slice(*ends), whole) for ends in pairwise(part_bounds(batch.size, parts))]
 
 
-def arrays_of_samples(batch: Batch | Lookups, samples: slice, of: Belonging) -> Cut:
+def arrays_of_samples(batch: Lookups, samples: slice, of: Belonging) -> Cut:
     """Returns the entries that some samples have in the arrays of the batch."""
 
     def lookups(feature: str) -> slice:
@@ -122,14 +122,7 @@ def part_of(batch: Batch, part: int, parts: int, of: Belonging) -> Batch:
     """Returns the samples of one part."""
     samples = slice(*part_bounds(batch.size, parts)[part : part + 2])
     own, cut = ids_of_samples(batch, samples, of.batch_positions), arrays_of_samples(batch, samples, of)
-    return Batch(
-        dense=batch.dense[samples],
-        labels=batch.labels[samples],
-        ids=own.ids,
-        offsets=own.offsets,
-        weights=own.weights,
-        inputs=cut.of(batch.inputs),
-    )
+    return Batch.of(own, batch.within(cut))
 
 
 def part_seed(seed: int, train_step: int, part: int) -> int:

@@ -147,7 +147,7 @@ def plan_first(
         scheduled = observed.measured[len(nbytes)]
         dense = scheduled.batch.samples
         samples = samples_of(scheduled.batch.size, observed.rank)
-        own = dense.of(arrays_of_samples(scheduled.batch, samples, belonging))
+        own = dense.within(arrays_of_samples(scheduled.batch, samples, belonging))
         nbytes.append(plan_block(own, plan).nbytes)
 
 

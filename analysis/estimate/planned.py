@@ -111,7 +111,7 @@ def planned_steps(
         known, began_s = planner.num_known, time.process_time()
         scheduled, plan = added.popleft(), planner.plan()
         samples = samples_of(scheduled.batch.size, rank)
-        own = scheduled.batch.samples.of(arrays_of_samples(scheduled.batch, samples, belonging))
+        own = scheduled.batch.samples.within(arrays_of_samples(scheduled.batch, samples, belonging))
         plan_s += time.process_time() - began_s
         step = planned(own, plan, groups, wiring, first, known)
         counted = count(own, plan, seen, decode_s[step.step], plan_s, ranks)

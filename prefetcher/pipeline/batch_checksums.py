@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rowcast.protocol.batch import Batch, Lookups, Samples, ScheduledBatch, ScheduledLookups
+from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.protocol.messages import BATCHES_BITS
 from rowcast.runtime.checkpoint_manifest import BatchChecksum
 from rowcast.runtime.errors import Mismatch
@@ -39,7 +39,7 @@ class BatchChecksums:
         """Returns the checksums of known, unplanned batches, nearest first."""
         return tuple(islice(self._known, MOST_AHEAD))
 
-    def add_ids(self, ids: ScheduledLookups) -> None:
+    def add_ids(self, ids: Scheduled[Lookups]) -> None:
         """Adds a batch. Raises Mismatch if the checkpoint's run had read different ids."""
         at, checksum = ids.position, ids_checksum(ids.batch)
         expected = self._expected.get((at.train_step, at.eval_batch))
@@ -47,7 +47,7 @@ class BatchChecksums:
             raise other_batch(expected, "ids")
         self._known.append(BatchChecksum(train_step=at.train_step, eval_batch=at.eval_batch, ids=checksum, dense=""))
 
-    def add_dense(self, dense: Batch | Samples) -> None:
+    def add_dense(self, dense: Samples) -> None:
         """Adds the dense features of the first batch that lacks them. Raises as `add_ids`."""
         batch, checksum = self._known[self._num_dense], dense_checksum(dense)
         expected = self._expected.get((batch.train_step, batch.eval_batch))
@@ -107,11 +107,11 @@ def other_batch(expected: BatchChecksum, what: str) -> Mismatch:
     )
 
 
-def ids_checksum(batch: Batch | Lookups) -> str:
+def ids_checksum(batch: Lookups) -> str:
     return checksum_of([batch.ids, batch.offsets, batch.weights])
 
 
-def dense_checksum(batch: Batch | Samples) -> str:
+def dense_checksum(batch: Samples) -> str:
     return checksum_of([batch.dense, batch.labels, *batch.inputs.values()])
 
 
@@ -139,7 +139,7 @@ def first_checksums(features: Sequence[str], batches: Iterable[ScheduledBatch]) 
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
 
-def of_feature(batch: Batch | Lookups, index: int) -> str:
+def of_feature(batch: Lookups, index: int) -> str:
     own, offsets = slice(index * batch.size, (index + 1) * batch.size), batch.offsets
     if offsets is not None:
         offsets = offsets[own.start : own.stop + 1]

@@ -205,7 +205,7 @@ class PlanningStage:
                 store.stage(step, group)
         crash_point("plan made")
         following, cut = self._known.popleft()
-        samples = self._samples.popleft().of(cut)
+        samples = self._samples.popleft().within(cut)
         self._counters.planned(plan, len(samples.labels))
         self.on_plan(plan)
         self._plans.append(pack(samples, plan, self.checksums.planned()))

@@ -10,7 +10,7 @@ from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.grouping import Grouper, distinct
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
-from rowcast.protocol.batch import ScheduledLookups
+from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
@@ -28,7 +28,7 @@ class Touched:
     distinct_rows: tuple[int, ...]  # distinct rows of all these batches together
 
 
-def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED) -> Touched:
+def measure(groups: tuple[GroupSpec, ...], batches: Sequence[Scheduled[Lookups]], rank: Rank = UNDIVIDED) -> Touched:
     """Counts the rows that `rank` owns over the first 32 of `batches`. `groups` are all groups of the job."""
     num_features = sum(group.num_features for group in groups)
     keys_of_groups = []
@@ -42,7 +42,7 @@ def measure(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledLookups], 
 def touched_by(
     groups: tuple[GroupSpec, ...],
     keys_of_groups: Sequence[Sequence[I64]],
-    batches: Sequence[ScheduledLookups],
+    batches: Sequence[Scheduled[Lookups]],
     num_shards: int = 1,
 ) -> Touched:
     """`keys_of_groups`: of each group, the distinct rows of each batch that are in one of `num_shards` shards."""
@@ -54,14 +54,14 @@ def touched_by(
     return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(counts))
 
 
-def untouched_share(group: GroupSpec, batches: Sequence[ScheduledLookups]) -> int:
+def untouched_share(group: GroupSpec, batches: Sequence[Scheduled[Lookups]]) -> int:
     """Estimates the distinct rows of a group that the first batches do not touch: one per bag, or all rows."""
     largest = max((scheduled.batch.size for scheduled in batches), default=1)
     return min(group.num_rows, group.num_features * largest)
 
 
 def job_slots(
-    job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED
+    job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[Scheduled[Lookups]], rank: Rank = UNDIVIDED
 ) -> tuple[int, ...]:
     """Computes the slots of each group in a run of the job, on the device of `rank`. `groups` are all groups of the
     job. Raises ConfigError."""

@@ -24,7 +24,7 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.group_planner import GroupMoves, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, distinct
-from rowcast.protocol.batch import Batch, Lookups
+from rowcast.protocol.batch import Lookups
 from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import GroupPlan, GroupShare
@@ -138,7 +138,7 @@ class ShareOfBatch:
         self._rank = rank
         self._shards = Shards(group.tables, rank.count)
 
-    def group(self, parts: Sequence[Batch | Lookups]) -> SharedRows:
+    def group(self, parts: Sequence[Lookups]) -> SharedRows:
         groupings = [self._grouper.group(self._grouper.lookups(part)) for part in parts]
         exchange = exchange_of([grouping.keys for grouping in groupings], self._shards, self._rank)
         return SharedRows(parts=tuple(groupings[own] for own in self._rank.own_parts), exchange=exchange)

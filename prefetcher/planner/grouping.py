@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.protocol.arrange import MOST_ORDERED, arrange
-from rowcast.protocol.batch import Batch, Lookups
+from rowcast.protocol.batch import Lookups
 from rowcast.runtime.arrays import F32, GOLDEN, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop
 from rowcast.runtime.stages import ThreadPool
@@ -108,7 +108,7 @@ class Grouper:
         self._num_rows = np.array([table.num_embeddings for table in group.tables], np.int64)
         self._pool = pool or ThreadPool()
 
-    def lookups(self, batch: Batch | Lookups) -> GroupLookups:
+    def lookups(self, batch: Lookups) -> GroupLookups:
         check_shape(batch, self._num_features)
         runs = [(first * batch.size, end * batch.size) for first, end in self._runs]  # in bags
         table_starts = self._feature_starts * batch.size
@@ -206,7 +206,7 @@ def consecutive_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-def check_shape(batch: Batch | Lookups, num_features: int) -> None:
+def check_shape(batch: Lookups, num_features: int) -> None:
     num_bags, num_lookups = num_features * batch.size, len(batch.ids)
     assert max(num_bags, num_lookups) <= MAX_LOOKUPS, (
         f"{num_bags} bags of {num_lookups} look-ups are more than {MAX_LOOKUPS}"

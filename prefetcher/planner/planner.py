@@ -17,7 +17,7 @@ from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
 from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows
-from rowcast.protocol.batch import Batch, Lookups, ScheduledLookups
+from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.protocol.shards import Shards
@@ -67,7 +67,7 @@ class PlanCounters:
 class Arranger(Protocol):
     """Finds the rows of a group that a batch needs on this rank. Arranges the look-ups once these rows have slots."""
 
-    def group(self, parts: Sequence[Batch | Lookups]) -> NeededRows:
+    def group(self, parts: Sequence[Lookups]) -> NeededRows:
         """`parts`: of all ranks; the batch itself if it is not divided."""
 
     def plan(self, rows: Any, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
@@ -80,7 +80,7 @@ class WholeBatch:
     def __init__(self, grouper: Grouper) -> None:
         self._grouper = grouper
 
-    def group(self, parts: Sequence[Batch | Lookups]) -> Grouping:
+    def group(self, parts: Sequence[Lookups]) -> Grouping:
         [batch] = parts
         return self._grouper.group(self._grouper.lookups(batch))
 
@@ -215,7 +215,7 @@ class RowPlanner:
         horizon: int | AutoHorizon,
         *,
         policy: Policy = "lookahead",
-        first_batches: Sequence[ScheduledLookups] = (),
+        first_batches: Sequence[Scheduled[Lookups]] = (),
         pinned: tuple[I64, ...] | None = None,
         num_threads: int = 1,
         rank: Rank = UNDIVIDED,
@@ -257,15 +257,15 @@ class RowPlanner:
         self._before: KnownBatch | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
-    def group(self, batch: Batch | Lookups) -> tuple[NeededRows, ...]:
+    def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
         """Groups a batch's look-ups. Several planners over the same batches can `add` the result."""
         parts = self._parts(batch)
         return tuple(arranger.group(parts) for arranger in self._arrangers)
 
-    def _parts(self, batch: Batch | Lookups) -> Sequence[Batch | Lookups]:
+    def _parts(self, batch: Lookups) -> Sequence[Lookups]:
         return parts_of(batch, self.rank.parts, self._batch_features) if self.rank.is_divided else [batch]
 
-    def add(self, scheduled: ScheduledLookups, groupings: tuple[NeededRows, ...] | None = None) -> None:
+    def add(self, scheduled: Scheduled[Lookups], groupings: tuple[NeededRows, ...] | None = None) -> None:
         """Adds the next batch to the horizon. Steps have no gaps and may start at any number."""
         self.known.check_next(scheduled.step)
         if scheduled.step >= MOST_STEPS:
@@ -415,7 +415,7 @@ def job_planner(
     job: Job,
     groups: tuple[GroupSpec, ...],
     slots: Sequence[Slots],
-    first_batches: Sequence[ScheduledLookups],
+    first_batches: Sequence[Scheduled[Lookups]],
     *,
     pinned: tuple[I64, ...] | None = None,
     num_threads: int = 1,

@@ -23,7 +23,7 @@ from rowcast.prefetcher.readers.data_files import files_of
 from rowcast.prefetcher.readers.line_index import counting_lock, file_state, path_text
 from rowcast.prefetcher.readers.pin_files import check_tables, checksum, read_pins
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
-from rowcast.protocol.batch import Samples
+from rowcast.protocol.batch import Lookups
 from rowcast.runtime.arrays import I64, Bools, Bytes
 from rowcast.runtime.checkpoint_manifest import write_durably
 
@@ -88,7 +88,7 @@ def passes(job: Job, hot: Mapping[str, I64]) -> Iterator[Bools]:
     features = [hot.get(table.name, nothing) for table in job.tables for _ in table.features]
     for decode in open_reader(plain_job, stream_columns(job)[0]).pending("train", 0):
         batch = decode()
-        assert not isinstance(batch, Samples), "a stream of ids gives ids"
+        assert isinstance(batch, Lookups), "a stream of ids gives ids"
         assert batch.offsets is None, f"{job.data.format} is read row by row, and has one id for each feature"
         are_hot = np.ones(batch.size, np.bool_)
         for ids, rows in zip(batch.ids.reshape(len(features), batch.size), features, strict=True):

@@ -19,7 +19,7 @@ from rowcast.job.formats import BATCH, Negatives
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Column, bag_offsets, join_columns
 from rowcast.prefetcher.readers.draws import Drawn, Draws, cumulative, draws
-from rowcast.prefetcher.readers.reader import Columns, Part, Pending, Reader, decode_part, decoded, open_format
+from rowcast.prefetcher.readers.reader import Columns, Part, Pending, Reader, decoded, open_format
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
@@ -72,17 +72,15 @@ class DrawingReader:
 
     def _complete(self, decode: Pending, split: Kind, epoch: int, batch: int) -> Part:
         part, stream = decode(), draws(self._job.job.seed, split, epoch, batch)
-        if isinstance(part, Samples):
-            return self._with_arrays(part, [own.draw(stream, self._ids_of(own, part.inputs)) for own in self._features])
-        if isinstance(part, Lookups):
+        if not isinstance(part, Samples):
             columns = self._columns(part)
             drawn = [own.draw(stream, columns.get(own.per, NO_LOOKUPS).ids) for own in self._features]
             return self._with_ids(part, columns, drawn)
-        ids, dense = part.lookups, part.samples
-        drawn = [own.draw(stream, self._ids_of(own, dense.inputs)) for own in self._features]
-        return decode_part(
-            "all", lambda: self._with_arrays(dense, drawn), lambda: self._with_ids(ids, self._columns(ids), drawn)
-        )
+        drawn = [own.draw(stream, self._ids_of(own, part.inputs)) for own in self._features]
+        dense = self._with_arrays(part, drawn)
+        if not isinstance(part, Batch):
+            return dense
+        return Batch.of(self._with_ids(part, self._columns(part), drawn), dense)
 
     def _ids_of(self, own: "DrawnFeature", inputs: dict[str, Any]) -> I64:
         ids: I64 = inputs.get(f"{own.per}.id", NOTHING)

@@ -10,7 +10,7 @@ from rowcast.job.schema import Job
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
 
 Columns = Literal["all", "ids", "dense"]  # what a reader decodes: whole batches, or one half of each
-Part = Batch | Lookups | Samples
+Part = Lookups | Samples
 Pending = Callable[[], Part]  # decodes and checks a batch when called
 
 

@@ -23,7 +23,7 @@ from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import Slots, groupers_of
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.arrange import MOST_ORDERED
-from rowcast.protocol.batch import Batch, Lookups, ScheduledBatch, ScheduledLookups
+from rowcast.protocol.batch import Batch, Lookups, Scheduled, ScheduledBatch
 from rowcast.protocol.inputs import belonging
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, ids_of_samples, samples_of
@@ -83,7 +83,9 @@ def sizes(
     return Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(typical.rows, ring_bytes))
 
 
-def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledLookups], rank: Rank = UNDIVIDED) -> Typical:
+def typical_plan(
+    groups: Sequence[GroupSpec], measured: Sequence[Scheduled[Lookups]], rank: Rank = UNDIVIDED
+) -> Typical:
     """`measured`: at most the first MEASURED_BATCHES of the run. `rank`: whose plan."""
     if not measured:
         return Typical(rows=0, arrays=0)
@@ -99,7 +101,7 @@ def typical_plan(groups: Sequence[GroupSpec], measured: Sequence[ScheduledLookup
     return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * most_arrays))
 
 
-def is_ordered(groups: Sequence[GroupSpec], batch: Batch | Lookups) -> bool:
+def is_ordered(groups: Sequence[GroupSpec], batch: Lookups) -> bool:
     """Returns whether the plans of a whole batch have `order` in every group."""
     pooled_alone = batch.offsets is None and batch.weights is None and not any(g.unpooled_features for g in groups)
     return pooled_alone and all(
@@ -113,7 +115,7 @@ def input_bytes(job: Job, batch: Batch, rank: Rank) -> int:
     return sum(array.nbytes for array in cut.of(batch.inputs).values())
 
 
-def group_arrays_bytes(batch: Batch | Lookups, num_rows: int, *, ordered: bool) -> int:
+def group_arrays_bytes(batch: Lookups, num_rows: int, *, ordered: bool) -> int:
     present = {name for name in ("offsets", "weights") if getattr(batch, name) is not None}
     present |= {"order"} if ordered else set()
     counts = Counts(
@@ -127,7 +129,7 @@ def group_arrays_bytes(batch: Batch | Lookups, num_rows: int, *, ordered: bool) 
     return sum(layout.nbytes_of(counts) for layout in GROUP_ARRAYS.values())
 
 
-def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Batch | Lookups, num_owned: int, rank: Rank) -> int:
+def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Lookups, num_owned: int, rank: Rank) -> int:
     """`num_owned`: rows of the batch in the rank's shard. A rank sends about as many rows as it receives."""
     samples = samples_of(batch.size, rank)
     own = ids_of_samples(batch, samples, batch_features(groups))

@@ -96,7 +96,7 @@ def plan_of(job: Job, batch: ScheduledBatch, rank: Rank) -> tuple[PlanCheck, Pla
     planner.end()
     plan = planner.plan()
     whole = batch.batch.samples
-    own = whole.of(arrays_of_samples(batch.batch, samples_of(batch.batch.size, rank), belonging(job)))
+    own = whole.within(arrays_of_samples(batch.batch, samples_of(batch.batch.size, rank), belonging(job)))
     block = plan_block(own, plan)
     content = np.zeros(block.nbytes, np.uint8)
     block.write(0, content)
