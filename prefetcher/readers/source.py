@@ -42,8 +42,6 @@ class SourceCounters:
 
     batches: int = 0  # delivered
     invalid_ids: int = 0  # replaced under data.on_invalid_id, in the batches delivered
-    decoder_blocked_s: float = 0.0  # decoders waited for room, sum over all
-    planner_blocked_s: float = 0.0  # from a poll that found nothing to the next batch
     queue_depth: int = 0  # batches decoded and waiting
 
 

@@ -296,7 +296,6 @@ class DecodedStream:
         self._next_step = (start or Position()).step
         self._invalid_ids, self._blocked_s = [0] * num_decoders, [0.0] * num_decoders  # of each decoder
         self._ended = False
-        self._starved_since: float | None = None
 
     def start(self) -> None:
         atexit.register(self.close)  # before multiprocessing's, which would wait for children that ignore SIGTERM
@@ -315,9 +314,7 @@ class DecodedStream:
         delivery = self._decoders[index].take()
         self.counters.queue_depth = sum(decoder.num_waiting for decoder in self._decoders)
         if delivery is None:
-            self._starved_since = self._starved_since or time.monotonic()
             return None
-        self._end_starvation()
         if isinstance(delivery, EndOfBatches):
             self._ended = True
             return None
@@ -327,7 +324,7 @@ class DecodedStream:
         self._show(index, delivery)
         self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s
         self.counters.batches += 1
-        self.counters.invalid_ids, self.counters.decoder_blocked_s = sum(self._invalid_ids), sum(self._blocked_s)
+        self.counters.invalid_ids = sum(self._invalid_ids)
         return delivery.scheduled
 
     @property
@@ -353,11 +350,6 @@ class DecodedStream:
             "work", "decode", delivery.decode_s, delivery.scheduled.step, ended_s=delivery.decoded_s, track=track
         )
         self._decoded_s[index] = delivery.decoded_s
-
-    def _end_starvation(self) -> None:
-        if self._starved_since is not None:
-            self.counters.planner_blocked_s += time.monotonic() - self._starved_since
-            self._starved_since = None
 
 
 class WorkerSource(Source):

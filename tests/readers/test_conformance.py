@@ -135,21 +135,18 @@ def batches(job: Job, split: Kind = "train", epoch: int = 0, start: int = 0) -> 
 
 
 @ALL
-def test_the_samples_are_those_of_an_independent_decode_in_order(case: Case, tmp_path: Path) -> None:
+def test_full_batches_hold_the_samples_of_an_independent_decode_in_order(case: Case, tmp_path: Path) -> None:
     job, expected = case(tmp_path)
-    found = all_samples(batches(job)), all_samples(batches(job, "eval"))
-    assert [len(rows) for rows in found] == [NUM_TRAIN, NUM_ROWS - NUM_TRAIN]
-    if expected is not None:
-        assert found[0] + found[1] == expected
-
-
-@ALL
-def test_every_batch_is_full_but_the_last_of_its_split(case: Case, tmp_path: Path) -> None:
-    job, _ = case(tmp_path)
     reader = open_reader(job)
-    assert [batch.size for batch in reader.batches("train", 0)] == [BATCH_SIZE] * 10 + [3]
-    assert [batch.size for batch in reader.batches("eval", 0)] == [8, 8, 4]
-    assert (reader.num_samples("train"), reader.num_samples("eval")) == (83, 20)
+    train, again, held_out = (list(reader.batches(*of)) for of in (("train", 0), ("train", 1), ("eval", 0)))
+    assert [batch.size for batch in train] == [BATCH_SIZE] * 10 + [3]
+    assert [batch.size for batch in held_out] == [8, 8, 4]
+    assert (reader.num_samples("train"), reader.num_samples("eval")) == (NUM_TRAIN, NUM_ROWS - NUM_TRAIN)
+    assert all(same_batch(a, b) for a, b in zip(train, again, strict=True)), "without a shuffle epochs are alike"
+    rows = all_samples([*train, *held_out])
+    sizes = [table.num_embeddings for table in job.tables for _ in table.features]
+    assert all(0 <= i < size for row in rows for bag, size in zip(row.ids, sizes, strict=True) for i in bag)
+    assert expected is None or rows == expected
 
 
 @pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, named, synthetic])
@@ -177,22 +174,6 @@ def test_arrays_have_the_shapes_and_types_of_the_agreement(case: Case, tmp_path:
             assert (np.diff(batch.offsets) != 1).any(), "offsets of single ids are left away"
         assert (batch.weights is not None) == bool(job.data.columns.weights)
         assert batch.weights is None or (batch.weights.dtype == np.float32 and batch.weights.shape == batch.ids.shape)
-
-
-@ALL
-def test_ids_lie_in_their_tables(case: Case, tmp_path: Path) -> None:
-    job, _ = case(tmp_path)
-    sizes = [table.num_embeddings for table in job.tables for _ in table.features]
-    for row in all_samples(batches(job)):
-        assert all(0 <= i < size for bag, size in zip(row.ids, sizes, strict=True) for i in bag)
-
-
-@ALL
-def test_without_shuffle_epochs_are_alike(case: Case, tmp_path: Path) -> None:
-    job, _ = case(tmp_path)
-    reader = open_reader(job)
-    pairs = zip(reader.batches("train", 0), reader.batches("train", 1), strict=True)
-    assert all(same_batch(a, b) for a, b in pairs)
 
 
 @ALL
@@ -232,6 +213,7 @@ def test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block(
             key = np.array([job.job.seed, epoch * 2**32 + block], dtype=np.uint64)
             expected += [part[i] for i in np.random.Generator(np.random.Philox(key=key)).permutation(len(part))]
         assert all_samples(batches(shuffled_job, epoch=epoch)) == expected
+    assert all_samples(batches(shuffled_job, "eval", epoch=1)) == all_samples(batches(job, "eval"))
 
 
 def orders(job: Job) -> list[str]:
@@ -279,7 +261,7 @@ def part_of(batch: Batch, columns: Columns) -> Part:
     return parts[columns]
 
 
-@ALL
+@pytest.mark.parametrize("case", [bags, custom])  # the others in one process: the test before
 def test_any_number_of_workers_gives_the_batches_of_the_source_without(case: Case, tmp_path: Path) -> None:
     shuffle = orders(case(tmp_path)[0])[-1]
     job = long_job(case(tmp_path, shuffle=shuffle)[0])
@@ -304,13 +286,6 @@ def workers_at(job: Job, starts: list[Position | None]) -> Iterator[tuple[int, P
             source.start()
         for i, source in enumerate(sources):
             yield 1 + i, starts[i], source
-
-
-@SHUFFLED
-def test_evaluation_is_never_shuffled(case: Case, shuffle: str, tmp_path: Path) -> None:
-    job, _ = case(tmp_path)
-    shuffled_job, _ = case(tmp_path, shuffle=shuffle)
-    assert all_samples(batches(shuffled_job, "eval", epoch=1)) == all_samples(batches(job, "eval"))
 
 
 @pytest.mark.parametrize("case", [tsv, npy, bags, named])

@@ -92,12 +92,6 @@ def test_arrays_that_do_not_fit_are_refused(
         open_reader(job_of(tmp_path))
 
 
-def test_a_day_without_rows_is_refused(tmp_path: Path) -> None:
-    write_day(tmp_path, "day_0", 0)
-    with pytest.raises(DataError, match=r"day_0_labels\.npy holds no row"):
-        open_reader(job_of(tmp_path))
-
-
 @pytest.mark.parametrize("kept", [0, 50, 1000])
 def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
     write_day(tmp_path, "day_0", 20)
@@ -118,13 +112,6 @@ def test_days_of_different_widths_are_refused(tmp_path: Path) -> None:
     write_day(tmp_path, "day_1", 20)
     with pytest.raises(DataError, match=facts("day_1_dense.npy", 5, "day_0_dense.npy", 4)):
         open_reader(job_of(tmp_path))
-
-
-def test_a_glob_of_one_part_finds_the_other_two(tmp_path: Path) -> None:
-    write_day(tmp_path, "day_0", 20)
-    write_day(tmp_path, "day_1", 20)
-    assert only_batch(tmp_path / "day_*_dense.npy").size == 40
-    assert only_batch(tmp_path / "day_1_labels.npy").size == 20
 
 
 def test_a_missing_part_is_refused(tmp_path: Path) -> None:

@@ -109,12 +109,6 @@ def test_gzip_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path: Path) ->
     assert all(other == plain for other in others)
 
 
-@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
-def test_an_empty_file_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
-    assert refusal(tmp_path / name) == f"{tmp_path / name} holds no row; give at least one file with rows"
-
-
 def test_a_file_without_lines_is_refused_before_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "CHUNK_BYTES", 1000)
     (tmp_path / "a").write_bytes(b"\0" * 5000)
@@ -140,12 +134,6 @@ def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("hello")
     with pytest.raises(ConfigError, match=facts("data.path", "folder", "(tsv|txt)")):
         open_reader(make_job("criteo-tsv", path=str(tmp_path)))
-
-
-def test_a_folders_files_are_read_in_name_order_without_the_others(tmp_path: Path) -> None:
-    for name, label in (("b.tsv", "0"), ("a.tsv", "1"), ("c.parquet", "9"), ("d.txt", "1")):
-        write(tmp_path / name, [fields(label=label)])
-    assert only_batch(tmp_path).labels.tolist() == [1, 0, 1]
 
 
 def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:

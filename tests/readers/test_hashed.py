@@ -97,17 +97,6 @@ def test_a_list_of_a_dictionary_of_strings_is_hashed(tmp_path: Path) -> None:
     assert [own[1] for own in rows] == [(x, y), (), (), (x, 0)]
 
 
-@pytest.mark.parametrize(("column", "kind"), [("user", "string"), ("item", "list<element: string>")])
-def test_strings_without_hash_are_refused_with_the_remedy(column: str, kind: str, tmp_path: Path) -> None:
-    path = write(tmp_path)
-    with pytest.raises(DataError) as caught:
-        ids(path, [name for name in ("user", "item") if name != column])
-    assert str(caught.value) == (
-        f"{path}, column {column}: the type is {kind}; it must be integers or lists of integers; "
-        "set data.columns.hash = true to use strings as ids"
-    )
-
-
 def test_numbers_with_a_point_are_no_ids(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=facts("column hour", "double", "integers")):
         ids(write(tmp_path, hour=np.zeros(4)), True)

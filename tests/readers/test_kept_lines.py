@@ -4,7 +4,6 @@ import gzip
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
@@ -104,21 +103,6 @@ def test_only_files_that_have_changed_are_counted_again(tmp_path: Path, counted:
     assert content_of(index) == content_of(TextIndex(paths))
 
 
-def test_a_file_of_the_same_size_and_another_time_is_counted_again(tmp_path: Path, counted: list[str]) -> None:
-    path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
-    TextIndex([path], folder)
-    set_time(path, path.stat().st_mtime_ns + 1)
-    assert TextIndex([path], folder).num_lines == NUM_LINES
-    assert counted == ["a", "a"]
-
-
-def test_a_file_that_was_moved_is_counted_again(tmp_path: Path, counted: list[str]) -> None:
-    path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
-    TextIndex([path], folder)
-    TextIndex([path.rename(tmp_path / "b")], folder)
-    assert counted == ["a", "b"]
-
-
 def test_a_file_that_grows_while_it_is_counted_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
 
@@ -216,14 +200,6 @@ def test_pieces_that_could_be_but_are_not_are_an_error_and_not_other_samples(
         assert kept_in(folder) == []
 
 
-def test_threads_that_start_at_once_count_once(tmp_path: Path, counted: list[str]) -> None:
-    paths = [write_lines(tmp_path / name, first=i) for i, name in enumerate("abcd")]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: TextIndex(paths, tmp_path / "lines").chunks, range(8)))
-    assert counted == ["a", "b", "c", "d"]
-    assert found == [TextIndex(paths).chunks] * 8
-
-
 def index_and_note(path: Path, folder: Path, notes: Path) -> None:
     """The main function of a process that starts with others."""
     count = text.count_lines
@@ -271,18 +247,6 @@ def test_where_nothing_can_be_kept_everything_works(obstacle: str, tmp_path: Pat
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_disk_that_is_full_does_no_harm(tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, folder = write_lines(tmp_path / "a"), tmp_path / "lines"
-
-    def full(path: Path, content: bytes) -> None:
-        path.with_name("half").write_bytes(content[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(kept_lines, "write_durably", full)
-    for _ in range(2):
-        assert content_of(TextIndex([path], folder)) == content_of(TextIndex([path]))
-
-
 def test_a_file_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"/a\b.*No such file or directory"):
         TextIndex([tmp_path / "a"], tmp_path / "lines")
@@ -312,10 +276,3 @@ def test_a_run_keeps_the_lines_in_its_directory_and_its_workers_use_them(
         assert len(kept_in(tmp_path / "run" / "lines")) == 2
     for kept in kept_in(tmp_path / "run" / "lines"):
         assert kept.read_bytes()[:16] == kept_lines.checksum(kept.read_bytes()[16:])
-
-
-def test_nothing_is_kept_where_there_is_no_run(tmp_path: Path) -> None:
-    job = tsv_job(tmp_path)
-    (tmp_path / "run").rmdir()
-    open_reader(job)
-    assert not (tmp_path / "run").exists()

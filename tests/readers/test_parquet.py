@@ -1,6 +1,5 @@
 """Parquet: nulls, bags and weights, and the sentence for each way in which a file does not fit."""
 
-import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -325,14 +324,3 @@ def test_two_columns_of_one_name_are_refused_if_the_job_uses_them(name: str, tmp
     with pytest.raises(DataError) as refused:
         look_at(str(path), AnalysisProgress())
     assert str(refused.value) == sentence
-
-
-def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"label": pa.array([], pa.int64())}), tmp_path / "data.parquet")
-    assert refusal(DataError, tmp_path) == f"{tmp_path / 'data.parquet'} holds no row; give at least one file with rows"
-
-
-def test_a_missing_path_is_refused(tmp_path: Path) -> None:
-    assert re.match(
-        r"data\.path = '.*nowhere': no such file, folder or glob", refusal(ConfigError, tmp_path / "nowhere")
-    )

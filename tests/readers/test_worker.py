@@ -6,16 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.readers.polling import LONG_S, decoders_of, is_alive, next_batch, parent_process, rest_of, wait_until
-from tests.support.data_files import PARQUET_COLUMNS, make_job, same_batch, with_workers, write_day, write_parquet
+from tests.support.data_files import make_job, same_batch, with_workers, write_day
 from tests.support.facts import facts
 from tests.support.inline_source import InlineSource
 
@@ -26,28 +23,6 @@ def factory(name: str, **options: Any) -> Job:
 
 def synthetic_job(samples: int = 100) -> Job:
     return make_job("synthetic", synthetic={"samples": samples}, shuffle="full", epochs=2)
-
-
-def test_bags_and_weights_cross_bit_for_bit_as_writable_arrays_of_their_own(
-    tmp_path: Path, opened: Callable[..., WorkerSource]
-) -> None:
-    write_parquet(tmp_path / "a.parquet", 50)
-    job = make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS)
-    found = [placed.batch for placed in rest_of(opened(job))]
-    expected = [placed.batch for placed in schedule(job, open_reader(job))]
-    assert all(same_batch(a, b) for a, b in zip(found, expected, strict=True))
-    for batch in found:
-        arrays = [
-            array for array in (batch.dense, batch.labels, batch.ids, batch.offsets, batch.weights) if array is not None
-        ]
-        assert len(arrays) == 5
-        assert all(array.flags.writeable for array in arrays)
-
-
-def test_samples_without_dense_features_cross(tmp_path: Path, opened: Callable[..., WorkerSource]) -> None:
-    write_parquet(tmp_path / "a.parquet", 20)
-    job = make_job("parquet", path=str(tmp_path), columns={**PARQUET_COLUMNS, "dense": []})
-    assert [placed.batch.dense.shape for placed in rest_of(opened(job))] == [(8, 0), (8, 0), (4, 0)]
 
 
 def test_what_is_known_beforehand_comes_first(opened: Callable[..., WorkerSource]) -> None:
@@ -65,27 +40,11 @@ def test_a_run_goes_on_where_another_stopped(opened: Callable[..., WorkerSource]
     assert all(same_batch(a.batch, b.batch) for a, b in zip(rest, whole[7:], strict=True))
 
 
-def test_replaced_ids_are_counted_on_this_side(opened: Callable[..., WorkerSource]) -> None:
-    job = make_job("tests.readers.factories:changed", options={"case": "a negative id"}, on_invalid_id="zero")
-    for source in (opened(job), InlineSource(job)):
-        assert len(rest_of(source)) == 2
-        assert source.counters.invalid_ids == 1
-
-
 def test_arrivals_are_announced(opened: Callable[..., WorkerSource]) -> None:
     announced: list[None] = []
     source = opened(factory("function"), on_arrival=lambda: announced.append(None))
     wait_until(lambda: len(announced) == 5)  # three batches to train, one to evaluate, the end
     assert len(rest_of(source)) == 4
-
-
-def test_decoding_stays_a_bounded_number_of_batches_ahead(opened: Callable[..., WorkerSource]) -> None:
-    source = opened(factory("endless"), num_ahead=3)
-    depths = set()
-    while source.counters.batches < 200 or source.counters.decoder_blocked_s == 0 or 2 not in depths:
-        if next_batch(source) is not None:
-            depths.add(source.counters.queue_depth)
-    assert depths <= {0, 1, 2, 3}
 
 
 def test_a_config_error_arrives_as_itself(tmp_path: Path, opened: Callable[..., WorkerSource]) -> None:
@@ -192,11 +151,3 @@ def test_a_parent_that_forgets_to_close_still_ends(ending: str, exit_code: int) 
         pids = decoders_of(parent)
         assert parent.wait(LONG_S) == exit_code
     assert not any(map(is_alive, pids))
-
-
-def test_large_batches_cross_unharmed(opened: Callable[..., WorkerSource]) -> None:
-    job = make_job("synthetic", synthetic={"samples": 200_000}, batch_size=65_536, eval_fraction=0.0)
-    found = rest_of(opened(job, num_ahead=1))
-    assert [placed.batch.size for placed in found] == [65_536, 65_536, 65_536, 3_392]
-    assert all(same_batch(a.batch, b.batch) for a, b in zip(found, schedule(job, open_reader(job)), strict=True))
-    assert sum(int(np.sum(placed.batch.ids)) for placed in found) > 0
