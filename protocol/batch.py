@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.checkpoint_manifest import Position
@@ -82,6 +83,15 @@ class Batch(Lookups, Samples):
         return Samples(dense=self.dense, labels=self.labels, inputs=self.inputs)
 
 
+def after(kind: Kind, at: Position) -> Position:
+    """The place behind a batch, where no evaluation begins or ends."""
+    if kind == "train":
+        return replace(
+            at, step=at.step + 1, train_step=at.train_step + 1, train_batch=at.train_batch + 1, eval_batch=None
+        )
+    return replace(at, step=at.step + 1, eval_batch=(at.eval_batch or 0) + 1)
+
+
 B = TypeVar("B", covariant=True)
 
 
@@ -99,8 +109,7 @@ class Scheduled(Generic[B]):
     def at(cls, *, step: int, kind: Kind, train_step: int, epoch: int, batch: B) -> "Scheduled[B]":  # type: ignore[misc]
         """A batch whose place within its epoch does not matter."""
         at = Position(step=step, train_step=train_step, epoch=epoch, eval_batch=None if kind == "train" else 0)
-        following = at.after_train() if kind == "train" else at.after_eval()
-        return cls(kind=kind, position=at, following=following, batch=batch)
+        return cls(kind=kind, position=at, following=after(kind, at), batch=batch)
 
     @property
     def step(self) -> int:

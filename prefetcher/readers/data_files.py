@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Literal
@@ -141,28 +140,16 @@ def no_rows(paths: Sequence[Path]) -> DataError:
     return DataError(f"{named} no row; give at least one file with rows")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileSpan:
-    """Consecutive rows of a data set, counted over all files."""
-
-    start: int
-    stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
 def is_gzip(path: Path) -> bool:
     """Decides by the first bytes, whatever the name. Raises OSError."""
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
-def split_rows(num_rows: int, eval_fraction: float) -> tuple[FileSpan, FileSpan]:
+def split_rows(num_rows: int, eval_fraction: float) -> tuple[range, range]:
     """Returns (train, eval): the last floor(num_rows * eval_fraction) rows are for evaluation."""
     num_train = num_rows - math.floor(num_rows * eval_fraction)
-    return FileSpan(start=0, stop=num_train), FileSpan(start=num_train, stop=num_rows)
+    return range(num_train), range(num_train, num_rows)
 
 
 def cumulative(counts: list[int]) -> list[int]:

@@ -19,10 +19,12 @@ import xxhash
 
 from rowcast.job.formats import Data
 from rowcast.job.schema import Job, digest
+from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import files_of
 from rowcast.prefetcher.readers.line_index import counting_lock, file_state, path_text
 from rowcast.prefetcher.readers.pin_files import check_tables, checksum, read_pins
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
+from rowcast.prefetcher.readers.schedule import RowOrder
 from rowcast.protocol.batch import Lookups
 from rowcast.runtime.arrays import I64, Bools, Bytes
 from rowcast.runtime.checkpoint_manifest import write_durably
@@ -130,3 +132,56 @@ def load_bits(path: Path, made_from: bytes, num_rows: int) -> Bytes | None:
 
 def bits_checksum(bits: Bytes) -> bytes:
     return xxhash.xxh3_64_hexdigest(bits.data).encode()
+
+
+class HotBlocks:
+    """The order of one epoch's rows with alternating runs of hot and cold samples.
+
+        order    h c c h c h c c c h c c     2 blocks:  h h | c c c c | h h | c c c c
+
+    Both kinds keep their order in `order`. The order is a function of the row's number: the counts of each kind before
+    each block of `order` give the position of a run.
+    """
+
+    def __init__(self, order: RowOrder, hot: HotSamples, num_blocks: int) -> None:
+        self._order, self._hot = order, hot
+        block_rows, num_rows = order.block_rows, hot.num_rows
+        sizes = np.diff(np.minimum(np.arange(-(-num_rows // block_rows) + 1) * block_rows, num_rows))
+        counts = hot.counts(block_rows)
+        # samples of each kind, hot and cold, before each block, and in total
+        self._before = [np.concatenate([[0], np.cumsum(own)]) for own in (counts, sizes - counts)]
+        bounds = [own[-1] * np.arange(num_blocks + 1) // num_blocks for own in self._before]
+        self._firsts = np.stack([own[:-1] for own in bounds], axis=1).ravel()  # of each run, among samples of its kind
+        self._starts = np.concatenate([[0], np.cumsum(np.stack([np.diff(own) for own in bounds], axis=1).ravel())])
+        self._last: tuple[int, tuple[Ids, Ids]] | None = None
+
+    def rows(self, start: int, stop: int) -> Ids:
+        first, last = np.searchsorted(self._starts, [start, stop - 1], side="right") - 1
+        parts = []
+        for run in range(int(first), int(last) + 1):
+            begin, end = max(start, int(self._starts[run])), min(stop, int(self._starts[run + 1]))
+            if begin < end:
+                moved = int(self._firsts[run] - self._starts[run])
+                parts += self._of_kind(run % 2, begin + moved, end + moved)
+        return np.concatenate(parts)
+
+    def within(self, start: int, stop: int) -> range:
+        """Returns the span of all rows: a block's samples are anywhere, and only formats that can read any row have
+        blocks."""
+        return range(self._hot.num_rows)
+
+    def _of_kind(self, kind: int, start: int, stop: int) -> list[Ids]:
+        """Returns the samples `start` to `stop` of a kind, counted over the epoch; kind 0 is hot, 1 is cold."""
+        before = self._before[kind]
+        first, last = np.searchsorted(before, [start, stop - 1], side="right") - 1
+        blocks = range(int(first), int(last) + 1)
+        return [self._split(block)[kind][max(start - before[block], 0) : stop - before[block]] for block in blocks]
+
+    def _split(self, block: int) -> tuple[Ids, Ids]:
+        # the last block is kept, because consecutive batches share it
+        if self._last is None or self._last[0] != block:
+            rows = self._order.block(block)
+            first = block * self._order.block_rows
+            are_hot = self._hot.are_hot(first, first + len(rows))[rows - first]
+            self._last = block, (rows[are_hot], rows[~are_hot])
+        return self._last[1]

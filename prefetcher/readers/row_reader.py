@@ -13,11 +13,11 @@ from typing import Protocol
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import FileSpan, eval_path, files_of, split_rows
-from rowcast.prefetcher.readers.hot_samples import HotSamples, hot_samples
+from rowcast.prefetcher.readers.data_files import eval_path, files_of, split_rows
+from rowcast.prefetcher.readers.hot_samples import HotBlocks, HotSamples, hot_samples
 from rowcast.prefetcher.readers.id_check import IdCheck
 from rowcast.prefetcher.readers.reader import Part, Pending, decoded
-from rowcast.prefetcher.readers.shuffle import HotBlocks, RowOrder
+from rowcast.prefetcher.readers.schedule import RowOrder
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import DataError, instead
 
@@ -25,7 +25,7 @@ from rowcast.runtime.errors import DataError, instead
 class Cursor(Protocol):
     """One pass through a data set, by one thread. It may hold files open and keep what it has read."""
 
-    def take(self, rows: Ids, within: FileSpan) -> Part:
+    def take(self, rows: Ids, within: range) -> Part:
         """Reads the given rows, at least one, in the given order, decoded and checked.
 
         All are `within`. Keeps only rows in that span until the next call, so a pass whose `within` moves forward reads
@@ -74,7 +74,7 @@ class RowReader:
         return self._ids.num_invalid
 
     def num_samples(self, split: Kind) -> int | None:
-        return self._spans[split].num_rows
+        return len(self._spans[split])
 
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         return decoded(self.pending(split, epoch, start))
@@ -83,9 +83,9 @@ class RowReader:
         size, span = self._job.data.batch_size, self._spans[split]
         order = self._order(split, epoch)
         with self._rows[split].cursor() as cursor:
-            for first in range(start * size, span.num_rows, size):
+            for first in range(start * size, len(span), size):
                 yield PendingRows(
-                    cursor=cursor, order=order, origin=span.start, start=first, stop=min(first + size, span.num_rows)
+                    cursor=cursor, order=order, origin=span.start, start=first, stop=min(first + size, len(span))
                 )
 
     @property
@@ -93,11 +93,11 @@ class RowReader:
         """Returns the hot samples of the training rows. The first call may read all their ids. Raises as
         `hot_samples`."""
         if self._hot is None:
-            self._hot = hot_samples(self._job, self._spans["train"].num_rows)
+            self._hot = hot_samples(self._job, len(self._spans["train"]))
         return self._hot
 
     def _order(self, split: Kind, epoch: int) -> RowOrder | HotBlocks:
-        data, num_rows, train = self._job.data, self._spans[split].num_rows, split == "train"
+        data, num_rows, train = self._job.data, len(self._spans[split]), split == "train"
         window = data.shuffle_window if train else None
         order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=num_rows, window=window)
         if data.num_hot_blocks is None or not train or not num_rows:
@@ -118,10 +118,10 @@ class PendingRows:
     def __call__(self) -> Part:
         within = self.order.within(self.start, self.stop)
         rows = self.origin + self.order.rows(self.start, self.stop)
-        return self.cursor.take(rows, FileSpan(start=self.origin + within.start, stop=self.origin + within.stop))
+        return self.cursor.take(rows, range(self.origin + within.start, self.origin + within.stop))
 
 
-def split_spans(job: Job, rows: DataSetRows, evaluation: DataSetRows | None) -> dict[Kind, FileSpan]:
+def split_spans(job: Job, rows: DataSetRows, evaluation: DataSetRows | None) -> dict[Kind, range]:
     """Returns the rows of training and evaluation. Raises DataError if their dense features differ."""
     if evaluation is None:
         train, held_out = split_rows(rows.num_rows, job.data.eval_fraction)
@@ -131,4 +131,4 @@ def split_spans(job: Job, rows: DataSetRows, evaluation: DataSetRows | None) -> 
             f"data.eval_path has the dense columns {instead(evaluation.dense_names, rows.dense_names)} of data.path; "
             "give both the same"
         )
-    return {"train": FileSpan(start=0, stop=rows.num_rows), "eval": FileSpan(start=0, stop=evaluation.num_rows)}
+    return {"train": range(rows.num_rows), "eval": range(evaluation.num_rows)}

@@ -1,4 +1,5 @@
-"""Orders the batches of a whole run: training batches epoch by epoch, with evaluations between them.
+"""Orders the rows of an epoch, shuffled reproducibly, and the batches of a whole run: training batches epoch by epoch,
+with evaluations between them.
 
 places      Scheduled[Pending]     every batch, undecoded; the caller decodes the ones it needs
 schedule    ScheduledBatch         the same, decoded
@@ -7,9 +8,13 @@ schedule    ScheduledBatch         the same, decoded
 from collections.abc import Generator, Iterator
 from itertools import islice
 
+import numpy as np
+from msgspec.structs import replace
+
 from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.reader import Pending, Reader, num_batches, whole_batch
-from rowcast.protocol.batch import Scheduled, ScheduledBatch
+from rowcast.protocol.batch import Scheduled, ScheduledBatch, after
 from rowcast.runtime.checkpoint_manifest import Position
 
 
@@ -61,23 +66,24 @@ class Schedule:
         evaluated = at.eval_batch is not None or self._eval_is_due(at)
         at = yield from self._evaluation(at)
         for decode in islice(self._reader.pending("train", at.epoch, at.train_batch), self._steps_left(at)):
-            following = at.after_train()
+            following = after("train", at)
             evaluated = self._eval_is_due(following)
             if evaluated:
-                following = following.begin_eval()
+                following = replace(following, eval_batch=0)
             yield Scheduled(kind="train", position=at, following=following, batch=decode)
             at = yield from self._evaluation(following)
         if not evaluated:
-            at = yield from self._evaluation(at.begin_eval())
-        return at.next_epoch()
+            at = yield from self._evaluation(replace(at, eval_batch=0))
+        return Position(step=at.step, train_step=at.train_step, epoch=at.epoch + 1)
 
     def _evaluation(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:
         if at.eval_batch is None:
             return at
         for decode in self._reader.pending("eval", at.epoch, at.eval_batch):
-            yield Scheduled(kind="eval", position=at, following=at.after_eval(), batch=decode)
-            at = at.after_eval()
-        return at.end_eval()
+            following = after("eval", at)
+            yield Scheduled(kind="eval", position=at, following=following, batch=decode)
+            at = following
+        return replace(at, eval_batch=None)
 
     def _eval_is_due(self, at: Position) -> bool:
         """Returns whether job.eval.every falls on the last train step. Outside an evaluation, that one was made."""
@@ -85,3 +91,64 @@ class Schedule:
 
     def _steps_left(self, at: Position) -> int | None:
         return None if self._max_steps is None else max(self._max_steps - at.train_step, 0)
+
+
+UNSHUFFLED_ROWS = 65536  # in a block of an order without a shuffle
+
+
+def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
+    """Returns i64 [num_rows]: row i of the shuffled block is row permutation[i] of the block. Philox is keyed by
+    seed, epoch and block."""
+    key = np.array([seed, epoch * 2**32 + block], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(num_rows).astype(np.int64, copy=False)
+
+
+class RowOrder:
+    """The order of one epoch's rows; each block of `window` rows is permuted by itself."""
+
+    def __init__(self, *, seed: int, epoch: int, num_rows: int, window: int | None) -> None:
+        """`window` None keeps the order; 0 makes one block of all rows."""
+        self._seed, self._epoch = seed, epoch
+        self._num_rows = num_rows
+        self._window = max(num_rows, 1) if window == 0 else window
+        self._last: tuple[int, Ids] | None = None
+
+    def rows(self, start: int, stop: int) -> Ids:
+        if self._window is None:
+            return np.arange(start, stop, dtype=np.int64)
+        parts = []
+        for block in self._blocks(start, stop):
+            first = block * self._window
+            parts.append(first + self._permutation(block)[max(start - first, 0) : stop - first])
+        return np.concatenate(parts)
+
+    def within(self, start: int, stop: int) -> range:
+        """Returns the span of these rows, or of the whole blocks that they come from."""
+        if self._window is None:
+            return range(start, stop)
+        blocks = self._blocks(start, stop)
+        return range(blocks[0] * self._window, min(blocks[-1] * self._window + self._window, self._num_rows))
+
+    @property
+    def block_rows(self) -> int:
+        return UNSHUFFLED_ROWS if self._window is None else self._window
+
+    def block(self, block: int) -> Ids:
+        """Returns the rows of a block of `block_rows`, in order, without keeping them."""
+        first = block * self.block_rows
+        num_rows = min(self.block_rows, self._num_rows - first)
+        if self._window is None:
+            return np.arange(first, first + num_rows, dtype=np.int64)
+        return first + block_permutation(self._seed, self._epoch, block, num_rows)
+
+    def _blocks(self, start: int, stop: int) -> range:
+        assert self._window is not None, "only an order with a window has blocks"
+        return range(start // self._window, (stop - 1) // self._window + 1)
+
+    def _permutation(self, block: int) -> Ids:
+        # the last block is kept, because consecutive batches share it
+        if self._last is None or self._last[0] != block:
+            assert self._window is not None, "only an order with a window has blocks"
+            num_rows = min(self._window, self._num_rows - block * self._window)
+            self._last = block, block_permutation(self._seed, self._epoch, block, num_rows)
+        return self._last[1]

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from rowcast.prefetcher.readers.columns import Ids, as_slice
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, is_gzip, no_rows
+from rowcast.prefetcher.readers.data_files import cumulative, is_gzip, no_rows
 from rowcast.prefetcher.readers.line_index import Pieces, forget, kept_pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -115,7 +115,7 @@ class TextCursor:
             self._open[1].close()
         self._open = None
 
-    def lines(self, numbers: Ids, within: FileSpan) -> bytes:
+    def lines(self, numbers: Ids, within: range) -> bytes:
         chunks = range(self._index.chunk_of(within.start), self._index.chunk_of(within.stop - 1) + 1)
         self._held = {chunk: self._held[chunk] if chunk in self._held else self._read(chunk) for chunk in chunks}
         held = list(self._held.values())

@@ -9,7 +9,7 @@ import pytest
 
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.shuffle import block_permutation
+from rowcast.prefetcher.readers.schedule import block_permutation
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import BATCH_SIZE, all_samples, click_log, make_job, table, write_tsv

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.hot_samples import HotSamples, hot_samples
+from rowcast.prefetcher.readers.hot_samples import HotBlocks, HotSamples, hot_samples
 from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
-from rowcast.prefetcher.readers.schedule import expected_train_steps, schedule
-from rowcast.prefetcher.readers.shuffle import HotBlocks, RowOrder
+from rowcast.prefetcher.readers.schedule import RowOrder, expected_train_steps, schedule
 from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.arrays import I64, Bools
 from rowcast.runtime.errors import ConfigError, DataError
@@ -40,7 +39,7 @@ def blocks_of(order: I64, are_hot: Bools, num_blocks: int) -> list[int]:
 def test_hot_samples_and_others_take_turns_in_the_order_that_they_have(
     window: int | None, share: float, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rowcast.prefetcher.readers.shuffle.UNSHUFFLED_ROWS", 24)
+    monkeypatch.setattr("rowcast.prefetcher.readers.schedule.UNSHUFFLED_ROWS", 24)
     are_hot = np.random.default_rng(1).random(NUM_ROWS) < share
     hot = HotSamples(num_rows=NUM_ROWS, bits=np.packbits(are_hot))
     base = RowOrder(seed=3, epoch=1, num_rows=NUM_ROWS, window=window)

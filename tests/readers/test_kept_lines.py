@@ -15,7 +15,6 @@ import pytest
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import line_index as kept_lines
 from rowcast.prefetcher.readers import text_files as text
-from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
@@ -52,7 +51,7 @@ def write_lines(path: Path, num_lines: int = NUM_LINES, first: int = 0) -> Path:
 
 def content_of(index: TextIndex) -> bytes:
     with closing(TextCursor(index)) as cursor:
-        return cursor.lines(np.arange(index.num_lines), FileSpan(start=0, stop=index.num_lines))
+        return cursor.lines(np.arange(index.num_lines), range(index.num_lines))
 
 
 def kept_in(folder: Path) -> list[Path]:

@@ -12,8 +12,7 @@ from rowcast.analysis.new.columns import look_at
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
-from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.readers.shuffle import block_permutation
+from rowcast.prefetcher.readers.schedule import block_permutation, schedule
 from rowcast.prefetcher.readers.workers import DecoderShare, decode_share
 from rowcast.protocol.batch import Batch, Samples
 from rowcast.runtime.errors import ConfigError, DataError

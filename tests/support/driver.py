@@ -37,7 +37,7 @@ from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch
+from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch, after
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.inputs import batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
@@ -97,10 +97,10 @@ class ListSource(Source):
         at = Position(step=own.step, train_step=own.train_step, epoch=own.epoch)
         if own.kind == "eval":
             at = msgspec.structs.replace(at, eval_batch=self._evaluated)
-        after = at.after_train() if own.kind == "train" else at.after_eval()
-        self._evaluated = after.eval_batch or 0
+        following = after(own.kind, at)
+        self._evaluated = following.eval_batch or 0
         self._rests.append(own.batch.samples)
-        return Scheduled(kind=own.kind, position=at, following=after, batch=own.batch.lookups)
+        return Scheduled(kind=own.kind, position=at, following=following, batch=own.batch.lookups)
 
     def poll_dense(self) -> Samples | None:
         is_late = self._chance is not None and self._chance.random() < 0.3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rowcast.prefetcher.pipeline.batch_checksums import DENSE_AND_LABELS, BatchChecksums, Chain, first_checksums
-from rowcast.protocol.batch import Batch, Kind, Scheduled, ScheduledBatch
+from rowcast.protocol.batch import Batch, Kind, Scheduled, ScheduledBatch, after
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import Mismatch
 from tests.support.facts import facts
@@ -16,7 +16,7 @@ FEATURES = ["user", "item", "shop"]
 
 def placed(batch: Batch, kind: Kind = "train", train_step: int = 0) -> ScheduledBatch:
     at = Position(step=train_step, train_step=train_step, eval_batch=0 if kind == "eval" else None)
-    return Scheduled(kind=kind, position=at, following=at.after_train(), batch=batch)
+    return Scheduled(kind=kind, position=at, following=after("train", at), batch=batch)
 
 
 def jagged() -> Batch:

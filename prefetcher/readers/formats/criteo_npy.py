@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import FileRows, Ids, as_slice, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
+from rowcast.prefetcher.readers.data_files import cumulative, no_rows
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     check_dense,
@@ -74,7 +74,7 @@ class NpyRows:
     def cursor(self) -> AbstractContextManager["NpyRows"]:
         return nullcontext(self)
 
-    def take(self, rows: Ids, within: FileSpan) -> Part:
+    def take(self, rows: Ids, within: range) -> Part:
         days = rows_by_file(self._bounds, rows)
         return decode_part(
             self._part,

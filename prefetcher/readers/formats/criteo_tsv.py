@@ -21,7 +21,6 @@ from pyarrow import csv
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
@@ -85,14 +84,14 @@ class TsvCursor(TextCursor):
         super().__init__(rows.index)
         self._rows = rows
 
-    def take(self, rows: Ids, within: FileSpan) -> Batch:
+    def take(self, rows: Ids, within: range) -> Batch:
         parts = [self._decode(rows[at : at + LINES_AT_ONCE], within) for at in range(0, len(rows), LINES_AT_ONCE)]
         labels, dense, ids = zip(*parts, strict=True)
         return Batch(
             dense=np.concatenate(dense), labels=np.concatenate(labels), ids=np.concatenate(ids, axis=1).ravel()
         )
 
-    def _decode(self, rows: Ids, within: FileSpan) -> tuple[Floats, Floats, Ids]:
+    def _decode(self, rows: Ids, within: range) -> tuple[Floats, Floats, Ids]:
         """Returns labels [n], dense [n, 13], ids [F, n]."""
         lines = self.lines(rows, within)
         labels, dense, hashes = decode(

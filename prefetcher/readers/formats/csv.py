@@ -26,7 +26,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
+from rowcast.prefetcher.readers.data_files import cumulative, no_rows
 from rowcast.prefetcher.readers.formats.csv_line import (
     FALSE,
     TRUE,
@@ -102,9 +102,9 @@ class CsvCursor(TextCursor):
         super().__init__(rows.index)
         self._rows = rows
 
-    def take(self, rows: Ids, within: FileSpan) -> Batch:
+    def take(self, rows: Ids, within: range) -> Batch:
         own, lines = self._rows, self._rows.lines(rows)
-        span = FileSpan(start=own.line(within.start), stop=own.line(within.stop - 1) + 1)
+        span = range(own.line(within.start), own.line(within.stop - 1) + 1)
         blocks = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
         decoded = [decode(self.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks]
         [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()

@@ -16,7 +16,6 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import IdCheck, row_location
@@ -68,7 +67,7 @@ class ParquetCursor:
     def close(self) -> None:
         self._arrow.close()
 
-    def take(self, rows: Ids, within: FileSpan) -> Part:
+    def take(self, rows: Ids, within: range) -> Part:
         self._arrow.hold(within)
         decoder, paths = self._rows.decoder, self._rows.files.paths
         files = rows_by_file(self._rows.files.bounds, rows)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
-from rowcast.prefetcher.readers.data_files import FileSpan, cumulative, no_rows
+from rowcast.prefetcher.readers.data_files import cumulative, no_rows
 from rowcast.runtime.errors import DataError
 
 RECORD_BATCH_ROWS = 32768  # read at once, at most
@@ -69,7 +69,7 @@ class ArrowCursor:
         self._batches: Iterator[Any] = iter(())  # of the group
         self._next_row = 0  # the first row of the next batch
         self._held: list[RecordBatch] = []  # consecutive, without gaps
-        self._within = FileSpan(start=0, stop=0)
+        self._within = range(0)
         self._tables: dict[int, tuple[int, Any]] = {}  # file -> (its first held row, the held rows)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class ArrowCursor:
             self._file.close()
         self._file = None
 
-    def hold(self, within: FileSpan) -> None:
+    def hold(self, within: range) -> None:
         """Prepares these rows for `take`. Reads nothing twice if calls move forward."""
         if within == self._within:
             return
@@ -97,7 +97,7 @@ class ArrowCursor:
         where = as_slice(rows.rows - first)
         return table.slice(where.start, len(rows.rows)) if isinstance(where, slice) else table.take(pa.array(where))
 
-    def _table(self, file: int, within: FileSpan) -> tuple[int, Any]:
+    def _table(self, file: int, within: range) -> tuple[int, Any]:
         held = [batch for batch in self._held if batch.file == file]
         start = max(held[0].start, within.start)
         cut = [

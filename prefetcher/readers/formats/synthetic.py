@@ -17,7 +17,6 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.data_files import FileSpan
 from rowcast.prefetcher.readers.formats.synthetic_generator import Effects, Permutation, Zipf, streams, uniform
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, dense_names, job_features, refuse_weights
 from rowcast.prefetcher.readers.row_reader import RowReader
@@ -68,7 +67,7 @@ class SyntheticRows:
     def cursor(self) -> AbstractContextManager["SyntheticRows"]:
         return nullcontext(self)
 
-    def take(self, rows: Ids, within: FileSpan) -> Batch:
+    def take(self, rows: Ids, within: range) -> Batch:
         counters = rows.astype(np.uint64)
         ids = np.empty((len(self._columns), len(rows)), np.int64)
         logits = np.full(len(rows), self._base)
