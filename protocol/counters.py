@@ -19,7 +19,8 @@ from rowcast.job.schema import Metrics
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.messages import Flush, RowsBack, ShareHeader, StepReady
-from rowcast.runtime.telemetry.logs import LOST, get_logger
+from rowcast.runtime.telemetry.format_numbers import LOST
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import RANK, Health, Process, Sample, State, families, samples_of
 from rowcast.runtime.telemetry.server import TelemetryServer
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline

@@ -1,18 +1,53 @@
-"""Formats numbers for the output of commands, and opens the console that shows them."""
+"""Formats numbers for the output of commands, opens the console that shows them, and keeps a stream that cannot be
+written from ending a run."""
 
 import math
 import sys
 from collections.abc import Iterable
-from typing import TextIO, cast
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any, TextIO, cast
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from rowcast.runtime.errors import printable
-from rowcast.runtime.telemetry.logs import LastingStream
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+# ValueError: the file was closed, or cannot encode the text; AttributeError: it was closed before this process began
+UNWRITABLE = (OSError, ValueError, AttributeError)
+
+
+@dataclass(slots=True)
+class Lost:
+    lines: int = 0
+
+
+LOST = Lost()  # of this process
+
+
+class LastingStream:
+    """A text stream that takes every write, and flushes each line."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+            if "\n" in text:
+                self._file.flush()
+        except UNWRITABLE:
+            LOST.lines += text.count("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(*UNWRITABLE):
+            self._file.flush()
 
 
 class PrintableConsole(Console):

@@ -10,50 +10,17 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, TextIO, cast
+from typing import BinaryIO, Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from rowcast.runtime.errors import ConfigError, printable
+from rowcast.runtime.telemetry.format_numbers import LastingStream
 
 LEVELS = ("debug", "info", "warning", "error")
-# ValueError: the file was closed, or cannot encode the text; AttributeError: it was closed before this process began
-UNWRITABLE = (OSError, ValueError, AttributeError)
-
-
-@dataclass(slots=True)
-class Lost:
-    lines: int = 0
-
-
-LOST = Lost()  # of this process
-
-
-class LastingStream:
-    """A text stream that takes every write, and flushes each line."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        try:
-            self._file.write(text)
-            if "\n" in text:
-                self._file.flush()
-        except UNWRITABLE:
-            LOST.lines += text.count("\n")
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(*UNWRITABLE):
-            self._file.flush()
 
 
 def open_missing_descriptors() -> None:

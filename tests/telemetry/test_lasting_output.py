@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from rowcast.runtime.telemetry.format_numbers import LOST, LastingStream
 from rowcast.runtime.telemetry.logs import (
-    LOST,
-    LastingStream,
     get_logger,
     make_lasting,
     open_log,

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from rowcast.runtime.process import TOGETHER_S
-from rowcast.runtime.telemetry.logs import LOST
+from rowcast.runtime.telemetry.format_numbers import LOST
 
 DEFAULTS: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
 DEFAULTS[signal.SIGINT] = signal.default_int_handler

@@ -10,7 +10,7 @@ import msgspec
 from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.logs import LOST
+from rowcast.runtime.telemetry.format_numbers import LOST
 from rowcast.trainer.step.metrics import Evaluation, TaskEvaluation, TrainerCounters
 
 RECENT = 100  # losses in the average

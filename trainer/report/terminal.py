@@ -11,8 +11,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
 from rowcast.protocol.messages import Mode
-from rowcast.runtime.telemetry.format_numbers import human_count, human_seconds, percent, plural, stdout_console
-from rowcast.runtime.telemetry.logs import LOST, LastingStream, get_logger
+from rowcast.runtime.telemetry.format_numbers import (
+    LOST,
+    LastingStream,
+    human_count,
+    human_seconds,
+    percent,
+    plural,
+    stdout_console,
+)
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.step.metrics import Evaluation, TaskEvaluation, TrainerCounters
 
