@@ -48,8 +48,8 @@ from rowcast.protocol.messages import StepReady
 from rowcast.protocol.packing import ARRAY_ALIGNMENT, plan_block, plan_header
 from rowcast.protocol.plan import StepPlan
 from rowcast.runtime.arrays import I64, Bytes
+from rowcast.trainer.step.memory import derive
 from rowcast.trainer.step.plan_check import PlanCheck
-from rowcast.trainer.step.plan_memory import derive
 
 STEP_MS = 4.5
 HORIZON, DEPTH, DIM = 8, 4, 128

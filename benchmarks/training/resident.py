@@ -29,10 +29,10 @@ from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.packing import plan_block, plan_header
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.device.streams import choose_device
-from rowcast.trainer.kernels.chunks import chunk_arrays
+from rowcast.trainer.kernels.derived import chunk_arrays
 from rowcast.trainer.kernels.lookups import arranged
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.step.plan_memory import unpack
+from rowcast.trainer.step.memory import unpack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ import rowcast
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.step.engine import TrainerEngine
-from rowcast.trainer.step.slots import make_records
+from rowcast.trainer.step.memory import make_records
 from tests.adopt.scripts import Launches, Model, make, train_all
 from tests.support.facts import facts
 
@@ -27,7 +27,7 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made: dict[str, weakref.ref[object]] = {}
-        monkeypatch.setattr("rowcast.trainer.step.slots.make_records", self._records)
+        monkeypatch.setattr("rowcast.trainer.step.memory.make_records", self._records)
         monkeypatch.setattr("rowcast.trainer.run.connection.TrainerEngine", self._engine)
 
     def _records(self, slots: Sequence[int], groups: Sequence[GroupSpec], device: torch.device) -> list[Tensor]:

@@ -10,7 +10,7 @@ import pytest
 from rowcast.analysis.estimate.pipeline import Planned, Wiring, room
 from rowcast.analysis.estimate.walk import Walked, described, walk
 from rowcast.trainer.device.streams import PlainStreams
-from rowcast.trainer.step.slots import Staging, StagingSpan
+from rowcast.trainer.step.memory import Staging, StagingSpan
 from tests.support.made_up_pipeline import MIB, SECONDS, WIRING, plan
 from tests.support.seeded_streams import SeededEvent
 

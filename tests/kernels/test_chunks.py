@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.trainer.kernels import chunks
-from rowcast.trainer.kernels.chunks import cut_groups, cut_long_rows, most_chunk_items
+from rowcast.trainer.kernels import derived
+from rowcast.trainer.kernels.derived import cut_groups, cut_long_rows, most_chunk_items
 
 bounded = settings(derandomize=True, max_examples=300)
 counts = st.lists(st.integers(0, 30) | st.just(3), max_size=30)  # look-ups of each row
@@ -16,7 +16,7 @@ counts = st.lists(st.integers(0, 30) | st.just(3), max_size=30)  # look-ups of e
 @given(counts)
 def test_chunks_of_long_rows_equal_brute_force(counts: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_LOOKUPS", 3)
+        patch.setattr(derived, "CHUNK_LOOKUPS", 3)
         found = cut_long_rows(np.cumsum([0, *counts], dtype=np.int32))
         most_items = most_chunk_items(sum(counts))
     long_rows = [row for row, count in enumerate(counts) if count > 3]
@@ -33,7 +33,7 @@ def test_chunks_of_long_rows_equal_brute_force(counts: list[int]) -> None:
 def test_groups_are_cut_together_as_each_by_itself(counts_of_groups: list[list[int]]) -> None:
     offsets = [np.cumsum([0, *own], dtype=np.int32) for own in counts_of_groups]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_LOOKUPS", 3)
+        patch.setattr(derived, "CHUNK_LOOKUPS", 3)
         for found, own in zip(cut_groups(offsets), offsets, strict=True):
             for array, expected in zip(found, cut_long_rows(own), strict=True):
                 assert array.dtype == np.int32

@@ -43,7 +43,7 @@ def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: fewer rows and look-ups, and chunks so short that some rows are still long."""
     monkeypatch.setattr(self_check, "NUM_ROWS", 20)
     monkeypatch.setattr(self_check, "NUM_LOOKUPS", 40)
-    monkeypatch.setattr("rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS", 5)
+    monkeypatch.setattr("rowcast.trainer.kernels.derived.CHUNK_LOOKUPS", 5)
     monkeypatch.setattr(triton_ops, "make_launcher", lambda: None)
 
 

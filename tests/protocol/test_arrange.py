@@ -12,7 +12,8 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.protocol.arrange import MOST_ORDERED, first_not_permuted, table_starts
 from rowcast.protocol.plan_layout import LookupArrays
-from rowcast.trainer.kernels.lookups import arrange_in_torch, arranged, lookup_arrays
+from rowcast.trainer.kernels.derived import arrange_in_torch
+from rowcast.trainer.kernels.lookups import arranged, lookup_arrays
 from tests.support.planner_runs import one_group, random_batch, two_groups
 
 Arrays = LookupArrays[npt.NDArray[Any]]

@@ -19,7 +19,7 @@ from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.attempt import TrainerRun
 from rowcast.trainer.run.errands import TRAIN
 from rowcast.trainer.step.engine import TrainerEngine
-from rowcast.trainer.step.slots import make_records
+from rowcast.trainer.step.memory import make_records
 from tests.recovery.restarted import Recovering, end_well, killed
 from tests.support.processes import Session
 
@@ -57,7 +57,7 @@ def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
         earlier.update({"model": weakref.ref(engine.loop._steps), "conversation": weakref.ref(engine.conversation)})
         return engine
 
-    monkeypatch.setattr("rowcast.trainer.step.slots.make_records", noted_records)
+    monkeypatch.setattr("rowcast.trainer.step.memory.make_records", noted_records)
     monkeypatch.setattr("rowcast.trainer.run.connection.TrainerEngine", noted_engine)
     lost = run.start("prefetcher", "StepReady sent:24")
 

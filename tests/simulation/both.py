@@ -75,7 +75,7 @@ class Both:
         if self._chance.random() < 0.5:
             with suppress(Stuck):
                 self.advance_alone("prefetcher", HEAD_START)
-        self._advance_until(lambda: self.run.trainer.finished, SIDES)
+        self._advance_until(lambda: self.run.trainer.loop.finished, SIDES)
         self.run.trainer.say_bye()
         self._advance_until(lambda: self.run.prefetcher.finished, SIDES)
 
@@ -126,7 +126,7 @@ class Both:
             case "stop prefetcher":
                 self.run.prefetcher.planning.stop("SIGTERM to the prefetcher")
             case "stop trainer":
-                if not self.run.trainer.finished:
+                if not self.run.trainer.loop.finished:
                     self.run.trainer.conversation.send(StopRequest(reason="SIGTERM to the trainer"))
             case "link cut" if not self.links["trainer"].is_cut:
                 for link in self.links.values():

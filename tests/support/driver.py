@@ -354,7 +354,7 @@ class InProcessRun:
     def run(self) -> "InProcessRun":
         for _ in range(HEAD_START):  # so that plans are in flight together, whatever the seed's weights
             self.chance.choice(list(self.prefetcher.stages.values()))()
-        self.advance_until(lambda: self.trainer.finished)
+        self.advance_until(lambda: self.trainer.loop.finished)
         self.trainer.say_bye()
         self.advance_until(lambda: self.prefetcher.finished)
         check_planner(self.prefetcher.planner)

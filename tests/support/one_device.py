@@ -17,15 +17,15 @@ from torch import Tensor
 from rowcast.trainer.device.host_memory import page_locked
 from rowcast.trainer.device.streams import Closure, Event, PlainStream, PlainStreams, Wait
 from rowcast.trainer.kernels import GroupLookup, RecordViews, torch_ops
-from rowcast.trainer.step.slots import make_records
+from rowcast.trainer.step.memory import make_records
 
 CONNECTION, SCRIPT_RUN = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.script_run"
 STREAMS = "rowcast.trainer.device.streams"
 RUN, LOADER, MODULE = "rowcast.trainer.run.attempt", "rowcast.trainer.adopt.loader", "rowcast.trainer.adopt.module"
 USES = {
     "on_device": (STREAMS, SCRIPT_RUN, "rowcast.trainer.adopt.session", RUN, LOADER, MODULE),
-    "choose_kernels": (SCRIPT_RUN, RUN),
-    "make_records": ("rowcast.trainer.step.slots",),
+    "choose_kernels": ("rowcast.trainer.run.machine",),
+    "make_records": ("rowcast.trainer.step.memory",),
     "page_locked": (CONNECTION,),
     "adopted_streams": (SCRIPT_RUN,),
 }

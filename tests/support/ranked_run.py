@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class RankedRun:
             happening[1]()
 
     def run(self) -> "RankedRun":
-        self._advance_until_all("trainer")
+        self._advance_until_all("trainer.loop")
         for pair in self.pairs:
             pair.trainer.say_bye()
         self._advance_until_all("prefetcher")
@@ -85,14 +86,14 @@ class RankedRun:
     def advance(self, times: int) -> None:
         """Lets that many stages work; ends early if the run has ended."""
         for _ in range(times):
-            if all(pair.trainer.finished for pair in self.pairs):
+            if all(pair.trainer.loop.finished for pair in self.pairs):
                 break
             self._chance.choices(self._advances, cum_weights=self._weights)[0]()
 
     def _advance_until_all(self, side: str) -> None:
         quiet, begun = 0, [-1]
-        while quiet % 64 or not all(getattr(pair, side).finished for pair in self.pairs):
-            if side == "trainer":
+        while quiet % 64 or not all(attrgetter(f"{side}.finished")(pair) for pair in self.pairs):
+            if side == "trainer.loop":
                 self._let_happen()
             if self._chance.choices(self._advances, cum_weights=self._weights)[0]():
                 quiet = 0

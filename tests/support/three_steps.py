@@ -25,7 +25,8 @@ from rowcast.runtime.telemetry.metrics import Health, build_info, versions
 from rowcast.trainer.kernels.lookups import lookup_arrays
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report.report_json import RunFacts
-from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
+from rowcast.trainer.step.engine import TrainerCollector, TrainerGauges
+from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.metrics import new_counters as new_trainer_counters
 
 SGD = SparseOptimizer(kind="sgd", lr=0.1)

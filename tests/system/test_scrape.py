@@ -166,7 +166,7 @@ def test_every_label_has_all_its_values_from_the_first_scrape_on(run: ScrapedRun
         "phase": set(PHASES[process]),
         "queue": set(QUEUES[process]),
         "side": {"producer", "consumer"},
-        "optimizer": set(get_args(rowcast.trainer.step.metrics.Side)) if process == "trainer" else set(),
+        "optimizer": set(get_args(rowcast.trainer.step.engine.Side)) if process == "trainer" else set(),
         "state": set(get_args(State)),
         "tier": {"memory", "cold", "untouched"} if process == "prefetcher" else set(),
         "from": {"memory", "cold", "untouched"} if process == "prefetcher" else set(),

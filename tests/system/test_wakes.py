@@ -79,7 +79,7 @@ class WokenOnly:
             self._wake(process, name)
 
     def to_the_end(self) -> InProcessRun:
-        self._until(lambda: self.run.trainer.finished)
+        self._until(lambda: self.run.trainer.loop.finished)
         self.run.trainer.say_bye()
         self._until(lambda: self.run.prefetcher.finished)
         return self.run

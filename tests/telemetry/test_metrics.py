@@ -10,7 +10,8 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described
 from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Health, Process, State, build_info, families
-from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges
+from rowcast.trainer.step.engine import TrainerCollector, TrainerGauges
+from rowcast.trainer.step.metrics import TrainerCounters
 from tests.support import three_steps
 
 ALLOWED_LABELS = {

@@ -22,7 +22,7 @@ def test_a_device_without_room_for_the_slots_of_a_barrier_is_a_sentence(monkeypa
     run.advance_until(lambda: run.trainer.loop.step_done == len(batches) - 1)
     monkeypatch.setattr(run.streams, "allocate", refuse)
     with pytest.raises(ConfigError) as refused:
-        run.advance_until(lambda: run.trainer.finished)
+        run.advance_until(lambda: run.trainer.loop.finished)
     nbytes = run.trainer.barrier._open.header.arrays_bytes
     assert str(refused.value) == (
         f"barrier 0 brings {nbytes} bytes of slots, for which cpu has no room (CUDA out of memory. Tried to allocate); "

@@ -9,7 +9,8 @@ from rowcast.job.tables import group_specs
 from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.messages import RingSpec, RowSpan, StepReady, Welcome
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.step.plan_check import PlanCheck, check_welcome_fits
+from rowcast.trainer.step.engine import check_welcome_fits
+from rowcast.trainer.step.plan_check import PlanCheck
 from tests.support import sample_messages
 from tests.support.batches import small_job
 from tests.support.facts import facts

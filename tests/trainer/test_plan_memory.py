@@ -6,7 +6,7 @@ import torch
 
 from rowcast.job.tables import group_specs
 from rowcast.trainer.kernels import GroupLookup
-from rowcast.trainer.kernels.chunks import cut_long_rows
+from rowcast.trainer.kernels.derived import cut_long_rows
 from rowcast.trainer.models import runner
 from rowcast.trainer.models.runner import StepInputs, step_lookups
 from tests.support.batches import Bags, slots_for, small_batches, small_job
@@ -30,7 +30,7 @@ def test_each_step_has_the_chunks_of_its_own_long_rows(
             seen.append(len(expected.chunk_rows))
         return lookups
 
-    monkeypatch.setattr("rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS", 2)
+    monkeypatch.setattr("rowcast.trainer.kernels.derived.CHUNK_LOOKUPS", 2)
     monkeypatch.setattr(runner, "step_lookups", checked)
     slots = slots_for(group_specs(job), batches, "more")
     for seed in range(3):

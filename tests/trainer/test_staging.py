@@ -7,7 +7,7 @@ import torch
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.device.streams import PlainStreams
-from rowcast.trainer.step.slots import Staging, StagingSpan
+from rowcast.trainer.step.memory import Staging, StagingSpan
 from tests.support.seeded_streams import SeededEvent
 
 

@@ -24,7 +24,6 @@ from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
-from rowcast.runtime.machine import Machine
 from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import RunDirectory, note_start
 from rowcast.runtime.stages import Doorbell
@@ -35,10 +34,8 @@ from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.stop_signals import StopSignals
 from rowcast.trainer.adopt.telemetry import ScriptTelemetry
 from rowcast.trainer.device.streams import adopted_streams, on_device, release_memory
-from rowcast.trainer.kernels import Kernels
-from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.run.connection import Connection
-from rowcast.trainer.run.machine import facts_of, settle
+from rowcast.trainer.run.machine import prepared, settle
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
 
@@ -88,7 +85,7 @@ class ScriptRun:
         self._script_runs = False  # False: the session works, and the script waits for it
         self._pid = os.getpid()
 
-    def open(self) -> tuple[Welcome, Kernels]:
+    def open(self) -> Welcome:
         began_s: float | None = time.monotonic()
         self._directory = self.stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
         self._directory.clear_failure()
@@ -100,10 +97,9 @@ class ScriptRun:
             self._child, began_s = self._parts.start_child(), None  # its exit tells more than its failure note
             note_start(self._job.run_dir, "prefetcher", self._child.process.pid)
             self.stack.callback(self._child.terminate, CHILD_END_S)
-        kernels = choose_kernels(self._device, self._job)  # in parallel with the prefetcher's start
-        self.stack.enter_context(self.connection)
         cores = torch.get_num_threads()
-        own = Machine(threads=self._job.first_threads(cores), facts=facts_of(self._device, kernels, os.environ))
+        self.kernels, own = prepared(self._job, self._device, cores)
+        self.stack.enter_context(self.connection)
         welcome = self.connection.meet(own, "train", lambda: self.stop_reason is not None, began_s, self._child_ended)
         if welcome is None and self.stop_reason is not None:
             raise KeyboardInterrupt
@@ -119,7 +115,7 @@ class ScriptRun:
             )
         if welcome.pairing:
             print_line(f"ids come by position: {welcome.pairing}")
-        return welcome, kernels
+        return welcome
 
     def _child_ended(self) -> bool:
         return self._child is not None and self._child.code is not None

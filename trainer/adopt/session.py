@@ -67,12 +67,12 @@ class ScriptSession:
             if self._parts.finished is not None:
                 self._open_finished(self._parts.finished)
                 return
-            welcome, kernels = self.run.open()
+            welcome = self.run.open()
             self.epochs.begin(welcome.start)
             slots = self.run.start(welcome, self._script_state).slots
             stream_order = StreamOrder(slots.streams.compute)
             self._current = CurrentStep(
-                Embeddings(self.run.groups, slots.records, kernels, stream_order.lap),
+                Embeddings(self.run.groups, slots.records, self.run.kernels, stream_order.lap),
                 stream_order,
                 self._optimizer_steps,
                 self._parts.collections,
@@ -224,11 +224,11 @@ class ScriptSession:
             found.extend(filter(None, [engine.loop.take()]))
             return bool(found)
 
-        self.run.connection.drive(advance, until=lambda: bool(found) or engine.finished or unless())
+        self.run.connection.drive(advance, until=lambda: bool(found) or engine.loop.finished or unless())
         if found:
             self._next_step = found[0].step
             return found[0]
-        if engine.finished:
+        if engine.loop.finished:
             if engine.barrier.end is not None and engine.barrier.end.finished:
                 self._close_evaluation()
             self.run.end(self.epoch)

@@ -16,8 +16,8 @@ from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page import write_page
 from rowcast.trainer.report.report_json import write_report
 from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults
-from rowcast.trainer.step.engine import TrainerEngine
-from rowcast.trainer.step.metrics import TrainerCollector, TrainerCounters, TrainerGauges, learning_rates
+from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
+from rowcast.trainer.step.metrics import TrainerCounters
 
 
 class ScriptTelemetry:

@@ -20,7 +20,7 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart
 from rowcast.protocol.plan_layout import LookupArrays
-from rowcast.trainer.kernels.chunks import Chunks
+from rowcast.trainer.kernels.derived import Chunks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

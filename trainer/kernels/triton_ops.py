@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 import rowcast.protocol.plan
-import rowcast.trainer.kernels.chunks
+import rowcast.trainer.kernels.derived
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.tables import ALIGNMENT, aligned
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
@@ -152,7 +152,7 @@ def run_update(
     segments_kernel[(programs,)](
         pooled_grad.contiguous(), divisors, group.weights, group.bag_order, group.lookup_order, group.segment_offsets,
         long_rows, chunk_offsets, chunk_rows, sums, *result, num_rows, num_chunks,
-        CHUNK=rowcast.trainer.kernels.chunks.CHUNK_LOOKUPS, CHUNK_ROWS=blocks.chunk.rows,
+        CHUNK=rowcast.trainer.kernels.derived.CHUNK_LOOKUPS, CHUNK_ROWS=blocks.chunk.rows,
         CHUNK_UNROLL=blocks.chunk.unroll, SUM_STRIDE=sum_stride, **options,
     )  # fmt: skip
     if num_long:

@@ -14,7 +14,7 @@ from rowcast.trainer.device.phases import HostClock, PhaseClock, Shown
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.chunks import Chunks
+from rowcast.trainer.kernels.derived import Chunks
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
 from rowcast.trainer.models.job_model import JobModel, named_inputs

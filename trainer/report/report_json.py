@@ -11,7 +11,8 @@ from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import LOST
-from rowcast.trainer.step.metrics import Evaluation, TaskEvaluation, TrainerCounters
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
+from rowcast.trainer.step.metrics import TrainerCounters
 
 RECENT = 100  # losses in the average
 # what the counters of all groups add up to, by the same names
@@ -127,13 +128,13 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         samples=counters.samples,
         samples_per_s=counters.samples / run.wall_s if run.wall_s else 0.0,
         hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
-        trainer_wait_s=counters.waited_s,
+        trainer_wait_s=counters.stalls["rows"],
         waits_s={
             "prefetcher": run.prefetcher_waits_s,
             "trainer": {str(reason): seconds for reason, seconds in counters.stalls.items()},
         },
         phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
-        stall_share=counters.waited_s / run.wall_s if run.wall_s else 0.0,
+        stall_share=counters.stalls["rows"] / run.wall_s if run.wall_s else 0.0,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
         rank_imbalance=counters.mean_imbalance,
@@ -155,7 +156,7 @@ def rank_figures(counters: TrainerCounters, run: RunFacts) -> RankFigures:
         rank=counters.rank,
         samples=counters.samples,
         rows_owned=counters.total("unique_rows"),
-        waited_for_rows_s=counters.waited_s,
+        waited_for_rows_s=counters.stalls["rows"],
         waited_for_ranks_s=counters.stalls["ranks"],
         rows_sent=counters.total("rows_sent"),
         rows_received=counters.total("rows_received"),

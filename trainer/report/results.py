@@ -15,8 +15,8 @@ from rowcast.protocol.messages import Welcome
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError, RowcastError
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.report_json import RECENT
-from rowcast.trainer.step.metrics import Evaluation
 
 RESULTS = LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"
 MAX_EVALUATIONS = 1000  # evaluations kept

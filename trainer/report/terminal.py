@@ -21,8 +21,9 @@ from rowcast.runtime.telemetry.format_numbers import (
     stdout_console,
 )
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report.report_json import Report
-from rowcast.trainer.step.metrics import Evaluation, TaskEvaluation, TrainerCounters
+from rowcast.trainer.step.metrics import TrainerCounters
 
 LIVE_EVERY_S = 0.25
 LINE_EVERY_S = 5.0
@@ -140,7 +141,7 @@ class TerminalProgress:
             self._clock(),
             self._before + (counters.eval_steps if self._mode == "eval" else counters.train_steps),
             counters.shared_samples + counters.shared_eval_samples,
-            counters.waited_s,
+            counters.stalls["rows"],
         )
 
     def _refresh(self, *, is_over: bool = False) -> None:

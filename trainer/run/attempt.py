@@ -24,7 +24,7 @@ from rowcast.protocol.messages import Welcome
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, DataError, PeerLost, RowcastError
-from rowcast.runtime.machine import UNRECORDED, Machine, keep_freed_memory, usable_cores
+from rowcast.runtime.machine import UNRECORDED, keep_freed_memory, usable_cores
 from rowcast.runtime.process import STOPPING, Crew, Signals
 from rowcast.runtime.run_directory import RunDirectory, holder, note_refusal, pair_folder
 from rowcast.runtime.telemetry.logs import get_logger
@@ -32,7 +32,6 @@ from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import choose_device, make_streams, on_device
-from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.report.final_report import final_record, final_report
@@ -46,11 +45,11 @@ from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
 from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.launch import read_launch
-from rowcast.trainer.run.machine import facts_of, set_threads, settle, warn_of_overridden
+from rowcast.trainer.run.machine import prepared, set_threads, settle, warn_of_overridden
 from rowcast.trainer.run.meeting import POLL_S, decoded
 from rowcast.trainer.run.rank_group import Group, all_start, failed_start, party_of, start_of
-from rowcast.trainer.step.engine import TrainerEngine
-from rowcast.trainer.step.metrics import TrainerCollector, TrainerGauges, learning_rates, new_counters
+from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
+from rowcast.trainer.step.metrics import new_counters
 
 Runner = StepRunner | SharedRunner
 
@@ -226,7 +225,7 @@ class TrainerAttempt:
             run.history.update(engine.loop.first_step_s)
             return engine.loop.advance()
 
-        connection.drive(advance, until=lambda: engine.finished)
+        connection.drive(advance, until=lambda: engine.loop.finished)
 
     # the report
 
@@ -329,9 +328,7 @@ class TrainerRun:
         set_threads(threads)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.kernels = choose_kernels(self.device, self.job)  # in parallel with the prefetcher's start
-        # with the threads of a first start
-        self.machine = Machine(threads=threads, facts=facts_of(self.device, self.kernels, os.environ))
+        self.kernels, self.machine = prepared(self.job, self.device, self.cores)
 
     def _choose_device(self) -> torch.device:
         try:

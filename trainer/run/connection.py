@@ -44,13 +44,13 @@ from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
 from rowcast.trainer.device.streams import Streams, release_memory, stage_on
 from rowcast.trainer.step.barrier import Results
-from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine
+from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine, check_welcome_fits
 from rowcast.trainer.step.metrics import TrainerCounters
-from rowcast.trainer.step.plan_check import check_welcome_fits
 
 # after a stop, the wait for a Welcome in flight: a prefetcher that has sent one expects a trainer
 GREETING_GRACE_S = 0.5
 
+BUILDING = ProcessProgress(step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False)
 WORTH_SAYING_S = 2.0
 PREPARING = (
     "no prefetcher is ready yet; it reads the first batches, and its first start compiles the planner: about 15 s"
@@ -118,7 +118,7 @@ class Connection:
             conversation,
             link,
             self._transport,
-            lambda: self.adjust_progress(progress_of(self.engine)),
+            lambda: self.adjust_progress(BUILDING if self.engine is None else self.engine.loop.progress()),
             lambda: bool(arrived),
             lambda: None if began_s is None else failure_since(self._folder, "prefetcher", began_s),
             PeerStart(self._folder, "prefetcher", parse_seconds(self._transport.stall_timeout)).goes_on,
@@ -246,22 +246,6 @@ class Connection:
         if self.conversation is not None:
             self.conversation.close()
         self.engine = self.conversation = self._watch = None
-
-
-def progress_of(engine: TrainerEngine | None) -> ProcessProgress:
-    """`engine`: None before it is made."""
-    if engine is None:
-        return ProcessProgress(
-            step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False
-        )
-    loop = engine.loop
-    return ProcessProgress(
-        step_begun=loop.step_begun,
-        step_done=loop.step_done,
-        work=engine.counters.total("rows_written_back"),
-        waiting_for=loop.waiting_for,
-        ended=engine.barrier.end is not None,
-    )
 
 
 def hello(job: Job, rank: Rank, mode: Mode, machine: Machine, device: torch.device) -> Hello:

@@ -17,6 +17,7 @@ from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.device.streams import device_name, float32_products, warm_up_sqrt
 from rowcast.trainer.kernels import Kernels
+from rowcast.trainer.kernels.choose import choose_kernels
 
 # of libraries below torch: each may choose other code, and so other bits
 CHOOSES_CODE = (
@@ -42,6 +43,13 @@ def settle(job: Job, mode: Mode, own: Machine, cores: int, recorded: Machine) ->
     if recorded.threads and (found := differences(recorded, own)):
         log.warning(f"may round differently than before this checkpoint: {'; '.join(found)}")
     return Machine(threads=threads, facts=own.facts)
+
+
+def prepared(job: Job, device: torch.device, cores: int) -> tuple[Kernels, Machine]:
+    """Chooses the kernels, in parallel with the prefetcher's start; returns them, and this machine with the threads of
+    a first start. `cores`: as in `settle`."""
+    kernels = choose_kernels(device, job)
+    return kernels, Machine(threads=job.first_threads(cores), facts=facts_of(device, kernels, os.environ))
 
 
 def facts_of(device: torch.device, kernels: Kernels, environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

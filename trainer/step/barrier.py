@@ -1,8 +1,8 @@
 """Runs the trainer between steps: at the start, at each barrier and at the end, as `TABLE` defines.
 
 thread  method                                     writes
-main    advance, step_begins                       state, checkpoints, stop_reason, _flush, _gathering
-mail    accept_flush, accept_restore, accept_end   _flushes, _restores (appends, with their bytes), end
+main    advance                                    state, checkpoints, stop_reason, _flush, _gathering
+mail    accept_flush, accept_restore, accept_end   flushes, _restores (appends, with their bytes), end
 """
 
 from collections import deque
@@ -26,8 +26,8 @@ from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.model_state import ModelStatePieces, Tensors, pack, readable, require_finite
 from rowcast.trainer.models.model_state import unpack as read_tensors
 from rowcast.trainer.step.cache import DeviceCache
+from rowcast.trainer.step.memory import unpack
 from rowcast.trainer.step.plan_check import PlanCheck
-from rowcast.trainer.step.plan_memory import unpack
 
 
 class TrainerState(StrEnum):
@@ -151,13 +151,13 @@ class TrainerBarrier:
         self.state = TrainerState.RESTORING
         self.end: EndOfData | None = None
         self.checkpoints = 0  # checkpoints begun
-        # the reason of the barrier after the newest step; None before that barrier arrives
+        # the reason of the barrier after the newest step; None once the next step begins
         self.stop_reason: str | None = None
         self._cache = cache
         self._slots, self._sender, self._ring = cache.slots, cache.sender, cache.ring
         self._training = training
         self._check = check
-        self._flushes: deque[tuple[Flush, Tensor | None]] = deque()
+        self.flushes: deque[tuple[Flush, Tensor | None]] = deque()
         self._restores: deque[tuple[Restore, Tensor]] = deque()
         self._restored = ModelStatePieces()
         self._state_issued: Event | None = None  # while the model state is gathered
@@ -169,13 +169,6 @@ class TrainerBarrier:
             self._follow(TrainerEvent.RESTORED)
 
     @property
-    def waiting_for(self) -> str | None:
-        """What it waits for; None: only for steps."""
-        if self.state is TrainerState.RESTORING:
-            return "the checkpoint's model state"
-        return "the barrier" if self._flushes or self.state not in (TrainerState.RUNNING, TrainerState.ENDED) else None
-
-    @property
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint is known to be on disk: the next barrier and the end both wait for it."""
         return self.checkpoints > (1 if self.end is None else 0)
@@ -185,7 +178,7 @@ class TrainerBarrier:
     def accept_flush(self, message: Flush) -> None:
         stamp = barrier_stamp(message.barrier, message.piece)
         payload = None if message.payload is None else self._ring.payload(message.payload, stamp)
-        self._flushes.append((message, payload))
+        self.flushes.append((message, payload))
 
     def accept_restore(self, message: Restore) -> None:
         self._restores.append((message, self._ring.payload(message.payload, dense_stamp(message.piece))))
@@ -195,17 +188,14 @@ class TrainerBarrier:
 
     # the main thread
 
-    def step_begins(self) -> None:
-        self.stop_reason = None
-
     def advance(self) -> bool:
         """Processes what has arrived, as far as possible without waiting; returns whether it did anything."""
         match self.state:
             case TrainerState.RESTORING:
                 return self._restore_next(*self._restores.popleft()) if self._restores else False
             case TrainerState.RUNNING | TrainerState.RECEIVING:
-                if self._flushes:
-                    return self._receive_slots(*self._flushes.popleft())
+                if self.flushes:
+                    return self._receive_slots(*self.flushes.popleft())
                 return self.end is not None and self._follow(TrainerEvent.END)
             case TrainerState.GATHERING:
                 return self._gather_next(self._open)

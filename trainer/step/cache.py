@@ -10,7 +10,7 @@ For plan p, in this order (`streams.Wait` names the waits):
     evict     evict staging -> ring, by the sender's thread  in parallel with all of the above
 
 Staging is allocated once, in the size that the prefetcher announces; pieces of rows pass through it in sequence
-(`slots.py`). The cache makes no decisions: it has no keys, no index of rows and no order of eviction.
+(`memory.py`). The cache makes no decisions: it has no keys, no index of rows and no order of eviction.
 """
 
 from collections import deque
@@ -26,11 +26,10 @@ from rowcast.runtime.arrays import Bytes
 from rowcast.trainer.device.host_memory import FetchRing
 from rowcast.trainer.device.phases import phase_clock
 from rowcast.trainer.device.streams import Event
+from rowcast.trainer.step.memory import DerivedArrays, PlanMemory, Slots, Staging, StagingSpan, derive, unpack
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import PlanCheck
-from rowcast.trainer.step.plan_memory import DerivedArrays, PlanMemory, derive, unpack
 from rowcast.trainer.step.sender import Sender
-from rowcast.trainer.step.slots import Slots, Staging, StagingSpan
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -1,26 +1,40 @@
-"""Wires the trainer's stages to each other and to one conversation, without threads, sockets or clocks."""
+"""Wires the trainer's stages to each other and to one conversation, without threads, sockets or clocks.
 
-from collections.abc import Callable
-from dataclasses import replace
+Nothing here belongs to a step: it checks the Welcome, makes the engine, and reads its state for /metrics."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
+from rowcast.job.learning_rate import learning_rate
+from rowcast.job.schema import Job, Optimizer
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.counters import CountersCollector, Gauges
+from rowcast.protocol.inputs import InputSpec, belonging
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
+from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.parts import UNDIVIDED, Rank
+from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.stages import Stage, Wakes
+from rowcast.runtime.telemetry.metrics import Sample, samples_of
 from rowcast.trainer.device.host_memory import FetchRing, RingEnds
 from rowcast.trainer.device.phases import PhaseClock, phase_clock
 from rowcast.trainer.device.streams import Streams, memory_for, peak_device_bytes
+from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.step.barrier import ModelState, Results, TrainerBarrier, TrainingState
 from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.loop import Steps, TrainingLoop
-from rowcast.trainer.step.metrics import TrainerCounters, TrainerGauges
-from rowcast.trainer.step.plan_check import PlanCheck
+from rowcast.trainer.step.memory import Slots
+from rowcast.trainer.step.metrics import Queue, TrainerCounters
+from rowcast.trainer.step.plan_check import PlanCheck, require
 from rowcast.trainer.step.sender import Sender
-from rowcast.trainer.step.slots import Slots
+
+Side = Literal["sparse", "dense"]
+ENTRY_LIMIT = 2**20  # values in an entry of one of the batch's arrays
 
 # a message, or a turn of a thread -> the threads that it may unblock; no other thread waits for it
 WAKES: Wakes = {
@@ -38,6 +52,16 @@ WAKES: Wakes = {
 # from the records of each group, f32 [slots, record_floats], and the clock of the steps' stream. No steps: a training
 # script computes them
 MakeModel = Callable[[list[torch.Tensor], PhaseClock], tuple[ModelState, Steps | None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerGauges(Gauges[Queue]):
+    """The defaults hold without an engine: before the first Welcome and between attempts."""
+
+    train_step: int  # train steps of the run so far
+    learning_rates: Mapping[Side, float]  # for the next train step
+    expected_train_steps: int | None = None  # train steps of the whole run
+    evaluation: Evaluation | None = None  # the last
 
 
 class TrainerEngine:
@@ -124,10 +148,6 @@ class TrainerEngine:
         )
 
     @property
-    def finished(self) -> bool:
-        return self.loop.finished
-
-    @property
     def device_bytes(self) -> int:
         """The peak memory of the device; on the CPU only of cache, staging and plans: the rest belongs to the
         process."""
@@ -137,3 +157,64 @@ class TrainerEngine:
 
     def say_bye(self) -> None:
         self.conversation.send(Bye())
+
+
+def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) -> None:
+    """Compares a Welcome with the job file, which both processes have, before any memory is allocated."""
+    rows = tuple(group.num_rows for group in groups)
+    fits = len(welcome.slots) == len(rows) and all(map(int.__le__, welcome.slots, rows))
+    require(fits, f"the prefetcher announces {welcome.slots} slots for groups of {rows} rows")
+    depth = job.lookahead.depth
+    require(welcome.depth == depth, f"the prefetcher announces depth {welcome.depth}; lookahead.depth is {depth}")
+    fetch, back = welcome.fetch_ring.nbytes, welcome.back_ring.nbytes
+    require(fetch == back, f"the prefetcher announces rings of {fetch} and {back} bytes; both have one size")
+    least, most = max(group.record_bytes for group in groups), largest_payload(fetch)
+    require(
+        least <= welcome.staging_bytes <= most and welcome.staging_bytes % ARRAY_ALIGNMENT == 0,
+        f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from "
+        f"{least} to {most} is required",
+    )
+    check_inputs(welcome.inputs, job)
+
+
+def check_inputs(inputs: Sequence[InputSpec], job: Job) -> None:
+    """Raises unless these may be the arrays of every batch: dense features, labels, and others as the job has them."""
+    names = [own.name for own in inputs]
+    require(
+        names[:2] == ["dense", "labels"] and len(set(names)) == len(names),
+        f"the prefetcher announces the arrays {names}; dense and labels come first, and no name twice",
+    )
+    of = belonging(job).arrays
+    for own in inputs:
+        what = f"the prefetcher announces {own.name} as {own.dtype} with entries of {own.shape}"
+        require(all(n >= 0 for n in own.shape) and math.prod(own.shape) <= ENTRY_LIMIT, what)
+        require(own.of == of.get(own.name, ""), f"{what} of {own.of!r}; the job says {of.get(own.name, '')!r}")
+    dense, labels, *_ = inputs
+    fits = len(dense.shape) == 1 and labels.shape == job.data.columns.label_shape
+    require(
+        fits and {dense.dtype, labels.dtype} == {"f4"},
+        f"the prefetcher announces dense features {dense.dtype} {dense.shape} and labels {labels.dtype} {labels.shape}",
+    )
+
+
+def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
+    return {
+        "sparse": learning_rate(optimizer.sparse, train_steps),
+        "dense": learning_rate(optimizer.dense, train_steps),
+    }
+
+
+class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):
+    process, ring_direction = "trainer", "from_device"
+
+    def own_samples(self, counters: TrainerCounters, gauges: TrainerGauges) -> Iterator[Sample]:
+        for side, rate in gauges.learning_rates.items():
+            yield "rowcast_learning_rate", (side,), rate
+        evaluation = gauges.evaluation
+        if evaluation is None:
+            return
+        yield from samples_of(evaluation, prefix="eval_")
+        for figure, value in evaluation.ranking.items():
+            yield "rowcast_eval_ranking", (figure,), value
+        for task in evaluation.tasks:
+            yield from samples_of(task, task.label, prefix="eval_task_")

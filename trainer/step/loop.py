@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from rowcast.protocol.messages import StepDone
+from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged
 from rowcast.trainer.device.phases import PhaseClock, Shown
@@ -106,7 +107,23 @@ class TrainingLoop:
 
     @property
     def waiting_for(self) -> str:
-        return "the device" if self._issued else self._barrier.waiting_for or "rows"
+        barrier = self._barrier
+        if self._issued:
+            return "the device"
+        if barrier.state is TrainerState.RESTORING:
+            return "the checkpoint's model state"
+        is_open = barrier.flushes or barrier.state not in (TrainerState.RUNNING, TrainerState.ENDED)
+        return "the barrier" if is_open else "rows"
+
+    def progress(self) -> ProcessProgress:
+        """For the prefetcher, from the thread that sends heartbeats."""
+        return ProcessProgress(
+            step_begun=self.step_begun,
+            step_done=self.step_done,
+            work=self._counters.total("rows_written_back"),
+            waiting_for=self.waiting_for,
+            ended=self._barrier.end is not None,
+        )
 
     def advance(self) -> bool:
         """Does what can be done now without waiting for the device; returns whether it did anything.
@@ -159,7 +176,7 @@ class TrainingLoop:
         self._streams.compute.wait(step.filled[-1], "filled")
         self.first_step_s = self.first_step_s or step.began_s
         self.step_begun = step.step
-        self._barrier.step_begins()
+        self._barrier.stop_reason = None
 
     def finish(self, step: Step, loss: Tensor | None) -> None:
         """Called after look-up to update were issued to the compute stream. `loss` will hold the mean loss; None:

@@ -1,21 +1,14 @@
 """Counts what the trainer does, for /metrics and for the report."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rowcast.job.learning_rate import learning_rate
-from rowcast.job.schema import Optimizer
-from rowcast.protocol.counters import Counters, CountersCollector, Gauges
+from rowcast.protocol.counters import Counters
 from rowcast.protocol.messages import PlanHeader
-from rowcast.runtime.telemetry.metrics import Sample, samples_of
 from rowcast.trainer.device.phases import Lap, Phase
-from rowcast.trainer.models.evaluate import Evaluation as Evaluation  # for the report too
-from rowcast.trainer.models.evaluate import TaskEvaluation as TaskEvaluation
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
 Queue = Literal["steps", "rows_back"]
-Side = Literal["sparse", "dense"]
 # rows: the loop waits for StepReady      ring: the sender waits for space in the back ring
 # results: the loop waits for the device  barrier: the loop waits for the flush
 # ranks: the compute stream waits for other ranks: until they reach the same point, and during the transfer
@@ -69,42 +62,5 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
     def mean_imbalance(self) -> float:
         return 1 + self.imbalances / max(1, self.train_steps)
 
-    @property
-    def waited_s(self) -> float:
-        return self.stalls["rows"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerGauges(Gauges[Queue]):
-    """The defaults hold without an engine: before the first Welcome and between attempts."""
-
-    train_step: int  # train steps of the run so far
-    learning_rates: Mapping[Side, float]  # for the next train step
-    expected_train_steps: int | None = None  # train steps of the whole run
-    evaluation: Evaluation | None = None  # the last
-
 
 new_counters = TrainerCounters.new
-
-
-def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
-    return {
-        "sparse": learning_rate(optimizer.sparse, train_steps),
-        "dense": learning_rate(optimizer.dense, train_steps),
-    }
-
-
-class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):
-    process, ring_direction = "trainer", "from_device"
-
-    def own_samples(self, counters: TrainerCounters, gauges: TrainerGauges) -> Iterator[Sample]:
-        for side, rate in gauges.learning_rates.items():
-            yield "rowcast_learning_rate", (side,), rate
-        evaluation = gauges.evaluation
-        if evaluation is None:
-            return
-        yield from samples_of(evaluation, prefix="eval_")
-        for figure, value in evaluation.ranking.items():
-            yield "rowcast_eval_ranking", (figure,), value
-        for task in evaluation.tasks:
-            yield from samples_of(task, task.label, prefix="eval_task_")

@@ -1,6 +1,5 @@
 """Checks all data from the prefetcher once, on the host, before any byte is used as an index or a size.
 
-    Welcome      slots, depth and rings are possible for this job file
     StepReady    header: exactly the arrays that the plan's counts imply, one after another; rows inside their piece
                  arrays, when the last byte of the block has arrived: see below
     Flush        the same for a barrier's slots
@@ -23,10 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned, unpooled_places
 from rowcast.protocol.arrange import MOST_ORDERED, first_not_permuted, table_starts
-from rowcast.protocol.inputs import PREFIX, InputSpec, belonging
+from rowcast.protocol.inputs import PREFIX, InputSpec
 from rowcast.protocol.messages import (
     ArraySpec,
     Flush,
@@ -34,7 +32,6 @@ from rowcast.protocol.messages import (
     PlanHeader,
     ShareHeader,
     StepReady,
-    Welcome,
 )
 from rowcast.protocol.packing import ARRAY_ALIGNMENT
 from rowcast.protocol.parts import UNDIVIDED, Rank, part_sizes
@@ -46,56 +43,16 @@ from rowcast.protocol.plan_layout import (
     Counts,
     Dtype,
 )
-from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.arrays import I32, I64, U16, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 
 ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
 POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
-ENTRY_LIMIT = 2**20  # values in an entry of one of the batch's arrays
 
 
 def require(condition: bool, sentence: str) -> None:
     if not condition:
         raise RemoteProtocolError(sentence)
-
-
-def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) -> None:
-    """Compares a Welcome with the job file, which both processes have, before any memory is allocated."""
-    rows = tuple(group.num_rows for group in groups)
-    fits = len(welcome.slots) == len(rows) and all(map(int.__le__, welcome.slots, rows))
-    require(fits, f"the prefetcher announces {welcome.slots} slots for groups of {rows} rows")
-    depth = job.lookahead.depth
-    require(welcome.depth == depth, f"the prefetcher announces depth {welcome.depth}; lookahead.depth is {depth}")
-    fetch, back = welcome.fetch_ring.nbytes, welcome.back_ring.nbytes
-    require(fetch == back, f"the prefetcher announces rings of {fetch} and {back} bytes; both have one size")
-    least, most = max(group.record_bytes for group in groups), largest_payload(fetch)
-    require(
-        least <= welcome.staging_bytes <= most and welcome.staging_bytes % ARRAY_ALIGNMENT == 0,
-        f"the prefetcher announces {welcome.staging_bytes} bytes of staging; a multiple of {ARRAY_ALIGNMENT} from "
-        f"{least} to {most} is required",
-    )
-    check_inputs(welcome.inputs, job)
-
-
-def check_inputs(inputs: Sequence[InputSpec], job: Job) -> None:
-    """Raises unless these may be the arrays of every batch: dense features, labels, and others as the job has them."""
-    names = [own.name for own in inputs]
-    require(
-        names[:2] == ["dense", "labels"] and len(set(names)) == len(names),
-        f"the prefetcher announces the arrays {names}; dense and labels come first, and no name twice",
-    )
-    of = belonging(job).arrays
-    for own in inputs:
-        what = f"the prefetcher announces {own.name} as {own.dtype} with entries of {own.shape}"
-        require(all(n >= 0 for n in own.shape) and math.prod(own.shape) <= ENTRY_LIMIT, what)
-        require(own.of == of.get(own.name, ""), f"{what} of {own.of!r}; the job says {of.get(own.name, '')!r}")
-    dense, labels, *_ = inputs
-    fits = len(dense.shape) == 1 and labels.shape == job.data.columns.label_shape
-    require(
-        fits and {dense.dtype, labels.dtype} == {"f4"},
-        f"the prefetcher announces dense features {dense.dtype} {dense.shape} and labels {labels.dtype} {labels.shape}",
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,11 +346,13 @@ def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: I
     arrived = iter(specs)
     for array, dtype, shape in expected:
         spec = next(arrived, None)
-        matches = spec is not None and (spec.name, spec.dtype, spec.shape, spec.offset) == (array, dtype, shape, end)
-        require(matches, f"{name}: array {array} should be {dtype} {shape} at byte {end}, and {described(spec)} came")
+        if spec is None or (spec.name, spec.dtype, spec.shape, spec.offset) != (array, dtype, shape, end):
+            raise RemoteProtocolError(
+                f"{name}: array {array} should be {dtype} {shape} at byte {end}, and {described(spec)} came"
+            )
         end = aligned(end + math.prod(shape) * ITEM_BYTES[dtype], ARRAY_ALIGNMENT)
-    extra = next(arrived, None)
-    require(extra is None, f"{name}: {described(extra)} came, which belongs to no plan or barrier")
+    if extra := next(arrived, None):
+        raise RemoteProtocolError(f"{name}: {described(extra)} came, which belongs to no plan or barrier")
     require(end == nbytes, f"{name}: a block of {nbytes} bytes came instead of {end}")
 
 

@@ -21,8 +21,8 @@ from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
 from rowcast.trainer.device.host_memory import RingEnds
 from rowcast.trainer.device.streams import Event
+from rowcast.trainer.step.memory import Slots, Staging, StagingSpan
 from rowcast.trainer.step.metrics import TrainerCounters
-from rowcast.trainer.step.slots import Slots, Staging, StagingSpan
 
 
 @dataclass(slots=True, kw_only=True)
