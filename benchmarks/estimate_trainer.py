@@ -17,19 +17,18 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.training.recorded import record, recorded_plans, slots_for, touched, train_batches
-from rowcast.analysis.estimate.device_rates import (
+from rowcast.analysis.estimate.planned import step_calls
+from rowcast.analysis.estimate.rates.measure import measured, model_shapes, row_shapes
+from rowcast.analysis.estimate.rates.overheads import NUM_DENSE, overheads, small_job
+from rowcast.analysis.estimate.rates.replay import Replay
+from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
+from rowcast.analysis.estimate.rates_file import (
     OF_MAIN,
     RATES_VERSION,
     DeviceRates,
     KernelRates,
     model_fingerprint,
 )
-from rowcast.analysis.estimate.planned import count
-from rowcast.analysis.estimate.rates.measure import measured, model_shapes, row_shapes
-from rowcast.analysis.estimate.rates.overheads import NUM_DENSE, overheads, small_job
-from rowcast.analysis.estimate.rates.replay import Replay
-from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
-from rowcast.analysis.estimate.step_kernels import step_calls
 from rowcast.job.file import parse_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
@@ -86,9 +85,8 @@ def found(job: Job, share: float, overhead: dict[str, KernelRates]) -> tuple[flo
     slots = slots_for(job, batches, max(int(1.05 * seen.largest_batch) + 64, int(share * seen.rows)))
     estimated = []
     for scheduled, recorded in zip(batches, recorded_plans(job, batches, slots), strict=True):
-        own = count(scheduled.batch.samples, recorded.plan, [set() for _ in groups], 0.0, 0.0, job.ranks).counts
-        lookups = float(sum(group.lookups for group in own.groups))
-        calls = step_calls(rates, job, groups, own)
+        calls = [*step_calls(job, groups, recorded.plan, scheduled.batch.samples)]
+        lookups = sum(call.counts["lookups"] for call in calls if call.kernel == "lookup")
         of_kernels = sum(call.calls * rates.seconds(call.kernel, **call.counts) for call in calls)
         estimated.append(of_kernels + sum(rates.seconds(name, lookups=lookups) for name in OF_MAIN))
     with record(job, batches, slots, CPU) as recording:

@@ -24,6 +24,8 @@ REMOVED = {  # name -> what replaces it
     "profile --samples": "--sample gives the share of an epoch to read",
     "profile --max-steps": "it went with `profile --plot`; --sample says how much to read",
     "estimate --plot": "the line of the bottleneck names the critical path's tasks",
+    "estimate --advised": "`prefetcher advise` prints the sections; put them into the job file or give them by --vary",
+    "estimate --compare": "`prefetcher estimate --run` prints the same ms of each task as `--rates`",
     "store.kind = mapped": 'store.kind = "tiered" keeps the rows of coming steps in store.memory, the others on disk',
     "run --save-trace": NO_TRACES,
     "simulate --save-trace": NO_TRACES,

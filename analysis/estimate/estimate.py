@@ -1,170 +1,218 @@
-"""Implements `prefetcher estimate --rates`: predicts a job's step time and its bottleneck."""
+"""Implements `prefetcher estimate`: a step's time and its bottleneck, from rates or from a recorded run.
 
-from collections.abc import Callable, Sequence
+With rates, a step's tasks take this long, each on an exclusive core; the walk divides the cores:
+
+    decode, plan                          processor time of this job's own batches, while its plans are made
+    fetch, write back                     rows of the step, at the rate of the store of training
+    copy in, fill, step, copy out         the step's kernels and its overhead of each type, from the rates file
+    exchange                              rows, gradients and sums between ranks, from the rates file
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
+from typer import Option
 
-from rowcast.analysis.estimate.device_rates import DeviceRates, read_rates
-from rowcast.analysis.estimate.durations import EstimatedDurations, HostRow, measured_rows
-from rowcast.analysis.estimate.pipeline import Durations
-from rowcast.analysis.estimate.planned import plan_job
+from rowcast.analysis.advise.cost import COUNTED, probe_rows
+from rowcast.analysis.estimate.pipeline import HANDOVERS, Durations, Planned
+from rowcast.analysis.estimate.planned import PARAMETER_BYTES, plan_job
+from rowcast.analysis.estimate.rates_file import OF_MAIN, DeviceRates, KernelRates, model_fingerprint, read_rates
 from rowcast.analysis.estimate.recorded import recorded_run
-from rowcast.analysis.estimate.walk import (
-    CHANGEABLE,
-    START_SHARE,
-    Walked,
-    check_steps,
-    described,
-    steady,
-    walk,
-)
+from rowcast.analysis.estimate.walk import OFTEN, Walked, described, steady, walk
 from rowcast.analysis.timeline.recording import read_pairs
+from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.runtime.command_options import Config, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import usable_cores
 
+TASKS = (
+    "decode", "read", "plan", "fetch", "send", "copy in", "fill", "exchange", "step", "copy out", "write back",
+)  # fmt: skip
+OF_HOST = ("fetch", "write back", "barrier")  # their rows' rates are measured here
 CORES_OF_PAIR = 2  # with fewer, steps of ranks took up to twice as long as estimated
-
-Setting = tuple[str, str]  # key of the job file, value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    settings: tuple[Setting, ...]  # what differs from the job file
-    device: str
-    ranks: int
-    cores: float  # that each pair of a prefetcher and a trainer has on this host
-    steps: int  # walked, evaluation steps among them
-    walked: Walked
-    compute_s: float  # the mean of the task "step" of train steps, without the first
-    margin: float  # the share of step_s that the kernels' errors leave open
-    outside: list[str]  # kernels that were not measured at such shapes
-
-
-def estimate_jobs(
-    load: Callable[[Sequence[str]], Job],
-    rates: Sequence[Path],
-    vary: Sequence[str],
-    *,
-    max_steps: int | None = None,
-) -> list[Estimate]:
-    """One estimate for each combination of the values in `vary` ("key=value"; values of one key are alternatives) and
-    each rates file. `load` reads the job file with such settings. Raises ConfigError
-    and DataError."""
-    devices = [read_rates(path) for path in rates]
-    found = []
-    for settings in combinations(vary):
-        job = load([f"{key}={value}" for key, value in settings])
-        row = measured_rows(job, group_specs(job))
-        found += estimate_job(job, devices, row, settings, max_steps=max_steps)
-    return found
-
-
-def estimate_job(
-    job: Job,
-    devices: Sequence[DeviceRates],
-    row: HostRow,
-    settings: tuple[Setting, ...] = (),
-    *,
-    max_steps: int | None = None,
-) -> list[Estimate]:
-    """One estimate for each device. Raises ConfigError and DataError."""
-    plan, wiring = plan_job(job, max_steps)
-    cores = cores_of_pair(job)
-    found = []
-    for device in devices:
-        durations = EstimatedDurations(job, plan, device, row)
-        walked = walk(plan, wiring, durations, {}, cores)
-        later = range(len(plan) // START_SHARE, len(plan))
-        compute_s = [
-            durations("step", at) for at in later if (own := plan[at].counted) is not None and own.counts.trains
-        ]
-        found.append(
-            Estimate(
-                settings=settings,
-                device=device.device,
-                ranks=job.ranks.count,
-                cores=cores,
-                steps=len(plan),
-                walked=walked,
-                compute_s=sum(compute_s) / max(1, len(compute_s)),
-                margin=durations.margin,
-                outside=durations.outside,
-            )
-        )
-    return found
-
-
-def cores_of_pair(job: Job) -> float:
-    """An equal share of the cores that this process may use, since the pairs of a host work at the same time."""
-    return usable_cores() / job.ranks.on_host
+LEAST_MARGIN = 0.1  # fraction of a step's time: predictions were off by 8 % on average
+UNKNOWN = 0.2  # error of a kernel that was measured at too few shapes to know it
+HANDLED, HANDLING_S = ("read", "send", "write"), 5e-5  # a batch from its decoder, a piece into the ring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """Seconds a step, the mean over the steady ones."""
+class EstimateOptions:
+    rates: Annotated[
+        Sequence[Path], Option(help="A device, from `trainer rates`. Repeatable.", metavar="FILE", show_default=False)
+    ] = ()
+    vary: Annotated[
+        Sequence[str], Option(help="A setting to try, as KEY=VALUE. Repeatable; all combinations are tried.")
+    ] = ()
+    run_dir: Annotated[
+        Path | None,
+        Option("--run", help="Instead of --rates: a run with --timeline.", metavar="DIR", show_default=False),
+    ] = None
+    changes: Annotated[
+        Sequence[str], Option("--change", help="With --run: how long a task would take, such as step=0.1. Repeatable.")
+    ] = ()
+    max_steps: Annotated[int | None, Option(min=0, help="Train steps; as the run had it.", show_default=False)] = None
 
-    task: str
-    estimated_s: float
-    recorded_s: float
-
-
-def compare(job: Job, rates: Path, run_dir: Path, *, max_steps: int | None = None) -> list[Compared]:
-    """What the rates estimate beside what the run recorded with --timeline: each task, then the whole step. Raises
-    ConfigError and DataError."""
-    recorded = recorded_run(read_pairs(run_dir)[0])
-    plan, wiring = plan_job(job, max_steps)
-    check_steps(plan, recorded, run_dir)
-    durations = EstimatedDurations(job, plan, read_rates(rates))
-    measured = steady(recorded.ended)
-    steps = range(measured.first + 1, measured.last + 1)
-
-    def mean(of: Durations, task: str) -> float:
-        return sum(of(task, step) for step in steps) / len(steps)
-
-    walked = walk(plan, wiring, durations, recorded.begins, cores_of_pair(job))
-    found = [
-        Compared(task=task, estimated_s=mean(durations, task), recorded_s=mean(recorded, task))
-        for task in CHANGEABLE
-        if task != "exchange" or wiring.num_ranks > 1
-    ]
-    return [*found, Compared(task="a step of the run", estimated_s=walked.step_s, recorded_s=measured.step_s)]
+    def __post_init__(self) -> None:
+        if (self.run_dir is None) == (not self.rates):
+            raise ConfigError("give either --rates FILE, from `trainer rates`, or --run DIR, a run with --timeline")
+        if self.changes if self.rates else self.vary:
+            raise ConfigError("--vary says what would be different with --rates, and --change with --run")
 
 
-def print_compared(found: Sequence[Compared]) -> None:
-    typer.echo(f"{'ms a step':<18}{'estimated':>10}{'recorded':>10}{'off by':>10}")
-    for own in found:
-        off = f"{own.estimated_s / own.recorded_s - 1:+.0%}" if own.recorded_s else ""
-        typer.echo(f"{own.task:<18}{1e3 * own.estimated_s:>10.2f}{1e3 * own.recorded_s:>10.2f}{off:>10}")
+@options_of(EstimateOptions)
+def estimate(config: Config, overrides: Overrides = None, *, options: EstimateOptions) -> None:
+    """Raises ConfigError and DataError."""
+    if options.run_dir is not None:
+        walk_recorded(load_job(config, tuple(overrides or ())), options.run_dir, options.changes, options.max_steps)
+    devices = [read_rates(path) for path in options.rates]
+    for settings in combinations(options.vary) if devices else ():
+        job = load_job(config, (*(overrides or ()), *settings))
+        estimate_job(job, devices, ", ".join(settings) or "the job", options.max_steps)
 
 
-def combinations(vary: Sequence[str]) -> list[tuple[Setting, ...]]:
-    """Raises ConfigError."""
+def combinations(vary: Sequence[str]) -> list[tuple[str, ...]]:
+    """The values of one key ("key=value") are alternatives. Raises ConfigError."""
     axes: dict[str, list[str]] = {}
     for setting in vary:
-        key, equals, value = setting.partition("=")
+        key, equals, _ = setting.partition("=")
         if not equals:
             raise ConfigError(f"--vary {setting}: give a key and a value, such as lookahead.depth=2")
-        axes.setdefault(key, []).append(value)
-    return [tuple(zip(axes, values, strict=True)) for values in product(*axes.values())]
+        axes.setdefault(key, []).append(setting)
+    return list(product(*axes.values()))
 
 
-def print_estimates(found: Sequence[Estimate]) -> None:
-    for own in found:
-        name = ", ".join(["the job" if not own.settings else "", *(f"{key}={value}" for key, value in own.settings)])
-        walked, devices = own.walked, own.device if own.ranks == 1 else f"{own.ranks} ranks of {own.device}"
+def estimate_job(job: Job, devices: Sequence[DeviceRates], name: str, max_steps: int | None = None) -> list[Walked]:
+    """Prints an estimate for each device. Raises ConfigError and DataError."""
+    plan, wiring = plan_job(job, max_steps)
+    host, found = host_rates(job), []
+    cores = usable_cores() / job.ranks.on_host  # the pairs of a host work at the same time
+    for device in devices:
+        own = estimated(job, plan, device, host)
+        walked = walk(plan, wiring, own.durations, {}, cores)
+        found.append(walked)
+        on = device.device if job.ranks.count == 1 else f"{job.ranks.count} ranks of {device.device}"
         typer.echo(
-            f"{name.strip(', ')} on {devices}: {1e3 * walked.step_s:.1f} ms a step (+-{own.margin:.0%}), "
-            f"{walked.run_s:.1f} s in all, bound by {described(walked)}"
+            f"{name} on {on}: {1e3 * walked.step_s:.1f} ms a step (+-{own.margin:.0%}), {walked.run_s:.1f} s in all, "
+            f"bound by {described(walked)}\n  ms: {ms_of_tasks(own.durations, len(plan))}"
         )
-        if own.ranks > 1 and own.cores < CORES_OF_PAIR:
+        if job.ranks.count > 1 and cores < CORES_OF_PAIR:
             typer.echo(
-                f"  each trainer and its prefetcher have {own.cores:g} of this host's cores: a step takes up to twice "
+                f"  each trainer and its prefetcher have {cores:g} of this host's cores: a step takes up to twice "
                 "as long, since all ranks wait for one that waits for a core"
             )
         if own.outside:
             typer.echo(f"  outside what was measured: {', '.join(own.outside)}")
+    return found
+
+
+class Estimated(NamedTuple):
+    durations: Durations
+    margin: float  # the share of a step's time that the kernels' errors leave open
+    outside: list[str]  # kernels that were not measured at the job's shapes
+
+
+def estimated(job: Job, plan: Sequence[Planned], device: DeviceRates, host: dict[str, KernelRates]) -> Estimated:
+    """`host`: of the rows of each group. Raises ConfigError if the rates do not hold for the job."""
+    if device.model != model_fingerprint(job):
+        raise ConfigError(
+            "the rates file holds another job's model; measure this one: `trainer rates --config` with its job file"
+        )
+    overhead = {what: device.seconds(kind) for what, kind in HANDOVERS.items()}
+    whole_batch = max((own.batch for own in plan), default=0)
+    of_kernels, outside, tasks = defaultdict[str, float](float), set[str](), list[dict[str, float]]()
+    for own in plan:
+        seconds, lookups = defaultdict[str, float](float), 0.0
+        for task, kernel, given, calls in own.calls:
+            if task in OF_HOST:
+                seconds[task] += host[kernel].seconds(given)
+                continue
+            a_weight = given.get(PARAMETER_BYTES)
+            counts = given if a_weight is None else {"bytes": a_weight * device.parameters}
+            own_s = calls * device.seconds(kernel, **counts)
+            seconds[task] += own_s
+            of_kernels[kernel] += own_s
+            lookups += counts["lookups"] if kernel == "lookup" else 0.0
+            # an epoch's last batch may be small
+            if own.batch == whole_batch and not device.kernels[kernel].covers(counts):
+                outside.add(kernel)
+        of_host = sum(device.seconds(name, lookups=lookups) for name in OF_MAIN)
+        # a device computes while the host issues what follows
+        step_s = max(seconds["step"], of_host) if device.clock == "device" else seconds["step"] + of_host
+        tasks.append({**seconds, "step": step_s, "decode": own.decode_s, "plan": own.plan_s} | overhead)
+    return Estimated(
+        lambda name, step: tasks[step].get(name, HANDLING_S if name in HANDLED else 0.0),
+        max(LEAST_MARGIN, margin(device, of_kernels)) * (2 if outside else 1),
+        sorted(outside),
+    )
+
+
+def margin(device: DeviceRates, of_kernels: dict[str, float]) -> float:
+    """The share of the kernels' time that their errors leave open. `of_kernels`: seconds. Kernels are off
+    independently of each other."""
+    known = {name: UNKNOWN if (error := device.kernels[name].error) is None else error for name in of_kernels}
+    return math.hypot(*(own * of_kernels[name] for name, own in known.items())) / max(1e-12, sum(of_kernels.values()))
+
+
+def host_rates(job: Job) -> dict[str, KernelRates]:
+    """Seconds of a row of each group: read, read for the first time, when its first value is computed, and written."""
+    return {
+        # rates that `advise` may rely on are a share of those measured
+        f"{name} {group.name}": KernelRates(terms={"rows": COUNTED / getattr(rates, name)})
+        for group in group_specs(job)
+        for rates in [probe_rows(group, job.job.seed)]
+        for name in ("read", "first", "write")
+    }
+
+
+def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], max_steps: int | None = None) -> None:
+    """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
+    factors = [parse_change(change) for change in changes]
+    recorded = recorded_run(read_pairs(run_dir)[0])
+    plan, wiring = plan_job(job, max_steps)
+    if len(plan) != len(recorded.ended):
+        raise ConfigError(
+            f"the job has {len(plan)} steps, but {run_dir} recorded {len(recorded.ended)}; give the job file of that "
+            "run, and its --max-steps"
+        )
+    measured = steady(recorded.ended).step_s
+    again = walk(plan, wiring, recorded, recorded.begins)
+    typer.echo(
+        f"{run_dir}: {len(plan)} steps, {1e3 * measured:.1f} ms a step\n"
+        f"walked again: {1e3 * again.step_s:.1f} ms a step ({again.step_s / measured - 1:+.1%}), bound by "
+        f"{described(again)}\n  ms: {ms_of_tasks(recorded, len(plan))}"
+    )
+    told = [f"{name} {share:.0%}" for name, share in again.waits.items() if share >= OFTEN]
+    typer.echo(f"  waits: {', '.join(told) or 'none'}")
+    for change, factor in zip(changes, factors, strict=True):
+        found = walk(plan, wiring, scaled(recorded, *factor), recorded.begins)
+        typer.echo(
+            f"with {change}: {1e3 * found.step_s:.1f} ms a step ({again.step_s / found.step_s:.2f} times as fast), "
+            f"bound by {described(found)}"
+        )
+
+
+def parse_change(change: str) -> tuple[str, float]:
+    match = re.fullmatch(r"([a-z ]+)=([0-9.]+)", change)
+    if match is None or match[1] not in TASKS:
+        raise ConfigError(f"--change {change}: give one of {', '.join(TASKS)}, and a factor, such as step=0.1")
+    return match[1], float(match[2])
+
+
+def scaled(durations: Durations, task: str, factor: float) -> Durations:
+    return lambda name, step: durations(name, step) * (factor if name == task else 1.0)
+
+
+def ms_of_tasks(durations: Durations, num_steps: int) -> str:
+    """The mean over the steps, without the first quarter."""
+    steps = range(num_steps // 4, num_steps)
+    means = {task: 1e3 * sum(durations(task, step) for step in steps) / max(1, len(steps)) for task in TASKS}
+    return ", ".join(f"{task} {ms:.2f}" for task, ms in means.items() if ms >= 0.005)

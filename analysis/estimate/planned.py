@@ -1,6 +1,16 @@
-"""Plans a whole job, without tables or trainer, and records each step's waits and moves.
+"""Plans a whole job, without tables or trainer, and records each step's waits, moves and kernels.
 
 Of a job of several ranks, the first rank's plans are made, as its prefetcher makes them.
+
+copy in     the plan's arrays and the fetched rows, from the ring to the device
+fill        victims leave their slots, fetched rows go there
+step        look up, model forward, backward, row update, dense optimizer
+copy out    victims, from the device to the ring
+exchange    rows, their gradients and the sums of the dense side, between ranks
+fetch, write back, barrier      rows of each group, from the store and to it
+
+A rank looks up its parts' rows where they were received, and trains the rows of its shard. An evaluation looks up and
+computes forward.
 """
 
 import time
@@ -9,9 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from rowcast.analysis.estimate.pipeline import Counted, Planned, PlannedPiece, Wiring
-from rowcast.analysis.estimate.step_kernels import ExchangeCounts, GroupCounts, StepCounts
-from rowcast.job.schema import Job, Ranks
+from rowcast.analysis.estimate.pipeline import KernelCall, Planned, PlannedPiece, Wiring
+from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
@@ -21,30 +30,29 @@ from rowcast.prefetcher.readers.workers import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import Samples, ScheduledBatch
-from rowcast.protocol.inputs import Belonging, belonging
+from rowcast.protocol.inputs import belonging
 from rowcast.protocol.packing import Piece, cut, plan_block
 from rowcast.protocol.parts import arrays_of_samples, rank_of, samples_of
-from rowcast.protocol.plan import BarrierPlan, GroupShare, StepPlan
+from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
+
+# kernels of jobs with parts: an exchange on a host, what comes on top across hosts, what a step adds up
+EXCHANGE, NETWORK, DENSE_SUMS = "exchange", "network", "dense sums"
+GRADIENT_BYTES = 4  # gradients travel as fp32
+PARAMETER_BYTES = "bytes a parameter"  # a count: these bytes for each weight of the dense side
 
 
 def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring]:
     """The steps and the pipeline. Raises ConfigError, DataError as a run would."""
     warm_up()  # what is compiled at a first start would count as planning
     groups, rank = group_specs(job), rank_of(job.ranks, 0)
-    reader = open_reader(job)
-    batches = Timed(schedule(job, reader, max_steps))
+    decode_s: list[float] = []
+    batches = timed(schedule(job, open_reader(job), max_steps), decode_s)
     measured = list(islice(batches, MEASURED_BATCHES))
     slots = job_slots(job, groups, measured, rank)
     own = sizes(job, groups, measured, job.lookahead.depth, rank)
-    planner = job_planner(
-        job,
-        groups,
-        job_levels(job, groups, measured, slots, rank),
-        measured,
-        num_threads=stage_threads(job),
-        rank=rank,
-    )
+    levels = job_levels(job, groups, measured, slots, rank)
+    planner = job_planner(job, groups, levels, measured, num_threads=stage_threads(job), rank=rank)
     num_decoders = job.prefetcher.workers if can_share(job) else 1
     wiring = Wiring(
         depth=job.lookahead.depth,
@@ -55,141 +63,82 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         staging_bytes=own.staging_bytes,
         num_ranks=job.ranks.count,
     )
-    steps = planned_steps(chain(measured, batches), planner, groups, wiring, batches.seconds, job.ranks, belonging(job))
-    return list(steps), wiring
+    return planned_steps(job, groups, chain(measured, batches), planner, wiring, decode_s), wiring
 
 
-class Timed:
-    """Batches, and how much processor time each took to decode."""
-
-    def __init__(self, batches: Iterable[ScheduledBatch]) -> None:
-        self._batches = iter(batches)
-        self.seconds: list[float] = []
-
-    def __iter__(self) -> Iterator[ScheduledBatch]:
-        return self
-
-    def __next__(self) -> ScheduledBatch:
+def timed(batches: Iterable[ScheduledBatch], seconds: list[float]) -> Iterator[ScheduledBatch]:
+    """Adds to `seconds` how much processor time each batch took to decode."""
+    began_s = time.process_time()
+    for batch in batches:
+        seconds.append(time.process_time() - began_s)
+        yield batch
         began_s = time.process_time()
-        batch = next(self._batches)
-        self.seconds.append(time.process_time() - began_s)
-        return batch
 
 
 def planned_steps(
+    job: Job,
+    groups: tuple[GroupSpec, ...],
     batches: Iterator[ScheduledBatch],
     planner: RowPlanner,
-    groups: tuple[GroupSpec, ...],
     wiring: Wiring,
     decode_s: Sequence[float],
-    ranks: Ranks,
-    belonging: Belonging,
-) -> Iterator[Planned]:
+) -> list[Planned]:
     """`decode_s`: seconds of each batch that was taken so far; grows with them."""
-    rank = rank_of(ranks, 0)
-    first: int | None = None
-    before: Planned | None = None
+    rank, arrays = rank_of(job.ranks, 0), belonging(job)
+    found: list[Planned] = []
     added: deque[ScheduledBatch] = deque()  # not planned
     seen: list[set[int]] = [set() for _ in groups]  # keys that were fetched
+
+    def end_with_barrier(reason: str, *, finished: bool) -> None:
+        dirty = planner.barrier(reason, finished=finished).dirty
+        flushed = [row_call("barrier", "write", group, len(own)) for group, own in zip(groups, dirty, strict=True)]
+        found[-1] = replace(found[-1], barrier=True, calls=(*found[-1].calls, *flushed))
+
     while True:
-        plan_s = 0.0
+        began_s, taken = time.process_time(), len(decode_s)
         for scheduled in islice(batches, planner.wants_batch):
-            first = scheduled.step if first is None else first
-            began_s = time.process_time()
             planner.add(scheduled)
-            plan_s += time.process_time() - began_s
             added.append(scheduled)
+        plan_s = time.process_time() - began_s - sum(decode_s[taken:])
         if planner.wants_batch:
             planner.end()
-        if not planner.ready() or first is None:
+        if not planner.ready() or not added:
             break
         if planner.checkpoint_due:
-            assert before is not None, "a checkpoint follows a step"
-            before = with_barrier(before, planner.barrier("checkpoint", finished=False))
-        if before is not None:
-            yield before
+            end_with_barrier("checkpoint", finished=False)
         known, began_s = planner.num_known, time.process_time()
         scheduled, plan = added.popleft(), planner.plan()
         samples = samples_of(scheduled.batch.size, rank)
-        own = scheduled.batch.samples.within(arrays_of_samples(scheduled.batch, samples, belonging))
+        own = scheduled.batch.samples.within(arrays_of_samples(scheduled.batch, samples, arrays))
         plan_s += time.process_time() - began_s
-        step = planned(own, plan, groups, wiring, first, known)
-        counted = count(own, plan, seen, decode_s[step.step], plan_s, ranks)
-        before = replace(step, counted=counted)
-    if before is not None:
-        yield with_barrier(before, planner.barrier("end", finished=True))
-
-
-def with_barrier(planned: Planned, barrier: BarrierPlan) -> Planned:
-    assert planned.counted is not None, "steps of a plan are counted"
-    flushed = tuple(map(len, barrier.dirty))
-    return replace(planned, barrier=True, counted=replace(planned.counted, flushed=flushed))
-
-
-def count(
-    own: Samples, plan: StepPlan, seen: Sequence[set[int]], decode_s: float, plan_s: float, ranks: Ranks
-) -> Counted:
-    """Adds the keys that are fetched to those `seen` of each group. `own`: of one trainer."""
-    first = []
-    for group, keys in zip(plan.groups, seen, strict=True):
-        before = len(keys)
-        keys.update(group.fetch_keys.tolist())
-        first.append(len(keys) - before)
-    return Counted(
-        counts=StepCounts(
-            trains=plan.kind == "train",
-            batch=len(own.labels),
-            parts=ranks.num_parts // ranks.count,
-            plan_bytes=plan_block(own, plan).nbytes,
-            groups=tuple(
-                GroupCounts(
-                    lookups=group.num_lookups,
-                    rows=len(group.unique_slots),
-                    fetched=len(group.fetch_keys),
-                    written_back=group.num_dirty,
-                    exchange=None if group.share is None else exchanged(group.share, ranks),
-                )
-                for group in plan.groups
-            ),
-        ),
-        first=tuple(first),
-        decode_s=decode_s,
-        plan_s=plan_s,
-    )
-
-
-def exchanged(share: GroupShare, ranks: Ranks) -> ExchangeCounts:
-    """What the first rank exchanges. A link carries both directions at once, so the longer one counts."""
-    own, near, far = share.header, slice(1, ranks.on_host), slice(ranks.on_host, None)
-    return ExchangeCounts(
-        sent=sum(own.send_counts),
-        received=sum(own.receive_counts),
-        in_host=max(sum(own.send_counts[near]), sum(own.receive_counts[near])),
-        across=max(sum(own.send_counts[far]), sum(own.receive_counts[far])),
-        trained=own.num_own,
-        additions=len(share.home_to) + len(share.to),
-    )
-
-
-def planned(
-    own: Samples, plan: StepPlan, groups: tuple[GroupSpec, ...], wiring: Wiring, first: int, known: int
-) -> Planned:
-    pieces = cut(
-        plan_block(own, plan).nbytes,
-        [len(group.fetch_keys) for group in plan.groups],
-        [group.record_bytes for group in groups],
-        largest_payload(wiring.ring_bytes),
-        wiring.staging_bytes,
-    )
-    fill_after = [group.fill_after for group in plan.groups if group.fill_after is not None]
-    return Planned(
-        step=plan.step - first,
-        known_through=plan.step - first + known - 1,
-        after_step=None if plan.after_step is None else plan.after_step - first,
-        fill_after=max(fill_after) - first if fill_after else None,
-        pieces=tuple(planned_piece(piece, plan, groups) for piece in pieces),
-        barrier=False,
-    )
+        number = len(found)
+        first = plan.step - number
+        fill_after = [group.fill_after for group in plan.groups if group.fill_after is not None]
+        plan_bytes = plan_block(own, plan).nbytes
+        pieces = cut(
+            plan_bytes,
+            [len(group.fetch_keys) for group in plan.groups],
+            [group.record_bytes for group in groups],
+            largest_payload(wiring.ring_bytes),
+            wiring.staging_bytes,
+        )
+        found.append(
+            Planned(
+                step=number,
+                known_through=number + known - 1,
+                after_step=None if plan.after_step is None else plan.after_step - first,
+                fill_after=max(fill_after) - first if fill_after else None,
+                pieces=tuple(planned_piece(piece, plan, groups) for piece in pieces),
+                barrier=False,
+                batch=len(own.labels),
+                calls=(*step_calls(job, groups, plan, own), *store_calls(groups, plan, seen)),
+                decode_s=decode_s[number],
+                plan_s=plan_s,
+            )
+        )
+    if found:
+        end_with_barrier("end", finished=True)
+    return found
 
 
 def planned_piece(piece: Piece, plan: StepPlan, groups: tuple[GroupSpec, ...]) -> PlannedPiece:
@@ -202,3 +151,94 @@ def planned_piece(piece: Piece, plan: StepPlan, groups: tuple[GroupSpec, ...]) -
         row_bytes=piece.nbytes - piece.rows[0].offset if piece.rows else 0,
         back_bytes=back,
     )
+
+
+def row_call(task: str, kernel: str, group: GroupSpec, rows: int) -> KernelCall:
+    return KernelCall(task, f"{kernel} {group.name}", {"rows": float(rows)})
+
+
+def store_calls(groups: Sequence[GroupSpec], plan: StepPlan, seen: Sequence[set[int]]) -> Iterator[KernelCall]:
+    """Adds the keys that are fetched to those `seen` of each group: a row's first value is computed."""
+    for group, own, keys in zip(groups, plan.groups, seen, strict=True):
+        before = len(keys)
+        keys.update(own.fetch_keys.tolist())
+        first = len(keys) - before
+        yield row_call("fetch", "first", group, first)
+        yield row_call("fetch", "read", group, len(own.fetch_keys) - first)
+        yield row_call("write back", "write", group, own.num_dirty)
+
+
+def step_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, own: Samples) -> Iterator[KernelCall]:
+    """The trainer's. `own`: its samples."""
+    trains, parts = plan.kind == "train", job.ranks.num_parts // job.ranks.count
+    fetched_bytes = [len(own.fetch_keys) * group.record_bytes for group, own in zip(groups, plan.groups, strict=True)]
+    for nbytes in (plan_block(own, plan).nbytes, sum(fetched_bytes)):
+        if nbytes:
+            yield KernelCall("copy in", "copy in", {"bytes": float(nbytes)})
+    for group, rows in zip(groups, plan.groups, strict=True):
+        yield from group_calls(job, group, rows, trains=trains)
+    part = {"batch": len(own.labels) / parts}  # sizes of parts differ by one at most
+    yield KernelCall("step", "model forward", part, parts)
+    if trains:
+        yield KernelCall("step", "model backward", part, parts)
+        yield KernelCall("step", "model update", {})
+    if job.ranks.num_parts > 1 and trains:
+        yield KernelCall("step", DENSE_SUMS, {"parts": float(parts)})
+    if job.ranks.count > 1:
+        yield from exchange_calls(job, groups, plan, trains=trains)
+
+
+def group_calls(job: Job, group: GroupSpec, plan: GroupPlan, *, trains: bool) -> Iterator[KernelCall]:
+    def move(task: str, kernel: str, rows: int, width: int) -> Iterator[KernelCall]:
+        if rows:
+            yield KernelCall(task, kernel, {"rows": float(rows), "record_floats": float(width)})
+
+    yield from move("fill", "gather", plan.num_dirty, group.record_floats)
+    if plan.num_dirty:
+        yield KernelCall("copy out", "copy out", {"bytes": float(plan.num_dirty * group.record_bytes)})
+    yield from move("fill", "scatter", len(plan.fetch_keys), group.record_floats)
+    share, dim = plan.share, group.embedding_dim
+    sizes = {
+        "lookups": float(plan.num_lookups),
+        "rows": float(len(plan.unique_slots)),
+        "dim": float(dim),
+        "record_floats": float(group.record_floats),
+    }
+    yield KernelCall("step", "lookup", sizes)
+    if trains:
+        trained = sizes if share is None else sizes | {"rows": float(share.header.num_own)}
+        yield KernelCall("step", f"update {job.optimizer.sparse.kind}", trained)
+    if share is not None:  # rows leave their slots, gradients are put in order and added
+        yield from move("step", "gather", sum(share.header.send_counts), dim)
+        added = len(share.home_to) + len(share.to)
+        for kernel, rows in (
+            ("gather", added),
+            ("scatter", added),
+            ("gather", sum(share.header.receive_counts)),
+            ("gather", share.header.num_own),
+        ):
+            yield from move("step", kernel, rows if trains else 0, dim)
+
+
+def exchange_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, *, trains: bool) -> Iterator[KernelCall]:
+    """What the first rank exchanges, in the host and across hosts. A link carries both directions at once, so the
+    longer one counts. The dense gradients are added over parts; then each rank adds a slice of all ranks'."""
+    ranks, on_host = job.ranks.count, job.ranks.on_host
+
+    def exchange(rows: Sequence[Sequence[int]], count: str, nbytes: float) -> Iterator[KernelCall]:
+        for kernel, others in ((EXCHANGE, slice(1, on_host)), (NETWORK, slice(on_host, None))):
+            if range(ranks)[others]:
+                yield KernelCall("exchange", kernel, {count: max(sum(own[others]) for own in rows) * nbytes})
+
+    for group, own in zip(groups, plan.groups, strict=True):
+        assert own.share is not None, "several ranks exchange rows"
+        rows = (own.share.header.send_counts, own.share.header.receive_counts)
+        yield from exchange(rows, "bytes", group.parts[0].nbytes)
+        if trains:  # gradients travel the other way
+            yield from exchange(rows, "bytes", group.embedding_dim * GRADIENT_BYTES)
+    slices = [[1] * ranks]
+    if trains:
+        for _ in range(2):
+            yield from exchange(slices, PARAMETER_BYTES, GRADIENT_BYTES / ranks)
+    else:
+        yield from exchange(slices, "bytes", GRADIENT_BYTES)

@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from itertools import chain, product
 from statistics import fmean, median
 
-from rowcast.analysis.estimate.pipeline import Handover
 from rowcast.analysis.timeline.recording import Pair, Recording, began, ended, lives
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import MAIN, Event
 
 WITH_WAITS = (MAIN, "fetcher", "planning")  # threads whose waits are recorded
 S = 1e6  # microseconds
-TASKS = {  # a span's name -> the task that it is a part of; others have their own name
+TASK_OF = {  # a span's name -> the task that it is a part of; others have their own name
     "gather": "fill",
     "lookup": "step",
     "forward": "step",
@@ -45,18 +44,18 @@ class RecordedRun:
     first_step: int
     begins: dict[str, float]  # when the threads "planning" and "main" began
     ended: list[float]  # when each step was done
-    # task -> step -> seconds; None: outside steps
+    # task -> step -> seconds
     seconds: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    usual: dict[Handover, float] = field(default_factory=dict)  # medians; 0 for one that nothing waited for
-    # the mean of a step's pieces, where it is known
-    of_step: dict[Handover, dict[int, float]] = field(default_factory=dict)
+    usual: dict[str, float] = field(default_factory=dict)  # hand-over -> its median; 0 for one that nothing waited for
+    # hand-over -> step -> the mean of the step's pieces, where it is known
+    of_step: dict[str, dict[int, float]] = field(default_factory=dict)
 
-    def __call__(self, name: str, step: int, pieces: int = 1) -> float:
+    def __call__(self, name: str, step: int) -> float:
         """Implements `pipeline.Durations`."""
         step += self.first_step
         if name in self.usual:
             return self.of_step.get(name, {}).get(step, self.usual[name])
-        return self.seconds[name].get(step, 0.0) / pieces
+        return self.seconds.get(name, {}).get(step, 0.0)
 
 
 def recorded_run(pair: Pair) -> RecordedRun:
@@ -86,7 +85,7 @@ def recorded_run(pair: Pair) -> RecordedRun:
 def add_tasks(found: RecordedRun, pair: Pair, connected: float) -> None:
     def add(span: Event, us: float) -> None:
         if span.step is not None:
-            found.seconds[TASKS.get(span.name, span.name)][span.step] += us / S
+            found.seconds[TASK_OF.get(span.name, span.name)][span.step] += us / S
 
     for span in chain(pair.prefetcher.spans, pair.trainer.spans):
         if span.cat == "work":
@@ -103,25 +102,21 @@ def add_handovers(found: RecordedRun, pair: Pair, done: Sequence[float]) -> None
     """Each as far as the receiving thread was free. `done`: the ends of steps."""
     prefetcher, trainer = pair.both
     main = trainer.track(MAIN)
-    pieces: dict[Handover, Taken] = {
-        "rows sent": taken(prefetcher.named("send"), main, "copy in", own_work(main)),
-        "rows filled": taken(trainer.named("fill"), trainer.track("sender"), "copy out"),
-        "rows back": taken(trainer.named("send back"), prefetcher.track("write-back"), "write_back"),
-    }
-    woken: dict[Handover, list[float]] = {
-        "rows home": [*woken_by(prefetcher, "write_back", ends(prefetcher.named("write_back")))],
-        "ring room": [*woken_by(prefetcher, "ring", ends(trainer.named("copy in")))],
-        "step done": [*woken_by(prefetcher, "ahead", done), *woken_by(prefetcher, "credit", done)],
-    }
-    for name, own in pieces.items():
-        found.usual[name] = usual(chain.from_iterable(own.ways.values()))
-        found.of_step[name] = {step: fmean(ways) / S for step, ways in own.ways.items()}
-    for name, times in woken.items():
-        found.usual[name] = usual(times)
-    for task, handover in (("copy out", "rows filled"), ("write back", "rows back")):
-        for step, until_free, until_begun in pieces[handover].queued:  # type: ignore[index]
-            if until_free / S > found.usual[handover]:  # type: ignore[index]
-                found.seconds[task][step] += until_begun / S
+    for what, given, spans, name, before in (
+        ("rows sent", prefetcher.named("send"), main, "copy in", own_work(main)),
+        ("rows filled", trainer.named("fill"), trainer.track("sender"), "copy out", []),
+        ("rows back", trainer.named("send back"), prefetcher.track("write-back"), "write_back", []),
+    ):
+        ways, queued = taken(given, spans, name, before)
+        found.usual[what] = usual(chain.from_iterable(ways.values()))
+        found.of_step[what] = {step: fmean(own) / S for step, own in ways.items()}
+        for step, until_free, until_begun in queued if name != "copy in" else ():
+            if until_free / S > found.usual[what]:
+                found.seconds[TASK_OF.get(name, name)][step] += until_begun / S
+    written, copied_in = (sorted(map(ended, own)) for own in (prefetcher.named("write_back"), trainer.named("copy in")))
+    found.usual["rows home"] = usual(woken_by(prefetcher, "write_back", written))
+    found.usual["ring room"] = usual(woken_by(prefetcher, "ring", copied_in))
+    found.usual["step done"] = usual(chain(*(woken_by(prefetcher, reason, done) for reason in ("ahead", "credit"))))
 
 
 def usual(times: Iterable[float]) -> float:
@@ -129,22 +124,13 @@ def usual(times: Iterable[float]) -> float:
     return median(known) / S if known else 0.0
 
 
-def ends(spans: Iterable[Event]) -> list[float]:
-    return sorted(map(ended, spans))
-
-
-@dataclass(slots=True)
-class Taken:
-    """How a thread took the pieces of a task, in microseconds."""
-
-    ways: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # pieces that found it free
-    queued: list[tuple[int, float, float]] = field(default_factory=list)  # step, until it was free, until it began
-
-
 def taken(
-    given: Iterable[Event], spans: Sequence[Event], task: str, before: Iterable[tuple[Event, float]] = ()
-) -> Taken:
-    """How a thread with `spans` took up `task` after each task `given`, piece by piece. `before`: its `own_work`."""
+    given: Iterable[Event], spans: Sequence[Event], task: str, before: Iterable[tuple[Event, float]]
+) -> tuple[dict[int, list[float]], list[tuple[int, float, float]]]:
+    """How a thread with `spans` took up `task` after each task `given`, piece by piece. `before`: its `own_work`.
+
+    In microseconds: by step, the ways of pieces that found it free; and of the others the step, until it was free, and
+    from then until it began."""
     own = {id(span): us for span, us in before}
     spans = [span for span in spans if span.name != "wait: rows"]  # one that waits for something else is not free
     left, begun = defaultdict[int | None, list[float]](list), defaultdict[int | None, list[float]](list)
@@ -153,7 +139,7 @@ def taken(
     for span in spans:
         if span.name == task:
             begun[span.step].append(began(span) - own.get(id(span), 0.0))
-    all_ends, found = [ended(span) for span in spans], Taken()
+    all_ends, ways, queued = [ended(span) for span in spans], defaultdict[int, list[float]](list), []
     for step, times in left.items():
         if step is None or len(times) != len(begun[step]):
             continue  # a piece without dirty victims sends nothing back
@@ -162,10 +148,10 @@ def taken(
             if last < 0:
                 continue  # the thread had not begun
             if all_ends[last] > sent:
-                found.queued.append((step, all_ends[last] - sent, taken_up - all_ends[last]))
+                queued.append((step, all_ends[last] - sent, taken_up - all_ends[last]))
             else:
-                found.ways[step].append(max(0.0, taken_up - sent))
-    return found
+                ways[step].append(max(0.0, taken_up - sent))
+    return ways, queued
 
 
 def woken_by(recording: Recording, reason: str, times: Sequence[float]) -> Iterator[float]:

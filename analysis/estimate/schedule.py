@@ -36,7 +36,7 @@ class Ring:
         self.waiting: Task | None = None  # it found no room
 
     def take(self, nbytes: int) -> bool:
-        """False if there is no room."""
+        """Returns False if there is no room."""
         if not self._ends:
             self._end = self._free_from = -(-self._end // self._nbytes) * self._nbytes
         fits = self._end % self._nbytes + nbytes <= self._nbytes
@@ -71,12 +71,13 @@ class Task:
 Wait = tuple[Task | None, str]  # a task that must end before, or None; why, in the words of the stall metrics
 
 
-class Lane:
-    """Tasks of a thread that run in the order in which they were added."""
-
-    def __init__(self, thread: "Thread") -> None:
-        self._thread = thread
-        self.waiting: deque[Task] = deque()
+class Thread:
+    def __init__(self, name: str, lanes: int = 1) -> None:
+        self.name = name
+        self.lanes: list[deque[Task]] = [deque() for _ in range(lanes)]  # earlier lanes come first
+        self.task: Task | None = None  # in progress
+        self.left_s = 0.0  # its remaining seconds, on an exclusive core
+        self.done: list[Task] = []  # in the order in which they ran
 
     def add(
         self,
@@ -85,51 +86,24 @@ class Lane:
         seconds: float,
         after: Iterable[Wait] = (),
         *,
+        lane: int = 0,
         takes: tuple[Ring, int] | None = None,
         gives: Ring | None = None,
     ) -> Task:
-        task = Task(name, step, seconds, self._thread, takes, gives)
+        task = Task(name, step, seconds, self, takes, gives)
         for before, reason in after:
             if before is not None:
                 task.missing += 1
                 before.followers.append((task, reason))
-        self.waiting.append(task)
+        self.lanes[lane].append(task)
         return task
-
-    def may_begin(self) -> bool:
-        """Whether its next task may. If so, the task has taken its bytes."""
-        if not self.waiting or self.waiting[0].missing:
-            return False
-        task = self.waiting[0]
-        if task.takes is None:
-            return True
-        ring, nbytes = task.takes
-        has_room = ring.take(nbytes)
-        ring.waiting = None if has_room else task
-        return has_room
-
-
-class Thread:
-    def __init__(self, name: str, *, uses_core: bool = True) -> None:
-        """`uses_core`: False for what takes time elsewhere, such as a device or a sleep."""
-        self.name = name
-        self.uses_core = uses_core
-        self.lanes: list[Lane] = []
-        self.task: Task | None = None  # in progress
-        self.left_s = 0.0  # its remaining seconds, on an exclusive core
-        self.done: list[Task] = []  # in the order in which they ran
-
-    def lane(self) -> Lane:
-        """Lanes made earlier come first."""
-        self.lanes.append(Lane(self))
-        return self.lanes[-1]
 
     def begin_next(self, now_s: float) -> bool:
         """Begins the next task of the first lane that has one ready."""
-        lane = next((lane for lane in self.lanes if lane.may_begin()), None)
+        lane = next((lane for lane in self.lanes if lane and may_begin(lane[0])), None)
         if lane is None:
             return False
-        task = self.task = lane.waiting.popleft()
+        task = self.task = lane.popleft()
         self.left_s, task.began_s = task.seconds, now_s
         task.cause = task.awaited
         if self.done and self.done[-1].ended_s >= task.ready_s:
@@ -156,27 +130,33 @@ class Thread:
         return freed
 
 
+def may_begin(task: Task) -> bool:
+    """If so, the task has taken its bytes."""
+    if task.missing or task.takes is None:
+        return not task.missing
+    ring, nbytes = task.takes
+    has_room = ring.take(nbytes)
+    ring.waiting = None if has_room else task
+    return has_room
+
+
 def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
     """Runs all tasks. Returns the seconds until the last one ends."""
     now_s = 0.0
     working = [thread for thread in threads if thread.begin_next(now_s)]
     while working:
-        share = min(1.0, cores / max(1, sum(thread.uses_core for thread in working)))
-        rates = [share if thread.uses_core else 1.0 for thread in working]
-        elapsed_s = min(thread.left_s / rate for thread, rate in zip(working, rates, strict=True))
-        now_s += elapsed_s
-        ended = []
-        for thread, rate in zip(working, rates, strict=True):
-            if thread.left_s <= elapsed_s * rate:
-                ended.append(thread)
-            else:
-                thread.left_s -= elapsed_s * rate
+        share = min(1.0, cores / len(working))  # of a core for each
+        least_s = min(thread.left_s for thread in working)
+        now_s += least_s / share
+        ended = [thread for thread in working if thread.left_s <= least_s]
+        for thread in working:
+            thread.left_s -= least_s
         # first all that end now, then what they let begin, so that the order of threads does not matter
         affected = dict.fromkeys(ended)
         affected |= dict.fromkeys(task.thread for thread in ended for task in thread.end(now_s))
         working = [thread for thread in working if thread.task is not None]
         working += [thread for thread in affected if thread.task is None and thread.begin_next(now_s)]
-    stuck = [lane.waiting[0] for thread in threads for lane in thread.lanes if lane.waiting]
+    stuck = [lane[0] for thread in threads for lane in thread.lanes if lane]
     assert not stuck, f"tasks wait for each other: {', '.join(f'{task.name} {task.step}' for task in stuck)}"
     return now_s
 

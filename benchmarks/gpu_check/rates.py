@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import make_job, sizes
-from rowcast.analysis.estimate.device_rates import OVERHEADS
 from rowcast.analysis.estimate.rates import measure as measuring
 from rowcast.analysis.estimate.rates import stopwatch
 from rowcast.analysis.estimate.rates.measure import measure, write_rates
+from rowcast.analysis.estimate.rates_file import OVERHEADS
 
 FILE = "device-rates.json"
 

@@ -39,7 +39,7 @@ SUBCOMMANDS = {
         "or chrome://tracing.",
     ),
     "estimate": Subcommand(
-        f"{ANALYSIS}.estimate.command:estimate",
+        f"{ANALYSIS}.estimate.estimate:estimate",
         "Estimate how long a step takes and what bounds it: before a run, or from a recorded one.",
     ),
     "export": Subcommand(

@@ -28,10 +28,8 @@ def paced(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiri
 
 
 def walked(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> Walked:
-    def seconds(name: str, step: int, pieces: int = 1) -> float:
-        return (SECONDS | dict(durations))[name] / pieces
-
-    return walk(plan, wiring, seconds, {"planning": 5.0, "main": 20.0})
+    seconds = SECONDS | dict(durations)
+    return walk(plan, wiring, lambda name, step: seconds[name], {"planning": 5.0, "main": 20.0})
 
 
 def test_a_large_model_is_bound_by_its_steps() -> None:

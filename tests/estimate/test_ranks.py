@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from rowcast.analysis.estimate import estimate as estimate_module
-from rowcast.analysis.estimate.device_rates import DeviceRates, KernelRates
-from rowcast.analysis.estimate.durations import EstimatedDurations, HostRow
-from rowcast.analysis.estimate.estimate import estimate_job, print_estimates
+from rowcast.analysis.estimate import estimate as module
+from rowcast.analysis.estimate.estimate import estimate_job, estimated
+from rowcast.analysis.estimate.pipeline import Planned
 from rowcast.analysis.estimate.planned import plan_job
-from rowcast.analysis.estimate.walk import walk
+from rowcast.analysis.estimate.rates_file import DeviceRates, KernelRates
 from rowcast.analysis.scan.shares import GroupShares, Sharing, part_groupings
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
@@ -20,7 +18,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.parts import parts_of
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
-from tests.support.made_up_device import FREE, PARAMETERS, device, job
+from tests.support.made_up_device import PARAMETERS, device, host, job
 
 ROW_BYTES = 4 * 4  # fp32, as wide as the tables of the made-up job
 
@@ -44,67 +42,66 @@ def simulated(own: Job) -> Iterator[GroupShares]:
         yield sharing.of(groupings, scheduled.batch.size)
 
 
+def counts(planned: Planned, kernel: str, count: str) -> list[float]:
+    """Of each call of the kernel."""
+    return [call.counts[count] for call in planned.calls if call.kernel == kernel and count in call.counts]
+
+
 def test_the_first_rank_exchanges_what_a_simulation_of_all_ranks_counts() -> None:
     own = job(ranks={"count": 4, "parts": 8, "per_host": 2})
     plan, wiring = plan_job(own)
     assert wiring.num_ranks == 4
     for planned, shares in zip(plan, simulated(own), strict=True):
-        assert planned.counted is not None
-        counts, [group] = planned.counted.counts, planned.counted.counts.groups
-        assert counts.parts == 2
-        assert group.exchange is not None
         looked_up, owned = shares.exchanged[0], shares.exchanged[:, 0]
-        assert (group.exchange.received, group.exchange.sent) == (looked_up.sum(), owned.sum())
-        assert group.exchange.in_host == max(looked_up[1], owned[1])
-        assert group.exchange.across == max(looked_up[2:].sum(), owned[2:].sum())
-        assert group.rows == shares.part_rows[:2].sum()
-        if counts.trains:
-            assert group.exchange.trained == shares.owner_rows[0]
-            assert group.exchange.additions == group.rows + owned.sum() - looked_up.sum() - shares.owner_rows[0]
-    whole = max(planned.counted.counts.batch for planned in plan if planned.counted is not None)
-    assert whole == own.data.batch_size / 4
+        rows = shares.part_rows[:2].sum()
+        assert counts(planned, "lookup", "rows") == [rows]
+        trained = counts(planned, "update adagrad", "rows")
+        both_ways = 2 if trained else 1  # rows, and their gradients
+        in_host, across = max(looked_up[1], owned[1]), max(looked_up[2:].sum(), owned[2:].sum())
+        sums = [] if trained else [4.0], [] if trained else [4.0 * 2]  # of an evaluation: its losses
+        assert counts(planned, "exchange", "bytes") == [in_host * ROW_BYTES] * both_ways + sums[0]
+        assert counts(planned, "network", "bytes") == [across * ROW_BYTES] * both_ways + sums[1]
+        moved = [call.counts["rows"] for call in planned.calls if call.task == "step" and call.kernel == "gather"]
+        assert moved[0] == owned.sum()
+        if trained:
+            assert trained == [shares.owner_rows[0]]
+            additions = rows + owned.sum() - looked_up.sum() - shares.owner_rows[0]
+            assert moved[1:] == [own for own in (additions, looked_up.sum(), shares.owner_rows[0]) if own]
+    assert max(planned.batch for planned in plan) == own.data.batch_size / 4
 
 
 def test_an_exchange_takes_what_its_bytes_take_in_the_host_and_across() -> None:
     own = job(ranks={"count": 4, "per_host": 2})
     plan, _ = plan_job(own)
-    found = EstimatedDurations(own, plan, exchanging({"1": 1e6, "bytes": 1.0}, {"bytes": 1000.0}), FREE)
+    found = estimated(own, plan, exchanging({"1": 1e6, "bytes": 1.0}, {"bytes": 1000.0}), host()).durations
     slice_bytes = 4 * PARAMETERS / 4
     for step, planned in enumerate(plan):
-        assert planned.counted is not None
-        [group] = planned.counted.counts.groups
-        assert group.exchange is not None
-        near, far = group.exchange.in_host * ROW_BYTES, group.exchange.across * ROW_BYTES
-        if planned.counted.counts.trains:  # rows, gradients, and the sums in two exchanges
-            expected = 4e6 + 2 * (near + 1000 * far) + 2 * (slice_bytes * (1 + 1000 * 2))
+        near, far = (sum(counts(planned, kernel, "bytes")) for kernel in ("exchange", "network"))
+        if counts(planned, "update adagrad", "rows"):  # rows, gradients, and the sums in two exchanges
+            expected = 4e6 + near + 1000 * far + 2 * (slice_bytes * (1 + 1000 * 2))
         else:
-            expected = 2e6 + near + 1000 * far + 4 * (1 + 1000 * 2)
+            expected = 2e6 + near + 1000 * far
         assert found("exchange", step) == pytest.approx(expected)
 
 
-def test_the_slowest_exchange_gives_the_pace() -> None:
-    own = job(ranks={"count": 2}, checkpoint={"every": 0})
-    plan, wiring = plan_job(own)
-    walked = walk(plan, wiring, EstimatedDurations(own, plan, exchanging({"1": 0.25}), FREE), {})
-    assert walked.bound_by[0][0] == "exchange"
-    [found] = estimate_job(own, [exchanging({"1": 0.25})], FREE)
-    assert found.ranks == 2
-    assert found.walked.step_s == pytest.approx(4 * 0.25, rel=0.1), "rows, gradients, slices and their sums"
+def test_the_slowest_exchange_gives_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "host_rates", lambda job: host())
+    [found] = estimate_job(job(ranks={"count": 2}, checkpoint={"every": 0}), [exchanging({"1": 0.25})], "the job")
+    assert found.bound_by[0][0] == "exchange"
+    assert found.step_s == pytest.approx(4 * 0.25, rel=0.1), "rows, gradients, slices and their sums"
 
 
 def test_pairs_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a core of its own a pair fetches and computes in turn; on two it does both at once."""
-    monkeypatch.setattr(estimate_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "host_rates", lambda job: host(read=0.1, first=0.1))
     free = {"1": 0.0}
 
     def pace(per_host: int) -> float:
         own = job(ranks={"count": 2, "per_host": per_host}, checkpoint={"every": 0}, lookahead={"depth": 4})
-        rates = exchanging(free, free, per_step=1.0)
-        fetch = HostRow(read=np.full(1, 0.1), first=np.full(1, 0.1), write=np.zeros(1))
-        [found] = estimate_job(own, [rates], fetch)
-        print_estimates([found])
+        [found] = estimate_job(own, [exchanging(free, free, per_step=1.0)], "the job")
         assert ("have 1 of this host's cores: " in capsys.readouterr().out) == (per_host == 2)
-        return found.walked.step_s
+        return found.step_s
 
     assert pace(per_host=2) > 1.5 * pace(per_host=1)
 
@@ -117,7 +114,7 @@ def test_parts_of_one_trainer_are_computed_one_after_the_other() -> None:
         own = job(ranks=ranks)
         plan, wiring = plan_job(own)
         assert wiring.num_ranks == 1
-        return EstimatedDurations(own, plan, rates, FREE)("step", 0)
+        return estimated(own, plan, rates, host()).durations("step", 0)
 
     assert first_s() == pytest.approx(100 + 64)
     rates.kernels["dense sums"] = KernelRates(terms={"parts": 1000.0})
@@ -129,11 +126,11 @@ def test_parts_of_one_trainer_are_computed_one_after_the_other() -> None:
     [
         (device(), 4, facts("dense sums", "trainer rates --config")),
         (exchanging(), 4, facts("exchange", "trainer rates --config")),
-        (exchanging({"1": 0.0}), 2, facts("network", "hosts", "trainer rates --network-gbs")),
+        (exchanging({"1": 0.0}), 2, facts("network", "--network-gbs", "several hosts")),
     ],
 )
 def test_rates_without_what_carries_the_exchange_are_refused(rates: DeviceRates, per_host: int, sentence: str) -> None:
     own = job(ranks={"count": 4, "per_host": per_host})
     plan, _ = plan_job(own)
     with pytest.raises(ConfigError, match=sentence):
-        EstimatedDurations(own, plan, rates, FREE)
+        estimated(own, plan, rates, host())

@@ -1,7 +1,6 @@
 """`trainer rates` and its file: fits to made-up times, and that every kernel a step calls is measured. No time is
 asserted."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rowcast.analysis.estimate.device_rates import (
+from rowcast.analysis.estimate.estimate import OF_HOST
+from rowcast.analysis.estimate.planned import plan_job
+from rowcast.analysis.estimate.rates import measure as measuring
+from rowcast.analysis.estimate.rates import overheads, stopwatch
+from rowcast.analysis.estimate.rates.exchange import exchange_kernels
+from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, measure, measured, model_shapes, write_rates
+from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
+from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
     RATES_VERSION,
     Sample,
@@ -19,17 +25,10 @@ from rowcast.analysis.estimate.device_rates import (
     not_below_zero,
     read_rates,
 )
-from rowcast.analysis.estimate.rates import measure as measuring
-from rowcast.analysis.estimate.rates import overheads, stopwatch
-from rowcast.analysis.estimate.rates.exchange import exchange_kernels
-from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, measure, measured, model_shapes, write_rates
-from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
-from rowcast.analysis.estimate.step_kernels import GroupCounts, StepCounts, step_calls
 from rowcast.command_line.trainer import app
 from rowcast.job.file import parse_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support import made_up_device
 from tests.support.facts import facts
@@ -37,7 +36,6 @@ from tests.support.jobs import laid_over
 
 CPU = torch.device("cpu")
 SIZES = [float(nbytes) for nbytes in range(1, 9)]
-COUNTS = StepCounts(batch=8, plan_bytes=64, groups=(GroupCounts(lookups=208, rows=90, fetched=20, written_back=10),))
 
 
 def job(**changes: Any) -> Job:
@@ -47,7 +45,7 @@ def job(**changes: Any) -> Job:
         "tables_from": {"embedding_dim": 4},
         "model": {"kind": "dlrm", "bottom_mlp": [16, 4], "top_mlp": [8, 1]},
         "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}},
-        "cache": {"capacity": "1MiB"},
+        "cache": {"capacity": "600 rows"},
     }
     return parse_job(laid_over(content, changes))
 
@@ -112,35 +110,10 @@ def test_every_kernel_of_a_step_is_measured_and_its_overhead_by_type(
     write_rates(found, tmp_path / "rates.json")
     rates = read_rates(tmp_path / "rates.json")
     assert rates.kernels == found.kernels
-    calls = step_calls(rates, own, group_specs(own), replace(COUNTS, parts=2))
+    calls = [call for planned in plan_job(own, 20)[0] for call in planned.calls if call.task not in OF_HOST]
     assert {call.kernel for call in calls} == rates.kernels.keys() - {*OVERHEADS}
     assert all(rates.seconds(call.kernel, **call.counts) >= 0 for call in calls)
     assert all(rates.seconds(name, lookups=208.0) >= 0 for name in OVERHEADS)
-
-
-def test_a_step_calls_each_kernel_as_often_as_its_job_has_it() -> None:
-    own = made_up_device.job()
-    calls = step_calls(made_up_device.device(), own, group_specs(own), COUNTS)
-    assert [(call.task, call.kernel) for call in calls] == [
-        ("copy in", "copy in"),
-        ("copy in", "copy in"),
-        ("fill", "gather"),
-        ("copy out", "copy out"),
-        ("fill", "scatter"),
-        ("step", "lookup"),
-        ("step", "update adagrad"),
-        ("step", "model forward"),
-        ("step", "model backward"),
-        ("step", "model update"),
-    ]
-
-
-def test_rates_of_another_job_are_refused_and_a_kernel_that_is_missing_is_named() -> None:
-    rates = made_up_device.device()
-    with pytest.raises(ConfigError, match=facts("another job's model", "trainer rates --config")):
-        step_calls(rates, job(), group_specs(job()), COUNTS)
-    with pytest.raises(ConfigError, match=facts("update sgd", "trainer rates --config")):
-        rates.seconds("update sgd", rows=1.0)
 
 
 def test_another_version_and_a_missing_file_are_refused_in_a_sentence(tmp_path: Path) -> None:

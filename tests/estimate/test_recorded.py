@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rowcast.analysis.estimate.pipeline import Handover, Pipeline, Planned, Wiring
+from rowcast.analysis.estimate.pipeline import Pipeline, Planned, Wiring
 from rowcast.analysis.estimate.recorded import RecordedRun, add_handovers, recorded_run
 from rowcast.analysis.estimate.schedule import Task, Thread, run, waits
 from rowcast.analysis.estimate.walk import steady, walk
@@ -33,7 +33,7 @@ HANDED_OVER: Mapping[str, float] = {
 }
 TIGHT = [replace(own, after_step=own.step - 1 if own.step else None) for own in plan(fill_after=None)]
 SMALL_RING = replace(WIRING, ring_bytes=int(1.5 * MIB))
-FORCED: Mapping[str, tuple[list[Planned], Wiring, Mapping[str, float], set[Handover]]] = {
+FORCED: Mapping[str, tuple[list[Planned], Wiring, Mapping[str, float], set[str]]] = {
     "large model": (plan(), WIRING, {}, {"step done"}),
     "slow decoder": (plan(), WIRING, {"decode": 6.0}, {"rows sent", "rows filled", "rows back"}),
     "slow store": (plan(), WIRING, {"fetch": 5.0}, {"rows sent", "rows filled", "rows back", "step done"}),
@@ -92,9 +92,7 @@ def written_down(pipeline: Pipeline) -> Pair:
 def test_a_walk_that_was_recorded_and_walked_again_has_its_pace(name: str) -> None:
     steps, wiring, changed, waited_for = FORCED[name]
     seconds = {**SECONDS, **HANDED_OVER, **changed}
-    pipeline = Pipeline(
-        steps, wiring, lambda task, step, pieces=1: seconds[task] / pieces, {"planning": 5.0, "main": 9.0}
-    )
+    pipeline = Pipeline(steps, wiring, lambda task, step: seconds[task], {"planning": 5.0, "main": 9.0})
     run(pipeline.threads)
     recorded = recorded_run(written_down(pipeline))
     again = walk(steps, wiring, recorded, recorded.begins)

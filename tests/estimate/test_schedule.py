@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from rowcast.analysis.estimate.schedule import BUSY, Lane, Ring, Task, Thread, critical_path, run, waits
+from rowcast.analysis.estimate.schedule import BUSY, Ring, Task, Thread, critical_path, run, waits
 from rowcast.protocol.transport.ring import RingWriter, piece_bytes
 from tests.support.repeats import count
 
@@ -17,9 +17,8 @@ SEEDS = range(count(15, 60))
 
 def test_a_task_waits_for_its_thread_and_for_the_tasks_before_it() -> None:
     planning, fetcher = Thread("planning"), Thread("fetcher")
-    plan, fetch = planning.lane(), fetcher.lane()
-    plans = [plan.add("plan", step, 2.0) for step in range(3)]
-    fetches = [fetch.add("fetch", step, 3.0, [(plans[step], "plans")]) for step in range(3)]
+    plans = [planning.add("plan", step, 2.0) for step in range(3)]
+    fetches = [fetcher.add("fetch", step, 3.0, [(plans[step], "plans")]) for step in range(3)]
     assert run([planning, fetcher]) == 11.0
     assert [task.began_s for task in fetches] == [2.0, 5.0, 8.0]
     assert [task.cause for task in fetches] == [(plans[0], "plans"), (fetches[0], BUSY), (fetches[1], BUSY)]
@@ -27,42 +26,36 @@ def test_a_task_waits_for_its_thread_and_for_the_tasks_before_it() -> None:
 
 
 def test_of_several_lanes_the_first_that_may_go_on_does() -> None:
-    main, other = Thread("main"), Thread("other")
-    moves, steps = main.lane(), main.lane()
-    source = other.lane()
-    arrived = [source.add("arrive", step, 1.0) for step in range(3)]
-    moved = [moves.add("move", step, 0.5, [(arrived[step], "rows")]) for step in range(3)]
-    done = [steps.add("step", step, 2.0, [(moved[step], "rows")]) for step in range(3)]
+    main, other = Thread("main", lanes=2), Thread("other")
+    arrived = [other.add("arrive", step, 1.0) for step in range(3)]
+    moved = [main.add("move", step, 0.5, [(arrived[step], "rows")]) for step in range(3)]
+    done = [main.add("step", step, 2.0, [(moved[step], "rows")], lane=1) for step in range(3)]
     run([main, other])
     assert [task.began_s for task in moved] == [1.0, 3.5, 4.0]  # both moves come before step 1
     assert [task.began_s for task in done] == [1.5, 4.5, 6.5]
 
 
-def test_threads_share_cores_evenly_and_what_takes_no_core_goes_on() -> None:
-    one, two, device = Thread("one"), Thread("two"), Thread("device", uses_core=False)
-    first, second = one.lane().add("a", 0, 2.0), two.lane().add("b", 0, 1.0)
-    copied = device.lane().add("copy", 0, 2.5)
-    assert run([one, two, device], cores=1) == 3.0
-    assert (second.ended_s, copied.ended_s, first.ended_s) == (2.0, 2.5, 3.0)
+def test_threads_share_cores_evenly() -> None:
+    one, two = Thread("one"), Thread("two")
+    first, second = one.add("a", 0, 2.0), two.add("b", 0, 1.0)
+    assert run([one, two], cores=1) == 3.0
+    assert (second.ended_s, first.ended_s) == (2.0, 3.0)
 
 
 def test_tasks_that_wait_for_each_other_are_named() -> None:
-    thread = Thread("planning")
-    lane, other = thread.lane(), thread.lane()
-    first = Task("plan", 1, 1.0, thread)
-    lane.add("read", 0, 1.0, [(first, "ahead")])
-    other.add("plan", 1, 1.0, [(lane.waiting[0], "batches")])
+    thread = Thread("planning", lanes=2)
+    read = thread.add("read", 0, 1.0, [(Task("plan", 1, 1.0, thread), "ahead")])
+    thread.add("plan", 1, 1.0, [(read, "batches")], lane=1)
     with pytest.raises(AssertionError, match="read 0, plan 1"):
         run([thread])
 
 
 def test_a_task_waits_for_room_in_a_ring_and_names_what_made_it() -> None:
-    fetcher, trainer = Thread("fetcher"), Thread("trainer")
-    fetch, copy_in, ring = fetcher.lane(), trainer.lane(), Ring(100)
+    fetcher, trainer, ring = Thread("fetcher"), Thread("trainer"), Ring(100)
     fetches = []
     for step in range(4):
-        fetches.append(fetch.add("fetch", step, 1.0, takes=(ring, 40)))
-        copied = copy_in.add("copy in", step, 5.0, [(fetches[-1], "rows")], gives=ring)
+        fetches.append(fetcher.add("fetch", step, 1.0, takes=(ring, 40)))
+        copied = trainer.add("copy in", step, 5.0, [(fetches[-1], "rows")], gives=ring)
     run([fetcher, trainer])
     assert [task.began_s for task in fetches] == [0.0, 1.0, 6.0, 11.0]  # two pieces fit
     assert [task.cause[1] for task in fetches[1:] if task.cause] == [BUSY, "ring", "ring"]
@@ -96,18 +89,19 @@ class Random:
     def __init__(self, seed: int, longer: tuple[int, float] | None = None, most_lanes: int = 3) -> None:
         """`longer`: the number of a task, and seconds that it takes more."""
         chance = random.Random(seed)
-        self.threads = [Thread(f"thread {n}", uses_core=chance.random() < 0.8) for n in range(chance.randint(1, 4))]
-        lanes: list[Lane] = [thread.lane() for thread in self.threads for _ in range(chance.randint(1, most_lanes))]
+        self.threads = [Thread(f"thread {n}", chance.randint(1, most_lanes)) for n in range(chance.randint(1, 4))]
+        lanes = [(thread, lane) for thread in self.threads for lane in range(len(thread.lanes))]
         self.tasks: list[Task] = []
         self.waits: list[list[Task]] = []
-        self.lane_of: list[Lane] = []
+        self.lane_of: list[tuple[Thread, int]] = []
         for number in range(40):
             before = chance.sample(self.tasks, min(len(self.tasks), chance.randint(0, 3)))
-            lane, seconds = chance.choice(lanes), chance.choice([0.0, 0.5, 1.0, 1.0, 2.5])
+            (thread, lane), seconds = chance.choice(lanes), chance.choice([0.0, 0.5, 1.0, 1.0, 2.5])
             seconds += longer[1] if longer is not None and longer[0] == number else 0.0
-            self.tasks.append(lane.add("task", number, seconds, [(task, "why") for task in before]))
+            after = [(task, "why") for task in before]
+            self.tasks.append(thread.add("task", number, seconds, after, lane=lane))
             self.waits.append(before)
-            self.lane_of.append(lane)
+            self.lane_of.append((thread, lane))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -116,7 +110,7 @@ def test_nothing_begins_too_early_and_nothing_without_a_cause(seed: int) -> None
     last_s = run(made.threads)
     assert last_s == max(task.ended_s for task in made.tasks)
     for task, before, lane in zip(made.tasks, made.waits, made.lane_of, strict=True):
-        same = [o for o, own in zip(made.tasks, made.lane_of, strict=True) if own is lane and o.step < task.step]  # type: ignore[operator]
+        same = [o for o, own in zip(made.tasks, made.lane_of, strict=True) if own == lane and o.step < task.step]  # type: ignore[operator]
         assert all(other.ended_s <= task.began_s for other in [*before, *same])
         assert task.ended_s == task.began_s + task.seconds
         if task.began_s > 0:
@@ -161,7 +155,7 @@ def test_where_no_thread_has_a_choice_longer_work_never_ends_earlier(seed: int) 
 def test_fewer_cores_make_no_work_and_lose_none(seed: int, cores: int) -> None:
     made = Random(seed)
     total_s = run(made.threads, cores)
-    work_s = sum(task.seconds for task in made.tasks if task.thread.uses_core)
+    work_s = sum(task.seconds for task in made.tasks)
     assert total_s >= work_s / cores - 1e-9
     for task in made.tasks:
         assert task.ended_s - task.began_s >= task.seconds - 1e-9

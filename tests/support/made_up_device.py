@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import numpy as np
-
-from rowcast.analysis.estimate.device_rates import OVERHEADS, RATES_VERSION, DeviceRates, KernelRates, model_fingerprint
-from rowcast.analysis.estimate.durations import HostRow
+from rowcast.analysis.estimate.rates_file import OVERHEADS, RATES_VERSION, DeviceRates, KernelRates, model_fingerprint
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
 from tests.support.jobs import laid_over
 
-FREE = HostRow(read=np.zeros(1), first=np.zeros(1), write=np.zeros(1))
 KERNELS = (
     "copy in", "gather", "scatter", "copy out", "lookup", "update adagrad", "model forward", "model backward",
     "model update",
@@ -54,3 +51,10 @@ def device(per_step: float = 0.0, **kernels: dict[str, float]) -> DeviceRates:
             for name in (*KERNELS, *OVERHEADS)
         },
     )
+
+
+def host(read: float = 0.0, first: float = 0.0, write: float = 0.0) -> dict[str, KernelRates]:
+    """Seconds of a row."""
+    [group] = group_specs(job())
+    rates = {"read": read, "first": first, "write": write}
+    return {f"{name} {group.name}": KernelRates(terms={"rows": seconds}) for name, seconds in rates.items()}

@@ -21,8 +21,8 @@ import msgspec
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from rowcast.analysis.estimate.device_rates import KernelRates, Sample, fitted
-from rowcast.analysis.estimate.step_kernels import EXCHANGE, NETWORK
+from rowcast.analysis.estimate.planned import EXCHANGE, NETWORK
+from rowcast.analysis.estimate.rates_file import KernelRates, Sample, fitted
 from rowcast.job.schema import Job
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.children import stop_with_parent

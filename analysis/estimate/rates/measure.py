@@ -19,7 +19,11 @@ import typer
 from torch import Tensor
 from typer import Option
 
-from rowcast.analysis.estimate.device_rates import (
+from rowcast.analysis.estimate.planned import DENSE_SUMS
+from rowcast.analysis.estimate.rates.exchange import exchange_kernels
+from rowcast.analysis.estimate.rates.overheads import NUM_DENSE, SLOTS_PER_ROW, overheads, random_lookup, small_job
+from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
+from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
     RATES_VERSION,
     DeviceRates,
@@ -28,10 +32,6 @@ from rowcast.analysis.estimate.device_rates import (
     fitted,
     model_fingerprint,
 )
-from rowcast.analysis.estimate.rates.exchange import exchange_kernels
-from rowcast.analysis.estimate.rates.overheads import NUM_DENSE, SLOTS_PER_ROW, overheads, random_lookup, small_job
-from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
-from rowcast.analysis.estimate.step_kernels import DENSE_SUMS
 from rowcast.job.file import load_job
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job

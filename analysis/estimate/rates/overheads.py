@@ -7,6 +7,7 @@ take, and where a hand-over between threads waits.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,16 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rowcast.analysis.estimate.device_rates import KernelRates
+from rowcast.analysis.estimate.planned import step_calls
 from rowcast.analysis.estimate.rates.replay import RecordedPlan, Recording, Replay
+from rowcast.analysis.estimate.rates_file import KernelRates
 from rowcast.analysis.estimate.recorded import taken, usual
-from rowcast.analysis.estimate.step_kernels import GroupCounts, StepCounts, model_calls, moves, row_calls
 from rowcast.analysis.timeline.recording import began, ended, read_recording
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import Batch
-from rowcast.protocol.packing import plan_block
 from rowcast.protocol.plan import GroupPlan, StepPlan
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.protocol.transport.link import Link
@@ -87,15 +87,8 @@ class HostedJob:
         self._batch, self._lookup = batch, random_lookup(batch, 0.5, np.random.default_rng(0), FEATURES)
         self._num_slots = SLOTS_PER_ROW * len(self._lookup.unique_slots)
         plans = list(self._plans())
-        batch_of, plan = plans[-1].batch, plans[-1].plan
-        [group] = plan.groups
-        own = GroupCounts(
-            lookups=group.num_lookups,
-            rows=len(group.unique_slots),
-            fetched=len(group.fetch_keys),
-            written_back=group.num_dirty,
-        )
-        self.counts = StepCounts(batch=batch, plan_bytes=plan_block(batch_of, plan).nbytes, groups=(own,))
+        self.lookups = plans[-1].plan.groups[0].num_lookups
+        self.calls = [*step_calls(self.job, self.groups, plans[-1].plan, plans[-1].batch.samples)]
         record_bytes = self.groups[0].record_bytes
         self._recording = Recording(
             self.groups, plans, (self._num_slots,), device, lambda _, keys: np.zeros(len(keys) * record_bytes, np.uint8)
@@ -160,7 +153,7 @@ class HostedJob:
             others=(sum(of_threads.values()) + link_s) / steps,
             phases=median(phases_of(seen.track(MAIN))[WARM_STEPS // 2 : WARM_STEPS]),
             wait=usual(
-                us for ways in taken(seen.named("fill"), seen.track("sender"), "copy out").ways.values() for us in ways
+                chain.from_iterable(taken(seen.named("fill"), seen.track("sender"), "copy out", [])[0].values())
             ),
         )
 
@@ -179,19 +172,14 @@ def overheads(device: torch.device, kernels: Mapping[str, KernelRates]) -> dict[
     """`kernels`: of the small job."""
     small, large = (HostedJob(batch, device) for batch in BATCHES)
     spent, more = small.spent(), large.spent().others
-    calls = [
-        *moves(small.groups, small.counts),
-        *row_calls(small.job, small.groups, small.counts),
-        *model_calls(small.counts),
-    ]
     # on a device, kernels take none of the host's time but that of their launch
     on_host = device.type == "cpu"
-    of_kernels = sum(call.calls * kernels[call.kernel].seconds(call.counts) for call in calls) if on_host else 0.0
+    of_kernels = sum(call.calls * kernels[call.kernel].seconds(call.counts) for call in small.calls) if on_host else 0.0
     beside = max(0.0, spent.main - of_kernels)
     launch = min(beside, max(0.0, spent.phases - of_kernels))
-    lookups = large.counts.groups[0].lookups - small.counts.groups[0].lookups
+    lookups = large.lookups - small.lookups
     a_lookup = max(0.0, (more - spent.others) / lookups)
-    lock = max(0.0, spent.others - a_lookup * small.counts.groups[0].lookups)
+    lock = max(0.0, spent.others - a_lookup * small.lookups)
     found = {"launch": launch, "Python": beside - launch, "message": MESSAGE_S, "lock": lock, "wait": spent.wait}
     rates = {name: KernelRates(terms={"1": seconds}) for name, seconds in found.items()}
     return rates | {"lock": KernelRates(terms={"1": lock, "lookups": a_lookup})}

@@ -78,7 +78,7 @@ class DeviceRates(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if kernel not in self.kernels:
             raise ConfigError(
                 f"the rates file has no kernel {kernel}, only {', '.join(self.kernels)}; measure this job: "
-                "`trainer rates --config` with its job file"
+                "`trainer rates --config` with its job file, and --network-gbs for ranks on several hosts"
             )
         return self.kernels[kernel].seconds(counts)
 
