@@ -43,10 +43,9 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.inputs import batch_specs
 from rowcast.protocol.messages import StepReady
-from rowcast.protocol.packing import ARRAY_ALIGNMENT, plan_block, plan_header
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.parts import batch_specs
+from rowcast.protocol.plan import ARRAY_ALIGNMENT, StepPlan, plan_block, plan_header
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.trainer.step.memory import derive
 from rowcast.trainer.step.plan_check import PlanCheck

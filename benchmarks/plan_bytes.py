@@ -23,8 +23,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.protocol import packing
-from rowcast.protocol.packing import plan_block
+from rowcast.protocol import plan
+from rowcast.protocol.plan import plan_block
 from tests.support.batches import BAGS, OPTIMIZERS, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
 
@@ -56,7 +56,7 @@ def report(name: str, job: Job, batches: Any, slots: tuple[int, ...]) -> None:
         sizes.append(block.nbytes)
         return block
 
-    with patch.object(packing, "plan_block", noted):
+    with patch.object(plan, "plan_block", noted):
         run = InProcessRun(job, batches, Settings(slots=slots)).run()
     for tensor_name, tensor in sorted(run.state().items()):
         ended.update(tensor_name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())

@@ -41,8 +41,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, Rendez
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals, say
-from rowcast.runtime.telemetry.logs import open_missing_descriptors
+from rowcast.runtime.process import Signals
+from rowcast.runtime.stops import AT_SUDDEN_EXIT
+from rowcast.runtime.telemetry.logs import open_missing_descriptors, say
 
 MEETING_S = 600  # until all hosts have arrived
 LEAVE_S = 10  # for trainers to end after a failure; they have nothing to save

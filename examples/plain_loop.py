@@ -24,8 +24,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
-from rowcast.protocol.inputs import belonging
-from rowcast.protocol.parts import part_of, part_seed
+from rowcast.protocol.parts import belonging, part_of, part_seed
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.job_model import JobModel

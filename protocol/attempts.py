@@ -1,4 +1,5 @@
-"""Runs the attempts of a run: after a lost peer, if the job allows it, the next attempt waits for a new peer."""
+"""Runs the attempts of a run: after a lost peer, if the job allows it, the next attempt waits for a new peer. Checks
+that the two processes that meet belong together."""
 
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -7,9 +8,12 @@ import msgspec
 
 from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
-from rowcast.runtime.errors import PeerLost, PeerNeverCame, RanksDiffer
-from rowcast.runtime.process import Crew, Signals
+from rowcast.protocol.messages import Hello, Mode, Welcome
+from rowcast.protocol.session import PREFETCHER, TRAINER, check_version
+from rowcast.runtime.errors import Mismatch, PeerLost, PeerNeverCame, RanksDiffer
+from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import Role
+from rowcast.runtime.stages import Crew
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health
 
@@ -109,3 +113,41 @@ def transport_of_ranks(transport: Transport, ranks_timeout: str | float) -> Tran
     names = ("connect_timeout", "rejoin_timeout")
     longer = {name: max(least_s, parse_seconds(getattr(transport, name))) for name in names}
     return msgspec.structs.replace(transport, **longer)
+
+
+VERBS: dict[Mode, str] = {"train": "train", "eval": "evaluate"}
+
+
+def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int = 1, rank: int = 0) -> None:
+    """Raises Mismatch if this trainer has a different job or shard than this prefetcher."""
+    check_version(hello.protocol_version, TRAINER)
+    if hello.job_digest != digest:
+        raise Mismatch(
+            f"the two processes were started with different job files: the trainer's has digest {hello.job_digest}, "
+            f"the prefetcher's {digest}; give both the same file and the same --set overrides"
+        )
+    if hello.mode != mode:
+        raise Mismatch(
+            f"the prefetcher was started to {VERBS[mode]} and the trainer to {VERBS[hello.mode]}; "
+            "`trainer run` belongs to `prefetcher run`, `trainer eval` to `prefetcher run --eval`"
+        )
+    if hello.world_size != world_size or hello.rank >= world_size:
+        raise Mismatch(
+            f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job's world size is "
+            f"{world_size}; start rank 0 to {world_size - 1} of {world_size}"
+        )
+    if hello.rank != rank:
+        raise Mismatch(
+            f"this prefetcher holds the rows of rank {rank} of {world_size}, but the trainer is rank {hello.rank}; a "
+            "host whose trainers are ranks 4 to 7 needs the prefetchers of ranks 4 to 7"
+        )
+
+
+def check_welcome(welcome: Welcome, rank: int = 0) -> None:
+    """Raises Mismatch if this prefetcher has a different version or shard than this trainer."""
+    check_version(welcome.protocol_version, PREFETCHER)
+    if welcome.rank != rank:
+        raise Mismatch(
+            f"the prefetcher that answered holds the rows of rank {welcome.rank}, but this trainer is rank {rank}; "
+            "start `prefetcher run` with the same job file, on each host with its own --host"
+        )

@@ -49,7 +49,7 @@ class Samples:
 
     dense: F32  # [B, D], finite
     labels: F32  # [B], or [B, T] with T labels per sample (data.columns.labels); NaN is unknown
-    # other arrays for the model, of any dtype: an entry per sample, or per look-up of a feature (`inputs.py`)
+    # other arrays for the model, of any dtype: an entry per sample, or per look-up of a feature (`parts.py`)
     inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def within(self, cut: Cut) -> "Samples":

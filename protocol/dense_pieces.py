@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rowcast.protocol.packing import cut_bytes, is_sampled
+from rowcast.protocol.plan import cut_bytes, is_sampled
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 
 

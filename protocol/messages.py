@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from rowcast.protocol.inputs import InputSpec
+from rowcast.protocol.parts import InputSpec
 from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine

@@ -1,14 +1,33 @@
-"""Defines the plan of a step: the prefetcher makes it, the trainer executes it."""
+"""The plan of a step, which the prefetcher makes and the trainer executes: one block of bytes, cut into pieces that fit
+half a ring.
 
+    block     | dense | labels | 0.slots | 0.unique_slots | ... |     each array starts at a multiple of 64 bytes
+    piece 0   | block ........................ | rows of group 0 | rows of group 1 |
+    piece 1   |                                | more rows ...   |                    only if piece 0 was full
+
+Rows have the order of the plan's fetch, so a span of rows [start, start + count) of a group also identifies its
+victims.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from rowcast.protocol.batch import Kind
-from rowcast.protocol.messages import ShareHeader
-from rowcast.protocol.plan_layout import ExchangeArrays, GroupArrays
-from rowcast.runtime.arrays import I32, I64
+from rowcast.job.tables import aligned
+from rowcast.protocol.batch import Kind, Samples
+from rowcast.protocol.messages import ArraySpan, ArraySpec, BatchShare, GroupHeader, PlanHeader, RowSpan, ShareHeader
+from rowcast.protocol.parts import PREFIX
+from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, ExchangeArrays, GroupArrays
+from rowcast.runtime.arrays import I32, I64, Bytes
+
+Array = npt.NDArray[Any]
+ARRAY_ALIGNMENT = 64
+BARRIER_STAMP = 1 << 62
+DENSE_STAMP = 1 << 61
+CHECKSUM_EVERY = 64  # in shared memory, one step in 64 has checksums on its pieces; guards are always checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,3 +92,182 @@ class BarrierPlan:
     dirty: tuple[RowMove, ...]  # one per group, by ascending key
     reason: str
     finished: bool  # True if the data has ended, False if a stop was requested
+
+
+def plan_stamp(step: int, piece: int) -> int:
+    """Returns the number at both ends of a piece in the ring, which tells the reader stale bytes from new ones."""
+    return step << 20 | piece
+
+
+def barrier_stamp(barrier: int, piece: int) -> int:
+    return BARRIER_STAMP | plan_stamp(barrier, piece)
+
+
+def saved_stamp(barrier: int, piece: int) -> int:
+    """Returns the stamp of a piece of the model state after a barrier's rows."""
+    return DENSE_STAMP | barrier_stamp(barrier, piece)
+
+
+def dense_stamp(piece: int) -> int:
+    """Returns the stamp of a piece of the model state that an incarnation starts from."""
+    return DENSE_STAMP | piece
+
+
+def is_sampled(stamp: int) -> bool:
+    """Returns whether the piece with this stamp has a checksum: a function of the step, so the same in every run."""
+    return (stamp >> 20) % CHECKSUM_EVERY == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrayBlock:
+    """Named arrays laid out as one block of `nbytes`."""
+
+    arrays: tuple[Array, ...]
+    specs: tuple[ArraySpec, ...]
+    nbytes: int
+
+    def write(self, offset: int, out: Bytes) -> None:
+        """Copies bytes [offset, offset + len(out)) of the block, except gaps between arrays."""
+        for array, spec in zip(self.arrays, self.specs, strict=True):
+            first, last = max(offset, spec.offset), min(offset + len(out), spec.offset + array.nbytes)
+            if first < last:
+                source = array.reshape(-1).view(np.uint8)
+                out[first - offset : last - offset] = source[first - spec.offset : last - spec.offset]
+
+
+def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
+    specs, end = [], 0
+    for name, array in arrays.items():
+        specs.append(ArraySpec(name=name, dtype=array.dtype.str[1:], shape=array.shape, offset=end))  # type: ignore[arg-type]
+        end = aligned(end + array.nbytes, ARRAY_ALIGNMENT)
+    return ArrayBlock(
+        arrays=tuple(np.ascontiguousarray(array) for array in arrays.values()), specs=tuple(specs), nbytes=end
+    )
+
+
+def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
+    """Packs a plan without its rows: the arrays to look up, train and evict, and the slots to check."""
+    arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
+    arrays |= {f"{PREFIX}{name}": array for name, array in batch.inputs.items()}
+    for index, group in enumerate(plan.groups):
+        own = {name: getattr(group, name) for name in GROUP_ARRAYS}
+        own |= {} if group.share is None else {name: getattr(group.share, name) for name in EXCHANGE_ARRAYS}
+        arrays |= {f"{index}.{name}": array for name, array in own.items() if array is not None}
+    return make_block(arrays)
+
+
+def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
+    """`batches`: the checksum that ranks compare (`BatchShare`)."""
+    groups = tuple(
+        GroupHeader(
+            num_lookups=group.num_lookups,
+            num_unique=len(group.unique_slots),
+            num_fetch=len(group.fetch_keys),
+            num_evict=len(group.evict_keys),
+            num_dirty=group.num_dirty,
+            fill_after=group.fill_after,
+            sequence_lookups=() if group.sequence_offsets is None else tuple(group.sequence_offsets[:, -1].tolist()),
+        )
+        for group in plan.groups
+    )
+    return PlanHeader(
+        kind=plan.kind,
+        train_step=plan.train_step,
+        epoch=plan.epoch,
+        batch_size=len(batch.labels),
+        groups=groups,
+        arrays=block.specs,
+        arrays_bytes=block.nbytes,
+        share=batch_share(plan, batches),
+    )
+
+
+def batch_share(plan: StepPlan, batches: int) -> BatchShare | None:
+    headers = tuple(group.share.header for group in plan.groups if group.share is not None)
+    return BatchShare(batch_size=plan.batch_size, batches=batches, groups=headers) if headers else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The content of one of `count` messages: bytes of the block, then spans of rows."""
+
+    number: int
+    count: int
+    arrays: ArraySpan | None
+    rows: tuple[RowSpan, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A step's plan as it travels, and the keys that stay home. One for each group: fetched rows and dirty victims."""
+
+    step: int
+    after_step: int | None  # as in StepPlan
+    header: PlanHeader
+    block: ArrayBlock
+    fetch_keys: tuple[I64, ...]
+    victims: tuple[I64, ...]
+
+
+def pack(samples: Samples, plan: StepPlan, batches: int) -> Plan:
+    """`samples`: of this rank's parts. `batches`: the checksum that ranks compare (`BatchShare`)."""
+    block = plan_block(samples, plan)
+    return Plan(
+        step=plan.step,
+        after_step=plan.after_step,
+        header=plan_header(samples, plan, block, batches),
+        block=block,
+        fetch_keys=tuple(group.fetch_keys for group in plan.groups),
+        victims=tuple(group.evict_keys[: group.num_dirty] for group in plan.groups),
+    )
+
+
+def cut_bytes(nbytes: int, max_payload: int) -> list[ArraySpan]:
+    return [
+        ArraySpan(offset=offset, nbytes=min(max_payload, nbytes - offset)) for offset in range(0, nbytes, max_payload)
+    ]
+
+
+def cut(
+    block_bytes: int,
+    num_rows: Sequence[int],
+    record_bytes: Sequence[int],
+    max_payload: int,
+    staging_bytes: int | None = None,
+) -> list[Piece]:
+    """Cuts a block and each group's rows into at least one piece, each of at most `max_payload` bytes.
+
+    The rows of a piece take at most `staging_bytes`, if that is given."""
+    contents: list[tuple[ArraySpan | None, tuple[RowSpan, ...], int]] = []
+    arrays: ArraySpan | None = None
+    rows: list[RowSpan] = []
+    end = 0
+
+    def finish() -> None:
+        nonlocal arrays, rows, end
+        contents.append((arrays, tuple(rows), end))
+        arrays, rows, end = None, [], 0
+
+    for span in cut_bytes(block_bytes, max_payload):
+        if arrays is not None:
+            finish()
+        arrays, end = span, span.nbytes
+    for group, (total, width) in enumerate(zip(num_rows, record_bytes, strict=True)):
+        start = 0
+        while start < total:
+            offset = aligned(end, ARRAY_ALIGNMENT)
+            limit = max_payload
+            if staging_bytes is not None:
+                limit = min(limit, (rows[0].offset if rows else offset) + staging_bytes)
+            count = min(total - start, (limit - offset) // width)
+            if count <= 0:
+                finish()
+                continue
+            rows.append(RowSpan(group=group, start=start, count=count, offset=offset))
+            start, end = start + count, offset + count * width
+    finish()
+    return [
+        Piece(number=number, count=len(contents), arrays=arrays, rows=spans, nbytes=nbytes)
+        for number, (arrays, spans, nbytes) in enumerate(contents)
+    ]

@@ -1,7 +1,7 @@
 """Defines the conversation as a table, without I/O: what each side may send in each state, and the next state.
 
 Each process has one `Session` and passes every message that it sends or receives through it. The two ends may be in
-different states while frames are in flight; the table allows for that. `render_table` makes the diagram in the docs.
+different states while frames are in flight; the table allows for that.
 """
 
 from enum import StrEnum
@@ -12,7 +12,6 @@ from rowcast.protocol.messages import (
     AnyMessage,
     Envelope,
     Hello,
-    Mode,
     Welcome,
 )
 from rowcast.protocol.order import Order
@@ -22,7 +21,6 @@ from rowcast.runtime.run_directory import Role
 PREFETCHER: Role = "prefetcher"
 TRAINER: Role = "trainer"
 ROLES: tuple[Role, Role] = (PREFETCHER, TRAINER)
-VERBS: dict[Mode, str] = {"train": "train", "eval": "evaluate"}
 
 
 class State(StrEnum):
@@ -179,64 +177,3 @@ def check_version(version: int | None, peer: Role) -> None:
             f"the {peer} speaks protocol version {version} and this process {PROTOCOL_VERSION}; install the same "
             "rowcast for both"
         )
-
-
-def check_hello(hello: Hello, digest: str, mode: Mode = "train", world_size: int = 1, rank: int = 0) -> None:
-    """Raises Mismatch if this trainer has a different job or shard than this prefetcher."""
-    check_version(hello.protocol_version, TRAINER)
-    if hello.job_digest != digest:
-        raise Mismatch(
-            f"the two processes were started with different job files: the trainer's has digest {hello.job_digest}, "
-            f"the prefetcher's {digest}; give both the same file and the same --set overrides"
-        )
-    if hello.mode != mode:
-        raise Mismatch(
-            f"the prefetcher was started to {VERBS[mode]} and the trainer to {VERBS[hello.mode]}; "
-            "`trainer run` belongs to `prefetcher run`, `trainer eval` to `prefetcher run --eval`"
-        )
-    if hello.world_size != world_size or hello.rank >= world_size:
-        raise Mismatch(
-            f"the trainer was started as rank {hello.rank} of {hello.world_size}, but the job's world size is "
-            f"{world_size}; start rank 0 to {world_size - 1} of {world_size}"
-        )
-    if hello.rank != rank:
-        raise Mismatch(
-            f"this prefetcher holds the rows of rank {rank} of {world_size}, but the trainer is rank {hello.rank}; a "
-            "host whose trainers are ranks 4 to 7 needs the prefetchers of ranks 4 to 7"
-        )
-
-
-def check_welcome(welcome: Welcome, rank: int = 0) -> None:
-    """Raises Mismatch if this prefetcher has a different version or shard than this trainer."""
-    check_version(welcome.protocol_version, PREFETCHER)
-    if welcome.rank != rank:
-        raise Mismatch(
-            f"the prefetcher that answered holds the rows of rank {welcome.rank}, but this trainer is rank {rank}; "
-            "start `prefetcher run` with the same job file, on each host with its own --host"
-        )
-
-
-def render_table() -> str:
-    """Renders a Mermaid diagram of the messages that change the state, and a Markdown table of all allowed ones."""
-    edges = [
-        f"    {state.name} --> {after.name}: {role} sends {event}"
-        for state, role, event, after in _transitions()
-        if after != state
-    ]
-    names = [f'    state "{state}" as {state.name}' for state in State]
-    diagram = ["```mermaid", "stateDiagram-v2", *names, f"    [*] --> {State.WAITING_HELLO.name}", *edges]
-    rows = [
-        f"| {state} | {' | '.join(' · '.join(TABLE[state, role]) or 'nothing' for role in ROLES)} |" for state in State
-    ]
-    table = ["| state | the prefetcher may send | the trainer may send |", "|---|---|---|", *rows]
-    return "\n".join([*diagram, "```", "", *table, ""])
-
-
-def _transitions() -> list[tuple[State, Role, str, State]]:
-    """Lists all transitions except those of a Failure, which is allowed in every state but the last."""
-    return [
-        (state, role, event, after)
-        for (state, role), following in TABLE.items()
-        for event, after in following.items()
-        if event != "Failure"
-    ]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.machine import stat_of
-from rowcast.runtime.process import AT_SUDDEN_EXIT, Signals
-from rowcast.runtime.stops import PASSED_ON, held
+from rowcast.runtime.process import Signals
+from rowcast.runtime.stops import AT_SUDDEN_EXIT, PASSED_ON, held
 from rowcast.runtime.telemetry.logs import open_log
 
 

@@ -1,8 +1,9 @@
-"""Holds the signals that stop a run. It imports almost nothing, so that a command can hold them before its other
-imports."""
+"""Holds the signals that stop a run, and leaves a process at once. It imports almost nothing, so that a command can
+hold them before its other imports."""
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,3 +28,13 @@ def held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+AT_SUDDEN_EXIT: list[Callable[[], None]] = []  # each removes what a process without a clean-up would leave
+
+
+def leave_at_once(code: int) -> None:
+    """Ends the process without a clean-up, apart from `AT_SUDDEN_EXIT`."""
+    for remove in AT_SUDDEN_EXIT:
+        remove()
+    os._exit(code)

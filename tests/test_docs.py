@@ -11,21 +11,21 @@ import rowcast.prefetcher.pipeline.barrier
 import rowcast.trainer.step.barrier
 from rowcast.job.file import load_job
 from rowcast.job.page import page
-from rowcast.protocol.session import render_table
 from rowcast.runtime.stages import StateTable
 from tests.support.batches import slots_for
+from tests.support.diagrams import barrier, conversation
 from tests.support.driver import InProcessRun, Settings
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_architecture_page_shows_the_conversation_as_it_is() -> None:
-    assert render_table().strip() in (ROOT / "docs" / "architecture.md").read_text()
+    assert conversation().strip() in (ROOT / "docs" / "architecture.md").read_text()
 
 
 @pytest.mark.parametrize("table", [rowcast.prefetcher.pipeline.barrier.TABLE, rowcast.trainer.step.barrier.TABLE])
 def test_the_architecture_page_shows_the_states_of_a_barrier_as_they_are(table: StateTable[Any, Any]) -> None:
-    assert table.render().strip() in (ROOT / "docs" / "architecture.md").read_text()
+    assert barrier(table).strip() in (ROOT / "docs" / "architecture.md").read_text()
 
 
 @pytest.mark.parametrize("job_file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rowcast.job.tables import aligned, group_specs
 from rowcast.protocol.messages import ArraySpan
-from rowcast.protocol.packing import (
+from rowcast.protocol.plan import (
     ARRAY_ALIGNMENT,
     Piece,
     barrier_stamp,

@@ -17,8 +17,8 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, staging_bytes, typical_plan
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.packing import plan_block
 from rowcast.protocol.parts import Rank
+from rowcast.protocol.plan import plan_block
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ConfigError

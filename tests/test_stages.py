@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from rowcast.runtime.process import Crew
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage, StageThread
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Crew, Doorbell, Stage, StageThread
 
 LONG_S = 60.0  # longer than a test takes
 

@@ -30,10 +30,10 @@ FORBIDDEN = {  # package -> what it may not import
 FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
     "protocol": (
         "arrange batch plan_layout shards",
-        "inputs",
-        "messages parts",
+        "parts",
+        "messages",
         "plan",
-        "codec counters order packing",
+        "codec counters order",
         "session transport",
         "attempts conversation dense_pieces",
         "peer_watch",

@@ -47,7 +47,7 @@ from rowcast.prefetcher.planner.planner import SHARE
 from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.prefetcher.run.sizing import stage_threads
-from rowcast.protocol.inputs import belonging
+from rowcast.protocol.parts import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory

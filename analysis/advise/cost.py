@@ -31,9 +31,8 @@ from rowcast.prefetcher.readers.reader import Reader
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.inputs import Belonging
-from rowcast.protocol.packing import plan_block
-from rowcast.protocol.parts import arrays_of_samples, samples_of
+from rowcast.protocol.parts import Belonging, arrays_of_samples, samples_of
+from rowcast.protocol.plan import plan_block
 from rowcast.runtime.arrays import F64, I64
 
 PROBE_BYTES = 128 * 2**20

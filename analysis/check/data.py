@@ -25,8 +25,7 @@ from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.start import Start, check_continues, start_of, training_data
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.protocol.inputs import belonging, described, input_specs
-from rowcast.protocol.parts import part_bounds, rank_of
+from rowcast.protocol.parts import belonging, described, input_specs, part_bounds, rank_of
 from rowcast.protocol.shards import BLOCK_BITS, Shards
 from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.checkpoint_manifest import Manifest

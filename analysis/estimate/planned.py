@@ -30,10 +30,8 @@ from rowcast.prefetcher.readers.workers import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import Samples, ScheduledBatch
-from rowcast.protocol.inputs import belonging
-from rowcast.protocol.packing import Piece, cut, plan_block
-from rowcast.protocol.parts import arrays_of_samples, rank_of, samples_of
-from rowcast.protocol.plan import GroupPlan, StepPlan
+from rowcast.protocol.parts import arrays_of_samples, belonging, rank_of, samples_of
+from rowcast.protocol.plan import GroupPlan, Piece, StepPlan, cut, plan_block
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 # kernels of jobs with parts: an exchange on a host, what comes on top across hosts, what a step adds up

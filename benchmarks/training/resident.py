@@ -26,7 +26,7 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import PlanHeader
-from rowcast.protocol.packing import plan_block, plan_header
+from rowcast.protocol.plan import plan_block, plan_header
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.device.streams import choose_device
 from rowcast.trainer.kernels.derived import chunk_arrays

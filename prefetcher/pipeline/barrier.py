@@ -20,8 +20,9 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.protocol.dense_pieces import DensePieces
 from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, TierTotals, Wait
-from rowcast.protocol.packing import (
+from rowcast.protocol.plan import (
     ArrayBlock,
+    BarrierPlan,
     Piece,
     barrier_stamp,
     cut,
@@ -30,7 +31,6 @@ from rowcast.protocol.packing import (
     make_block,
     saved_stamp,
 )
-from rowcast.protocol.plan import BarrierPlan
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point

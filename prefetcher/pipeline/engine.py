@@ -34,8 +34,8 @@ from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.stores.store_counts import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.protocol.attempts import check_hello
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.inputs import belonging
 from rowcast.protocol.messages import (
     Bye,
     Hello,
@@ -48,7 +48,7 @@ from rowcast.protocol.messages import (
     StopRequest,
     Welcome,
 )
-from rowcast.protocol.session import check_hello
+from rowcast.protocol.parts import belonging
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.stages import Stage, Wakes
 

@@ -15,8 +15,7 @@ from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import RowSpan, StepReady
-from rowcast.protocol.packing import Piece, Plan, cut, is_sampled, plan_stamp
-from rowcast.protocol.plan import BarrierPlan
+from rowcast.protocol.plan import BarrierPlan, Piece, Plan, cut, is_sampled, plan_stamp
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.checkpoint_manifest import BatchChecksum, Position
 from rowcast.runtime.crash_points import crash_point

@@ -12,11 +12,9 @@ from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import Cut, Samples
-from rowcast.protocol.inputs import Belonging, batch_specs, check_same
 from rowcast.protocol.messages import Welcome
-from rowcast.protocol.packing import pack
-from rowcast.protocol.parts import arrays_of_samples, samples_of
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.parts import Belonging, arrays_of_samples, batch_specs, check_same, samples_of
+from rowcast.protocol.plan import StepPlan, pack
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError

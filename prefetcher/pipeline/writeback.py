@@ -20,7 +20,7 @@ from rowcast.prefetcher.stores.elements import FiniteRows
 from rowcast.prefetcher.stores.store import Keys, Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Released, RingRef, RowsBack
-from rowcast.protocol.packing import barrier_stamp, plan_stamp
+from rowcast.protocol.plan import barrier_stamp, plan_stamp
 from rowcast.protocol.transport.ring import RingReader, release
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged, RemoteProtocolError

@@ -51,18 +51,17 @@ from rowcast.prefetcher.stores.redis_store import remove_left_keys
 from rowcast.protocol.attempts import Attempts, transport_of_ranks
 from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.counters import serve_metrics
-from rowcast.protocol.inputs import InputSpec, batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
-from rowcast.protocol.parts import rank_of
+from rowcast.protocol.parts import InputSpec, batch_specs, belonging, rank_of
 from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
 from rowcast.runtime.checkpoint_manifest import Position, TrainingData
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
-from rowcast.runtime.process import Crew, Signals
+from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import Completion, RunDirectory, pair_folder
-from rowcast.runtime.stages import IDLE_WAIT_S
+from rowcast.runtime.stages import IDLE_WAIT_S, Crew
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline

@@ -24,9 +24,8 @@ from rowcast.prefetcher.planner.planner import Slots, groupers_of
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, Lookups, Scheduled, ScheduledBatch
-from rowcast.protocol.inputs import belonging
-from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, ids_of_samples, samples_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, belonging, ids_of_samples, samples_of
+from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory

@@ -19,7 +19,7 @@ from rowcast.job.schema import Transport
 from rowcast.protocol.messages import RingSpec
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError, advice
-from rowcast.runtime.process import AT_SUDDEN_EXIT
+from rowcast.runtime.stops import AT_SUDDEN_EXIT
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rowcast-"

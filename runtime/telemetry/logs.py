@@ -53,6 +53,10 @@ def print_line(sentence: str, who: str = "rowcast") -> None:
     LastingStream(sys.stderr).write(f"{who}: {printable(sentence)}\n")
 
 
+def say(process: str, sentence: str) -> None:
+    print_line(" ".join(sentence.splitlines()), f"rowcast {process}")
+
+
 def setup_logging(process: str, level: str = "info", json: bool | None = None, rank: int | None = None) -> None:
     """Sends this process's events to stderr, each with the process's name and the time in UTC.
 

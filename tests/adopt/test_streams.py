@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rowcast
-from rowcast.protocol.inputs import Belonging
+from rowcast.protocol.parts import Belonging
 from rowcast.trainer.adopt.batch import LoadedBatch
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.device.streams import Event, PlainStreams, Stream, Wait, on_device

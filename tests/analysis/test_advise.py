@@ -53,7 +53,7 @@ from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, Kind
-from rowcast.protocol.inputs import belonging
+from rowcast.protocol.parts import belonging
 from rowcast.runtime.arrays import GOLDEN
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory

@@ -5,6 +5,7 @@ import itertools
 import msgspec
 import pytest
 
+from rowcast.protocol.attempts import check_hello, check_welcome
 from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import PROTOCOL_VERSION, AnyMessage, Bye, Envelope, Failure, Released
 from rowcast.protocol.session import (
@@ -14,15 +15,13 @@ from rowcast.protocol.session import (
     TRAINER,
     Session,
     State,
-    check_hello,
-    check_welcome,
     next_state,
-    render_table,
 )
 from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
 from rowcast.runtime.run_directory import Role
 from tests.support import sample_messages
 from tests.support.conversations import EVERY_MESSAGE, WHOLE_RUN, greeting, make_pair, other, say
+from tests.support.diagrams import conversation
 from tests.support.facts import facts
 from tests.support.sample_messages import (
     barrier_rows,
@@ -234,7 +233,7 @@ def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
 
 
 def test_the_rendered_table_holds_every_state_and_every_change_of_state() -> None:
-    text = render_table()
+    text = conversation()
     for (state, role), following in TABLE.items():
         assert f'state "{state}" as {state.name}' in text
         for event, after in following.items():

@@ -12,7 +12,7 @@ import pytest
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.protocol.inputs import batch_specs, belonging, check_same
+from rowcast.protocol.parts import batch_specs, belonging, check_same
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support import jobs
 from tests.support.array_models import OF, array_job, histories_of

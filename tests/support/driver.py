@@ -39,9 +39,8 @@ from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch, after
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.inputs import batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
-from rowcast.protocol.parts import UNDIVIDED, Rank
+from rowcast.protocol.parts import UNDIVIDED, Rank, batch_specs, belonging
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.link import Link, inproc_pair

@@ -1,6 +1,5 @@
 """Valid messages of every type."""
 
-from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
     ArraySpan,
@@ -24,6 +23,7 @@ from rowcast.protocol.messages import (
     Wait,
     Welcome,
 )
+from rowcast.protocol.parts import InputSpec
 from rowcast.runtime.machine import Machine
 
 DIGEST = "d" * 32

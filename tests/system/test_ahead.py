@@ -11,8 +11,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepReady
-from rowcast.protocol.packing import pack
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.plan import StepPlan, pack
 from rowcast.runtime.stages import Stage
 from rowcast.trainer.step.cache import Step
 from tests.support import driver

@@ -18,10 +18,9 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.codec import decode
-from rowcast.protocol.inputs import batch_specs, belonging
 from rowcast.protocol.messages import PlanHeader, StepReady
-from rowcast.protocol.packing import plan_block, plan_header
-from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, samples_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, batch_specs, belonging, samples_of
+from rowcast.protocol.plan import plan_block, plan_header
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError, DataError, RemoteProtocolError
 from rowcast.trainer.models.job_model import JobModel

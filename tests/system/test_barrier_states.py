@@ -15,6 +15,7 @@ from rowcast.runtime.stages import StateTable
 from tests.support import driver
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
+from tests.support.diagrams import barrier
 from tests.support.driver import InProcessRun, MemoryCheckpointer, Settings, start_state
 
 SIDES: dict[str, tuple[StateTable[Any, Any], type[StrEnum], type[StrEnum]]] = {
@@ -48,7 +49,7 @@ def test_an_event_that_the_table_does_not_allow_names_itself_state_and_side(side
 @every_side
 def test_every_state_is_drawn_and_leads_to_the_end(side: str) -> None:
     table, states, _ = SIDES[side]
-    text = table.render()
+    text = barrier(table)
     assert all(f'state "{state}" as {state.name}' in text for state in states)
     leads = {states["ENDED"]}
     for _ in states:

@@ -19,8 +19,7 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.sizing import sizes
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.packing import Piece, barrier_stamp, cut, make_block, plan_block, plan_stamp
-from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.protocol.plan import BarrierPlan, Piece, StepPlan, barrier_stamp, cut, make_block, plan_block, plan_stamp
 from rowcast.protocol.transport.ring import RingWriter
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.batches import slots_for, small_batches, small_job

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from rowcast.analysis.new.new import new
 from rowcast.runtime.errors import printable
-from rowcast.runtime.process import say
 from rowcast.runtime.telemetry.format_numbers import stdout_console
-from rowcast.runtime.telemetry.logs import get_logger, print_line, setup_logging
+from rowcast.runtime.telemetry.logs import get_logger, print_line, say, setup_logging
 
 ODD = "".join(map(chr, [*range(32), *range(0x7F, 0xA0)])).replace("\n", "") + "\x1b[2J\u202e\u2066\U000e0001"
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from examples.plain_loop import add_up, run_plain_loop
 from rowcast.protocol.batch import Batch, ScheduledBatch
-from rowcast.protocol.inputs import belonging
-from rowcast.protocol.parts import part_bounds, part_of, part_seed
+from rowcast.protocol.parts import belonging, part_bounds, part_of, part_seed
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.job_model import JobModel
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, make_batch, small_batches, small_job

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from rowcast.job.tables import group_specs
-from rowcast.protocol.inputs import InputSpec
 from rowcast.protocol.messages import RingSpec, RowSpan, StepReady, Welcome
+from rowcast.protocol.parts import InputSpec
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.step.engine import check_welcome_fits
 from rowcast.trainer.step.plan_check import PlanCheck

@@ -11,8 +11,8 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import PlanHeader, ShareHeader, StepReady
-from rowcast.protocol.packing import plan_block, plan_header
 from rowcast.protocol.parts import UNDIVIDED, Rank, samples_of
+from rowcast.protocol.plan import plan_block, plan_header
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError

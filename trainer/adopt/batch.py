@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rowcast.protocol.batch import Kind
-from rowcast.protocol.inputs import Belonging
+from rowcast.protocol.parts import Belonging
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.models import aligned
 from rowcast.trainer.models.embedding import FeatureSlots

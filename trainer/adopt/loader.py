@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.job.training_identity import first_of, setting_differences
-from rowcast.protocol.inputs import belonging
+from rowcast.protocol.parts import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError

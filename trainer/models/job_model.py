@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import DenseOptimizer, Job
-from rowcast.protocol.inputs import PREFIX, belonging
+from rowcast.protocol.parts import PREFIX, belonging
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import align_inputs, as_fp32, build_dense_optimizer, build_model, mean_loss, own_loss
 from rowcast.trainer.models.evaluate import own_ranks

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, unpooled_places
-from rowcast.protocol.inputs import Belonging, belonging
 from rowcast.protocol.messages import BATCHES_BITS, StopRequest
-from rowcast.protocol.parts import Rank, part_seed, part_sizes
+from rowcast.protocol.parts import Belonging, Rank, belonging, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.trainer.device.phases import PhaseClock, Shown
 from rowcast.trainer.device.streams import Streams, copy

@@ -3,7 +3,7 @@
 On a CPU the main thread polls a collective, because an error of a different thread must end the wait. On a GPU the
 stream waits, not the host.
 
-A process that gives up in an exchange must end with `runtime.process.leave_at_once`: gloo's threads keep waiting for it
+A process that gives up in an exchange must end with `runtime.stops.leave_at_once`: gloo's threads keep waiting for it
 until the group's time-out, even after an abort, and an orderly exit waits for them.
 """
 

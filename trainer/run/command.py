@@ -14,8 +14,9 @@ from rowcast.job.schema import Job
 from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Probability, Timeline
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.process import Signals, leave_at_once, run_until_stopped
+from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import note_start, pair_folder
+from rowcast.runtime.stops import leave_at_once
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.run.launch import rank_in_log, read_launch
 

@@ -26,18 +26,18 @@ import torch
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_seconds
+from rowcast.protocol.attempts import check_welcome
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Hello, Mode, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
-from rowcast.protocol.session import Session, check_welcome
+from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.machine import Machine
-from rowcast.runtime.process import Crew
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started, pair_folder
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Crew, Doorbell
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import recorded_stages

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from rowcast.protocol.attempts import VERBS
 from rowcast.protocol.messages import PROTOCOL_VERSION, Mode
-from rowcast.protocol.session import VERBS
 from rowcast.runtime.errors import ConfigError, Mismatch, PeerLost, cleaned
 from rowcast.trainer.models.torch_collectives import first_sentence
 from rowcast.trainer.run.launch import Launch

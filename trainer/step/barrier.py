@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.protocol.messages import EndOfData, Flush, Restore
-from rowcast.protocol.packing import Piece, barrier_stamp, cut, dense_stamp
+from rowcast.protocol.plan import Piece, barrier_stamp, cut, dense_stamp
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.stages import StateTable

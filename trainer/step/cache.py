@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from rowcast.protocol.messages import ArraySpan, PlanHeader, RingRef, RowSpan, StepReady
-from rowcast.protocol.packing import plan_stamp
+from rowcast.protocol.plan import plan_stamp
 from rowcast.runtime.arrays import Bytes
 from rowcast.trainer.device.host_memory import FetchRing
 from rowcast.trainer.device.phases import phase_clock

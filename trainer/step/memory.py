@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.messages import ArraySpec, PlanHeader, RowSpan
-from rowcast.protocol.packing import ARRAY_ALIGNMENT
+from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import RemoteProtocolError

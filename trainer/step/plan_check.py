@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec, aligned, unpooled_places
 from rowcast.protocol.arrange import MOST_ORDERED, first_not_permuted, table_starts
-from rowcast.protocol.inputs import PREFIX, InputSpec
 from rowcast.protocol.messages import (
     ArraySpec,
     Flush,
@@ -33,8 +32,8 @@ from rowcast.protocol.messages import (
     ShareHeader,
     StepReady,
 )
-from rowcast.protocol.packing import ARRAY_ALIGNMENT
-from rowcast.protocol.parts import UNDIVIDED, Rank, part_sizes
+from rowcast.protocol.parts import PREFIX, UNDIVIDED, InputSpec, Rank, part_sizes
+from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import (
     EXCHANGE_ARRAYS,
     GROUP_ARRAYS,
@@ -341,7 +340,7 @@ def check_share(name: str, share: ShareHeader, counts: Counts, group: GroupHeade
 
 
 def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: Iterable[ExpectedArray]) -> None:
-    """Raises unless these are exactly the expected arrays, in their order, laid out as by `packing.make_block`."""
+    """Raises unless these are exactly the expected arrays, in their order, laid out as by `plan.make_block`."""
     end = 0
     arrived = iter(specs)
     for array, dtype, shape in expected:

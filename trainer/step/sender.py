@@ -16,7 +16,7 @@ from torch import Tensor
 from rowcast.job.tables import aligned
 from rowcast.protocol.dense_pieces import DensePieces
 from rowcast.protocol.messages import Replica, RowsBack, RowSpan, Saved, StepDone
-from rowcast.protocol.packing import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp, saved_stamp
+from rowcast.protocol.plan import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
 from rowcast.trainer.device.host_memory import RingEnds

@@ -27,19 +27,16 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.inputs import batch_specs, belonging
 from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
-from rowcast.protocol.packing import ArrayBlock, Piece, cut, plan_block, plan_header, plan_stamp
-from rowcast.protocol.parts import UNDIVIDED
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
+from rowcast.protocol.plan import ArrayBlock, Piece, StepPlan, cut, plan_block, plan_header, plan_stamp
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.link import Link, inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.machine import Machine
-from rowcast.runtime.process import Crew
-from rowcast.runtime.stages import POLL_S, Doorbell
+from rowcast.runtime.stages import POLL_S, Crew, Doorbell
 from rowcast.trainer.device.host_memory import RingEnds, page_locked
 from rowcast.trainer.device.phases import PhaseClock
 from rowcast.trainer.device.streams import make_streams, stage_on

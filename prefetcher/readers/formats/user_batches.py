@@ -24,7 +24,7 @@ from rowcast.prefetcher.readers.id_check import (
     require_weights,
 )
 from rowcast.protocol.batch import Batch
-from rowcast.protocol.inputs import belonging
+from rowcast.protocol.parts import belonging
 from rowcast.runtime.errors import DataError
 
 PAIRS_SHOWN = 3000  # characters, enough for about thirty features

@@ -7,8 +7,8 @@ import numpy as np
 from rowcast.prefetcher.readers.columns import Ids, bag_offsets
 from rowcast.prefetcher.readers.formats.user_arrays import is_array
 from rowcast.protocol.batch import Batch
-from rowcast.protocol.inputs import Belonging
 from rowcast.protocol.messages import MAX_DIMENSIONS
+from rowcast.protocol.parts import Belonging
 from rowcast.protocol.plan_layout import ITEM_BYTES
 from rowcast.runtime.errors import DataError, listed
 
