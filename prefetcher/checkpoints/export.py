@@ -27,8 +27,7 @@ from rowcast.job.file import parse_manifest_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.merge_layers import merged
-from rowcast.prefetcher.checkpoints.row_files import Rows
+from rowcast.prefetcher.checkpoints.row_files import Rows, merged
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records

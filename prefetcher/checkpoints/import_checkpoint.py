@@ -28,8 +28,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out, softly
-from rowcast.prefetcher.checkpoints.merge_layers import merged
 from rowcast.prefetcher.checkpoints.restore import dense_content
+from rowcast.prefetcher.checkpoints.row_files import merged
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, FiniteRows, elements_of, rounded, widened

@@ -21,9 +21,16 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.commit import Abandoned, await_manifest, gather_shards, publish, write_shard_file
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, softly
-from rowcast.prefetcher.checkpoints.merge_layers import layers_of, merged, must_merge
 from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
-from rowcast.prefetcher.checkpoints.row_files import HashedFile, RowFiles, Steps, new_path
+from rowcast.prefetcher.checkpoints.row_files import (
+    HashedFile,
+    RowFiles,
+    Steps,
+    layers_of,
+    merged,
+    must_merge,
+    new_path,
+)
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_VERSION,

@@ -1,13 +1,14 @@
 """Keeps rows in this process's memory, allocated on first write."""
 
+import os
+
 import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.row_loops import gather_for, scatter_for
-from rowcast.prefetcher.stores.row_numbers import RowsInOrder, physical_memory_bytes
 from rowcast.prefetcher.stores.store import ABSENT, FINISHED, Finished, Keys, Records, RowNumbers, RowStore
-from rowcast.prefetcher.stores.touched_rows import TouchedRows, reserved
+from rowcast.prefetcher.stores.touched_rows import RowsInOrder, TouchedRows, reserved
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import ThreadPool
@@ -26,11 +27,12 @@ class MemoryStore(RowStore):
 
     def __init__(self, group: GroupSpec) -> None:
         nbytes, width = group.num_rows * group.record_bytes, group.record_bytes // 8
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         try:
             numbers: RowNumbers = (
                 RowsInOrder(group)
                 if nbytes <= IN_ORDER_BYTES
-                else TouchedRows(group, min(group.num_rows, physical_memory_bytes() // group.record_bytes))
+                else TouchedRows(group, min(group.num_rows, memory_bytes // group.record_bytes))
             )
             from_one_end = isinstance(numbers, TouchedRows)
             words = reserved(numbers.most * width, huge_pages=from_one_end).reshape(numbers.most, width)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rowcast.job.schema import TABLES, Job
 from rowcast.job.stores import PASSWORD, Redis, parse_server_url
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.stores.cold import redis_note
+from rowcast.prefetcher.stores.cold.redis_keys import NAME, delete_earlier
 from rowcast.prefetcher.stores.tier_budget import disk_shares
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
@@ -78,7 +78,6 @@ def delete_left_keys(job: Job, notes: Sequence[Path]) -> None:
             get_logger().warning("rows of an earlier process may remain on a Redis server", note=str(path))
         return
     check_packages(job)
-    from rowcast.prefetcher.stores.cold.redis_keys import delete_earlier
     from rowcast.prefetcher.stores.cold.redis_servers import Servers
 
     url = parse_server_url(job.store.url)
@@ -90,7 +89,7 @@ def delete_left_keys(job: Job, notes: Sequence[Path]) -> None:
 
 def remove_left_keys(job: Job, folder: Path) -> None:
     """`folder`: of a pair, locked by this process. Raises RowcastError if a server of the job does not answer."""
-    notes = own_files_in(folder / TABLES, redis_note.NAME)
+    notes = own_files_in(folder / TABLES, NAME)
     if notes:
         delete_left_keys(job, notes)
 
@@ -98,7 +97,7 @@ def remove_left_keys(job: Job, folder: Path) -> None:
 def remove_left_tables(job: Job) -> None:
     """Raises as `remove_left_keys` does."""
     for folder in unused_pair_folders(job.run_dir, job.ranks.count):
-        if not own_files_in(folder / TABLES, redis_note.NAME):
+        if not own_files_in(folder / TABLES, NAME):
             continue
         with ExitStack() as stack:
             try:

@@ -10,8 +10,8 @@ from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
-from rowcast.prefetcher.stores.row_numbers import RowsInOrder
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish
+from rowcast.prefetcher.stores.touched_rows import RowsInOrder
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import U64
 from rowcast.runtime.stages import ThreadPool

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.checkpoints import commit, merge_layers
+from rowcast.prefetcher.checkpoints import commit, row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.own_shard import OwnShard
 from rowcast.prefetcher.checkpoints.restore import restore_changed
@@ -480,11 +480,11 @@ def test_deltas_of_a_shard_are_merged_when_they_outgrow_its_base(tmp_path: Path)
     [group] = [group for group in run.ranks[0].groups if group.tables[0].index == 1]
     keys = np.arange(700) + (1 << 48)
     own = (keys[run.ranks[1].shard.owns(group, keys)] - (1 << 48)).tolist()
-    for _ in range(merge_layers.MAX_LAYERS):
+    for _ in range(row_files.MAX_LAYERS):
         run.train({1: own})
         manifest = run.checkpoint()
     assert manifest.shards[0].layers == base.shards[0].layers, "rank 0 had nothing to add"
-    assert 1 <= len(manifest.shards[1].layers) < merge_layers.MAX_LAYERS
+    assert 1 <= len(manifest.shards[1].layers) < row_files.MAX_LAYERS
     assert manifest.shards[1].layers[0] != base.shards[1].layers[0]
     assert manifest.shards[1].layers[-1].after, "what changed last stays"
     assert_holds(run.job.run_dir, run.job, manifest, run.rows(), 2)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rowcast.prefetcher.checkpoints import merge_layers as merge
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints import writer as handover
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
@@ -149,15 +148,15 @@ def test_a_merge_holds_one_file_of_each_layer_whatever_the_tables_size(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    load = merge.LayerCursor._load
+    load = row_files.LayerCursor._load
 
-    def count_held(cursor: merge.LayerCursor) -> None:
+    def count_held(cursor: row_files.LayerCursor) -> None:
         load(cursor)
         if cursor._rows is not None:
             held.append(len(cursor._rows[0]))
 
-    monkeypatch.setattr(merge.LayerCursor, "_load", count_held)
-    monkeypatch.setattr(merge, "MERGE_BYTES", 100)
+    monkeypatch.setattr(row_files.LayerCursor, "_load", count_held)
+    monkeypatch.setattr(row_files, "MERGE_BYTES", 100)
     run.train(EVERYTHING)
     run.checkpoint()
     run.train(EVERYTHING)

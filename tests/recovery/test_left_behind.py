@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rowcast.prefetcher.stores.cold.redis_note import Note, note_path
+from rowcast.prefetcher.stores.cold.redis_keys import Note, note_path
 from rowcast.runtime.crash_points import VARIABLE
 from tests.recovery.restarted import END_TIMEOUT_S, Outcome, Recovering, end_well, outcome_of, sections
 from tests.support.processes import ROOT, Session, proc_text

@@ -14,7 +14,7 @@ from redis.exceptions import MovedError
 from structlog.testing import capture_logs
 
 from rowcast.job.stores import ServerUrl
-from rowcast.prefetcher.stores.cold import redis_note, redis_rows
+from rowcast.prefetcher.stores.cold import redis_keys, redis_rows
 from rowcast.prefetcher.stores.cold.redis_keys import keys_of
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.store import Keys, Records
@@ -287,7 +287,7 @@ def test_a_note_is_whole_and_on_the_disk_before_there_are_rows(
 
 def on_a_disk(monkeypatch: pytest.MonkeyPatch, machine: Path, device: int = os.makedev(259, 1)) -> None:
     """The table folder is on a disk of this machine, whatever the tests run on."""
-    monkeypatch.setattr(redis_note, "MACHINE_ID", machine)
+    monkeypatch.setattr(redis_keys, "MACHINE_ID", machine)
     monkeypatch.setattr(os, "major", lambda found: device >> 8)
 
 

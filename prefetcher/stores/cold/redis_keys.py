@@ -1,17 +1,64 @@
 """Names the keys of a run's rows on a Redis server: `rowcast:{<tag>}<generation>`, 256 for each generation.
 
-The generation is random. A note in the run's folder holds it, so that the next process deletes what a killed one left.
+The generation is random. A note in the run's table folder holds it, so that the next process deletes what a killed one
+left. The note is on disk before a row is on the server.
 """
 
+import os
+import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rowcast.prefetcher.stores.cold.redis_note import Note, machine_of, read_note, write_note
-from rowcast.prefetcher.stores.cold.redis_servers import Command, Servers
+import msgspec
+
+from rowcast.job.tables import GROUP_NAME
+from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 
+if TYPE_CHECKING:  # without a Redis client, notes are looked for all the same
+    from rowcast.prefetcher.stores.cold.redis_servers import Command, Servers
+
 NUM_HASHES = 2**8
+NAME = re.compile(rf"{GROUP_NAME}\.redis")
+MACHINE_ID = Path("/etc/machine-id")
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    server: str  # "host:port", as in the job file
+    name: str  # the generation
+    folder: int  # inode of the note's folder: a copy of a run must not delete the original's keys
+    machine: str | None = None  # `machine_of` the folder: a copy of a whole disk has the same inodes
+
+
+def note_path(folder: Path, group: str) -> Path:
+    return folder / f"{group}.redis"
+
+
+def write_note(path: Path, server: str, generation: str) -> None:
+    """Raises OSError."""
+    folder = path.parent.stat()
+    note = Note(server=server, name=generation, folder=folder.st_ino, machine=machine_of(folder))
+    write_durably(path, msgspec.json.encode(note))
+
+
+def read_note(path: Path) -> Note | None:
+    """None if there is none, or it is damaged. Raises OSError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Note)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def machine_of(folder: os.stat_result) -> str:
+    """Returns the id of the machine that has the disk; "" for a network folder, and where machines have no id."""
+    if os.major(folder.st_dev) == 0:  # no block device: a network file system, which several machines may mount
+        return ""
+    with suppress(OSError):
+        return MACHINE_ID.read_text().strip()
+    return ""
 
 
 def keys_of(generation: str) -> list[bytes]:
@@ -22,7 +69,7 @@ def pattern_of(generation: str) -> str:
     return f"rowcast:{{??}}{generation}"
 
 
-def delete(servers: Servers, generation: str) -> None:
+def delete(servers: "Servers", generation: str) -> None:
     """Deletes with UNLINK, which frees the memory in the background."""
     commands: list[list[Command]] = [[] for _ in servers.nodes]
     for key in keys_of(generation):
@@ -30,7 +77,7 @@ def delete(servers: Servers, generation: str) -> None:
     servers.ask(commands)
 
 
-def new_generation(servers: Servers, server: str, path: Path) -> str:
+def new_generation(servers: "Servers", server: str, path: Path) -> str:
     """Deletes the keys of an earlier process and returns a unique name. `server`: as in the job file.
     `path`: of the note. Raises ConfigError if it cannot be written, or what `Servers.ask` raises."""
     generation = secrets.token_hex(6)
@@ -43,7 +90,7 @@ def new_generation(servers: Servers, server: str, path: Path) -> str:
     return generation
 
 
-def delete_earlier(servers: Servers, server: str, path: Path) -> None:
+def delete_earlier(servers: "Servers", server: str, path: Path) -> None:
     """Deletes the keys that a note names, then the note, and warns of keys that may remain. Does nothing if there is no
     note, or it is damaged, or it was copied here with another run. Raises OSError, or what `Servers.ask` raises."""
     earlier, folder = read_note(path), path.parent.stat()

@@ -32,8 +32,7 @@ from rowcast.job.stores import ServerUrl
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
 from rowcast.prefetcher.stores.cold.page_loops import WORD_BYTES, column_constants, seal, whole_pages
-from rowcast.prefetcher.stores.cold.redis_keys import NUM_HASHES, delete, keys_of, new_generation, pattern_of
-from rowcast.prefetcher.stores.cold.redis_note import note_path
+from rowcast.prefetcher.stores.cold.redis_keys import NUM_HASHES, delete, keys_of, new_generation, note_path, pattern_of
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import GOLDEN, I64, U64, Bytes, mix
