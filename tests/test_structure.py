@@ -57,7 +57,7 @@ GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests an
 MEASURES = f"{GUEST}rates/"  # runs the trainer's kernels
 COMMAND_LINE = "command_line"  # above all rooms: it imports each by name, when its command is called
 ONE_FILE = {"numba": "runtime/compiled.py", "llvmlite": "runtime/compiled.py", "matplotlib": "runtime/drawing.py"}
-CUDA_FILES = {"trainer/device/streams.py", "trainer/device/host_memory.py"}
+CUDA_FILES = {"trainer/device/streams.py", "trainer/device/cuda.py"}
 
 
 def source_files(package: str) -> list[Path]:

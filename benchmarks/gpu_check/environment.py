@@ -11,7 +11,7 @@ from benchmarks.gpu_check.findings import NO_DEVICE, Findings
 from benchmarks.gpu_check.packages import packages
 from benchmarks.machine import machine
 from rowcast.protocol.transport.ring_file import SHARED_MEMORY, in_memory_buffer, shared_memory
-from rowcast.trainer.device.host_memory import page_locked
+from rowcast.trainer.device.cuda import page_locked
 
 PAGE = 4096
 

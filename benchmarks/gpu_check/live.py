@@ -20,7 +20,7 @@ from benchmarks.training import ours
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.transport.ring_file import shared_memory
-from rowcast.trainer.device.streams import choose_device
+from rowcast.trainer.device.cuda import choose_device
 
 SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
 EPOCHS = {"cuda": 8, "cpu": 3}

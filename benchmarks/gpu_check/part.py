@@ -25,7 +25,8 @@ from benchmarks.gpu_check import (
 )
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import sizes, threads_of
-from rowcast.trainer.device.streams import choose_device, on_device
+from rowcast.trainer.device.cuda import choose_device
+from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.run.machine import set_threads
 
 Work = Callable[[Findings, torch.device, Path], None]  # the path: a folder for further files

@@ -35,7 +35,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.machine import usable_cores
-from rowcast.trainer.device.streams import choose_device
+from rowcast.trainer.device.cuda import choose_device
 
 ROOT = Path(__file__).parents[2]
 PEER_PYTHON = ROOT / ".venv-bench" / "bin" / "python"

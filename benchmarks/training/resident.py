@@ -28,7 +28,7 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.plan import plan_block, plan_header
 from rowcast.runtime.machine import usable_cores
-from rowcast.trainer.device.streams import choose_device
+from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.kernels.derived import chunk_arrays
 from rowcast.trainer.kernels.lookups import arranged
 from rowcast.trainer.models.runner import StepRunner

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rowcast.job.tables import group_specs
 from rowcast.runtime.stages import ThreadPool, cuts
-from rowcast.trainer.device.streams import warm_up_sqrt
+from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, compiled_ops, torch_ops
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.compiled_ops import CompiledOps

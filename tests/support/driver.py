@@ -48,9 +48,8 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payl
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest, Position
 from rowcast.runtime.machine import Machine
-from rowcast.trainer.device.host_memory import Bounced, RingEnds
-from rowcast.trainer.device.phases import PhaseClock
-from rowcast.trainer.device.streams import PlainStreams, Streams, Wait
+from rowcast.trainer.device.cuda import Bounced, RingEnds
+from rowcast.trainer.device.streams import PhaseClock, PlainStreams, Streams, Wait
 from rowcast.trainer.kernels import part_of, torch_ops
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.exchanges import Collectives

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rowcast.trainer.device.streams import Closure, CudaStream, CudaStreams, CurrentCudaStream, Event, Stream, Wait
+from rowcast.trainer.device.cuda import CudaStream, CudaStreams, CurrentCudaStream
+from rowcast.trainer.device.streams import Closure, Event, Stream, Wait
 from tests.support.seeded_streams import SeededEvent, SeededStream, SeededStreams
 
 CUDA = torch.device("cuda")

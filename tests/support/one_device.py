@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowcast.trainer.device.host_memory import page_locked
+from rowcast.trainer.device.cuda import page_locked
 from rowcast.trainer.device.streams import Closure, Event, PlainStream, PlainStreams, Wait
 from rowcast.trainer.kernels import GroupLookup, RecordViews, torch_ops
 from rowcast.trainer.step.memory import make_records

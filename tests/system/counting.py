@@ -14,7 +14,7 @@ from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.messages import RingRef
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.arrays import I64
-from rowcast.trainer.device import host_memory, streams
+from rowcast.trainer.device import cuda, streams
 from tests.support import driver, seeded_streams
 
 
@@ -107,7 +107,7 @@ def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
     monkeypatch.setattr(CountingStore, "traffic", traffic, raising=False)
     monkeypatch.setattr(driver, "MemoryStore", CountingStore)
-    for module in (driver, host_memory):  # the prefetcher's end, and then the trainer's
+    for module in (driver, cuda):  # the prefetcher's end, and then the trainer's
         monkeypatch.setattr(module, "RingWriter", make_writer)
     for function in (copy, gather, scatter):
         for module in (streams, seeded_streams):

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 import rowcast.prefetcher.pipeline.metrics
-import rowcast.trainer.device.phases
+import rowcast.trainer.device.streams
 import rowcast.trainer.step.metrics
 from rowcast.command_line.trainer import app
 from rowcast.job.file import load_job
@@ -41,7 +41,7 @@ REASONS = {
 }
 PHASES = {
     "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.Phase),
-    "trainer": get_args(rowcast.trainer.device.phases.Phase),
+    "trainer": get_args(rowcast.trainer.device.streams.Phase),
 }
 QUEUES = {
     "prefetcher": get_args(rowcast.prefetcher.pipeline.metrics.Queue),

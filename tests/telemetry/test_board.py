@@ -12,7 +12,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
-from rowcast.trainer.report.history import HistoryMark
+from rowcast.trainer.report.progress import HistoryMark
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.report.tensorboard import LOSSES_A_MARK, TensorBoardWriter, check_board
 from rowcast.trainer.run.attempt import TrainerRun

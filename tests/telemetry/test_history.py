@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from rowcast.trainer.models.evaluate import Evaluation
-from rowcast.trainer.report.history import EVERY_S, MAX_MARKS, History, HistoryMark
+from rowcast.trainer.report.progress import EVERY_S, MAX_MARKS, History, HistoryMark
 from rowcast.trainer.report.results import MAX_EVALUATIONS, EvaluationOnly, ResultFiles
 from rowcast.trainer.step.metrics import TrainerCounters, new_counters
 from tests.support import three_steps

@@ -20,7 +20,7 @@ from rowcast.runtime.telemetry.logs import (
     print_line,
     setup_logging,
 )
-from rowcast.trainer.report.terminal import write
+from rowcast.trainer.report.progress import write
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("own_logs")

@@ -26,8 +26,8 @@ from rowcast.trainer.report.charts import (
     loss_chart,
     stalls_chart,
 )
-from rowcast.trainer.report.history import MAX_MARKS, HistoryMark
 from rowcast.trainer.report.page import charts, job_sections, render, write_page
+from rowcast.trainer.report.progress import MAX_MARKS, HistoryMark
 from rowcast.trainer.report.report_json import make_report
 from rowcast.trainer.step.metrics import new_counters
 from tests.support import three_steps

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
-from rowcast.trainer.report.terminal import TerminalProgress
+from rowcast.trainer.report.progress import TerminalProgress
 from rowcast.trainer.step.metrics import TrainerCounters, new_counters
 from tests.support import three_steps
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rowcast.trainer.device.streams import warm_up_sqrt
+from rowcast.trainer.device.cuda import warm_up_sqrt
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ import torch
 
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.trainer.adopt.stream_order import StreamOrder
-from rowcast.trainer.device.host_memory import Bounced, Direct, host_memory, page_locked
-from rowcast.trainer.device.phases import Lap, phase_clock
-from rowcast.trainer.device.streams import (
-    Wait,
+from rowcast.trainer.device.cuda import (
+    Bounced,
     adopted_streams,
+    host_memory,
     make_streams,
-    memory_for,
-    on_device,
+    page_locked,
     peak_device_bytes,
+    phase_clock,
     release_memory,
 )
+from rowcast.trainer.device.streams import HostMemory, Lap, Wait, memory_for, on_device
 from rowcast.trainer.models.evaluate import to_host
 from rowcast.trainer.models.model_state import random_state, restore_random
 from tests.support.fake_cuda import CUDA, FakeCuda
@@ -35,7 +35,7 @@ def test_rings_are_page_locked_while_they_are_used(cuda: FakeCuda) -> None:
     with page_locked(rings, CUDA) as is_locked:
         assert is_locked
         assert cuda.registered == {ring.ctypes.data: ring.nbytes for ring in rings}
-        assert isinstance(host_memory(rings[0], CUDA, page_locked=is_locked), Direct)
+        assert type(host_memory(rings[0], CUDA, page_locked=is_locked)) is HostMemory
     assert not cuda.registered
 
 

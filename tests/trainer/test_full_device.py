@@ -6,7 +6,7 @@ import torch
 
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.device.host_memory import host_memory
+from rowcast.trainer.device.cuda import host_memory
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
 

@@ -34,7 +34,8 @@ from rowcast.trainer.adopt.session import ScriptSession
 from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES
 from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
-from rowcast.trainer.device.streams import on_device, warm_up_sqrt
+from rowcast.trainer.device.cuda import warm_up_sqrt
+from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.step.cache import Step
 

@@ -32,7 +32,8 @@ from rowcast.trainer.adopt.script_state import ScriptState
 from rowcast.trainer.adopt.stateful_objects import StatefulObjects
 from rowcast.trainer.adopt.stop_signals import StopSignals
 from rowcast.trainer.adopt.telemetry import ScriptTelemetry
-from rowcast.trainer.device.streams import adopted_streams, on_device, release_memory
+from rowcast.trainer.device.cuda import adopted_streams, release_memory
+from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.run.machine import prepared, settle
 from rowcast.trainer.step.engine import TrainerEngine

@@ -19,7 +19,7 @@ from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt import run_folder, settings, table_files
 from rowcast.trainer.adopt.session import ScriptSession
-from rowcast.trainer.device.streams import choose_device
+from rowcast.trainer.device.cuda import choose_device
 
 
 class ScriptTables:

@@ -6,8 +6,7 @@ script's stream                      wait for the rows, look up *  update *
 `*` is an event recorded on the stream that is torch's current one at that time.
 """
 
-from rowcast.trainer.device.phases import Lap
-from rowcast.trainer.device.streams import Event, Stream
+from rowcast.trainer.device.streams import Event, Lap, Stream
 from rowcast.trainer.step.cache import Step
 
 

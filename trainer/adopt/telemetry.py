@@ -12,8 +12,8 @@ from rowcast.protocol.messages import Welcome
 from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.trainer.adopt.script_state import ScriptResults
 from rowcast.trainer.report.final_report import final_record, final_report
-from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page import write_page
+from rowcast.trainer.report.progress import History
 from rowcast.trainer.report.report_json import write_report
 from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults
 from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates

@@ -1,4 +1,4 @@
-"""Orders device work by streams and events, on CUDA and on the CPU.
+"""Orders device work by streams and events, times it, and brings the rings' bytes to it. `cuda.py` has what needs CUDA.
 
     PlainStreams    runs all work immediately, in order; for CPU training
     CudaStreams     streams of a CUDA device
@@ -8,7 +8,7 @@ queue the closure and run it later (`tests/support/seeded_streams.py`). Only an 
 `Streams.done(event, why)`.
 """
 
-import gc
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +17,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from rowcast.protocol.messages import Released, RingRef
+from rowcast.protocol.transport.ring import RingReader, release
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Stage
 
@@ -49,6 +52,13 @@ Wait = Literal[
 ]
 
 
+# exchange: rows, sums of gradients and slices are packed, sent, awaited and added; loop.py names the others
+Phase = Literal["gather", "fill", "exchange", "lookup", "forward", "backward", "update"]
+Lap = Phase | Literal["ranks"]  # ranks: the time within `exchange` when collectives are in progress
+
+Shown = Callable[[], AbstractContextManager[object]]  # records a span of the timeline
+
+
 class Event(Protocol):
     def query(self) -> bool:
         """Returns whether all work issued before the event was recorded is complete."""
@@ -63,15 +73,9 @@ class Work(Protocol):
         """Makes later work on the current stream, or in this thread, wait for it."""
 
 
-class CudaMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._event.record(stream)
-
-    def seconds_since(self, earlier: "CudaMark") -> float:
+class Mark(Protocol):
+    def seconds_since(self, earlier: Any) -> float:
         """Returns the time between two marks of one stream, once the work before both is complete."""
-        milliseconds: float = earlier._event.elapsed_time(self._event)
-        return milliseconds / 1e3
 
 
 class Stream(ABC):
@@ -92,7 +96,7 @@ class Stream(ABC):
         """Starts a collective; later work waits until it is complete."""
         self.run(lambda: ignore(start().wait()))
 
-    def mark(self) -> CudaMark:
+    def mark(self) -> "Mark":
         """Marks the moment between the work issued before and after, on the device's clock."""
         raise NotImplementedError(f"{type(self).__name__} runs on the host and has no clock of its own")
 
@@ -178,115 +182,67 @@ class PlainStreams(Streams):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # untouched pages cost nothing
 
 
-class CudaStream(Stream):
-    is_device = True
-
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """`priority`: lower is earlier, when kernels of several streams are ready."""
-        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-
-    def run(self, closure: Closure) -> None:
-        with torch.cuda.stream(self._stream):
-            closure()
-
-    def wait(self, event: Event, why: Wait) -> None:
-        assert isinstance(event, torch.cuda.Event), "the event belongs to another kind of stream"
-        self._stream.wait_event(event)
-
-    def record(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
-
-    def mark(self) -> CudaMark:
-        return CudaMark(self._stream)
+class Spent(Protocol):
+    def __call__(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
+        """A lap of `step` took `seconds` and ended at `ended_s` (time.perf_counter())."""
 
 
-class CurrentCudaStream(Stream):
-    """Torch's current stream at each call, which a training script chooses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def run(self, closure: Closure) -> None:
-        closure()
-
-    def wait(self, event: Event, why: Wait) -> None:
-        assert isinstance(event, torch.cuda.Event), "the event belongs to another kind of stream"
-        torch.cuda.current_stream(self._device).wait_event(event)
-
-    def record(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+def discard(lap: Lap, seconds: float, step: int, ended_s: float) -> None:
+    """Implements `Spent` for a clock whose readings are not used."""
 
 
-class CudaStreams(Streams):
-    def __init__(self, device: torch.device, compute: Stream | None = None) -> None:
-        """`compute`: used instead of a new stream."""
-        self.device = device
-        # rows are moved by short kernels, which would queue behind those of a step that fill the device
-        self.copy_in, self.fill, self.evict = (CudaStream(device, priority=-1) for _ in range(3))
-        self.compute = self.exchange = compute or CudaStream(device)
+class PhaseClock:
+    """Times the work on one stream, where it runs when issued: by the host's clock. Each step is a `begin` and laps."""
 
-    def allocate(self, nbytes: int) -> Tensor:
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        self.settle()  # the zeros were written on torch's current stream, and all streams will use them
-        return memory
+    def __init__(self, spent: Spent = discard) -> None:
+        self._spent = spent
+        self._step = 0
+        self._since_s = 0.0
 
-    def settle(self) -> None:
-        torch.cuda.synchronize(self.device)
+    def begin(self, step: int) -> None:
+        self._step, self._since_s = step, time.perf_counter()
 
+    def lap(self, lap: Lap) -> None:
+        """Assigns the work issued since `begin` or the last lap to this lap."""
+        now_s = time.perf_counter()
+        self._spent(lap, now_s - self._since_s, self._step, now_s)
+        self._since_s = time.perf_counter()  # the time of `spent` belongs to no phase
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is CUDA if there is a device, a different one for each rank of a host. Raises ValueError for a device that
-    torch does not know or have."""
-    if name == "auto":
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"{local_rank + 1} trainers run on this host, where torch sees {torch.cuda.device_count()} CUDA "
-                'devices; start fewer trainers on a host, or set trainer.device = "cpu"'
-            )
-        return torch.device("cuda", local_rank) if local_rank else torch.device("cuda")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"trainer.device = {name!r} is not a device that torch knows; use auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"trainer.device = {name!r}, but torch sees no CUDA device here; use cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"trainer.device = {name!r} is not supported; use auto, cpu or cuda")
-    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        raise ValueError(f"trainer.device = {name!r}, but this machine has cuda:0 to cuda:{last}; use one of these")
-    return device
+    def complete(self, step: int) -> None:
+        """Called when all work up to the end of `step` is done."""
 
 
-def warm_up_sqrt() -> None:
-    """Runs the process's first `torch.sqrt` in one thread: in several, its roots may be inaccurate (pytorch#188792)."""
-    torch.ones(1, device="cpu").sqrt()
+class HostMemory:
+    """A ring's bytes for copies to and from the device: the ring itself. Payloads are u8 [n], views of the ring."""
+
+    def arriving(self, payload: Bytes) -> Tensor:
+        """Returns an arrived piece's bytes, u8 [n], for a copy to the device, valid until the piece is released."""
+        return torch.from_numpy(payload)
+
+    def leaving(self, payload: Bytes) -> Tensor:
+        """Returns memory, u8 [n], for a copy of a piece from the device."""
+        return torch.from_numpy(payload)
+
+    def landed(self, payload: Bytes) -> None:
+        """Called after that copy: puts its bytes into the ring."""
 
 
-def device_name(device: torch.device) -> str:
-    """Returns `cpu`, or the GPU's name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+class FetchRing:
+    """The ring with rows, slots and the model state. The main thread calls `release`."""
 
+    def __init__(self, ring: RingReader, memory: HostMemory, send: Callable[[Released], None]) -> None:
+        self._ring, self._memory = ring, memory
+        self._send = send
 
-def float32_products(device: torch.device) -> str:
-    """Returns `whole`, or the precision that torch was told to use instead."""
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    return {"none": "whole", "ieee": "whole"}.get(found := str(backend.matmul.fp32_precision), found)
+    def payload(self, ref: RingRef, stamp: int) -> Tensor:
+        """Returns the bytes of a piece, u8 [n], valid until released. The mail thread calls it for each piece, in
+        order.
 
+        Raises RemoteProtocolError if the bytes are not as announced."""
+        return self._memory.arriving(self._ring.view(ref, stamp))
 
-def make_streams(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else PlainStreams()
-
-
-def adopted_streams(device: torch.device) -> Streams:
-    """Makes streams for steps that a training script computes, on torch's current stream."""
-    return CudaStreams(device, CurrentCudaStream(device)) if device.type == "cuda" else PlainStreams()
+    def release(self, ref: RingRef) -> None:
+        release(self._ring, ref, self._send)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -305,11 +261,6 @@ def stage_on(device: torch.device, stage: Stage) -> Stage:
     return advance
 
 
-def peak_device_bytes(device: torch.device, cache_bytes: int) -> int:
-    """Returns the peak memory of the device. On the CPU it is `cache_bytes`: the rest belongs to the process."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cache_bytes
-
-
 @contextmanager
 def memory_for(what: str, change: str) -> Iterator[None]:
     """Around an allocation. Raises ConfigError if memory is short; any other error, also a late one of CUDA, stays."""
@@ -320,20 +271,3 @@ def memory_for(what: str, change: str) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in first_line:
             raise
         raise ConfigError(f"{what} ({first_line}); {change}") from None
-
-
-def release_memory(device: torch.device) -> None:
-    """Frees unused objects, reference cycles included, and returns memory that torch has cached."""
-    gc.collect()
-    if device.type == "cuda":
-        with on_device(device):
-            torch.cuda.empty_cache()
-
-
-def device_random_state(device: torch.device) -> Tensor:
-    """Returns u8. `device` must not be the CPU."""
-    return torch.cuda.get_rng_state(device)
-
-
-def set_device_random_state(device: torch.device, state: Tensor) -> None:
-    torch.cuda.set_rng_state(state, device)

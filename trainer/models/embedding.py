@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
-from rowcast.trainer.device.phases import Phase
+from rowcast.trainer.device.streams import Phase
 from rowcast.trainer.kernels import GroupLookup, Kernels, rows_of, rule_at, torch_ops
 from rowcast.trainer.models.sequences import Embedded, Sequences
 

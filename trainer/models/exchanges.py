@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rowcast.protocol.parts import Rank
-from rowcast.trainer.device.phases import Lap
-from rowcast.trainer.device.streams import Closure, RankWait, Streams, Work, copy
+from rowcast.trainer.device.streams import Closure, Lap, RankWait, Streams, Work, copy
 from rowcast.trainer.models.ordered import sum_in_order
 from rowcast.trainer.models.shared_rows import Reused
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rowcast.protocol.messages import DensePiece
 from rowcast.runtime.errors import DataError, Diverged, Mismatch, RemoteProtocolError
-from rowcast.trainer.device.streams import device_random_state, set_device_random_state
+from rowcast.trainer.device.cuda import device_random_state, set_device_random_state
 
 Tensors = dict[str, Tensor]
 STATES = {

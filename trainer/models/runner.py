@@ -10,8 +10,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.plan_layout import LOOKUP_ARRAYS
-from rowcast.trainer.device.phases import HostClock, PhaseClock, Shown
-from rowcast.trainer.device.streams import Streams
+from rowcast.trainer.device.streams import PhaseClock, Shown, Streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.derived import Chunks
@@ -83,7 +82,7 @@ class Runner:
         """`clock` times the steps' stream. `kernels`: None chooses those for the device."""
         self.device = device
         self._job = job
-        self._clock: PhaseClock = clock or HostClock()
+        self._clock: PhaseClock = clock or PhaseClock()
         self._side = JobModel(job, num_dense, device, trains=self.trains, needs_labels=self.needs_labels, parts=parts)
         self.model = self._side.model
         self.trained = [self.model, self._side.optimizer]

@@ -17,8 +17,7 @@ from rowcast.job.tables import GroupSpec, unpooled_places
 from rowcast.protocol.messages import BATCHES_BITS, StopRequest
 from rowcast.protocol.parts import Belonging, Rank, belonging, part_seed, part_sizes
 from rowcast.runtime.errors import ConfigError, Mismatch
-from rowcast.trainer.device.phases import PhaseClock, Shown
-from rowcast.trainer.device.streams import Streams, copy
+from rowcast.trainer.device.streams import PhaseClock, Shown, Streams, copy
 from rowcast.trainer.kernels import GroupLookup, Kernels
 from rowcast.trainer.models import aligned
 from rowcast.trainer.models.embedding import places_of

@@ -16,7 +16,7 @@ from rowcast.runtime.arrays import F32, F64
 from rowcast.runtime.drawing import PIXELS, dress, new_figure, outer_ticks, svg_text
 from rowcast.runtime.telemetry.format_numbers import UNITS, human_bytes, human_count, human_seconds
 from rowcast.trainer.models.evaluate import Evaluation
-from rowcast.trainer.report.history import HistoryMark
+from rowcast.trainer.report.progress import HistoryMark
 from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.step.metrics import StallReason
 

@@ -10,7 +10,7 @@ from rowcast.job.schema import Job
 from rowcast.protocol.messages import Welcome
 from rowcast.runtime.telemetry.metrics import versions
 from rowcast.trainer.report.charts import RunRecord
-from rowcast.trainer.report.history import History
+from rowcast.trainer.report.progress import History
 from rowcast.trainer.report.report_json import Report, RunFacts, make_report
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.step.engine import TrainerEngine

@@ -16,8 +16,8 @@ from rowcast.runtime.telemetry.format_numbers import (
     stdout_console,
 )
 from rowcast.trainer.models.evaluate import TaskEvaluation
+from rowcast.trainer.report.progress import evaluation_text, task_text, write
 from rowcast.trainer.report.report_json import RECENT, Report
-from rowcast.trainer.report.terminal import evaluation_text, task_text, write
 
 BESIDE = ("gather", "fill")
 OPTIONAL = ("exchange", "backward", "update")  # not of a single trainer, nor of an evaluation

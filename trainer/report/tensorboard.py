@@ -10,7 +10,7 @@ import numpy as np
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.models.evaluate import Evaluation
-from rowcast.trainer.report.history import HistoryMark
+from rowcast.trainer.report.progress import HistoryMark
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.step.metrics import StallReason
 

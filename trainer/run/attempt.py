@@ -31,18 +31,17 @@ from rowcast.runtime.stages import Crew
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
-from rowcast.trainer.device.phases import PhaseClock
-from rowcast.trainer.device.streams import choose_device, make_streams, on_device
+from rowcast.trainer.device.cuda import choose_device, make_streams
+from rowcast.trainer.device.streams import PhaseClock, on_device
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.report.final_report import final_record, final_report
-from rowcast.trainer.report.history import History
 from rowcast.trainer.report.page import write_page
+from rowcast.trainer.report.progress import History, TerminalProgress, WatchedLoop, ignore
 from rowcast.trainer.report.report_json import Report, report_of_all
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter, check_board
-from rowcast.trainer.report.terminal import TerminalProgress as ProgressLine
 from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.launch import read_launch
@@ -72,7 +71,8 @@ class TrainerAttempt:
 
     def live(self) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage, PeerLost included."""
-        group = self._run.party.join(self._given_up)
+        run = self._run
+        group = run.party.join(self._given_up)
         if group is None:
             return
         with self._connection as connection:
@@ -86,8 +86,10 @@ class TrainerAttempt:
             try:
                 self._train(connection, group, welcome)
             finally:
+                engine = connection.engine
+                if engine is not None:
+                    run.first_step_s = run.first_step_s or engine.loop.first_step_s
                 if self._keeps_results:
-                    engine = connection.engine
                     self._earlier.end(welcome, has_checkpoint=engine is not None and engine.barrier.has_checkpoint)
         group.close()
 
@@ -144,7 +146,7 @@ class TrainerAttempt:
         run.health.state = "running"
         run.met_s = run.met_s or time.perf_counter()
         progress = stack.enter_context(
-            ProgressLine(
+            TerminalProgress(
                 run.counters,
                 welcome.train_steps,
                 first_step=welcome.first_train_step,
@@ -155,7 +157,7 @@ class TrainerAttempt:
         )
         folder = run.tensorboard if self._leads else None
         board = stack.enter_context(TensorBoardWriter(folder, self._results, welcome.first_train_step))
-        run.history.begin(welcome.first_train_step, board.marked)
+        run.history.begin(welcome.first_train_step, board.marked if folder else ignore)
         self._results.listeners = [progress.evaluation, board.evaluation]
         checkpoints = {"checkpoints": self._job.checkpoint.described}
         doing, also = ("training", checkpoints) if run.errand.mode == "train" else ("evaluating", {})
@@ -209,24 +211,24 @@ class TrainerAttempt:
         runner.balanced = run.counters.balanced
         return runner
 
-    def _loop(self, connection: Connection, engine: TrainerEngine, progress: ProgressLine, stop: AgreedStop) -> None:
-        run, stopping = self._run, False
+    def _loop(
+        self, connection: Connection, engine: TrainerEngine, progress: TerminalProgress, stop: AgreedStop
+    ) -> None:
+        run, signals = self._run, self._run.signals
 
-        def advance() -> bool:
-            nonlocal stopping
-            number = run.signals.stop_reason
-            reason = connection.asked_to_stop if number is None else f"{number} to the trainer"
-            if reason is not None and not stopping:
-                stopping = True
-                run.health.state = "stopping"
-                self._log.info(STOPPING, reason=reason)
-                stop.ask(reason)
-            progress.update()
-            run.first_step_s = run.first_step_s or engine.loop.first_step_s
-            run.history.update(engine.loop.first_step_s)
-            return engine.loop.advance()
+        def begin_to_stop(reason: str) -> None:
+            run.health.state = "stopping"
+            self._log.info(STOPPING, reason=reason)
+            stop.ask(reason)
 
-        connection.drive(advance, until=lambda: engine.loop.finished)
+        watched = WatchedLoop(
+            engine.loop,
+            progress,
+            run.history,
+            lambda: f"{signals.stop_reason} to the trainer" if signals.stop_reason else connection.asked_to_stop,
+            begin_to_stop,
+        )
+        connection.drive(watched.advance, until=lambda: engine.loop.finished)
 
     # the report
 

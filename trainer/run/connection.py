@@ -41,8 +41,8 @@ from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Crew, Doorbell
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import recorded_stages
-from rowcast.trainer.device.host_memory import RingEnds, page_locked
-from rowcast.trainer.device.streams import Streams, release_memory, stage_on
+from rowcast.trainer.device.cuda import RingEnds, page_locked, release_memory
+from rowcast.trainer.device.streams import Streams, stage_on
 from rowcast.trainer.step.barrier import Results
 from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine, check_welcome_fits
 from rowcast.trainer.step.metrics import TrainerCounters

@@ -15,7 +15,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import Machine, differences, processor, threads_of_run
 from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.device.streams import device_name, float32_products, warm_up_sqrt
+from rowcast.trainer.device.cuda import device_name, float32_products, warm_up_sqrt
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from rowcast.protocol.messages import ArraySpan, PlanHeader, RingRef, RowSpan, StepReady
 from rowcast.protocol.plan import plan_stamp
 from rowcast.runtime.arrays import Bytes
-from rowcast.trainer.device.host_memory import FetchRing
-from rowcast.trainer.device.phases import phase_clock
-from rowcast.trainer.device.streams import Event
+from rowcast.trainer.device.cuda import phase_clock
+from rowcast.trainer.device.streams import Event, FetchRing
 from rowcast.trainer.step.memory import DerivedArrays, PlanMemory, Slots, Staging, StagingSpan, derive, unpack
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import PlanCheck

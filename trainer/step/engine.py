@@ -20,9 +20,8 @@ from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.stages import Stage, Wakes
 from rowcast.runtime.telemetry.metrics import Sample, samples_of
-from rowcast.trainer.device.host_memory import FetchRing, RingEnds
-from rowcast.trainer.device.phases import PhaseClock, phase_clock
-from rowcast.trainer.device.streams import Streams, memory_for, peak_device_bytes
+from rowcast.trainer.device.cuda import RingEnds, peak_device_bytes, phase_clock
+from rowcast.trainer.device.streams import FetchRing, PhaseClock, Streams, memory_for
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.step.barrier import ModelState, Results, TrainerBarrier, TrainingState
 from rowcast.trainer.step.cache import DeviceCache
@@ -107,7 +106,9 @@ class TrainerEngine:
             train_steps=welcome.first_train_step,
         )
         self.sender = Sender(self.slots, welcome.staging_bytes, rings, counters, send)
-        self.cache = DeviceCache(self.slots, self.sender, FetchRing(rings, send), welcome.depth, check, counters)
+        self.cache = DeviceCache(
+            self.slots, self.sender, FetchRing(rings.fetch, rings.fetch_memory, send), welcome.depth, check, counters
+        )
         self.barrier = TrainerBarrier(
             self.cache, training, check, resumes=welcome.restore_bytes > 0, sends_model_state=rank.number == 0
         )

@@ -35,8 +35,7 @@ from rowcast.protocol.messages import StepDone
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged
-from rowcast.trainer.device.phases import PhaseClock, Shown
-from rowcast.trainer.device.streams import Event, Streams
+from rowcast.trainer.device.streams import Event, PhaseClock, Shown, Streams
 from rowcast.trainer.models.evaluate import EvalCounts
 from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState, TrainingState
 from rowcast.trainer.step.cache import DeviceCache, Step

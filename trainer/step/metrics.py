@@ -5,7 +5,7 @@ from typing import Literal
 
 from rowcast.protocol.counters import Counters
 from rowcast.protocol.messages import PlanHeader
-from rowcast.trainer.device.phases import Lap, Phase
+from rowcast.trainer.device.streams import Lap, Phase
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
 Queue = Literal["steps", "rows_back"]

@@ -19,7 +19,7 @@ from rowcast.protocol.messages import Replica, RowsBack, RowSpan, Saved, StepDon
 from rowcast.protocol.plan import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
-from rowcast.trainer.device.host_memory import RingEnds
+from rowcast.trainer.device.cuda import RingEnds
 from rowcast.trainer.device.streams import Event
 from rowcast.trainer.step.memory import Slots, Staging, StagingSpan
 from rowcast.trainer.step.metrics import TrainerCounters

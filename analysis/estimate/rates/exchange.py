@@ -27,7 +27,8 @@ from rowcast.job.schema import Job
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.trainer.device.streams import choose_device, make_streams, on_device
+from rowcast.trainer.device.cuda import choose_device, make_streams
+from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.run.rank_group import RankGroup
 
 SENT_BYTES = (10**3, 10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7)

@@ -41,7 +41,7 @@ from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import keep_freed_memory, processor
 from rowcast.runtime.telemetry.logs import setup_logging
-from rowcast.trainer.device.streams import choose_device, device_name
+from rowcast.trainer.device.cuda import choose_device, device_name
 from rowcast.trainer.kernels import GroupLookup, RecordViews, part_of, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.lookups import group_lookup, moved

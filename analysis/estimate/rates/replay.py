@@ -37,9 +37,8 @@ from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.stages import POLL_S, Crew, Doorbell
-from rowcast.trainer.device.host_memory import RingEnds, page_locked
-from rowcast.trainer.device.phases import PhaseClock
-from rowcast.trainer.device.streams import make_streams, stage_on
+from rowcast.trainer.device.cuda import RingEnds, make_streams, page_locked
+from rowcast.trainer.device.streams import PhaseClock, stage_on
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner

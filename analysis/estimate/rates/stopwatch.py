@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from rowcast.trainer.device.streams import make_streams
+from rowcast.trainer.device.cuda import make_streams
 
 SWEPT_BYTES = {"cpu": 48 * 2**20, "cuda": 512 * 2**20}  # more than the last-level caches hold
 CORE_BYTES = 4 * 2**20  # more than the caches of one core hold
