@@ -66,12 +66,7 @@ MOST_KEPT_BEFORE = 2**25  # the most that older versions of glibc accept
 
 def free_memory(root: Path = ROOT) -> int:
     """Returns the bytes that this process can still take without swapping. `root` is for tests."""
-    return min([from_meminfo("MemAvailable", root), *(group.room for group in control_groups(root))])
-
-
-def memory_limit(root: Path = ROOT) -> int:
-    """Returns the most bytes that this process may take, file pages included."""
-    return min([from_meminfo("MemTotal", root), *(group.limit for group in control_groups(root))])
+    return min([from_meminfo("MemAvailable", root), *control_groups(root)])
 
 
 def from_meminfo(field: str, root: Path) -> int:
@@ -80,14 +75,8 @@ def from_meminfo(field: str, root: Path) -> int:
     return int(match[1]) * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
-    limit: int  # bytes
-    room: int  # bytes: limit - usage + file pages that the kernel would drop first
-
-
-def control_groups(root: Path = ROOT) -> Iterator[ControlGroup]:
-    """Yields the control groups of this process and their parents that have a limit."""
+def control_groups(root: Path = ROOT) -> Iterator[int]:
+    """Yields the room, in bytes, of each control group of this process, and of their parents, that has a limit."""
     lines = (root / "proc/self/cgroup").read_text()
     for controllers, name in re.findall(r"^\d+:([^:]*):(.*)$", lines, flags=re.MULTILINE):
         mount = {"": "sys/fs/cgroup", "memory": "sys/fs/cgroup/memory"}.get(controllers)
@@ -98,13 +87,14 @@ def control_groups(root: Path = ROOT) -> Iterator[ControlGroup]:
         )
         own = Path(name.lstrip("/"))
         for folder in (own, *own.parents):
-            group = read_group(root / mount / folder, limit, usage)
-            if group is not None:
-                yield group
+            room = room_of(root / mount / folder, limit, usage)
+            if room is not None:
+                yield room
 
 
-def read_group(folder: Path, limit: str, usage: str) -> ControlGroup | None:
-    """Reads a group; None if it has no limit or is not visible."""
+def room_of(folder: Path, limit: str, usage: str) -> int | None:
+    """Returns limit - usage + file pages that the kernel would drop first; None if the group has no limit or is not
+    visible."""
     try:
         allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
         stat = (folder / "memory.stat").read_text()
@@ -113,7 +103,7 @@ def read_group(folder: Path, limit: str, usage: str) -> ControlGroup | None:
     if not allowed.isdigit():  # "max"
         return None
     droppable = [int(nbytes) for nbytes in re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, flags=re.MULTILINE)]
-    return ControlGroup(limit=int(allowed), room=max(0, int(allowed) - used + max(droppable, default=0)))
+    return max(0, int(allowed) - used + max(droppable, default=0))
 
 
 def keep_freed_memory() -> None:

@@ -35,7 +35,7 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
         "plan",
         "codec counters order",
         "session transport",
-        "attempts conversation dense_pieces",
+        "attempts conversation dense_pieces scrape",
         "peer_watch",
     ),
     "prefetcher": ("planner readers stores", "pipeline", "checkpoints", "run", "__main__"),

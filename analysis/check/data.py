@@ -23,7 +23,7 @@ from rowcast.prefetcher.readers.data_files import in_recorded_order
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.start import Start, check_continues, start_of, training_data
+from rowcast.prefetcher.run.start import Decisions, check_continues, decide, training_data
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.parts import belonging, described, input_specs, part_bounds, rank_of
 from rowcast.protocol.shards import BLOCK_BITS, Shards
@@ -200,7 +200,7 @@ class Seen:
     largest_batch_bytes: int = 0  # of the batch's arrays
     arrays: SeenArrays = field(default_factory=SeenArrays)
     histories: SeenHistories = field(default_factory=SeenHistories)
-    start: Start | None = None  # what the first rank decides; None if the run is refused or its data does not open
+    start: Decisions | None = None  # what the first rank decides; None if the run is refused or its data does not open
     _of_ranks: list[Touched] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -358,7 +358,7 @@ def check_start(job: Job, seen: Seen, newest_valid: Callable[[], Manifest | None
         check_continues(newest, job, training_data(job, reader.dense_names, reader.paths), measured)
     for own in seen.of_ranks:
         slots_of(job, seen.groups, own)
-    seen.start = start_of(job, seen.groups, measured, rank_of(job.ranks, 0))
+    seen.start = decide(job, seen.groups, measured, rank_of(job.ranks, 0))
     yield from ()
 
 

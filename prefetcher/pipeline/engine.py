@@ -19,7 +19,6 @@ A barrier (`barrier.py`) replaces the fetcher's work between two plans; the writ
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -27,7 +26,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits, PlanStream
-from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, PrefetcherGauges, SlotStates, train_steps_of
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.planning import PlanningStage
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -49,6 +48,7 @@ from rowcast.protocol.messages import (
     Welcome,
 )
 from rowcast.protocol.parts import belonging
+from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.runtime.stages import Stage, Wakes
 
@@ -213,6 +213,16 @@ class PrefetcherEngine:
             return described(self._store_counts())
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
+    def progress(self, work: int) -> ProcessProgress:
+        """`work` grows with all progress except steps and rows written back."""
+        return ProcessProgress(
+            step_begun=self.fetcher.sent_through,
+            step_done=self.fetcher.done_through,
+            work=work + self.counters.total("rows_written_back"),
+            waiting_for=self.waiting_for,
+            ended=self.peer_left,
+        )
+
     def stall_clocks(self) -> dict[str, Callable[[float], None]]:
         """Returns counters for the idle seconds of the threads."""
         counters = self.counters
@@ -243,30 +253,6 @@ class PrefetcherEngine:
 
         return {"planning": planning, "fetcher": fetcher, "write-back": write_back}
 
-    def gauges(self, idle: PrefetcherGauges, queued: int) -> PrefetcherGauges:
-        """Returns the values for a scrape. `queued`: decoded batches."""
-        return replace(
-            idle,
-            checkpoint_every_steps=train_steps_of(self.planner.checkpoint_every),
-            queue_depths={
-                "batches": queued,
-                "plans": len(self.plans),
-                "pieces": self.fetcher.reading,
-                "rows_back": self.rows_home_queued,
-            },
-            ring_used_bytes=self.fetch_ring.used_bytes,
-            ring_size_bytes=self.welcome.fetch_ring.nbytes,
-            frames_refused=self.conversation.frames_refused,
-            in_flight_steps=steps_between(self.fetcher.done_through, self.fetcher.sent_through),
-            horizon_batches=self.planner.horizon,
-            known_batches=self.planner.num_known,
-            slots=[
-                SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty)
-                for g in self.planner.occupancy
-            ],
-            write_back_lag_steps=steps_between(self.writeback.applied_through, self.fetcher.done_through),
-        )
-
     def _store_counts(self) -> list[StoreCounts | None]:
         return [store.store.counts() for store in self._stores]
 
@@ -293,8 +279,3 @@ WAITS = {
     "barrier": "the barrier",
     "checkpoint": "a checkpoint to be on disk",
 }
-
-
-def steps_between(older: int | None, newer: int | None) -> int:
-    """Returns the steps after `older` up to `newer`; None: before step 0."""
-    return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))

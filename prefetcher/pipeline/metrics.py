@@ -1,16 +1,13 @@
-"""Counts what the prefetcher does and exports it to Prometheus."""
+"""Counts what the prefetcher does; `run/scrape.py` exports it."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from rowcast.job.schema import CheckpointInterval
-from rowcast.prefetcher.stores.store_counts import StoreCounts
-from rowcast.protocol.counters import Counters, CountersCollector, Gauges
+from rowcast.protocol.counters import Counters
 from rowcast.protocol.plan import StepPlan
-from rowcast.runtime.telemetry.metrics import Sample, samples_of
 
 StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 Phase = Literal["read", "plan", "fetch", "send", "write_back"]
@@ -74,57 +71,4 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
             self.exchanged(plan.kind, shares)
 
 
-class SlotStates(NamedTuple):
-    free: int
-    clean: int
-    dirty: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetcherGauges(Gauges[Queue]):
-    depth_steps: int
-    checkpoint_every_steps: int  # train steps
-    slots: Sequence[SlotStates]  # one per group
-    in_flight_steps: int = 0
-    horizon_batches: int = 0
-    known_batches: int = 0
-    write_back_lag_steps: int = 0
-    shared_memory_size_bytes: int = 0
-    shared_memory_free_bytes: int = 0
-    stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
-
-
-def train_steps_of(interval: CheckpointInterval) -> int:
-    """Returns the train steps between checkpoints; 0 if a different rule applies."""
-    return interval if isinstance(interval, int) else 0
-
-
 new_counters = PrefetcherCounters.new
-
-
-class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges]):
-    process, ring_direction = "prefetcher", "to_device"
-
-    def own_samples(self, counters: PrefetcherCounters, gauges: PrefetcherGauges) -> Iterator[Sample]:
-        for name, slots in zip(counters.groups, gauges.slots, strict=True):
-            yield from samples_of(slots, name, prefix="slots_")
-        for name, counts in zip(counters.groups, gauges.stores, strict=False):
-            if counts is not None:
-                yield from tier_samples(name, counts)
-
-
-def tier_samples(group: str, counts: StoreCounts) -> Iterator[Sample]:
-    yield "rowcast_tier_rows", (group, "memory"), counts.memory_rows
-    yield "rowcast_tier_rows", (group, "cold"), counts.cold_rows
-    yield "rowcast_tier_reads_total", (group, "memory"), counts.memory_reads
-    yield "rowcast_tier_reads_total", (group, "cold"), counts.cold_reads
-    yield "rowcast_tier_reads_total", (group, "untouched"), counts.untouched_reads
-    yield "rowcast_tier_moved_rows_total", (group, "cold", "memory"), counts.loaded
-    yield "rowcast_tier_moved_rows_total", (group, "untouched", "memory"), counts.untouched_loaded
-    yield "rowcast_tier_moved_rows_total", (group, "memory", "cold"), counts.spilled
-    yield "rowcast_tier_moved_rows_total", (group, "memory", "none"), counts.dropped
-    yield "rowcast_tier_late_rows_total", (group,), counts.late
-    yield "rowcast_tier_bytes_total", (group, "read"), counts.bytes_read
-    yield "rowcast_tier_bytes_total", (group, "written"), counts.bytes_written
-    yield "rowcast_tier_read_seconds_total", (group,), counts.read_seconds
-    yield from samples_of(counts, group, prefix="store_")

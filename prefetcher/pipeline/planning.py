@@ -78,8 +78,7 @@ class PlanningStage:
         self._barrier_sent = False
         self.pace: Pace | None = None  # converts a time between checkpoints into train steps
         self._belonging, self._announced = belonging, welcome.inputs
-        # one pair per batch in the horizon: the position after it, and this rank's samples and look-ups of its arrays
-        self._known: deque[tuple[Position, Cut]] = deque()
+        self._cuts: deque[Cut] = deque()  # this rank's entries in the arrays of each batch in the horizon
         self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
         self.on_plan: Callable[[StepPlan], None] = lambda plan: None
         # called once, with the train steps between checkpoints
@@ -133,7 +132,7 @@ class PlanningStage:
                 self.checksums.add_ids(ids)
                 self._planner.add(ids)
                 samples = samples_of(ids.batch.size, self._planner.rank)
-                self._known.append((ids.following, arrays_of_samples(ids.batch, samples, self._belonging)))
+                self._cuts.append(arrays_of_samples(ids.batch, samples, self._belonging))
             return True
         return self._source.ended and self._end("the end")
 
@@ -198,12 +197,12 @@ class PlanningStage:
         if step > done + self._ahead or not self._has_dense():
             return False
         with self._counters.timed("plan", step):
+            following = self._planner.known.next.following
             plan = self._planner.plan()
             for store, group in zip(self._stores, plan.groups, strict=True):
                 store.stage(step, group)
         crash_point("plan made")
-        following, cut = self._known.popleft()
-        samples = self._samples.popleft().within(cut)
+        samples = self._samples.popleft().within(self._cuts.popleft())
         self._counters.planned(plan, len(samples.labels))
         self.on_plan(plan)
         self._plans.append(pack(samples, plan, self.checksums.planned()))

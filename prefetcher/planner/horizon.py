@@ -38,7 +38,7 @@ from rowcast.prefetcher.planner.directory import (
     zeros_apart,
 )
 from rowcast.prefetcher.planner.grouping import sort_pairs
-from rowcast.protocol.batch import Kind
+from rowcast.protocol.batch import Scheduled
 from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch, prefetch_to_write
 
@@ -84,21 +84,13 @@ class NeededRows(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KnownBatch:
-    """What a planner keeps of a batch: not its ids."""
+class BatchRows:
+    """What a planner keeps of a known batch: not its ids."""
 
-    step: int
-    kind: Kind
-    train_step: int
-    epoch: int
     size: int  # samples over all ranks
     groups: tuple[NeededRows, ...]
     slots_needed: tuple[int, ...]  # by group: its distinct rows, and the pinned ones
-    num_levels: int  # each has separate occurrences
-
-    @property
-    def id_bytes(self) -> int:
-        return id_bytes(self.groups, self.num_levels)
+    id_bytes: int  # that it counts in lookahead.id_bytes
 
 
 def id_bytes(groups: Sequence[NeededRows], num_levels: int) -> int:
@@ -114,7 +106,7 @@ class Horizon:
         assert num_batches >= 0, f"a horizon of {num_batches} batches"
         self.num_batches = num_batches
         self.id_bytes = 0  # of the known batches
-        self._known: deque[KnownBatch] = deque()
+        self._known: deque[Scheduled[BatchRows]] = deque()
         self._following: int | None = None
         self._ended = False
 
@@ -126,10 +118,10 @@ class Horizon:
             f"step {step} was added, but {len(self._known)} batches are known and {self.num_batches + 1} are enough"
         )
 
-    def append(self, batch: KnownBatch) -> None:
+    def append(self, batch: Scheduled[BatchRows]) -> None:
         self.check_next(batch.step)
         self._known.append(batch)
-        self.id_bytes += batch.id_bytes
+        self.id_bytes += batch.batch.id_bytes
         self._following = batch.step + 1
 
     def end(self) -> None:
@@ -144,7 +136,7 @@ class Horizon:
         return self.wants == 0 and len(self._known) > 0
 
     @property
-    def next(self) -> KnownBatch:
+    def next(self) -> Scheduled[BatchRows]:
         assert self.ready, f"{len(self._known)} batches are known of the {self.num_batches + 1} that a plan needs"
         return self._known[0]
 
@@ -157,11 +149,11 @@ class Horizon:
         return len(self._known)
 
     @property
-    def batches(self) -> tuple[KnownBatch, ...]:
+    def batches(self) -> tuple[Scheduled[BatchRows], ...]:
         return tuple(self._known)
 
     def advance(self) -> None:
-        self.id_bytes -= self._known.popleft().id_bytes
+        self.id_bytes -= self._known.popleft().batch.id_bytes
 
 
 class Occurrences(NamedTuple):

@@ -16,7 +16,7 @@ from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping
-from rowcast.prefetcher.planner.horizon import MOST_STEPS, Horizon, KnownBatch, NeededRows
+from rowcast.prefetcher.planner.horizon import MOST_STEPS, BatchRows, Horizon, NeededRows, id_bytes
 from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
@@ -120,18 +120,18 @@ class Level:
         """Adds a batch. Returns the slots that it needs, pinned rows included. `rows`: of each group."""
         return tuple(group.enter(own.keys, step) for group, own in zip(self.groups, rows, strict=True))
 
-    def move(self, batch: KnownBatch, last_step: int) -> tuple[GroupMoves, ...]:
+    def move(self, batch: Scheduled[BatchRows], last_step: int) -> tuple[GroupMoves, ...]:
         """Plans the oldest batch, whose rows must fit. `last_step` is the last one entered."""
         step, train = batch.step, self.trains and batch.kind == "train"
         return tuple(
             group.move(own.num_unique, step, last_step, train)
-            for group, own in zip(self.groups, batch.groups, strict=True)
+            for group, own in zip(self.groups, batch.batch.groups, strict=True)
         )
 
 
-def check_capacity(levels: Sequence[Level], batch: KnownBatch) -> None:
+def check_capacity(levels: Sequence[Level], batch: Scheduled[BatchRows]) -> None:
     """Raises ConfigError if the batch does not fit the device. If it fits there, it fits every level."""
-    for index, needed in enumerate(batch.slots_needed):
+    for index, needed in enumerate(batch.batch.slots_needed):
         if needed > levels[0].groups[index].num_slots:
             raise ConfigError(refusal(levels, index, batch.step, needed))
 
@@ -254,7 +254,7 @@ class RowPlanner:
         self._last_planned: int | None = None
         self._num_barriers = 0
         self.checkpoint_every: CheckpointInterval = 0  # each with a `barrier`; may be set between two plans
-        self._before: KnownBatch | None = None  # the batch planned last; None if a barrier came after it
+        self._before: Scheduled[BatchRows] | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
     def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
@@ -273,17 +273,13 @@ class RowPlanner:
         groupings = groupings or self.group(scheduled.batch)
         # first the lowest, which keeps track of most rows, so that a refusal comes before anything has changed
         *_, needed = (level.enter(groupings, scheduled.step) for level in reversed(self.levels))
-        known = KnownBatch(
-            step=scheduled.step,
-            kind=scheduled.kind,
-            train_step=scheduled.train_step,
-            epoch=scheduled.epoch,
+        rows = BatchRows(
             size=scheduled.batch.size,
             groups=groupings,
             slots_needed=needed,
-            num_levels=len(self.levels),
+            id_bytes=id_bytes(groupings, len(self.levels)),
         )
-        self.known.append(known)
+        self.known.append(scheduled.holding(rows))
 
     def end(self) -> None:
         self.known.end()
@@ -321,14 +317,14 @@ class RowPlanner:
         moves = self.move()
         plans = tuple(
             arranger.plan(rows, of_levels, known.kind == "train")
-            for arranger, rows, *of_levels in zip(self._arrangers, known.groups, *moves.levels, strict=True)
+            for arranger, rows, *of_levels in zip(self._arrangers, known.batch.groups, *moves.levels, strict=True)
         )
         return StepPlan(
             step=known.step,
             kind=known.kind,
             train_step=known.train_step,
             epoch=known.epoch,
-            batch_size=known.size,
+            batch_size=known.batch.size,
             after_step=moves.after_step,
             groups=plans,
         )
@@ -344,7 +340,7 @@ class RowPlanner:
             self.known.num_batches = self._auto.grow(groups, self.known.id_bytes, self.known.num_known)
         self.known.advance()
         self._last_planned, self._before = known.step, known
-        for grouping, group_moves in zip(known.groups, moves[0], strict=True):
+        for grouping, group_moves in zip(known.batch.groups, moves[0], strict=True):
             self.counters.count(grouping.num_lookups, group_moves)
         return StepMoves(step=known.step, after_step=after_step, levels=moves)
 
@@ -366,7 +362,7 @@ class RowPlanner:
         return tuple(group.occupancy for group in self.levels[0].groups)
 
 
-def is_due(every: CheckpointInterval, before: KnownBatch, following: KnownBatch) -> bool:
+def is_due(every: CheckpointInterval, before: Scheduled[BatchRows], following: Scheduled[BatchRows]) -> bool:
     if every == "epoch":
         return before.epoch != following.epoch
     return every > 0 and before.kind == "train" and (before.train_step + 1) % every == 0

@@ -29,30 +29,25 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums, first_checksums
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
-from rowcast.prefetcher.pipeline.metrics import (
-    PrefetcherCollector,
-    PrefetcherGauges,
-    SlotStates,
-    new_counters,
-    train_steps_of,
-)
+from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Connection, Rings
+from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates, gauges_of, train_steps_of
 from rowcast.prefetcher.run.sizing import stage_threads, tier_rows
-from rowcast.prefetcher.run.start import Start, check_continues, start_of, training_data
+from rowcast.prefetcher.run.start import Decisions, check_continues, decide, training_data
 from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.redis_store import remove_left_keys
 from rowcast.protocol.attempts import Attempts, transport_of_ranks
 from rowcast.protocol.batch import Samples, ScheduledBatch
-from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
 from rowcast.protocol.parts import InputSpec, batch_specs, belonging, rank_of
+from rowcast.protocol.scrape import serve_metrics
 from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
 from rowcast.runtime.checkpoint_manifest import Position, TrainingData
 from rowcast.runtime.crash_points import crash_point
@@ -115,7 +110,8 @@ class PrefetcherAttempt:
             connection.open()
             stack.callback(self._source.close)
             try:
-                connection.watch(self._work)
+                counters = self._source.counters
+                connection.watch(lambda: counters.batches + (0 if self._writer is None else self._writer.work))
                 self._source.start()
                 measured = self._measure()
                 if self._run.signals.stop_reason is None:
@@ -151,7 +147,7 @@ class PrefetcherAttempt:
 
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
         idle, engine = replace(idle, stores=self._run.tables.counts), self._connection.engine
-        return idle if engine is None else engine.gauges(idle, self._source.counters.queue_depth)
+        return idle if engine is None else gauges_of(engine, idle, self._source.counters.queue_depth)
 
     @property
     def train_steps(self) -> int:
@@ -168,9 +164,6 @@ class PrefetcherAttempt:
                 time.sleep(IDLE_WAIT_S)  # other ranks write
         self.newest = self._writer.newest
         self._run.tables.attempt_ended(self.newest, gave_up=self._writer.gave_up)
-
-    def _work(self) -> int:
-        return self._source.counters.batches + (0 if self._writer is None else self._writer.work)
 
     def _measure(self) -> list[ScheduledBatch]:
         has_tier = isinstance(self._job.store, StoreWithTier)
@@ -209,7 +202,7 @@ class PrefetcherAttempt:
 
     def _serve(self, connection: Connection, batches: list[ScheduledBatch]) -> None:
         run = self._run
-        start = start_of(self._job, run.groups, batches, run.rank)
+        start = decide(self._job, run.groups, batches, run.rank)
         rings = connection.open_rings(start.sizes.ring_bytes)
         for in_memory in start.levels[1:]:
             run.tables.begin(tier_rows(self._job, run.groups, batches, in_memory, run.rank))
@@ -269,7 +262,7 @@ class PrefetcherAttempt:
         own = engine.hello.machine
         return Machine(threads=engine.welcome.machine.threads or own.threads, facts=own.facts)
 
-    def _planner(self, start: Start, measured: Sequence[ScheduledBatch]) -> RowPlanner:
+    def _planner(self, start: Decisions, measured: Sequence[ScheduledBatch]) -> RowPlanner:
         planner = job_planner(
             self._job,
             self._run.groups,
@@ -285,7 +278,7 @@ class PrefetcherAttempt:
     def _welcome(
         self,
         connection: Connection,
-        start: Start,
+        start: Decisions,
         rings: Rings,
         restore_bytes: int,
         measured: list[ScheduledBatch],

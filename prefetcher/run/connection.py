@@ -36,6 +36,10 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import Timeline, recorded_stages
 
+PREPARING = ProcessProgress(
+    step_begun=None, step_done=None, work=0, waiting_for="the first batches", ended=False, ready=False
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rings:
@@ -85,8 +89,8 @@ class Connection:
             self.conversation,
             self._link,
             self._transport,
-            lambda: progress_of(self.engine, work()),
-            lambda: self.met,
+            lambda: PREPARING if self.engine is None else self.engine.progress(work()),
+            lambda: self.engine is not None and self.engine.hello is not None,
             lambda: failure_since(self._folder, "trainer", self._signals.began_s),
             PeerStart(self._folder, "trainer", parse_seconds(self._transport.stall_timeout)).goes_on,
         )
@@ -161,18 +165,3 @@ class Connection:
         tell_peer(self.conversation, error)
         self._crew.stop()
         self._link.close()
-
-
-def progress_of(engine: PrefetcherEngine | None, work: int) -> ProcessProgress:
-    """`engine`: None before the first batches are read."""
-    if engine is None:
-        return ProcessProgress(
-            step_begun=None, step_done=None, work=work, waiting_for="the first batches", ended=False, ready=False
-        )
-    return ProcessProgress(
-        step_begun=engine.fetcher.sent_through,
-        step_done=engine.fetcher.done_through,
-        work=work + engine.counters.total("rows_written_back"),
-        waiting_for=engine.waiting_for,
-        ended=engine.peer_left,
-    )

@@ -22,7 +22,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class Decisions:
     """Of one rank, from the first batches of the run."""
 
     slots: Slots  # of each group, on the device
@@ -31,11 +31,11 @@ class Start:
     pinned: tuple[I64, ...] | None  # rows of each group; None: the job names none
 
 
-def start_of(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank) -> Start:
+def decide(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank) -> Decisions:
     """`measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError where cache, memory tier, rings or
     pins do not fit."""
     slots = job_slots(job, groups, measured, rank)
-    return Start(
+    return Decisions(
         slots=slots,
         levels=job_levels(job, groups, measured, slots, rank),
         sizes=sizes(job, groups, measured, job.lookahead.depth, rank),

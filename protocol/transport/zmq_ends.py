@@ -134,7 +134,8 @@ class ZmqEnd:
 
     def try_send(self, frame: bytes, payload: memoryview | None) -> None:
         """Copies both. Raises zmq.Again if the queue is full, zmq.ZMQError with EHOSTUNREACH if the peer is gone."""
-        self.socket.send_multipart([*self._to(), frame, *parts_of(payload or memoryview(b""))], zmq.NOBLOCK)
+        parts = [] if payload is None else parts_of(payload)
+        self.socket.send_multipart([*self._to(), frame, *parts], zmq.NOBLOCK)
 
     def _to(self) -> list[bytes]:
         return []
@@ -195,7 +196,8 @@ class Router(ZmqEnd):
         self._address.bind(self._context, self.socket)
 
     def note_events(self) -> None:
-        self._address.answer()
+        if self._address.sockets:
+            self._address.answer()
         self._read_events()
         while len(self._connections) > MAX_CONNECTIONS:
             self._cut_off(*next(item for item in self._connections.items() if item[1] is not self._peer_connection))

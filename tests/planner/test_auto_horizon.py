@@ -67,8 +67,8 @@ def test_the_known_batches_stay_within_the_budget() -> None:
     most = 0
     feed(planner, left, True)
     while planner.ready():
-        most = max(most, sum(known.id_bytes for known in planner.known.batches))
-        assert planner.known.id_bytes == sum(known.id_bytes for known in planner.known.batches)
+        most = max(most, sum(known.batch.id_bytes for known in planner.known.batches))
+        assert planner.known.id_bytes == sum(known.batch.id_bytes for known in planner.known.batches)
         planner.plan()
         feed(planner, left, True)
     assert budget / 2 < most < 1.1 * budget, "batches differ in size, so the mean decides"

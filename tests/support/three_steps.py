@@ -6,8 +6,9 @@ import numpy as np
 
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
-from rowcast.prefetcher.pipeline.metrics import PrefetcherCollector, PrefetcherCounters, PrefetcherGauges, SlotStates
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
+from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.stores.store_counts import StoreCounts
 from rowcast.protocol.messages import (
     ArraySpan,

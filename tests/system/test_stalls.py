@@ -18,8 +18,8 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.batch import Lookups, Scheduled
-from rowcast.protocol.counters import CountersCollector, new_registry
 from rowcast.protocol.parts import Rank
+from rowcast.protocol.scrape import CountersCollector, new_registry
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.stages import Doorbell, Stage, StageThread
 from rowcast.trainer.device.streams import Work

@@ -17,7 +17,7 @@ from rowcast.deploy.health import LOOPBACKS, USUAL_PORTS
 from rowcast.deploy.health import ask as ask_health
 from rowcast.deploy.health import main as check_health
 from rowcast.job.schema import Metrics
-from rowcast.protocol.counters import CountersCollector, new_registry
+from rowcast.protocol.scrape import CountersCollector, new_registry
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.runtime.telemetry.server import TelemetryServer

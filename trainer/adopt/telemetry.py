@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import torch
 
 from rowcast.job.schema import Job
-from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Welcome
+from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.trainer.adopt.script_state import ScriptResults
 from rowcast.trainer.report.final_report import final_record, final_report

@@ -19,8 +19,8 @@ from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.attempts import Attempts, RankPatience
-from rowcast.protocol.counters import serve_metrics
 from rowcast.protocol.messages import Welcome
+from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, DataError, PeerLost, RowcastError

@@ -13,10 +13,10 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.counters import CountersCollector, Gauges
 from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, InputSpec, Rank, belonging
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
+from rowcast.protocol.scrape import CountersCollector, Gauges
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.stages import Stage, Wakes
 from rowcast.runtime.telemetry.metrics import Sample, samples_of

@@ -1,0 +1,95 @@
+"""Exports what the prefetcher counts to Prometheus."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rowcast.job.schema import CheckpointInterval
+from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, Queue
+from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.protocol.scrape import CountersCollector, Gauges
+from rowcast.runtime.telemetry.metrics import Sample, samples_of
+
+
+class SlotStates(NamedTuple):
+    free: int
+    clean: int
+    dirty: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetcherGauges(Gauges[Queue]):
+    depth_steps: int
+    checkpoint_every_steps: int  # train steps
+    slots: Sequence[SlotStates]  # one per group
+    in_flight_steps: int = 0
+    horizon_batches: int = 0
+    known_batches: int = 0
+    write_back_lag_steps: int = 0
+    shared_memory_size_bytes: int = 0
+    shared_memory_free_bytes: int = 0
+    stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
+
+
+def train_steps_of(interval: CheckpointInterval) -> int:
+    """Returns the train steps between checkpoints; 0 if a different rule applies."""
+    return interval if isinstance(interval, int) else 0
+
+
+def gauges_of(engine: PrefetcherEngine, idle: PrefetcherGauges, queued: int) -> PrefetcherGauges:
+    """Returns the values for a scrape. `queued`: decoded batches."""
+    return replace(
+        idle,
+        checkpoint_every_steps=train_steps_of(engine.planner.checkpoint_every),
+        queue_depths={
+            "batches": queued,
+            "plans": len(engine.plans),
+            "pieces": engine.fetcher.reading,
+            "rows_back": engine.rows_home_queued,
+        },
+        ring_used_bytes=engine.fetch_ring.used_bytes,
+        ring_size_bytes=engine.welcome.fetch_ring.nbytes,
+        frames_refused=engine.conversation.frames_refused,
+        in_flight_steps=steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
+        horizon_batches=engine.planner.horizon,
+        known_batches=engine.planner.num_known,
+        slots=[
+            SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty)
+            for g in engine.planner.occupancy
+        ],
+        write_back_lag_steps=steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
+    )
+
+
+def steps_between(older: int | None, newer: int | None) -> int:
+    """Returns the steps after `older` up to `newer`; None: before step 0."""
+    return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))
+
+
+class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges]):
+    process, ring_direction = "prefetcher", "to_device"
+
+    def own_samples(self, counters: PrefetcherCounters, gauges: PrefetcherGauges) -> Iterator[Sample]:
+        for name, slots in zip(counters.groups, gauges.slots, strict=True):
+            yield from samples_of(slots, name, prefix="slots_")
+        for name, counts in zip(counters.groups, gauges.stores, strict=False):
+            if counts is not None:
+                yield from tier_samples(name, counts)
+
+
+def tier_samples(group: str, counts: StoreCounts) -> Iterator[Sample]:
+    yield "rowcast_tier_rows", (group, "memory"), counts.memory_rows
+    yield "rowcast_tier_rows", (group, "cold"), counts.cold_rows
+    yield "rowcast_tier_reads_total", (group, "memory"), counts.memory_reads
+    yield "rowcast_tier_reads_total", (group, "cold"), counts.cold_reads
+    yield "rowcast_tier_reads_total", (group, "untouched"), counts.untouched_reads
+    yield "rowcast_tier_moved_rows_total", (group, "cold", "memory"), counts.loaded
+    yield "rowcast_tier_moved_rows_total", (group, "untouched", "memory"), counts.untouched_loaded
+    yield "rowcast_tier_moved_rows_total", (group, "memory", "cold"), counts.spilled
+    yield "rowcast_tier_moved_rows_total", (group, "memory", "none"), counts.dropped
+    yield "rowcast_tier_late_rows_total", (group,), counts.late
+    yield "rowcast_tier_bytes_total", (group, "read"), counts.bytes_read
+    yield "rowcast_tier_bytes_total", (group, "written"), counts.bytes_written
+    yield "rowcast_tier_read_seconds_total", (group,), counts.read_seconds
+    yield from samples_of(counts, group, prefix="store_")
