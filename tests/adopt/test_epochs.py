@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import rowcast
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
@@ -49,26 +48,6 @@ class Script:
                 self.schedule.step()
                 act(loader, epoch, None)
             self.end = copied(self.model.state_dict())
-
-
-def states_of(run_dir: Path, **options: Any) -> list[dict[str, Tensor]]:
-    """State dicts behind each epoch."""
-    model, optimizer = make(run_dir, optimizer="adam")
-    states: list[dict[str, Tensor]] = []
-    with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer), **options) as loader:
-        for _ in loader.epochs:
-            train_all(model, optimizer, loader)
-            states.append(copied(model.state_dict()))
-    return states
-
-
-def test_tables_are_whole_behind_each_epoch_that_is_saved(tmp_path: Path, launches: Launches) -> None:
-    states = states_of(tmp_path / "whole", save_every="epoch")
-    assert len(states) == 3
-    assert not torch.equal(states[0][WIDE], states[1][WIDE])
-    [first] = states_of(tmp_path / "first", max_steps=4)
-    assert same(first, states[0])
-    assert same(states_of(tmp_path / "second", max_steps=8, save_every="epoch")[1], states[1])
 
 
 STOPS: dict[str, tuple[Callable[[Any], bool], int]] = {
@@ -291,20 +270,6 @@ def test_an_epoch_without_a_loop_over_the_loader_is_a_mistake(tmp_path: Path, la
         assert next(epochs) == 0
         with pytest.raises(RuntimeError, match=facts("epoch 0", "for batch in loader")):
             next(epochs)
-
-
-def test_epochs_may_be_counted_by_the_script(tmp_path: Path, launches: Launches) -> None:
-    """Behind a resume the last of its loops is empty: what follows them is reached."""
-    losses: list[list[float]] = []
-    for stop in (True, False):
-        model, optimizer = make(tmp_path)
-        with rowcast.connect(model.ebc, DATASET, epochs=3, dense=(model, optimizer)) as loader:
-            for epoch in range(3):
-                losses.append(train_all(model, optimizer, loader))
-                if stop and epoch == 1:
-                    loader.stop()
-                    break
-    assert [len(epoch) for epoch in losses] == [4, 4, 4, 0, 0]
 
 
 def test_an_evaluation_that_a_stop_cuts_in_two_is_whole_in_the_run_that_goes_on(

@@ -137,42 +137,6 @@ def test_a_module_is_copied_before_its_run_and_not_in_it(tmp_path: Path, launche
             copy.deepcopy(model)
 
 
-def test_what_a_script_does_between_epochs_is_done_after_a_stop_too(tmp_path: Path, launches: Launches) -> None:
-    """The stop is behind the checkpoint of step 4, where epoch 0 ends."""
-    whole, _ = epochs_with_a_schedule(tmp_path / "whole", stop=None)
-    assert [rate for rate, _ in whole] == [0.1] * 4 + [0.05] * 4
-    begun, _ = epochs_with_a_schedule(tmp_path / "stopped", stop=5)
-    assert begun == whole[:6]
-    # of the process; its first one is not
-    with pytest.warns(UserWarning, match=facts("lr_scheduler.step()", "optimizer.step()")):
-        rest, sizes = epochs_with_a_schedule(tmp_path / "stopped", stop=None, fresh=False)
-    assert rest == whole[4:]
-    assert sizes == [0, 4]
-
-
-def epochs_with_a_schedule(
-    run_dir: Path, *, stop: int | None, fresh: bool = True
-) -> tuple[list[tuple[float, float]], list[int]]:
-    """Learning rate and loss of each train step, and the steps of each `for`, of two epochs of four batches."""
-    model, optimizer = make(run_dir)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    steps: list[tuple[float, float]] = []
-    sizes: list[int] = []
-    dense = (model, optimizer, schedule)
-    with rowcast.connect(
-        model.ebc, "tests.adopt.clicks:listed", epochs=2, save_every=4, dense=dense, fresh=fresh
-    ) as loader:
-        for _ in range(2):
-            sizes.append(0)
-            for batch in loader:
-                steps.append((optimizer.param_groups[0]["lr"], train_on(model, optimizer, batch)))
-                sizes[-1] += 1
-                if batch.train_step == stop:
-                    return steps, sizes
-            schedule.step()
-    return steps, sizes
-
-
 @pytest.mark.parametrize("rows", ["keep", "follow"])
 @pytest.mark.parametrize("schedule", [True, False])
 def test_a_schedule_that_the_rows_do_not_follow_is_told_once(

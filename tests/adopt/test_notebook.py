@@ -1,7 +1,5 @@
-"""A notebook's cells that are run again, after they ended, were interrupted, or failed with an error that is kept."""
+"""A notebook's cells that are run again, after they ended, or failed with an error that is kept."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,23 +45,6 @@ class Notebook:
         return copied(self.names["model"].state_dict())
 
 
-def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
-    notebook = Notebook(folder)
-    notebook.run(WHOLE)
-    assert notebook.steps == list(range(8))
-    return notebook.state()
-
-
-def test_a_cell_that_was_interrupted_continues_when_it_is_run_again(tmp_path: Path, launches: Launches) -> None:
-    notebook = Notebook(tmp_path / "run")
-    notebook.act = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 4 else None
-    notebook.run(WHOLE)
-    notebook.run(WHOLE)
-    assert notebook.steps == list(range(8))
-    assert same(notebook.state(), undisturbed(tmp_path / "undisturbed"))
-    assert launches.remains() == []
-
-
 def test_a_cell_that_failed_is_run_again_while_its_error_is_kept(
     tmp_path: Path, launches: Launches, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +56,9 @@ def test_a_cell_that_failed_is_run_again_while_its_error_is_kept(
     notebook.run(WHOLE)
     assert notebook.steps == [*range(5), *range(8)], "there was no checkpoint yet"
     assert "ends the run that an earlier loader of this process has open" in capfd.readouterr().err
-    assert same(notebook.state(), undisturbed(tmp_path / "undisturbed"))
+    undisturbed = Notebook(tmp_path / "undisturbed")
+    undisturbed.run(WHOLE)
+    assert same(notebook.state(), undisturbed.state())
 
 
 def test_a_cell_that_ended_trains_nothing_when_it_is_run_again(

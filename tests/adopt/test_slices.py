@@ -11,7 +11,7 @@ import rowcast
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.slices import slices_of
 from tests.adopt import clicks
-from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_on
+from tests.adopt.scripts import Launches, Model, copied, make, same
 from tests.support.facts import facts
 
 DATASET = "tests.adopt.clicks:train"
@@ -65,32 +65,6 @@ def test_micro_batches_train_rows_as_one_batch_does(number: int, tmp_path: Path,
     assert len(found) == 8 * number
 
 
-def test_micro_batches_give_what_plain_torch_gives(tmp_path: Path, launches: Launches) -> None:
-    model, optimizer = make(tmp_path)
-    start = copied(model.state_dict())
-    found = train_in_slices(model, optimizer, rowcast.connect(model.ebc, DATASET, accumulate=4))
-    end = model.state_dict()
-
-    tables = nn.ModuleDict({config.name: nn.EmbeddingBag(config.num_embeddings, 4, mode="sum") for config in CONFIGS})
-    layer = nn.Linear(14, 1)
-    plain = nn.ModuleDict({"layer": layer, "ebc": nn.ModuleDict({"embedding_bags": tables})})
-    plain.load_state_dict(start)
-    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
-    losses = []
-    for step in range(8):
-        dense, ids, labels = (torch.as_tensor(part) for part in clicks.batch(step))
-        for part in torch.arange(8).chunk(4):
-            bags = [tables[name](ids[part, f : f + 1]) for f, name in enumerate(["wide", "wide", "small"])]
-            loss = bce(layer(torch.cat([dense[part], *bags], dim=1)).squeeze(1), labels[part].float()) / 4
-            torch.autograd.backward(loss)
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses))
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(end[name], tensor, rtol=1e-4, atol=1e-5)
-
-
 def test_mistakes_with_micro_batches_are_named(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
     with pytest.raises(ConfigError, match=facts("accumulate = 0", "at least 1")):
@@ -136,10 +110,3 @@ def test_a_micro_batch_that_is_passed_over_has_no_gradient(tmp_path: Path, launc
 def train_on_part(model: Model, batch: Any) -> None:
     logits = model(batch.dense_features, batch.sparse_features)
     torch.autograd.backward(bce(logits, batch.labels, reduction="sum"))
-
-
-def test_the_same_batches_are_trained_where_nothing_is_accumulated(tmp_path: Path, launches: Launches) -> None:
-    model, optimizer = make(tmp_path / "one")
-    losses = [train_on(model, optimizer, batch) for batch in rowcast.connect(model.ebc, DATASET, accumulate=1)]
-    model, optimizer = make(tmp_path / "plain")
-    assert losses == [train_on(model, optimizer, batch) for batch in rowcast.connect(model.ebc, DATASET)]

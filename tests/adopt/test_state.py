@@ -71,25 +71,6 @@ def test_tables_that_are_loaded_are_those_that_a_run_begins_with(tmp_path: Path,
             other.load_state_dict(end)
 
 
-def test_a_run_goes_on_with_the_bits_of_one_that_was_not_stopped(tmp_path: Path, launches: Launches) -> None:
-    model, optimizer = make(tmp_path / "whole", optimizer="adam")
-    losses = train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)))
-    end = copied(model.state_dict())
-
-    model, optimizer = make(tmp_path / "stopped", optimizer="adam")
-    with rowcast.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer)) as loader:
-        for step, batch in enumerate(loader):
-            train_on(model, optimizer, batch)
-            if step == 3:
-                break  # one step beyond the checkpoint
-    assert launches.remains() == []
-
-    model, optimizer = make(tmp_path / "stopped", optimizer="adam")
-    loader = rowcast.connect(model.ebc, DATASET, save_every=3, dense=(model, optimizer))
-    assert train_all(model, optimizer, loader) == losses[3:]
-    assert same(dict(model.state_dict()), end)
-
-
 def a_run(run_dir: Path, steps: int = 3) -> None:
     """One that was left without a word, and has a checkpoint behind its second step."""
     model, optimizer = make(run_dir)

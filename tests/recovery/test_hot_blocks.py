@@ -3,17 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
 
-from examples.plain_loop import run_plain_loop
-from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.pin_files import save_pins
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
 from tests.recovery.restarted import end_well
+from tests.support.comparisons import assert_trained_as_the_plain_loop
 from tests.support.data_files import write_day
-from tests.support.driver import start_state
 from tests.support.jobs import table
 from tests.support.processes import Session
 
@@ -42,8 +36,6 @@ def test_a_run_in_hot_blocks_goes_on_with_the_plain_loops_bits_and_not_with_othe
         cache={"capacity": "50 rows"},
         prefetcher={"workers": 2},
     )
-    job = load_job(session.config)
-    losses, plain = run_plain_loop(job, start_state(job, num_dense=5), list(schedule(job, open_reader(job))))
     end_well(*session.start_both("--max-steps=21"))
     assert session.manifest().train_steps == 21
     assert (session.run_dir / "order" / "hot-samples").exists()
@@ -54,7 +46,4 @@ def test_a_run_in_hot_blocks_goes_on_with_the_plain_loops_bits_and_not_with_othe
     assert f"the rows of data.hot = '{hot}' differ" in sentence
     hot.write_bytes(first_rows)
     end_well(*session.start_both())
-    assert (session.run_dir / "losses.f32").read_bytes() == np.array(losses, np.float32).tobytes()
-    session.export(tmp_path / "end").quiet()
-    end = load_file(tmp_path / "end")
-    assert all(torch.equal(end[name].view(torch.int32), tensor.view(torch.int32)) for name, tensor in plain.items())
+    assert_trained_as_the_plain_loop(session)

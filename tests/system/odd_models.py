@@ -163,3 +163,17 @@ def diverging(job: Job, num_dense: int, at: int) -> nn.Module:
     model = DivergingModel(small_width(job, num_dense))
     model.at = at
     return model
+
+
+MANY = 2**17  # torch divides a sum of so many among its threads
+
+
+class OneSum(nn.Module):
+    """Its bits depend on the number of torch's threads on every processor: a sum of many numbers in each step."""
+
+    def __init__(self, job: Job, num_dense: int) -> None:
+        super().__init__()
+        self.many = nn.Parameter(torch.randn(MANY, generator=torch.Generator().manual_seed(job.job.seed)))
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+        return torch.cat([dense, *embeddings], dim=1).sum(1) + self.many.sum() / 100

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
@@ -28,13 +27,12 @@ from rowcast.trainer.step.plan_check import PlanCheck
 from tests.support import sample_messages
 from tests.support.array_models import NUM_NEGATIVES, array_job
 from tests.support.batches import NUM_DENSE, slots_for, small_job
+from tests.support.comparisons import Plain, assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, start_state
 from tests.support.facts import facts
-from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Plain = tuple[list[float], dict[str, Tensor]]
 MODELS = ("causal", "timed")
 NO_ARRAYS: dict[str, Any] = {  # sections of a job whose model takes none
     "model": {"kind": "tests.support.batches:small_model"},
@@ -47,14 +45,6 @@ def plain(model: str, parts: int) -> tuple[Job, list[ScheduledBatch], Plain]:
     job = array_job(model, parts)
     batches: list[ScheduledBatch] = list(schedule(job, open_reader(job)))
     return job, batches, run_plain_loop(job, start_state(job, 0), batches, parts)
-
-
-def assert_equal_bits(run: RankedRun, expected: Plain) -> None:
-    losses, end = expected
-    assert np.array(run.losses(), np.float32).tobytes() == np.array(losses, np.float32).tobytes(), "losses differ"
-    state = run.state()
-    assert state.keys() == end.keys()
-    assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
 
 
 def run_of(model: str, ranks: int, parts: int, **settings: Any) -> tuple[RankedRun, Plain]:
@@ -72,7 +62,7 @@ def test_arrays_of_every_kind_give_the_bits_of_the_plain_loop_in_as_many_parts(
         run, expected = run_of(
             model, ranks, parts, seed=seed, late_store=seed == 1, ring_bytes=ring_bytes, mirrored=seed == 1
         )
-        assert_equal_bits(run, expected)
+        assert_equal_bits(run, *expected)
         assert all(own.logloss is not None for own in run.pairs[0].results.evaluations)
 
 

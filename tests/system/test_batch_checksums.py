@@ -48,14 +48,6 @@ def test_the_feature_that_differs_is_named() -> None:
     assert differing(jagged()) == []
 
 
-def test_features_of_one_look_up_each_are_told_apart() -> None:
-    batch = replace(jagged(), offsets=None)
-    ids = batch.ids.copy()
-    ids[8] = 99
-    first, other = (first_checksums(FEATURES, [placed(one)]) for one in (batch, replace(batch, ids=ids)))
-    assert [name for name in first if first[name] != other[name]] == ["feature shop"]
-
-
 def test_of_very_many_features_neighbours_share_a_checksum() -> None:
     features = [f"f{index}" for index in range(2500)]
     batch = Batch(dense=np.zeros((1, 0), np.float32), labels=np.zeros(1, np.float32), ids=np.arange(2500))

@@ -16,15 +16,6 @@ def unseeded(seeded_batches: int) -> dict[str, Any]:
     }
 
 
-def test_ranks_that_read_other_batches_from_the_start_never_train(session: Session) -> None:
-    session.write_job(data=unseeded(0), ranks={"count": 2})
-    ended = session.start("local").ended(200)
-    assert ended.code == 5, ended.stderr
-    assert "rank 1 has read other batches than rank 0: feature " in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not (session.run_dir / "checkpoints").exists()
-
-
 def test_ranks_that_read_other_batches_later_end_before_them(session: Session) -> None:
     session.write_job(data=unseeded(50), ranks={"count": 2}, checkpoint={"every": 10})
     ended = session.start("local").ended(200)

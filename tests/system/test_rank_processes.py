@@ -2,21 +2,11 @@
 
 import os
 import signal
-from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from examples.plain_loop import run_plain_loop
-from rowcast.job.file import load_job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
-from tests.support.driver import start_state
-from tests.support.full_capacity import bits
+from rowcast.prefetcher.checkpoints.commands import verify
+from tests.support.comparisons import assert_trained_as_the_plain_loop
 from tests.support.processes import Process, Session
 from tests.support.repeats import count as times
 
@@ -26,18 +16,6 @@ SMALL = {
     "data": {"batch_size": 50, "synthetic": {"samples": 20_000}},
     "optimizer": {"dense": {"kind": "adam", "lr": 0.01}},
 }
-
-
-def plain(config: Path, parts: int, steps: int = STEPS) -> tuple[bytes, dict[str, Tensor]]:
-    """Losses and the end of the plain loop."""
-    job = load_job(config)
-    batches = list(schedule(job, open_reader(job), steps))
-    losses, end = run_plain_loop(job, start_state(job, batches[0].batch.dense.shape[1]), batches, parts)
-    return np.array(losses, np.float32).tobytes(), end
-
-
-def differing(ours: dict[str, Tensor], end: dict[str, Tensor]) -> Sequence[str]:
-    return [name for name, tensor in end.items() if name not in ours or not torch.equal(bits(ours[name]), bits(tensor))]
 
 
 def rank_pid(session: Session, role: str, rank: int) -> int:
@@ -50,11 +28,25 @@ def rank_pid(session: Session, role: str, rank: int) -> int:
 def test_several_ranks_have_the_bits_of_the_plain_loop(count: int, parts: int, session: Session) -> None:
     session.write_job(**SMALL, ranks={"count": count, "parts": parts})
     session.start("local", "--max-steps", str(STEPS)).ended(300).quiet()
-    losses, end = plain(session.config, parts)
-    assert (session.run_dir / "losses.f32").read_bytes() == losses
-    out = session.folder / "model.safetensors"
-    session.export(out).quiet()
-    assert differing(load_file(out), end) == []
+    assert_trained_as_the_plain_loop(session, STEPS, parts)
+    assert session.remains() == []
+
+
+def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Session) -> None:
+    stores = ({"kind": "memory"}, {"kind": "tiered", "memory": "128 rows"}, {"kind": "memory"})
+    for ranks, steps, store in zip((1, 4, 2), (5, 8, STEPS), stores, strict=True):
+        session.write_job(
+            **SMALL,
+            cache={"capacity": "4KiB"},
+            checkpoint={"every": 3},
+            ranks={"count": ranks, "parts": 4},
+            store=store,
+        )
+        session.start("local", "--max-steps", str(steps)).ended(300).quiet()
+        manifest = session.manifest()
+        assert (manifest.train_steps, len(manifest.shards)) == (steps, ranks)
+    assert_trained_as_the_plain_loop(session, STEPS, 4)
+    assert verify(session.run_dir, None) == 0
     assert session.remains() == []
 
 
@@ -69,11 +61,7 @@ def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(s
         session.kill(rank_pid(session, role, rank))
     ended = local.ended(300)
     assert ended.code == 0, ended.stderr
-    losses, end = plain(session.config, 3, steps)
-    assert (session.run_dir / "losses.f32").read_bytes() == losses
-    out = session.folder / "model.safetensors"
-    session.export(out).quiet()
-    assert differing(load_file(out), end) == []
+    assert_trained_as_the_plain_loop(session, steps, 3)
     assert session.remains(killed=True) == []
 
 
@@ -88,7 +76,7 @@ def test_a_first_rank_that_is_killed_after_the_last_step_comes_back_or_is_not_mi
     ended = session.start("local", "--max-steps", str(STEPS), ROWCAST_CRASH=crash).ended(300)
     assert ended.code == 0, ended.stderr
     assert (session.folder / "once").exists(), "nothing was killed"
-    assert (session.run_dir / "losses.f32").read_bytes() == plain(session.config, 2)[0]
+    assert_trained_as_the_plain_loop(session, STEPS, 2)
     assert (session.run_dir / "report.json").exists()
     assert (session.run_dir / "complete").exists()
     assert session.remains(killed=True) == []
@@ -103,10 +91,9 @@ def test_a_signal_to_one_process_stops_all_in_order_after_the_same_step(session:
     os.kill(rank_pid(session, "prefetcher", 1), signal.SIGTERM)
     ended = local.ended(120)
     assert ended.code == 0, ended.stderr
-    losses = (session.run_dir / "losses.f32").read_bytes()
-    done = len(losses) // 4
+    done = session.manifest().train_steps
     assert 20 <= done < steps, "stopped in the middle"
-    assert losses == plain(session.config, 2, done)[0]
+    assert_trained_as_the_plain_loop(session, done, 2)
     assert session.remains() == []
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.analysis.estimate.planned import plan_job
-from rowcast.analysis.estimate.recorded import recorded_run
 from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.timeline.recording import read_pairs
 from rowcast.command_line.prefetcher import app
@@ -112,21 +110,3 @@ def test_all_pairs_are_on_one_timeline_with_their_exchanges(run: SeenRun) -> Non
     events = check_events(run.folder / "timeline.json")
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name.partition(" (")[0] for name in names] == ["prefetcher 0", "trainer 0", "prefetcher 1", "trainer 1"]
-
-
-def test_an_estimate_plans_the_pieces_that_the_first_rank_had_and_walks_its_recording(run: SeenRun) -> None:
-    planned, wiring = plan_job(load_job(run.config), STEPS)
-    first = read_pairs(run.folder)[0]
-    copied = [span.step for span in first.trainer.named("copy in")]
-    assert [len(own.pieces) for own in planned] == [copied.count(step) for step in range(len(planned))]
-    assert wiring.num_ranks == RANKS
-    recorded = recorded_run(first)
-    exchanged = sum(recorded("exchange", step) for step in range(len(planned)))
-    assert exchanged == pytest.approx(run.report.ranks[0].waited_for_ranks_s, rel=0.01)
-    assert min(recorded("step", step) for step in range(len(planned))) > 0
-    out = CliRunner().invoke(
-        app,
-        ["estimate", f"--config={run.config}", f"--run={run.folder}", f"--max-steps={STEPS}", "--change=exchange=0"],
-    )
-    assert out.exit_code == 0, out.output
-    assert "with exchange=0:" in out.stdout

@@ -31,9 +31,9 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
+from tests.support.comparisons import differing
 from tests.support.driver import Past, Settings, start_state
 from tests.support.facts import facts
-from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
 
@@ -107,7 +107,7 @@ def assert_ends_as(run: RankedRun, expected: tuple[list[float], dict[str, Tensor
     exported = folder / "exported.safetensors"
     export_run(folder / "run", exported)
     state = load_file(exported)
-    assert not [name for name, tensor in end.items() if not torch.equal(bits(state[name]), bits(tensor))]
+    assert differing(state, end) == []
 
 
 def restarts(

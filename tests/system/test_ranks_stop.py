@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
@@ -15,13 +14,10 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import EndOfData, StopRequest
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.models.evaluate import EvalMetrics
-from rowcast.trainer.models.model_state import unpack
 from rowcast.trainer.models.shared_runner import AgreedStop
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
+from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import InProcessRun, Settings, start_state
-from tests.support.evaluated import result_of
-from tests.support.full_capacity import bits
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
 
@@ -60,9 +56,7 @@ def assert_stopped_alike(run: RankedRun) -> EndOfData:
     job, batches = workload()
     done = batches[: (-1 if ends[0].last_step is None else ends[0].last_step) + 1]
     losses, expected = run_plain_loop(job, start_state(job, NUM_DENSE), done, 3)
-    assert [float(loss) for loss in run.losses()] == losses
-    state = run.state()
-    assert not [name for name, tensor in expected.items() if not torch.equal(bits(state[name]), bits(tensor))]
+    assert_equal_bits(run, losses, expected)
     return ends[0]
 
 
@@ -141,26 +135,3 @@ def test_a_last_step_that_is_planned_already_is_refused() -> None:
     run.when(lambda: (planning.planned_through or 0) > 3, lambda: planning.stop("late", after_step=2))
     with pytest.raises(RemoteProtocolError, match="the last step is to be 2, but step"):
         run.run()
-
-
-def test_an_evaluation_that_the_end_of_the_data_interrupts_is_saved_whole_on_every_rank() -> None:
-    job = small_job("adagrad", "multi", depth=DEPTH, horizon=4)
-    batches = small_batches(job, "multi", num_steps=3, eval_at=(3, 4))
-    settings = Settings(slots=slots_for(group_specs(job), batches, "two batches"), seed=1)
-    results = set()
-    for ranks in (1, 2, 4):
-        run = RankedRun(job, batches, settings, ranks=ranks, parts=4).run()
-        saved = [pair.saved[-1] for pair in run.pairs]
-        for other in saved[1:]:
-            assert other == saved[0], "ranks would save other states"
-        metrics = EvalMetrics(parts=4)
-        metrics.restore(unpack(saved[0]))
-        evaluation = run.pairs[0].results.evaluations[-1]
-        result = result_of(metrics)
-        assert (result.auc, result.logloss, result.accuracy) == (
-            evaluation.auc,
-            evaluation.logloss,
-            evaluation.accuracy,
-        )
-        results.add(saved[0])
-    assert len(results) == 1, "the saved state depends on the number of ranks"

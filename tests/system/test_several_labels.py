@@ -1,69 +1,21 @@
 """Several labels a sample, some of them unknown: the bits of the plain loop, evaluations by label, MMoE."""
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 from rowcast.job.file import load_job
-from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.session import PREFETCHER
-from rowcast.runtime.errors import ConfigError, RemoteProtocolError
+from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.model_state import unpack
-from tests.hostile.peers import HostileRun
 from tests.support.batches import NUM_DENSE, SEVERAL_LABELS, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
 from tests.support.facts import facts
 
 ROOT = Path(__file__).parents[2]
-
-
-@functools.cache
-def workload() -> tuple[Job, list[ScheduledBatch]]:
-    """The fourth train batch knows no label at all, the first evaluation batch none of the second."""
-    job = small_job("adagrad", "multi", **SEVERAL_LABELS)
-    batches = small_batches(job, "multi", num_steps=6, eval_at=(2, 5, 7))
-    batches[4].batch.labels[:] = np.nan
-    batches[2].batch.labels[:, 1] = np.nan
-    return job, batches
-
-
-LIES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
-    "one label": lambda shape: shape[:1],
-    "a label too many": lambda shape: (shape[0], shape[1] + 1),
-    "no label": lambda shape: (shape[0], 0),
-    "the labels of one sample more": lambda shape: (shape[0] + 1, shape[1]),
-    "another order": lambda shape: shape[::-1],
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_plan_with_other_labels_than_the_job_names_is_refused(lie: str) -> None:
-    job, batches = workload()
-
-    def changed(message: Any, content: Any) -> Any:
-        if getattr(message, "plan", None) is None:
-            return None
-        arrays = tuple(
-            msgspec.structs.replace(spec, shape=LIES[lie](spec.shape)) if spec.name == "labels" else spec
-            for spec in message.plan.arrays
-        )
-        return msgspec.structs.replace(message, plan=msgspec.structs.replace(message.plan, arrays=arrays))
-
-    liar = HostileRun(PREFETCHER, changed)
-    settings = Settings(slots=slots_for(group_specs(job), batches, "more"), mirrored=True, links=liar.links)
-    with pytest.raises(RemoteProtocolError, match=r"array labels should be f4 \(64, 3\)"):
-        InProcessRun(job, batches, settings).run()
-    assert liar.told
 
 
 def test_a_checkpoint_of_one_label_holds_what_it_always_held() -> None:

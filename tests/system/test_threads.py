@@ -4,32 +4,18 @@ import re
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from rowcast.runtime.telemetry.format_numbers import plural
+from tests.support.comparisons import differing, exported
 from tests.support.facts import facts
-from tests.support.full_capacity import bits
 from tests.support.processes import Process, Session
 
 STEPS = 8
 JOB: dict[str, Any] = {
-    "model": {"kind": "tests.support.one_sum:OneSum", "bottom_mlp": None, "top_mlp": None},
+    "model": {"kind": "tests.system.odd_models:OneSum", "bottom_mlp": None, "top_mlp": None},
     "trainer": {"threads": None},  # as a user's job file, which does not set it
     "transport": {"connect_timeout": "300s"},
 }
-
-
-def values(session: Session) -> dict[str, Tensor]:
-    out = session.folder / "model.safetensors"
-    session.export(out).quiet()
-    return load_file(out)
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(bits(ours[name]), bits(theirs[name]))] == []
 
 
 def trained(session: Session, cores: int, steps: int, *of_trainer: str) -> tuple[Process, Process]:
@@ -56,14 +42,14 @@ def test_a_restart_on_other_cores_changes_no_bit_and_is_said(
     assert "keeps its" not in train(other, first, STEPS // 2)
     assert f"keeps its {plural(first, 'thread')}; a new run would have {then} here" in train(other, then, STEPS)
     assert other.manifest().machine.threads == first
-    assert_same(values(session), values(other))
+    assert differing(exported(session), exported(other)) == []
 
 
 def test_the_number_of_ranks_changes_no_bit(session: Session, other: Session) -> None:
     for run, count in ((session, 1), (other, 2)):
         run.write_job(**JOB, ranks={"count": count, "parts": 2})
         run.start("local", f"--max-steps={STEPS}").ended(300).quiet()
-    assert_same(values(session), values(other))
+    assert differing(exported(session), exported(other)) == []
 
 
 def test_another_number_in_the_job_is_refused_until_the_run_is_begun_anew(session: Session) -> None:
@@ -85,7 +71,7 @@ def test_a_variable_of_the_environment_decides_nothing(session: Session, other: 
         ended = run.start_module("rowcast.trainer", "run", f"--config={run.config}", **environment).ended(300).quiet()
         assert ("OMP_NUM_THREADS = 7" in ended.stderr) == bool(environment)
         prefetcher.ended(300).quiet()
-    assert_same(values(session), values(other))
+    assert differing(exported(session), exported(other)) == []
 
 
 def test_evaluations_and_scores_compute_as_the_run(session: Session) -> None:

@@ -182,15 +182,3 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_changes(depth: int
     check_planner(planner)
     assert len(run.plans) == at
     assert run.prefetcher.planning.planned_through == (at - 1 if at else None)
-
-
-def test_every_step_before_the_refused_batch_can_still_be_brought_home() -> None:
-    job, batches = small_workload(2)
-    slots = slots_for(group_specs(job), batches, "one batch")
-    run = InProcessRun(job, with_a_large_batch(job, batches, 9), Settings(slots=slots, seed=3))
-    with pytest.raises(ConfigError):
-        run.run()
-    run.prefetcher.planning.stop("a batch that does not fit")
-    run.run()
-    assert_equal_bits(run, *plain_after(2, 9))
-    assert_slots_hold_the_stores_rows(run)

@@ -4,27 +4,19 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
-from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import job_planner
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.sizing import sizes
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.plan import BarrierPlan, Piece, StepPlan, barrier_stamp, cut, make_block, plan_block, plan_stamp
+from rowcast.protocol.plan import BarrierPlan, Piece, StepPlan, barrier_stamp, cut, plan_block, plan_stamp
 from rowcast.protocol.transport.ring import RingWriter
-from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
-from tests.support.processes import Session
 from tests.system.counting import Traffic, count_traffic
 
 SMALL_RING = 24 * 1024  # plans take several pieces
@@ -194,52 +186,3 @@ def test_a_row_that_only_evaluations_touch_is_never_stored(capacity: str, traffi
     trained, evaluated = touched(job, batches, "train"), touched(job, batches, "eval")
     assert len(evaluated - trained) > 50, "every evaluated row is trained too"
     assert set(traffic.stored) == trained
-
-
-def planned_run(job: Job, max_steps: int | None = None) -> Alone:
-    """The planner over the job's own data, with the slots that a run would give it."""
-    batches: list[ScheduledBatch] = list(schedule(job, open_reader(job), max_steps))
-    groups = group_specs(job)
-    slots = divide_capacity(
-        groups, measure(groups, batches[:MEASURED_BATCHES]), capacity_bytes=parse_bytes(job.cache.capacity)
-    )
-    return plan_alone(job, batches, slots)
-
-
-def assert_report_agrees(report: Report, alone: Alone) -> None:
-    groups = [group for plan in alone.plans for group in plan.groups]
-    flushed = sum(map(len, alone.barrier.dirty))
-    flush_block = make_block({f"{group}.slots": move.slots for group, move in enumerate(alone.barrier.dirty)})
-    blocks = sum(plan_block(batch.batch, plan).nbytes for batch, plan in zip(alone.batches, alone.plans, strict=True))
-    assert report.steps == sum(plan.kind == "train" for plan in alone.plans)
-    assert report.eval_steps == sum(plan.kind == "eval" for plan in alone.plans)
-    assert report.samples == sum(batch.batch.size for batch in alone.batches if batch.kind == "train")
-    assert report.lookups == sum(group.num_lookups for group in groups)
-    assert report.unique_rows == sum(len(group.unique_slots) for group in groups)
-    assert report.rows_fetched == sum(len(group.fetch_keys) for group in groups)
-    assert report.rows_evicted == sum(len(group.evict_keys) for group in groups)
-    assert report.rows_flushed == flushed
-    assert report.rows_written_back == sum(group.num_dirty for group in groups) + flushed
-    assert report.hit_ratio == 1 - report.rows_fetched / report.unique_rows
-    assert report.bytes_to_device == sum(map(alone.bytes_to_device, alone.plans)) + blocks + flush_block.nbytes
-    assert report.bytes_from_device == sum(map(alone.bytes_from_device, alone.plans)) + sum(
-        len(move) * spec.record_bytes for move, spec in zip(alone.barrier.dirty, alone.groups, strict=True)
-    )
-
-
-def test_the_report_of_two_processes_says_what_the_planner_alone_gives(tmp_path: Path) -> None:
-    with Session(tmp_path) as session:
-        data = {"epochs": 2, "eval_fraction": 0.1, "synthetic": {"samples": 64 * 40 + 13}}
-        session.write_job(
-            data=data, eval={"every": 15}, cache={"capacity": "20KiB"}, lookahead={"depth": 3, "horizon": 8}
-        )
-        prefetcher, trainer = session.start_both()
-        trainer.ended().quiet()
-        prefetcher.ended().quiet()
-        job = load_job(session.config)
-        alone = planned_run(job)
-        assert sum(group.num_dirty for plan in alone.plans for group in plan.groups) > 0, "nothing was evicted"
-        report = read_report(session.run_dir / "report.json")
-        assert_report_agrees(report, alone)
-        expected = sizes(job, group_specs(job), alone.batches[:MEASURED_BATCHES], job.lookahead.depth)
-        assert report.staging_bytes == 2 * expected.staging_bytes
