@@ -25,8 +25,10 @@ from tests.support.driver import InProcessRun, Settings, start_state
 from tests.support.ranked_run import RankedRun
 
 
-@pytest.mark.parametrize("factory", ["dropout_model", "dense_only_model", "hinge_model", "two_tower_model"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("factory", "optimizer"),
+    [*zip(("dropout_model", "dense_only_model", "hinge_model", "two_tower_model"), OPTIMIZERS, strict=True)],
+)
 def test_its_bits_are_the_plain_loops(factory: str, optimizer: str) -> None:
     job = small_job(optimizer, model={"kind": f"tests.system.odd_models:{factory}"})
     batches = small_batches(job, "single", num_steps=6, eval_at=(2,))

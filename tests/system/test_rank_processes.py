@@ -35,13 +35,8 @@ def test_several_ranks_have_the_bits_of_the_plain_loop(count: int, parts: int, s
 def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Session) -> None:
     stores = ({"kind": "memory"}, {"kind": "tiered", "memory": "128 rows"}, {"kind": "memory"})
     for ranks, steps, store in zip((1, 4, 2), (5, 8, STEPS), stores, strict=True):
-        session.write_job(
-            **SMALL,
-            cache={"capacity": "4KiB"},
-            checkpoint={"every": 3},
-            ranks={"count": ranks, "parts": 4},
-            store=store,
-        )
+        own = {"ranks": {"count": ranks, "parts": 4}, "store": store}
+        session.write_job(**SMALL, cache={"capacity": "4KiB"}, checkpoint={"every": 3}, **own)
         session.start("local", "--max-steps", str(steps)).ended(300).quiet()
         manifest = session.manifest()
         assert (manifest.train_steps, len(manifest.shards)) == (steps, ranks)
