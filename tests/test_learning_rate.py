@@ -30,10 +30,6 @@ def mlperf(step: int, base: float, warmup: int, start: int, num_decay: int) -> f
     return base
 
 
-def test_without_a_schedule_the_rate_is_the_job_files_own() -> None:
-    assert rates(5, lr=0.1) == [0.1] * 5
-
-
 def test_the_warm_up_rises_in_a_line_and_ends_at_lr() -> None:
     assert rates(6, warmup=4) == [0.2, 0.4, 0.6000000000000001, 0.8, 0.8, 0.8]
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.tables import aligned, group_specs
-from rowcast.protocol.messages import ArraySpan
 from rowcast.protocol.plan import (
     ARRAY_ALIGNMENT,
     Piece,
@@ -61,10 +60,11 @@ def extents(piece: Piece, record_bytes: Sequence[int]) -> list[tuple[int, int]]:
 
 @settings(max_examples=300)
 @given(sizes, groups, payloads)
-def test_pieces_cover_every_byte_and_every_row_once_and_in_order(
+def test_pieces_hold_every_byte_and_every_row_once_in_order_aligned_and_end_where_the_next_part_would_not_fit(
     block_bytes: int, rows: list[tuple[int, int]], max_payload: int
 ) -> None:
-    pieces = cut(block_bytes, [n for n, _ in rows], [width for _, width in rows], max_payload)
+    widths = [width for _, width in rows]
+    pieces = cut(block_bytes, [n for n, _ in rows], widths, max_payload)
     assert_contiguous(covered_bytes(pieces), block_bytes)
     for group, (total, _) in enumerate(rows):
         assert_contiguous(covered_rows(pieces, group), total)
@@ -72,28 +72,11 @@ def test_pieces_cover_every_byte_and_every_row_once_and_in_order(
     assert order == sorted(order), "groups do not follow each other"
     first_rows = next((n for n, piece in enumerate(pieces) if piece.rows), len(pieces))
     assert all(piece.arrays is None for piece in pieces[first_rows + 1 :]), "arrays come after rows"
-
-
-@settings(max_examples=300)
-@given(sizes, groups, payloads)
-def test_the_parts_of_a_piece_are_aligned_apart_and_within_its_payload(
-    block_bytes: int, rows: list[tuple[int, int]], max_payload: int
-) -> None:
-    widths = [width for _, width in rows]
-    for piece in cut(block_bytes, [n for n, _ in rows], widths, max_payload):
+    for piece in pieces:
         parts = extents(piece, widths)
         assert all(start % ARRAY_ALIGNMENT == 0 for start, _ in parts)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(parts))
         assert piece.nbytes == (parts[-1][1] if parts else 0) <= max_payload
-
-
-@settings(max_examples=300)
-@given(sizes, groups, payloads)
-def test_a_piece_ends_only_where_the_next_part_would_not_fit(
-    block_bytes: int, rows: list[tuple[int, int]], max_payload: int
-) -> None:
-    widths = [width for _, width in rows]
-    pieces = cut(block_bytes, [n for n, _ in rows], widths, max_payload)
     for piece, following in itertools.pairwise(pieces):
         if following.arrays is not None:
             assert piece.nbytes == max_payload
@@ -192,10 +175,3 @@ def test_a_plans_block_holds_its_arrays_and_its_header_their_counts(bags: Any) -
                 len(group.evict_keys),
                 group.num_dirty,
             )
-
-
-def test_array_spans_stand_at_the_start_of_a_payload() -> None:
-    pieces = cut(1000, [3], [64], 640)
-    assert pieces[0].arrays == ArraySpan(offset=0, nbytes=640)
-    assert pieces[1].arrays == ArraySpan(offset=640, nbytes=360)
-    assert pieces[1].rows[0].offset == 384

@@ -15,7 +15,7 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, staging_bytes, typical_plan
+from rowcast.prefetcher.run.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, typical_plan
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import plan_block
@@ -86,10 +86,6 @@ def test_a_small_job_gets_the_least_and_a_job_file_its_own_ring() -> None:
         job = small_job("sgd", transport={"ring": ring})
         own = sizes(job, group_specs(job), batches, 4)
         assert (own.ring_bytes, own.staging_bytes) == (nbytes, min(LEAST_STAGING_BYTES, largest_payload(nbytes)))
-
-
-def test_staging_is_never_more_than_a_piece_can_have() -> None:
-    assert staging_bytes(10**9, 2**20) == largest_payload(2**20)
 
 
 def test_shared_memory_limits_a_ring_and_too_little_of_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""What the kernel's files say about memory."""
+"""What the kernel's files say about memory and cores."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.runtime.machine import free_memory
+from rowcast.runtime.machine import free_memory, usable_cores
 
 
 def kernel(root: Path, files: dict[str, str]) -> Path:
@@ -82,3 +83,25 @@ def test_memory_that_is_kept_costs_no_page_faults_when_it_comes_back() -> None:
         return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
     assert faults(kept=True) < 100 < faults(kept=False)
+
+
+ALLOWED = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("content", "cores"),
+    [
+        ("max 100000\n", ALLOWED),
+        ("100000 100000\n", 1),
+        ("50000 100000\n", 1),
+        ("1 100000\n", 1),
+        ("150000 100000\n", min(2, ALLOWED)),
+        ("99900000 100000\n", ALLOWED),
+        ("nonsense\n", ALLOWED),
+        (None, ALLOWED),
+    ],
+)
+def test_a_quota_bounds_the_cores_that_a_process_may_run_on(content: str | None, cores: int, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "cpu.max").write_text(content)
+    assert usable_cores(tmp_path) == cores
