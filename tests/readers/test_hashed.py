@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.errors import ConfigError
 from tests.support.data_files import all_samples, hashed_row, make_job, table
 from tests.support.facts import facts
 
@@ -95,11 +94,6 @@ def test_a_list_of_a_dictionary_of_strings_is_hashed(tmp_path: Path) -> None:
     rows = ids(write(tmp_path, item=item), True)
     x, y = hashed_row(b"x", 50), hashed_row(b"y", 50)
     assert [own[1] for own in rows] == [(x, y), (), (), (x, 0)]
-
-
-def test_numbers_with_a_point_are_no_ids(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=facts("column hour", "double", "integers")):
-        ids(write(tmp_path, hour=np.zeros(4)), True)
 
 
 def test_hash_names_features_that_exist_and_a_format_that_has_columns(tmp_path: Path) -> None:

@@ -100,14 +100,6 @@ def test_without_labels_and_dense_columns_every_row_is_read(tmp_path: Path) -> N
     assert cast(Samples, dense()).labels.shape == (batch.size,)
 
 
-def test_an_id_outside_its_table_is_named_by_its_row(tmp_path: Path) -> None:
-    write(tmp_path, "0.parquet")
-    path = write(tmp_path, "1.parquet", b=pa.array([[3, 3], None, [4, 10], []], LISTS))
-    assert refusal(DataError, tmp_path).startswith(
-        f"{path}, row 2, column b: id 10 is outside table bags (num_embeddings = 10); enlarge"
-    )
-
-
 @pytest.mark.parametrize("shuffle", ["none", "window:3", "window:5", "window:100"])
 def test_one_file_may_hold_bags_and_another_single_ids_of_a_feature(shuffle: str, tmp_path: Path) -> None:
     write(tmp_path, "0.parquet")
@@ -147,14 +139,6 @@ def test_one_file_may_hold_bags_and_another_single_ids_of_a_feature(shuffle: str
     assert [row.weights for row in rows] == [((1,), weights[i]) for i in order]
 
 
-def test_in_a_shuffled_window_a_bad_row_is_named_where_it_stands(tmp_path: Path) -> None:
-    write(tmp_path, "0.parquet")
-    path = write(tmp_path, "1.parquet", b=pa.array([[3, 3], None, [4, 10], []], LISTS))
-    assert refusal(DataError, tmp_path, shuffle="window:8").startswith(
-        f"{path}, row 2, column b: id 10 is outside table bags"
-    )
-
-
 def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = {name: np.arange(80) % 2 for name in ("label", "int_0", "a", "b")}
     for name in ("0.parquet", "1.parquet"):
@@ -188,62 +172,6 @@ def test_evaluation_between_train_steps_reads_no_row_group_twice(
     job = long_job(make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS))
     assert sum(batch.batch.size for batch in schedule(job, open_reader(job))) == 2 * 80 + 6 * 20
     assert len(opened) == 2 * 7 + 6 * 2
-
-
-def test_weights_of_another_number_than_the_ids_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path, w=pa.array([[1.0, 1.0], None, [], [1.0, 2.0]], pa.list_(pa.float32())))
-    sentence = refusal(DataError, path, columns={"weights": {"b": "w"}})
-    assert sentence == f"{path}, row 3, column w: 2 values for 1 ids of feature b"
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "wanted"),
-    [
-        (
-            "a",
-            pa.array(["x"] * 4),
-            "the type is string; it must be integers or lists of integers; set data.columns.hash = true to use "
-            "strings as ids",
-        ),
-        ("a", pa.array([1.0] * 4), "the type is double; it must be integers or lists of integers"),
-        ("b", pa.array([[1.0]] * 4), "the type is list<element: double>; it must be integers or lists of integers"),
-        ("label", pa.array(["no"] * 4), "the type is string; it must be numbers"),
-        ("int_0", pa.array([[1.0]] * 4), "the type is list<element: double>; it must be numbers"),
-    ],
-)
-def test_a_column_of_the_wrong_type_is_named(column: str, values: Any, wanted: str, tmp_path: Path) -> None:
-    path = write(tmp_path, **{column: values})
-    assert refusal(DataError, path) == f"{path}, column {column}: {wanted}"
-
-
-def test_a_feature_that_the_data_has_not_is_named_with_its_table(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"label": [1], "a": [1]}), tmp_path / "data.parquet")
-    assert refusal(ConfigError, tmp_path) == (
-        f"table bags: feature b is not in {tmp_path / 'data.parquet'}, which has label, a; correct the table's "
-        "features, or give data that has it"
-    )
-
-
-def test_a_second_file_without_a_column_is_named(tmp_path: Path) -> None:
-    write(tmp_path, "0.parquet")
-    pq.write_table(pa.table({"label": [1], "a": [1], "b": [1]}), tmp_path / "1.parquet")
-    path = tmp_path / "1.parquet"
-    assert refusal(ConfigError, tmp_path) == f"data.columns.dense: {path} has no column int_0; it has label, a, b"
-
-
-@pytest.mark.parametrize(
-    ("key", "columns"),
-    [("label", {"label": "Labels"}), ("dense", {"dense": ["int_0", "int0"]}), ("weights", {"weights": {"b": "ww"}})],
-)
-def test_a_named_column_that_the_data_has_not_is_named_with_the_nearest(key: str, columns: Any, tmp_path: Path) -> None:
-    path, near = (
-        write(tmp_path),
-        {"label": ("Labels", "label"), "dense": ("int0", "int_0"), "weights": ("ww", "w")}[key],
-    )
-    sentence = (
-        f"data.columns.{key}: {path} has no column {near[0]}, the nearest is {near[1]}; it has label, int_0, a, b, w"
-    )
-    assert refusal(ConfigError, path, columns=columns) == sentence
 
 
 def test_of_many_columns_some_are_listed_and_the_nearest_is_named(tmp_path: Path) -> None:
@@ -287,27 +215,6 @@ def test_without_a_column_that_could_be_dense_the_sentence_says_so(tmp_path: Pat
     assert refusal(ConfigError, tmp_path).endswith(
         "the file has no other column with numbers; data.columns.dense = [] says that there are none"
     )
-
-
-def test_hash_is_refused(tmp_path: Path) -> None:
-    assert refusal(ConfigError, write(tmp_path), hash=True).startswith("data.hash: parquet ids are used as they are")
-
-
-@pytest.mark.parametrize("kept", [0, 100, 600])
-def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
-    path = write(tmp_path)
-    path.write_bytes(path.read_bytes()[:kept])
-    assert refusal(DataError, path).startswith(f"{path}: not a whole Parquet file (")
-
-
-def test_a_damaged_page_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
-    columns = {name: np.arange(5000) % 2 for name in ("label", "int_0", "a", "b")}
-    pq.write_table(pa.table(columns), path, use_dictionary=False, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[30:200] = bytes(170)
-    path.write_bytes(content)
-    assert refusal(DataError, path).startswith(f"{path}: the Parquet file is damaged (")
 
 
 @pytest.mark.parametrize("name", ["label", "int_0", "a", "b", "w"])

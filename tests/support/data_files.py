@@ -114,6 +114,12 @@ def write_tsv(frame: pd.DataFrame, path: Path) -> None:
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
+def criteo_line(**changed: str) -> list[str]:
+    """One good line of Criteo TSV: label 1, integers 0 to 12, hashes 0000000a."""
+    values = dict(zip(["label", *INTS, *CATS], ["1", *map(str, range(13)), *["0000000a"] * 26], strict=True))
+    return list((values | changed).values())
+
+
 def decode_tsv(paths: list[Path], job: Job) -> list[Row]:
     columns = ["label", *INTS, *CATS]
     frames = [pd.read_csv(path, sep="\t", names=columns, dtype=dict.fromkeys(CATS, str)) for path in paths]

@@ -1,0 +1,136 @@
+"""Criteo as TSV and as arrays of the torchrec layout: what fields and arrays mean. What is refused: `test_refused.py`."""
+
+import gzip
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import block_permutation
+from rowcast.protocol.batch import Batch
+from rowcast.runtime.errors import ConfigError, DataError
+from tests.support.data_files import BATCH_SIZE, all_samples, click_log, criteo_line, make_job, write_day, write_tsv
+from tests.support.facts import facts
+
+
+def write(path: Path, lines: list[list[str]], newline: str = "\n") -> Path:
+    path.write_bytes("".join("\t".join(line) + newline for line in lines).encode("latin-1"))
+    return path
+
+
+def only_batch(path: Path) -> Batch:
+    [batch] = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0)).batches("train", 0)
+    return batch
+
+
+def test_dense_is_the_logarithm_of_one_more_and_missing_or_negative_is_zero(tmp_path: Path) -> None:
+    dense = only_batch(
+        write(tmp_path / "a", [criteo_line(int_0="", int_1="-7", int_2="0", int_3="99", int_4=str(2**63 - 1))])
+    ).dense[0]
+    assert dense[:3].tolist() == [0, 0, 0]
+    assert dense[3] == np.float32(np.log(100.0))
+    assert dense[4] == np.float32(63 * np.log(2.0))
+
+
+def test_ids_are_unsigned_hashes_modulo_the_table_and_missing_is_zero(tmp_path: Path) -> None:
+    ids = only_batch(write(tmp_path / "a", [criteo_line(cat_3="FFFFFFFF", cat_0="", cat_25="80000aFb")])).ids
+    assert ids.tolist() == [(2**32 - 1) % 40, 0, 0x80000AFB % 7]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_lines_may_end_either_way_and_the_last_need_not(newline: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [criteo_line(), criteo_line(cat_0="")], newline)
+    path.write_bytes(path.read_bytes().removesuffix(newline.encode()))
+    assert [row.ids for row in all_samples([only_batch(path)])] == [((10,), (10,), (3,)), ((10,), (0,), (3,))]
+
+
+def test_gzip_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path: Path) -> None:
+    write_tsv(click_log(), tmp_path / "plain.tsv")
+    text = (tmp_path / "plain.tsv").read_bytes()
+    (tmp_path / "plain.tsv.gz").write_bytes(text)
+    (tmp_path / "gzip.tsv").write_bytes(gzip.compress(text))
+    paths = [str(tmp_path / name) for name in ("plain.tsv", "plain.tsv.gz", "gzip.tsv")]
+    plain, *others = [all_samples(open_reader(make_job("criteo-tsv", path=path)).batches("train", 0)) for path in paths]
+    assert all(other == plain for other in others)
+
+
+@pytest.mark.parametrize("left", [0, 4])
+def test_a_file_that_shrinks_during_a_run_is_refused(left: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [criteo_line()] * 10)
+    reader = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0))
+    write(path, [criteo_line()] * left)
+    with pytest.raises(DataError, match=facts("10 lines", "line 1", left)):
+        list(reader.batches("train", 0))
+
+
+def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("hello")
+    with pytest.raises(ConfigError, match=facts("data.path", "folder", "(tsv|txt)")):
+        open_reader(make_job("criteo-tsv", path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("shuffle", ["none", "window:20"])
+def test_every_batch_before_that_of_a_bad_line_is_given(shuffle: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [criteo_line()] * 40 + [criteo_line(label="x")] + [criteo_line()] * 19)
+    batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0, shuffle=shuffle)).batches(
+        "train", 0
+    )
+    place = 40 if shuffle == "none" else 40 + block_permutation(5, 0, 2, 20).tolist().index(0)
+    assert [next(batches).size for _ in range(place // BATCH_SIZE)] == [BATCH_SIZE] * (place // BATCH_SIZE)
+    with pytest.raises(DataError, match=facts(path, "line 41", "column label", "'x'")):
+        next(batches)
+
+
+@pytest.mark.parametrize("columns", [{"cat_0": ""}, {"cat_0": "", "cat_3": "", "cat_25": ""}])
+def test_a_column_without_any_hash_is_all_zeros(columns: dict[str, str], tmp_path: Path) -> None:
+    ids = only_batch(write(tmp_path / "a", [criteo_line(**columns)] * 5)).ids.reshape(3, 5)
+    for name, own, present in zip(("cat_3", "cat_0", "cat_25"), ids, (10, 10, 3), strict=True):
+        assert own.tolist() == [0 if name in columns else present] * 5
+
+
+# arrays
+
+
+def only_day(path: Path, **data: Any) -> Batch:
+    job = make_job("criteo-npy", path=str(path), eval_fraction=0.0, batch_size=100, **data)
+    [batch] = open_reader(job).batches("train", 0)
+    return batch
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_hashes_are_read_as_unsigned_and_taken_modulo_the_table(dtype: str, tmp_path: Path) -> None:
+    write_day(tmp_path, "day_0", 20, dtype=dtype)
+    hashes = np.load(tmp_path / "day_0_sparse.npy")
+    hashes[3, 25] = -2
+    np.save(tmp_path / "day_0_sparse.npy", hashes)
+    found = only_day(tmp_path, hash=True).ids.reshape(3, 20)
+    assert found[2, 3] == (2 ** (32 if dtype == "int32" else 64) - 2) % 7
+    assert np.array_equal(found[1], hashes[:, 0] % 40)
+
+
+def test_labels_may_be_flat_and_of_any_number_type(tmp_path: Path) -> None:
+    write_day(tmp_path, "day_0", 20)
+    np.save(tmp_path / "day_0_labels.npy", np.load(tmp_path / "day_0_labels.npy").ravel().astype(bool))
+    assert set(only_day(tmp_path).labels.tolist()) == {0, 1}
+
+
+def test_a_file_of_another_name_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "features.npy", np.zeros(3))
+    with pytest.raises(ConfigError, match=facts("features.npy", "day_<N>_dense.npy")):
+        only_day(tmp_path / "features.npy")
+
+
+def test_batches_do_not_change_when_the_files_do(tmp_path: Path) -> None:
+    write_day(tmp_path, "day_0", 20)
+    batch = only_day(tmp_path)
+    before = deepcopy(batch)
+    for part in ("dense", "sparse", "labels"):
+        array = np.load(tmp_path / f"day_0_{part}.npy", mmap_mode="r+")
+        array[:] = 77
+        array.flush()
+    assert np.array_equal(batch.dense, before.dense)
+    assert np.array_equal(batch.labels, before.labels)
+    assert np.array_equal(batch.ids, before.ids)
