@@ -1,4 +1,4 @@
-"""Criteo as TSV and as arrays of the torchrec layout: what fields and arrays mean. What is refused: `test_refused.py`."""
+"""Criteo as TSV and as arrays: what fields and arrays mean. What is refused: `test_refused.py`."""
 
 import gzip
 from copy import deepcopy
@@ -12,7 +12,7 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import block_permutation
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.support.data_files import BATCH_SIZE, all_samples, click_log, criteo_line, make_job, write_day, write_tsv
+from tests.support.data_files import BATCH_SIZE, all_samples, click_log, good, make_job, write_day, write_tsv
 from tests.support.facts import facts
 
 
@@ -28,7 +28,7 @@ def only_batch(path: Path) -> Batch:
 
 def test_dense_is_the_logarithm_of_one_more_and_missing_or_negative_is_zero(tmp_path: Path) -> None:
     dense = only_batch(
-        write(tmp_path / "a", [criteo_line(int_0="", int_1="-7", int_2="0", int_3="99", int_4=str(2**63 - 1))])
+        write(tmp_path / "a", [good(int_0="", int_1="-7", int_2="0", int_3="99", int_4=str(2**63 - 1))])
     ).dense[0]
     assert dense[:3].tolist() == [0, 0, 0]
     assert dense[3] == np.float32(np.log(100.0))
@@ -36,13 +36,13 @@ def test_dense_is_the_logarithm_of_one_more_and_missing_or_negative_is_zero(tmp_
 
 
 def test_ids_are_unsigned_hashes_modulo_the_table_and_missing_is_zero(tmp_path: Path) -> None:
-    ids = only_batch(write(tmp_path / "a", [criteo_line(cat_3="FFFFFFFF", cat_0="", cat_25="80000aFb")])).ids
+    ids = only_batch(write(tmp_path / "a", [good(cat_3="FFFFFFFF", cat_0="", cat_25="80000aFb")])).ids
     assert ids.tolist() == [(2**32 - 1) % 40, 0, 0x80000AFB % 7]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_lines_may_end_either_way_and_the_last_need_not(newline: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [criteo_line(), criteo_line(cat_0="")], newline)
+    path = write(tmp_path / "a", [good(), good(cat_0="")], newline)
     path.write_bytes(path.read_bytes().removesuffix(newline.encode()))
     assert [row.ids for row in all_samples([only_batch(path)])] == [((10,), (10,), (3,)), ((10,), (0,), (3,))]
 
@@ -59,9 +59,9 @@ def test_gzip_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path: Path) ->
 
 @pytest.mark.parametrize("left", [0, 4])
 def test_a_file_that_shrinks_during_a_run_is_refused(left: int, tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [criteo_line()] * 10)
+    path = write(tmp_path / "a", [good()] * 10)
     reader = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0))
-    write(path, [criteo_line()] * left)
+    write(path, [good()] * left)
     with pytest.raises(DataError, match=facts("10 lines", "line 1", left)):
         list(reader.batches("train", 0))
 
@@ -74,7 +74,7 @@ def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shuffle", ["none", "window:20"])
 def test_every_batch_before_that_of_a_bad_line_is_given(shuffle: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [criteo_line()] * 40 + [criteo_line(label="x")] + [criteo_line()] * 19)
+    path = write(tmp_path / "a", [good()] * 40 + [good(label="x")] + [good()] * 19)
     batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0, shuffle=shuffle)).batches(
         "train", 0
     )
@@ -86,7 +86,7 @@ def test_every_batch_before_that_of_a_bad_line_is_given(shuffle: str, tmp_path: 
 
 @pytest.mark.parametrize("columns", [{"cat_0": ""}, {"cat_0": "", "cat_3": "", "cat_25": ""}])
 def test_a_column_without_any_hash_is_all_zeros(columns: dict[str, str], tmp_path: Path) -> None:
-    ids = only_batch(write(tmp_path / "a", [criteo_line(**columns)] * 5)).ids.reshape(3, 5)
+    ids = only_batch(write(tmp_path / "a", [good(**columns)] * 5)).ids.reshape(3, 5)
     for name, own, present in zip(("cat_3", "cat_0", "cat_25"), ids, (10, 10, 3), strict=True):
         assert own.tolist() == [0 if name in columns else present] * 5
 

@@ -14,7 +14,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.support.data_files import click_log, criteo_line, make_job, table, write_day, write_tsv
+from tests.support.data_files import click_log, good, make_job, table, write_day, write_tsv
 from tests.support.facts import facts
 
 Make = Callable[[Path], Job]
@@ -26,7 +26,7 @@ def tsv(line: list[str], tables: Any = None, **data: Any) -> Make:
     """Line 18 of 27, read in short pieces."""
 
     def make(folder: Path) -> Job:
-        lines = [criteo_line()] * 17 + [line] + [criteo_line()] * 9
+        lines = [good()] * 17 + [line] + [good()] * 9
         (folder / "a.tsv").write_bytes("".join("\t".join(own) + "\n" for own in lines).encode("latin-1"))
         return make_job("criteo-tsv", tables, **{"path": str(folder), "eval_fraction": 0.0, **data})
 
@@ -106,22 +106,22 @@ NO_HEX, NO_INTEGER = "is not 8 hex digits", "is not an integer of 64 bits"
 NO_IDS = "it must be integers or lists of integers"
 DATA: dict[str, tuple[Make, str]] = {
     "tsv, a short line": (
-        tsv(criteo_line()[:-1]),
+        tsv(good()[:-1]),
         r"a\.tsv, line 18: 39 fields between tabs instead of 40 \(label, 13 integers, 26 hashes\)",
     ),
     "tsv, an empty line": (tsv([]), "line 18: 1 fields between tabs instead of 40"),
-    "tsv, a long line": (tsv([*criteo_line(), "x"]), "line 18: 41 fields between tabs instead of 40"),
-    "tsv, no hex": (tsv(criteo_line(cat_0="0000000g")), f"line 18, column cat_0: '0000000g' {NO_HEX}"),
-    "tsv, a short hash": (tsv(criteo_line(cat_25="abc")), f"line 18, column cat_25: 'abc' {NO_HEX}"),
-    "tsv, no ASCII": (tsv(criteo_line(cat_3="\xff0000000")), f"column cat_3: '\ufffd0000000' {NO_HEX}"),
-    "tsv, a carriage return": (tsv(criteo_line(cat_3="\r")), rf"line 18, column cat_3: '\\r' {NO_HEX}"),
-    "tsv, a fraction": (tsv(criteo_line(int_5="1.5")), rf"line 18, column int_5: '1\.5' {NO_INTEGER}"),
-    "tsv, a word": (tsv(criteo_line(int_12="many")), f"line 18, column int_12: 'many' {NO_INTEGER}"),
-    "tsv, a huge integer": (tsv(criteo_line(int_0=str(2**63))), f"column int_0: '{2**63}' {NO_INTEGER}"),
-    "tsv, a label of 2": (tsv(criteo_line(label="2")), "line 18, column label: '2' is not 0 or 1"),
-    "tsv, no label": (tsv(criteo_line(label="")), "line 18, column label: '' is not 0 or 1"),
+    "tsv, a long line": (tsv([*good(), "x"]), "line 18: 41 fields between tabs instead of 40"),
+    "tsv, no hex": (tsv(good(cat_0="0000000g")), f"line 18, column cat_0: '0000000g' {NO_HEX}"),
+    "tsv, a short hash": (tsv(good(cat_25="abc")), f"line 18, column cat_25: 'abc' {NO_HEX}"),
+    "tsv, no ASCII": (tsv(good(cat_3="\xff0000000")), f"column cat_3: '\ufffd0000000' {NO_HEX}"),
+    "tsv, a carriage return": (tsv(good(cat_3="\r")), rf"line 18, column cat_3: '\\r' {NO_HEX}"),
+    "tsv, a fraction": (tsv(good(int_5="1.5")), rf"line 18, column int_5: '1\.5' {NO_INTEGER}"),
+    "tsv, a word": (tsv(good(int_12="many")), f"line 18, column int_12: 'many' {NO_INTEGER}"),
+    "tsv, a huge integer": (tsv(good(int_0=str(2**63))), f"column int_0: '{2**63}' {NO_INTEGER}"),
+    "tsv, a label of 2": (tsv(good(label="2")), "line 18, column label: '2' is not 0 or 1"),
+    "tsv, no label": (tsv(good(label="")), "line 18, column label: '' is not 0 or 1"),
     "tsv, no line ends": (
-        cut(tsv(criteo_line()), "a.tsv", lambda own: bytes(5000)),
+        cut(tsv(good()), "a.tsv", lambda own: bytes(5000)),
         "a line is longer than 1000 bytes",
     ),
     "tsv, truncated gzip": (cut(gzipped, "a.tsv.gz", lambda own: own[:-500]), facts("a.tsv.gz", "gzip", "truncated")),
@@ -184,17 +184,17 @@ DATA: dict[str, tuple[Make, str]] = {
     ),
 }
 JOB: dict[str, tuple[Make, str]] = {  # what its file, or a name in it, cannot mean
-    "tsv, no such file": (tsv(criteo_line(), path="gone/*.tsv"), facts("data.path", "no such file")),
+    "tsv, no such file": (tsv(good(), path="gone/*.tsv"), facts("data.path", "no such file")),
     "tsv, an unknown feature": (
-        tsv(criteo_line(), [table("shops", 9, "cat_1", "shop")]),
+        tsv(good(), [table("shops", 9, "cat_1", "shop")]),
         facts("table shops", "feature shop", "Criteo TSV", "cat_25"),
     ),
     "tsv, weights": (
-        tsv(criteo_line(), columns={"weights": {"cat_0": "w"}}),
+        tsv(good(), columns={"weights": {"cat_0": "w"}}),
         facts("data.columns.weights", "criteo-tsv"),
     ),
     "tsv, two ways to evaluate": (
-        tsv(criteo_line(), eval_path="x", eval_fraction=0.1),
+        tsv(good(), eval_path="x", eval_fraction=0.1),
         facts("data.eval_path", "data.eval_fraction"),
     ),
     "npy, a missing part": (npy("labels", lambda a: None), facts("day_0_labels.npy", "dense, sparse and labels")),

@@ -114,7 +114,7 @@ def write_tsv(frame: pd.DataFrame, path: Path) -> None:
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
-def criteo_line(**changed: str) -> list[str]:
+def good(**changed: str) -> list[str]:
     """One good line of Criteo TSV: label 1, integers 0 to 12, hashes 0000000a."""
     values = dict(zip(["label", *INTS, *CATS], ["1", *map(str, range(13)), *["0000000a"] * 26], strict=True))
     return list((values | changed).values())
