@@ -12,7 +12,6 @@ from rowcast.runtime.children import Child
 from rowcast.trainer.adopt import table_files as files
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from tests.adopt.clicks import ROWS
-from tests.support.processes import Child as Process
 from tests.support.starter import Starter
 
 CONFIGS = [
@@ -21,21 +20,6 @@ CONFIGS = [
         name="small", num_embeddings=ROWS[1], embedding_dim=4, feature_names=["c"], init="normal:0.5"
     ),
 ]
-
-
-class Forked:
-    """Has the face of a `subprocess.Popen`, as far as it is looked at."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self.pid, self.poll, self.send_signal = process.pid, process.poll, process.send_signal
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.poll()
-
-    def wait(self, timeout: float | None = None) -> int:
-        return self._process.wait(timeout)
 
 
 class Launches:
@@ -48,7 +32,7 @@ class Launches:
 
     def start(self, job_file: Path, log: Path, options: Sequence[str]) -> Child:
         arguments = ["-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
-        process: Any = Forked(self._starter.launch(arguments, log.with_suffix(".out"), log, self._environment))
+        process: Any = self._starter.launch(arguments, log.with_suffix(".out"), log, self._environment)
         self.children.append(Child("prefetcher", process, log))
         return self.children[-1]
 

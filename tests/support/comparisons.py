@@ -1,6 +1,7 @@
 """What a run came to, beside the plain loop: in one thread, or by real processes."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from rowcast.prefetcher.readers.schedule import schedule
 from tests.support.driver import InProcessRun, start_state
 from tests.support.full_capacity import bits
 from tests.support.processes import Session
-from tests.support.ranked_run import RankedRun
+
+if TYPE_CHECKING:
+    from tests.support.ranked_run import RankedRun
 
 Plain = tuple[list[float], dict[str, Tensor]]  # losses, and the state at the end
 
@@ -27,9 +30,8 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     ]
 
 
-def assert_equal_bits(run: InProcessRun | RankedRun, losses: list[float], end: dict[str, Tensor]) -> None:
-    found = run.losses() if isinstance(run, RankedRun) else run.results.losses
-    assert np.array(found, np.float32).tobytes() == np.array(losses, np.float32).tobytes(), "losses differ"
+def assert_equal_bits(run: "InProcessRun | RankedRun", losses: list[float], end: dict[str, Tensor]) -> None:
+    assert np.array(run.losses(), np.float32).tobytes() == np.array(losses, np.float32).tobytes(), "losses differ"
     state = run.state()
     assert state.keys() == end.keys()
     assert differing(state, end) == []

@@ -378,6 +378,9 @@ class InProcessRun:
         pairs = zip(self.plain_stores, self.groups, strict=True)
         return tuple(TrackedStore(store, group, self.job.job.seed) for store, group in pairs)
 
+    def losses(self) -> list[np.float32]:
+        return self.results.losses
+
     def state(self) -> dict[str, Tensor]:
         """Tables, row state and dense weights after the run, under the names of an export."""
         rows = [

@@ -1,5 +1,7 @@
 """Valid messages of every type."""
 
+from msgspec.structs import replace
+
 from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
     ArraySpan,
@@ -116,34 +118,12 @@ def step_ready(step: int, num_dirty: tuple[int, int] = (4, 0)) -> StepReady:
 
 def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
     """The same plan in three pieces: arrays, arrays and rows, rows."""
+    first = replace(step_ready(step), num_pieces=3, payload=ref(128), arrays=ArraySpan(offset=0, nbytes=128), rows=())
+    rest = replace(first, plan=None)
     return (
-        StepReady(
-            step=step,
-            piece=0,
-            num_pieces=3,
-            plan=plan(step),
-            payload=ref(128),
-            arrays=ArraySpan(offset=0, nbytes=128),
-            rows=(),
-        ),
-        StepReady(
-            step=step,
-            piece=1,
-            num_pieces=3,
-            plan=None,
-            payload=ref(384),
-            arrays=ArraySpan(offset=128, nbytes=128),
-            rows=(rows(0, 0, 3, 128),),
-        ),
-        StepReady(
-            step=step,
-            piece=2,
-            num_pieces=3,
-            plan=None,
-            payload=ref(),
-            arrays=None,
-            rows=(rows(0, 3, 2, 0), rows(1, 0, 3, 128)),
-        ),
+        first,
+        replace(rest, piece=1, payload=ref(384), arrays=ArraySpan(offset=128, nbytes=128), rows=(rows(0, 0, 3, 128),)),
+        replace(rest, piece=2, payload=ref(), arrays=None, rows=(rows(0, 3, 2, 0), rows(1, 0, 3, 128))),
     )
 
 
@@ -176,23 +156,8 @@ def flush(barrier: int, after_step: int | None, checkpoint: bool = False, num_di
 
 def flush_pieces(barrier: int, after_step: int | None) -> tuple[Flush, Flush]:
     """The same barrier with its slots in two pieces."""
-    whole = flush(barrier, after_step)
-    first, second = (
-        Flush(
-            barrier=barrier,
-            after_step=after_step,
-            num_dirty=whole.num_dirty,
-            piece=piece,
-            num_pieces=2,
-            arrays=whole.arrays,
-            arrays_bytes=128,
-            payload=ref(64),
-            span=ArraySpan(offset=64 * piece, nbytes=64),
-            checkpoint=False,
-            reason="stop",
-        )
-        for piece in range(2)
-    )
+    whole = replace(flush(barrier, after_step), num_pieces=2, payload=ref(64), reason="stop")
+    first, second = (replace(whole, piece=n, span=ArraySpan(offset=64 * n, nbytes=64)) for n in range(2))
     return first, second
 
 
@@ -221,25 +186,10 @@ def replica(barrier: int) -> Replica:
 
 def saved_pieces(barrier: int) -> tuple[Saved, Saved]:
     """The same in two."""
+    whole = replace(saved(barrier), num_pieces=2)
     return (
-        Saved(
-            barrier=barrier,
-            piece=0,
-            num_pieces=2,
-            nbytes=1000,
-            checksum=7,
-            payload=ref(960),
-            span=ArraySpan(offset=0, nbytes=960),
-        ),
-        Saved(
-            barrier=barrier,
-            piece=1,
-            num_pieces=2,
-            nbytes=1000,
-            checksum=7,
-            payload=ref(40),
-            span=ArraySpan(offset=960, nbytes=40),
-        ),
+        replace(whole, payload=ref(960), span=ArraySpan(offset=0, nbytes=960)),
+        replace(whole, piece=1, payload=ref(40), span=ArraySpan(offset=960, nbytes=40)),
     )
 
 

@@ -28,6 +28,10 @@ class Forked:
     def poll(self) -> int | None:
         return self._codes.get(self.pid)
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
     def wait(self, timeout: float | None = None) -> int:
         with self._ended:
             if not self._ended.wait_for(lambda: self.pid in self._codes, timeout):

@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import numpy as np
+from msgspec.structs import replace
 
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
@@ -29,6 +30,7 @@ from rowcast.trainer.report.report_json import RunFacts
 from rowcast.trainer.step.engine import TrainerCollector, TrainerGauges
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.metrics import new_counters as new_trainer_counters
+from tests.support import sample_messages
 
 SGD = SparseOptimizer(kind="sgd", lr=0.1)
 RECORD_BYTES = (64, 128)
@@ -94,39 +96,23 @@ def header(plan: StepPlan, batch_size: int) -> PlanHeader:
     )
 
 
+def spans(rows: tuple[int, int]) -> tuple[RowSpan, ...]:
+    return tuple(RowSpan(group=group, start=0, count=count, offset=0) for group, count in enumerate(rows))
+
+
 def step_ready(rows: tuple[int, int], arrays_bytes: int) -> StepReady:
     """A piece with these rows of each group; its payload is larger than they are, as padding makes it."""
-    spans = tuple(RowSpan(group=group, start=0, count=count, offset=0) for group, count in enumerate(rows))
-    return StepReady(
-        step=0,
-        piece=0,
-        num_pieces=1,
-        plan=None,
-        payload=PAYLOAD,
-        arrays=ArraySpan(offset=0, nbytes=arrays_bytes),
-        rows=spans,
-    )
+    arrays = ArraySpan(offset=0, nbytes=arrays_bytes)
+    return replace(sample_messages.step_ready(0), plan=None, payload=PAYLOAD, arrays=arrays, rows=spans(rows))
 
 
 def rows_back(rows: tuple[int, int], barrier: int | None = None) -> RowsBack:
-    spans = tuple(RowSpan(group=group, start=0, count=count, offset=0) for group, count in enumerate(rows))
-    return RowsBack(step=0, barrier=barrier, piece=0, last=True, payload=PAYLOAD, rows=spans)
+    return replace(sample_messages.rows_back(0), barrier=barrier, payload=PAYLOAD, rows=spans(rows))
 
 
 def flush(nbytes: int) -> Flush:
-    return Flush(
-        barrier=0,
-        after_step=1,
-        num_dirty=(1, 2),
-        piece=0,
-        num_pieces=1,
-        arrays=(),
-        arrays_bytes=nbytes,
-        payload=PAYLOAD,
-        span=ArraySpan(offset=0, nbytes=nbytes),
-        checkpoint=False,
-        reason="end of data",
-    )
+    whole = sample_messages.flush(0, 1, num_dirty=(1, 2))
+    return replace(whole, arrays_bytes=nbytes, payload=PAYLOAD, span=ArraySpan(offset=0, nbytes=nbytes))
 
 
 def run_of_three_steps() -> tuple[PrefetcherCounters, TrainerCounters]:
