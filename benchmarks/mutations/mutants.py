@@ -237,12 +237,11 @@ tests/stores/test_stores.py
         => gather(self._words, self._marks, numbers[: end - first], words[first:end])
     every thread numbers the first rows of a piece
         self._find(keys[slice(*own)], numbers[slice(*own)]) => self._find(keys[slice(*own)], numbers[: own[1] - own[0]])
-::test_a_row_has_the_bytes_that_were_written_last_and_its_neighbours_keep_theirs
+::test_any_reads_and_writes_agree_with_a_plain_dictionary
     a row that was written counts as absent
         marks[row] = PRESENT for word in range(width):
         => marks[row] |= 0
                 for word in range(width):
-::test_tables_of_a_group_do_not_share_rows
     tables of a group share their rows
         self._shifts = ends[:-1] - self._first_keys => self._shifts = -self._first_keys
 tests/hostile/test_peers.py
@@ -314,18 +313,15 @@ tests/system/test_tight.py::test_plans_larger_than_the_ring_pass_a_cache_of_one_
 tests/stores/test_changed_rows.py
     a checkpoint's rows come in the order of their hashes
         found.sort() =>
-::test_a_row_has_changed_from_its_write_until_the_store_is_settled
+::test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set
     a row that was written is not marked as changed
         set_bits(self._changed, numbers) => pass
-::test_a_row_that_was_never_written_has_its_first_value
     an absent row keeps the bytes that lay there
         self._out[absent] = self._store.first_values(self._keys[absent]) => pass
-::test_a_forgotten_row_reads_as_if_it_was_never_written
     a forgotten row keeps its values
         finish(self.store.write(own, self.first_values(own))) => pass
     a forgotten row has still changed
         clear_bits(self._changed, self._numbers.of(keys)) => pass
-::test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set
     a search for changed rows skips the rest of a word
         row += BITS - (row & 63) => row += BITS
 tests/stores/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_caches
@@ -404,7 +400,7 @@ tests/stores/test_frozen_rows.py::test_a_frozen_store_has_no_changed_row_until_o
     a checkpoint leaves its rows changed
         changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)
         => changed = self._changed.copy()
-::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]
+::test_any_writes_between_the_blocks_change_neither_them_nor_are_they_lost[memory]
     a row that is written over twice has the later bytes in a checkpoint
         left = found_rows(numbers, self._pending, self._aside)
         => left = found_rows(numbers, self._pending, np.zeros_like(self._pending))
@@ -438,7 +434,7 @@ tests/checkpoints/test_writer.py::test_so_many_checkpoints_stay_and_each_of_them
 ::test_deltas_with_more_rows_than_the_base_are_merged_into_it_and_what_changed_last_stays
     the oldest value of a row wins a merge
         for layer in reversed(layers)] => for layer in layers]
-::test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint
+::test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does
     a dense side that changed on its way becomes a checkpoint
         if dense.checksum != item.dense_checksum: => if not dense.checksum:
 ::test_a_full_queue_takes_nothing_until_something_was_written

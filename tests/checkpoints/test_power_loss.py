@@ -11,7 +11,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from tests.checkpoints.fake_run import FakeRun, Rows, assert_holds, damages, small_job
-from tests.support.recording_disk import DiskModel, Operation, RecordingDisk, power_loss
+from tests.support.recording_disk import DiskModel, Operation, RecordingDisk
 from tests.support.repeats import count
 
 
@@ -87,36 +87,6 @@ def test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path)
             model.apply(recorded.log[cut - 1])
         found |= {check_cut(recorded, model, cut, seed, tmp_path / "after") for seed in range(SEEDS)}
     assert found == {None, *recorded.run.states}, "every checkpoint is the newest after some cut"
-
-
-def test_a_run_that_goes_on_after_a_loss_of_power_survives_the_next_one(tmp_path: Path) -> None:
-    recorded = record(tmp_path / "run", 2)
-    rng = np.random.default_rng(3)
-    for cut in rng.integers(0, len(recorded.log), count(12, 200)).tolist():
-        first = tmp_path / f"first_{cut}"
-        power_loss(recorded.run.job.run_dir, recorded.log[:cut], cut, first)
-        go_on(recorded, first, cut, tmp_path / "second")
-
-
-def go_on(recorded: Recorded, run_dir: Path, seed: int, out: Path) -> None:
-    """Two more checkpoints on what the power loss left, and a second loss somewhere while they are written."""
-    newest = Checkpoints(run_dir, Disk()).newest_valid()
-    before = {} if newest is None else recorded.states()[newest.position.step]
-    disk = RecordingDisk()
-    run = FakeRun(small_job(run_dir), disk=disk, newest=newest)
-    for group, store in zip(run.groups, run.stores, strict=True):
-        tables = {table.index for table in group.tables}
-        store.rows = {key: record for key, record in before.items() if key >> 48 in tables}
-    rng = np.random.default_rng(seed)
-    for _ in range(2):
-        run.train_at_random(rng, 0.4)
-        manifest = run.checkpoint()
-        assert_holds(run_dir, run.job, manifest, run.rows())
-    names = run.checkpoints.candidates()
-    assert len(names) == 2
-    named = {file.file for name in names for file in run.checkpoints.load(name).files}
-    kept = {str(path.relative_to(run.checkpoints.root)) for path in run.checkpoints.root.rglob("*.safetensors")}
-    assert kept == named, "what the first power loss left is still there"
 
 
 @pytest.mark.parametrize("skipped", ["sync", "sync_folder"])

@@ -85,12 +85,12 @@ def record(run_dir: Path, ranks: int) -> Recorded:
     return Recorded(disk.log, durable, run.states)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, ranks: int) -> None:
     recorded = record(tmp_path / "run", ranks)
     assert len(recorded.log) > 200
     rng = np.random.default_rng(ranks)
-    cuts = set(rng.choice(len(recorded.log), min(len(recorded.log), count(16, 1000)), replace=False).tolist())
+    cuts = set(rng.choice(len(recorded.log), min(len(recorded.log), count(12, 1000)), replace=False).tolist())
     model = DiskModel(tmp_path / "run")
     for cut, operation in enumerate(recorded.log, 1):
         model.apply(operation)
@@ -98,23 +98,6 @@ def test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path,
             model.lose_power(cut, tmp_path / "after")
             least = max((step for at, step in recorded.durable if at <= cut), default=0)
             go_on(tmp_path / "after", recorded.states, int(rng.integers(1, 5)), least)
-
-
-@pytest.mark.parametrize("skipped", ["sync", "sync_folder"])
-def test_the_model_finds_ranks_that_do_not_sync(tmp_path: Path, skipped: str) -> None:
-    recorded = record(tmp_path / "run", 2)
-    model = DiskModel(tmp_path / "run")
-    for operation in recorded.log:
-        if operation.kind != skipped:
-            model.apply(operation)
-    with pytest.raises((AssertionError, DataError)):
-        lose_power_often(model, recorded, tmp_path / "after")
-
-
-def lose_power_often(model: DiskModel, recorded: Recorded, out: Path) -> None:
-    for seed in range(20):
-        model.lose_power(seed, out)
-        go_on(out, recorded.states, 2, 50)
 
 
 # disks that fail, and ranks that are killed

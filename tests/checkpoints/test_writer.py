@@ -15,7 +15,6 @@ from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Position, file_ch
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RowcastError
 from tests.checkpoints.fake_run import FakeRun, assert_holds, small_job
-from tests.support.facts import facts
 
 pytestmark = pytest.mark.usefixtures("small_files")
 EVERYTHING = {0: list(range(40)), 1: list(range(30)), 2: list(range(60))}
@@ -60,18 +59,6 @@ def test_the_manifest_says_where_training_goes_on_and_names_every_file_there_is(
     assert run.checkpoints.load(manifest.name).checksum == manifest.checksum
     assert (run.writer.num_files, run.writer.bytes_written) == (len(list(manifest.files)), manifest.nbytes)
     assert run.writer.seconds > 0
-
-
-def test_a_later_checkpoint_adds_only_what_changed_and_names_the_older_files_too(run: FakeRun) -> None:
-    run.train(EVERYTHING)
-    base = run.checkpoint()
-    run.train({0: [5, 7]})
-    run.checkpoint()
-    run.train({2: [1]})
-    manifest = run.checkpoint()
-    assert [(layer.kind, layer.num_rows) for layer in manifest.layers] == [("base", 130), ("delta", 2), ("delta", 1)]
-    assert manifest.layers[0] == base.layers[0]
-    assert_holds(run.job.run_dir, run.job, manifest, run.rows())
 
 
 def test_a_checkpoint_without_a_change_adds_no_layer(run: FakeRun) -> None:
@@ -255,6 +242,7 @@ def test_a_block_larger_than_the_queue_goes_in_alone_and_finish_always_does(
     run.writer.finish("0" * 16, [])
     with pytest.raises(RowcastError, match=f"checksum {checksum(b'large')}, but the trainer sent {'0' * 16}$"):
         run.complete()
+    assert Checkpoints(run.job.run_dir, Disk()).newest_valid() is None
 
 
 def test_what_waits_in_the_queue_never_exceeds_its_bytes(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,18 +289,6 @@ def test_a_writer_that_waits_for_rows_says_that_it_did_nothing(run: FakeRun) -> 
     assert not run.writer.advance()
 
 
-def test_a_dense_side_that_arrives_changed_never_becomes_a_checkpoint(run: FakeRun) -> None:
-    run.begin()
-    run.writer.offer_dense(b"content")
-    run.writer.finish(checksum(b"contents"), [])
-    with pytest.raises(
-        RowcastError,
-        match=facts("dense-00000.safetensors", "model state", "checksum"),
-    ):
-        run.complete()
-    assert Checkpoints(run.job.run_dir, Disk()).newest_valid() is None
-
-
 def test_an_abandoned_checkpoint_leaves_the_previous_one_valid_and_the_next_possible(
     run: FakeRun,
 ) -> None:
@@ -345,16 +321,6 @@ def test_a_checkpoint_handed_over_as_a_whole_is_completed_even_when_abandoned(ru
     assert run.writer.newest is not None
 
 
-def test_a_new_run_goes_on_from_the_layers_of_an_earlier_one(run: FakeRun) -> None:
-    run.train(EVERYTHING)
-    newest = run.checkpoint()
-    later = FakeRun(run.job, newest=newest)
-    later.train({1: [4]})
-    manifest = later.checkpoint()
-    assert [(layer.kind, layer.num_rows) for layer in manifest.layers] == [("base", 130), ("delta", 1)]
-    assert_holds(run.job.run_dir, run.job, manifest, run.rows() | later.rows())
-
-
 def test_rows_out_of_order_are_our_own_mistake(run: FakeRun) -> None:
     run.train({0: [1, 2]})
     keys, records = next(run.stores[0].blocks(2))
@@ -368,14 +334,6 @@ def test_an_empty_folder_of_checkpoints_is_step_zero(run: FakeRun) -> None:
     assert run.checkpoints.newest_valid() is None
     run.checkpoints.root.mkdir()
     assert run.checkpoints.newest_valid() is None
-
-
-def test_the_real_disk_takes_a_checkpoint_and_its_successor(tmp_path: Path) -> None:
-    run = FakeRun(small_job(tmp_path / "run"), disk=Disk())
-    run.train(EVERYTHING)
-    run.checkpoint()
-    run.train({0: [1]})
-    assert_holds(run.job.run_dir, run.job, run.checkpoint(), run.rows())
 
 
 def test_row_files_are_about_as_large_as_agreed(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

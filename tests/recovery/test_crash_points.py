@@ -4,7 +4,7 @@ import pytest
 
 from rowcast.runtime.crash_points import CRASH_POINTS
 from tests.recovery.crashes import CRASHES, NEEDS_REJOIN, NEEDS_TIER, OF_A_PUBLISHER, OF_ONE_PAIR, called
-from tests.recovery.restarted import TIERED, Outcome, Recovering
+from tests.recovery.restarted import TIERED, Outcome, Recovering, sections
 from tests.support.processes import Session
 from tests.support.repeats import count
 
@@ -30,5 +30,15 @@ def test_a_run_that_is_killed_there_comes_to_the_same_bits(name: str, session: S
     run = Recovering(session, transport={"ring": "1MiB", "connect_timeout": f"{CONNECT_S}s", **rejoin}, **tier)
     for armed in CRASHES[name]:
         run.crash(armed)
+    assert run.finish().differs(undisturbed) == []
+    assert session.remains() == []
+
+
+def test_a_run_goes_on_with_stores_of_other_kinds(session: Session, undisturbed: Outcome) -> None:
+    transport = {"ring": "1MiB", "connect_timeout": f"{CONNECT_S}s"}
+    run = Recovering(session, transport=transport)
+    for armed, store in (("StepReady sent:10", TIERED), ("rows spilled:3", {"kind": "memory"})):
+        run.crash({"prefetcher": armed})
+        session.write_job(**sections(transport=transport, store=store))
     assert run.finish().differs(undisturbed) == []
     assert session.remains() == []

@@ -1,13 +1,10 @@
 """What kills and a full /dev/shm leave behind: nothing that the next run minds, and in the end nothing at all."""
 
-import fcntl
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,31 +16,10 @@ from rowcast.prefetcher.stores.cold.redis_keys import Note, note_path
 from rowcast.runtime.crash_points import VARIABLE
 from tests.recovery.restarted import END_TIMEOUT_S, Outcome, Recovering, end_well, outcome_of, sections
 from tests.support.processes import ROOT, Session, proc_text
-from tests.support.repeats import count
 
 SHARED_MEMORY = Path("/dev/shm")
-LONGEST_LIFE_S = 2.0
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 SMALL_DEV_SHM = "mount -t tmpfs -o size=4m tmpfs /dev/shm && "
-
-
-def test_starts_and_kills_leave_nothing_that_a_clean_run_does_not_take_away(
-    session: Session, undisturbed: Outcome
-) -> None:
-    rng, run = random.Random(1), Recovering(session)
-    for _ in range(count(4, 20)):
-        if run.complete:  # a late kill
-            session.start("prefetcher", "--fresh").signal(signal.SIGKILL)
-        run.num_starts = 0
-        processes = run.start_both()
-        time.sleep(rng.uniform(0.0, LONGEST_LIFE_S))
-        for process in processes.values():
-            process.signal(signal.SIGKILL)
-            process.ended()
-    assert run.finish().differs(undisturbed) == []
-    assert session.remains() == []
-    assert held_locks(session.run_dir) == []
-    assert not list(session.run_dir.rglob("*.partial"))
 
 
 def test_a_start_looks_for_what_ranks_and_other_stores_have_left(session: Session) -> None:
@@ -57,21 +33,6 @@ def test_a_start_looks_for_what_ranks_and_other_stores_have_left(session: Sessio
     assert prefetcher.stderr.count("rows of an earlier process may remain on a Redis server") == 2
     prefetcher.signal(signal.SIGTERM)
     prefetcher.ended().quiet()
-
-
-def held_locks(run_dir: Path) -> list[Path]:
-    """Locks that somebody still holds, of those that a run directory must have."""
-    paths = [run_dir / "prefetcher.lock", run_dir / "trainer.lock"]
-    return [path for path in paths if not can_lock(path)]
-
-
-def can_lock(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def may_mount() -> bool:

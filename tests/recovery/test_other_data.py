@@ -1,7 +1,5 @@
 """A restart on other data or with other settings is refused by name, and one on the same data elsewhere is not."""
 
-import shutil
-
 import msgspec
 import numpy as np
 import pytest
@@ -63,14 +61,6 @@ def test_a_restart_on_other_files_or_with_other_settings_is_refused_by_what_diff
     path = stopped.folder / "days" / "day_0_sparse.npy"
     np.save(path, np.load(path)[::-1])
     assert f"{path} has the same size as before, but other contents" in refused(stopped)
-
-
-def test_a_restart_on_a_copy_of_the_files_in_another_folder_continues(stopped: Session) -> None:
-    shutil.copytree(stopped.folder / "days", stopped.folder / "moved")
-    shutil.rmtree(stopped.folder / "days")
-    write_job(stopped, "moved")
-    end_well(*stopped.start_both())
-    assert stopped.manifest().train_steps == 25
 
 
 def test_a_run_that_began_in_the_order_of_names_continues_in_it(session: Session) -> None:

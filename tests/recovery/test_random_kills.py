@@ -3,6 +3,7 @@
 A failing seed goes again with `pytest tests/recovery/test_random_kills.py -k "[<seed>]"`, as far as times repeat.
 """
 
+import fcntl
 import random
 import signal
 import time
@@ -12,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.recovery.restarted import END_TIMEOUT_S, KILLED, PEER_LOST, ROLES, Outcome, Recovering, Role
-from tests.support.processes import Process, Session, launch
+from tests.support.processes import Process, Session
 from tests.support.repeats import count
 from tests.support.starter import Starter
 
 MOST_KILLS = 3
-AS_A_USER_EVERY = 4  # of so many seeds one starts the commands with all their imports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +32,22 @@ def kills_of(rng: random.Random) -> list[Kill]:
 
 
 @pytest.fixture(scope="module")
-def seconds(tmp_path_factory: pytest.TempPathFactory, starter: Starter, undisturbed: Outcome) -> dict[bool, float]:
-    """That a run takes, with and without imports."""
-    found = {}
-    for as_a_user in (False, True):
-        with Session(tmp_path_factory.mktemp("timed"), launch if as_a_user else starter.launch) as session:
-            began_s = time.monotonic()
-            assert Recovering(session).finish().differs(undisturbed) == []
-            found[as_a_user] = time.monotonic() - began_s
-    return found
+def seconds(tmp_path_factory: pytest.TempPathFactory, starter: Starter, undisturbed: Outcome) -> float:
+    """That a run takes."""
+    with Session(tmp_path_factory.mktemp("timed"), starter.launch) as session:
+        began_s = time.monotonic()
+        assert Recovering(session).finish().differs(undisturbed) == []
+        return time.monotonic() - began_s
 
 
 @pytest.mark.parametrize("seed", range(count(4, 40)))
 def test_kills_at_random_times_change_no_bit(
-    seed: int, tmp_path: Path, starter: Starter, undisturbed: Outcome, seconds: dict[bool, float]
+    seed: int, tmp_path: Path, starter: Starter, undisturbed: Outcome, seconds: float
 ) -> None:
     rng = random.Random(seed)
-    as_a_user, rejoins = seed % AS_A_USER_EVERY == 3, rng.random() < 0.5
+    rejoins = rng.random() < 0.5
     transport = {"ring": "1MiB", "connect_timeout": "10s", "rejoin_timeout": "10s" if rejoins else "0s"}
-    with Session(tmp_path, launch if as_a_user else starter.launch) as session:
+    with Session(tmp_path, starter.launch) as session:
         run = Recovering(session, transport=transport)
         processes: dict[Role, Process] = {}
         for kill in kills_of(rng):
@@ -59,7 +56,7 @@ def test_kills_at_random_times_change_no_bit(
             for role in ROLES:
                 if role not in processes or not processes[role].running:
                     processes[role] = run.start(role)
-            time.sleep(kill.after_share * seconds[as_a_user])
+            time.sleep(kill.after_share * seconds)
             for role in kill.roles:
                 processes[role].signal(signal.SIGKILL)
             for role in ROLES if not rejoins else kill.roles:
@@ -67,6 +64,20 @@ def test_kills_at_random_times_change_no_bit(
         settle(run, processes)
         assert run.finish().differs(undisturbed) == []
         assert session.remains() == []
+        assert held_locks(session.run_dir) == []
+        assert not list(session.run_dir.rglob("*.partial"))
+
+
+def held_locks(run_dir: Path) -> list[Path]:
+    """Locks that somebody still holds, of those that a run directory must have."""
+    found = []
+    for path in (run_dir / "prefetcher.lock", run_dir / "trainer.lock"):
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(path)
+    return found
 
 
 def settle(run: Recovering, processes: dict[Role, Process]) -> None:

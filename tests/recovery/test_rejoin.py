@@ -32,13 +32,7 @@ OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
 KILLS: dict[Role, str] = {"prefetcher": "StepReady sent:24", "trainer": "loss written:10"}
 AFTER_THE_GOOD_BYE = {"run not marked complete", "Bye sent"}  # nobody is left who could wait
 ALL = sorted(set(OF_ONE_PAIR) - NEEDS_TIER - AFTER_THE_GOOD_BYE)
-SOME = [
-    "rows collected",
-    "Welcome sent",
-    "changed rows restored",
-    "model restored",
-    "Saved sent",
-]
+SOME = ["rows collected", "Welcome sent", "changed rows restored"]
 
 
 def play(run: Recovering, starts: tuple[Armed, ...]) -> dict[Role, Process]:

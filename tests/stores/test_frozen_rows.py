@@ -39,22 +39,6 @@ def as_rows(blocks: list[tuple[Keys, Records]]) -> dict[int, bytes]:
     return {int(key): record.tobytes() for keys, records in blocks for key, record in zip(keys, records, strict=True)}
 
 
-@pytest.mark.parametrize("block", [1, 4, 1000])
-def test_frozen_rows_come_by_ascending_key_in_blocks_of_one_table(store: TrackedStore, block: int) -> None:
-    everything = all_keys()
-    finish(store.write(everything, random_records(len(everything))))
-    store.settle()
-    chosen = [0, 7, 8, 9, 63, 64, 298, 299]
-    keys = keys_of((0, [39]), (2, chosen), (3, [0]))
-    rows = random_records(len(keys), seed=1)
-    finish(store.write(keys, rows))
-    blocks = list(store.freeze(1.0).blocks(block * GROUP.record_bytes + 1))
-    sizes = [1, *(min(block, 8 - start) for start in range(0, 8, block)), 1]
-    assert [len(found) for found, _ in blocks] == sizes
-    assert np.concatenate([found for found, _ in blocks]).tolist() == keys.tolist()
-    assert np.concatenate([records for _, records in blocks]).tobytes() == rows.tobytes()
-
-
 def test_a_frozen_store_has_no_changed_row_until_one_is_written(store: TrackedStore) -> None:
     keys = all_keys()[:5]
     finish(store.write(keys, random_records(5)))
@@ -85,24 +69,6 @@ def test_there_is_room_again_once_rows_that_are_aside_were_handed_out(store: Tra
     assert store.has_room(10**9), "nothing is frozen that could be written over"
 
 
-def test_a_row_is_set_aside_once_and_not_after_it_was_handed_out(store: TrackedStore) -> None:
-    keys, rows = all_keys()[:4], random_records(4)
-    finish(store.write(keys, rows))
-    blocks = store.freeze(0.75).blocks(GROUP.record_bytes)
-    handed_out = [next(blocks)]
-    for seed in range(1, 4):
-        finish(store.write(keys, random_records(4, seed)))
-    assert as_rows([*handed_out, *blocks]) == as_rows([(keys, rows)])
-
-
-def test_rows_that_are_all_frozen_with_room_for_each_can_be_written_at_once(store: TrackedStore) -> None:
-    keys = all_keys()
-    finish(store.write(keys[:3], random_records(3)))
-    store.freeze(1.0)
-    assert store.has_room(len(keys)), "only three of them can need room"
-    finish(store.write(keys, random_records(len(keys), seed=1)))
-
-
 row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
 
 
@@ -117,7 +83,7 @@ row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
 def test_any_writes_between_the_blocks_change_neither_them_nor_are_they_lost(
     kind: str, frozen_rows_of: list[set[int]], written: list[set[int] | None], block: int, share: float
 ) -> None:
-    """None stands for the next block."""
+    """None stands for the next block. They come by ascending key, each with rows of one table."""
     everything = all_keys()
     with opened(kind) as own:
         store = tracked(own)
@@ -138,6 +104,9 @@ def test_any_writes_between_the_blocks_change_neither_them_nor_are_they_lost(
         handed_out += blocks
         store.thaw()
         assert as_rows(handed_out) == wanted
+        keys = np.concatenate([np.empty(0, np.int64), *(found for found, _ in handed_out)])
+        assert (np.diff(keys) > 0).all()
+        assert all(1 <= len(found) <= block and len(set(found >> 48)) == 1 for found, _ in handed_out)
         assert changed_rows(store) == rows
         kept = np.array(sorted(wanted.keys() - rows.keys()), np.int64)
         assert as_rows([(kept, read(store, kept))]) == {key: wanted[key] for key in kept.tolist()}

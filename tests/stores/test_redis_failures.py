@@ -74,11 +74,6 @@ def test_no_server_there(tmp_path: Path) -> None:
         open_rows(ServerUrl(host=BOUND, port=port, tls=False, user=None), tmp_path)
 
 
-def test_no_machine_of_that_name(tmp_path: Path) -> None:
-    with refused(StoreLost, "no.such.host.invalid:6379 (store.url) cannot be reached"):
-        open_rows(ServerUrl(host="no.such.host.invalid", port=6379, tls=False, user=None), tmp_path)
-
-
 def test_a_password_is_needed_and_checked(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "server", "--requirepass", SECRET, password=SECRET) as server:
         with refused(ConfigError, "refuses this user", "set ROWCAST_REDIS_PASSWORD"):
@@ -221,20 +216,6 @@ def test_a_server_that_is_stopped_counts_as_lost_after_one_timeout_and_is_asked_
             assert client.hget(next(name for _, name in rows._hashes if client.exists(name)), b"none") is None
         after = {command: server.calls(command) for command in ("hset", "hmget", "unlink")}
     assert {command: after[command] - before[command] for command in before} == {"hset": 1, "hmget": 0, "unlink": 0}
-
-
-def test_a_write_that_lands_late_is_no_row_of_the_next_process(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "server") as server:
-        with opened(server, tmp_path, timeout_s=0.2) as rows:
-            rows.write(KEYS, ROWS)
-            server.stop()
-            with refused(StoreLost, "did not answer"):
-                rows.write(KEYS, NEWER)
-        server.go_on()
-        with opened(server, tmp_path) as next_rows:
-            places, out = next_rows.write(KEYS, ROWS), ROWS.copy()
-            next_rows.read(KEYS, places, out)
-            assert (out == ROWS).all()
 
 
 class Silent:
@@ -399,19 +380,6 @@ def test_a_stale_replica_that_took_over_is_found_at_the_first_row_that_it_has_no
                 rows.read(KEYS[3:], places, ROWS[3:].copy())
 
 
-def test_a_replica_that_took_over_is_another_server(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "primary") as primary:
-        replica = RedisServer(tmp_path / "replica", "--replicaof", f"{BOUND} {primary.port}")
-        with replica, opened(primary, tmp_path) as rows, primary.client() as client, replica.client() as other:
-            rows.write(KEYS, ROWS)
-            wait_for_replica(client)
-            other.replicaof("NO", "ONE")
-            primary.kill()
-            other.config_set("port", primary.port)
-            with refused(StoreLost, "was started again"):
-                rows._servers.check()
-
-
 def test_a_primary_that_becomes_a_replica(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "a") as server, RedisServer(tmp_path / "b") as other, opened(server, tmp_path) as rows:
         rows.write(KEYS, ROWS)
@@ -551,13 +519,3 @@ def test_a_cluster_without_all_slots_is_refused(cluster: RedisCluster, tmp_path:
         with refused(StoreLost, "2 of the cluster's 16384 slots have no server"):
             open_rows(cluster.url, tmp_path / "run")
         client.execute_command("CLUSTER", "ADDSLOTS", 7, 9)
-
-
-def test_a_cluster_of_which_a_server_is_killed(cluster: RedisCluster, tmp_path: Path) -> None:
-    with opened(cluster, tmp_path) as rows:
-        places = rows.write(KEYS, ROWS)
-        cluster.nodes[1].kill()
-        with refused(StoreLost, f"{BOUND}:{cluster.nodes[1].port} (store.url) is gone"):
-            rows.read(KEYS, places, ROWS.copy())
-        check_that_it_stays_lost(rows)
-        cluster.nodes[1].start()

@@ -22,7 +22,6 @@ from tests.stores.every_store import (
     all_keys,
     finish,
     groups,
-    keys_of,
     open_numbered_as_touched,
     opened,
     present,
@@ -37,56 +36,6 @@ from tests.support.late_store import LateStore
 def store(request: pytest.FixtureRequest) -> Iterator[RowStore]:
     with opened(request.param) as store:
         yield store
-
-
-def test_rows_that_were_never_written_are_named_absent(store: RowStore) -> None:
-    keys = keys_of((0, [1, 3]), (2, [299]), (3, [0]))
-    finish(store.write(keys, random_records(len(keys))))
-    for asked, absent in ((keys, []), (keys_of((0, [0, 1, 2, 3]), (3, [0, 6])), [0, 2, 5]), (keys_of((2, [7])), [0])):
-        ticket = store.read(asked, np.empty((len(asked), GROUP.record_bytes), np.uint8))
-        finish(ticket)
-        assert list(ticket.absent) == absent
-
-
-def test_a_row_has_the_bytes_that_were_written_last_and_its_neighbours_keep_theirs(store: RowStore) -> None:
-    everything = all_keys()
-    expected = random_records(len(everything))
-    finish(store.write(everything, expected))
-    keys = keys_of((0, [0, 3, 39]), (2, [0, 299]), (3, [6]))
-    for seed in (1, 2):
-        rows = random_records(len(keys), seed)
-        finish(store.write(keys, rows))
-        expected[np.searchsorted(everything, keys)] = rows
-        assert read(store, everything).tobytes() == expected.tobytes()
-        assert read(store, keys).tobytes() == rows.tobytes()
-
-
-def test_rows_belong_to_the_store_only_until_the_ticket_is_done(store: RowStore) -> None:
-    keys, rows = keys_of((0, [1, 2])), random_records(2)
-    kept = rows.copy()
-    finish(store.write(keys, rows))
-    rows[:] = 0
-    assert read(store, keys).tobytes() == kept.tobytes()
-
-
-def test_nothing_read_or_written_is_no_error(store: RowStore) -> None:
-    nothing = np.empty(0, np.int64)
-    finish(store.write(nothing, random_records(0)))
-    assert read(store, nothing).shape == (0, GROUP.record_bytes)
-    assert present(store) == {}
-
-
-def test_reading_leaves_no_trace(store: RowStore) -> None:
-    read(store, all_keys())
-    assert present(store) == {}
-
-
-def test_tables_of_a_group_do_not_share_rows(store: RowStore) -> None:
-    keys = keys_of((0, [4]), (2, [4]), (3, [4]))
-    rows = random_records(3)
-    finish(store.write(keys, rows))
-    for index, key in enumerate(keys):
-        assert read(store, np.array([key])).tobytes() == rows[index].tobytes()
 
 
 def test_a_store_can_be_closed_twice_and_has_no_rows_then(store: RowStore) -> None:
@@ -114,7 +63,7 @@ def test_reads_and_writes_of_different_rows_may_run_at_once_in_two_threads(store
     assert read(store, theirs).tobytes() == rows[1::2].tobytes()
 
 
-row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
+row_sets = st.sets(st.integers(0, len(all_keys()) - 1), max_size=60)
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -130,6 +79,7 @@ def test_any_reads_and_writes_agree_with_a_plain_dictionary(kind: str, operation
                 rows = random_records(len(keys), step)
                 finish(store.write(keys, rows))
                 expected |= {int(key): row.tobytes() for key, row in zip(keys, rows, strict=True)}
+                rows[:] = 0  # they belong to the store only until the ticket is done
             else:
                 found = zip(keys.tolist(), read(store, keys), strict=True)
                 assert {key: row.tobytes() for key, row in found if key in expected} == {

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a Redis server: it can stop to forward, or lead to another server."""
+"""A TCP proxy in front of a Redis server: it can stop to forward."""
 
 import socket
 import threading
@@ -17,8 +17,6 @@ class Proxy:
         self._target = port
         self._flows = threading.Event()
         self._flows.set()
-        self._word, self._times = b"", 0
-        self.holds = threading.Event()  # `hold_at` has come true
         self._listener = socket.create_server((BOUND, 0))
         self.port = int(self._listener.getsockname()[1])
         self._sockets: list[socket.socket] = []
@@ -56,19 +54,6 @@ class Proxy:
         finally:
             self._flows.set()
 
-    def hold_at(self, word: bytes, times: int) -> None:
-        """What clients send is held from the `times`th chunk on that has `word`."""
-        self._word, self._times = word, times
-
-    def release(self) -> None:
-        """What was held arrives."""
-        self._flows.set()
-
-    def lead_to(self, port: int) -> None:
-        """New connections; those that stand are closed."""
-        self._target = port
-        self._drop()
-
     def _drop(self) -> None:
         for end in self._sockets:
             with suppress(OSError):
@@ -88,17 +73,12 @@ class Proxy:
                 continue
             self._sockets += [client, server]
             for source, sink in ((client, server), (server, client)):
-                self._threads.append(threading.Thread(target=self._forward, args=(source, sink, source is client)))
+                self._threads.append(threading.Thread(target=self._forward, args=(source, sink)))
                 self._threads[-1].start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, from_client: bool) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while received := source.recv(2**16):
-                if from_client and self._times and self._word in received:
-                    self._times -= 1
-                    if not self._times:
-                        self._flows.clear()
-                        self.holds.set()
                 self._flows.wait()
                 sink.sendall(received)
         for end in (source, sink):
