@@ -1,8 +1,6 @@
 """An export is one safetensors file with the dense weights and every row, trained or not; stock PyTorch loads it."""
 
 import io
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -16,9 +14,8 @@ from safetensors.torch import save as torch_save
 from torch import Tensor, nn
 
 from rowcast.job.embedding_tables import Table
-from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints import export, row_files
 from rowcast.prefetcher.checkpoints.export import CheckpointRows, SavedModelState, export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
@@ -28,7 +25,6 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.trainer.kernels import part_of
 from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
 from tests.checkpoints.fake_run import FakeRun
@@ -37,7 +33,6 @@ from tests.support import jobs
 from tests.support.batches import make_batch, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings, start_state
 from tests.support.facts import facts
-from tests.support.processes import Session
 
 DIM = 6
 
@@ -87,17 +82,6 @@ def assert_equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) 
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape, name
         assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), f"{name} differs"
-
-
-def test_an_export_holds_exactly_the_rows_of_the_store_and_the_dense_weights(tmp_path: Path) -> None:
-    run = trained_run(tmp_path / "run")
-    found = exported(run, tmp_path / "out.safetensors")
-    assert_equal_tensors(found, run.state())
-    start = start_state(run.job, 4)
-    assert all(
-        not torch.equal(found[f"embedding_bags.{t.name}.weight"], start[f"embedding_bags.{t.name}.weight"])
-        for t in run.job.tables
-    )
 
 
 @pytest.mark.parametrize(("shard_bytes", "block_rows"), [(1_000, 65_536), (4_000, 64), (10_000_000, 7), (2_000, 1)])
@@ -203,43 +187,6 @@ def evaluate_next(run: InProcessRun, batches: list[ScheduledBatch]) -> float:
     """The loss of the sixth batch after five steps, by a run that goes on to train it."""
     slots = slots_for(run.groups, batches, "one batch")
     return float(InProcessRun(run.job, batches, Settings(slots=slots)).run().results.losses[5])
-
-
-def assert_equal_to_first_records(job: Job, content: dict[str, Tensor]) -> None:
-    for group in group_specs(job):
-        for table in group.tables:
-            keys = make_keys(table.index, np.arange(table.num_embeddings, dtype=np.int64))
-            records = torch.from_numpy(first_records(group, job.job.seed, keys))
-            for part in group.parts:
-                name = (
-                    f"embedding_bags.{table.name}.weight"
-                    if part.name == "weight"
-                    else f"optimizer.{table.name}.{part.name}"
-                )
-                assert torch.equal(content[name], part_of(records, part)), name
-
-
-def test_two_processes_with_no_step_export_the_first_value_of_every_row(tmp_path: Path) -> None:
-    with Session(tmp_path) as session:
-        prefetcher, trainer = session.start_both("--max-steps", "0")
-        trainer.ended().quiet()
-        prefetcher.ended().quiet()
-        out = tmp_path / "model.safetensors"
-        command = [
-            sys.executable,
-            "-m",
-            "rowcast.prefetcher",
-            "export",
-            "--run",
-            str(session.run_dir),
-            "--out",
-            str(out),
-        ]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        job, content = load_job(session.config), load_file(out)
-        assert session.manifest().num_rows == 0
-    assert_equal_to_first_records(job, content)
-    bags_and_model(job, content, num_dense=13)
 
 
 # bounded memory

@@ -68,15 +68,6 @@ def test_a_fresh_run_killed_before_its_first_checkpoint_gives_the_old_run_back(
     assert not list(session.run_dir.glob(".checkpoints.*"))
 
 
-def test_an_import_that_does_not_fit_leaves_the_model(complete: Recovering, tmp_path: Path) -> None:
-    session = complete.session
-    before = snapshot(session.run_dir)
-    (tmp_path / "no.safetensors").write_bytes(b"\0" * 64)
-    refused = session.start("prefetcher", "--fresh", f"--from={tmp_path / 'no.safetensors'}").ended()
-    assert refused.code == 4
-    assert snapshot(session.run_dir) == before
-
-
 def test_a_fresh_run_with_nothing_to_train_does_not_complete_the_earlier_one(
     complete: Recovering, tmp_path: Path
 ) -> None:

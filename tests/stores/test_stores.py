@@ -1,6 +1,5 @@
 """What every store promises: one suite for all that `job/stores.py` names."""
 
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from rowcast.job.tables import make_keys
 from rowcast.prefetcher.stores import memory_store
 from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.store import Finished, RowStore
+from rowcast.prefetcher.stores.store import RowStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Part, Result, ThreadPool
@@ -127,35 +126,6 @@ def test_a_late_read_touches_nothing_before_its_ticket_is_done(seed: int) -> Non
             late += 1
         assert out.tobytes() == rows.tobytes()
     assert late > 0
-
-
-def test_late_tickets_finish_out_of_order() -> None:
-    store = LateStore(MemoryStore(GROUP), seed=3)
-    tickets = [store.write(all_keys()[i : i + 1], random_records(1, i)) for i in range(20)]
-    order: list[int] = []
-    while len(order) < len(tickets):
-        order += [i for i, ticket in enumerate(tickets) if i not in order and ticket.done()]
-    assert order != sorted(order)
-
-
-class Slow(Finished):
-    """A ticket that is done at the third look."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looks = 0
-
-    def done(self) -> bool:
-        self.looks += 1
-        return self.looks >= 3
-
-
-def test_a_late_ticket_is_done_only_after_that_of_the_store_it_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, slow = MemoryStore(GROUP), Slow()
-    monkeypatch.setattr(inner, "read", lambda keys, out: slow)
-    monkeypatch.setattr(random.Random, "random", lambda self: 0.0)
-    ticket = LateStore(inner, seed=0).read(all_keys()[:1], random_records(1))
-    assert [ticket.done() for _ in range(4)] == [False, False, True, True]
 
 
 # what only the memory store does

@@ -14,7 +14,6 @@ from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.stores.every_store import GROUP, all_keys, finish, present, random_records, read
 from tests.support.cold_dict import ColdDict
-from tests.support.facts import facts
 from tests.support.tiers import NO_KEYS, check_tier, tier_plan, tiered
 
 
@@ -35,12 +34,6 @@ def with_rows(num_slots: int, num_rows: int) -> tuple[TieredStore, ColdDict, Key
     keys = all_keys()[:num_rows]
     finish(store.write(keys, random_records(num_rows)))
     return store, cold, keys
-
-
-def test_rows_written_before_any_plan_are_cold() -> None:
-    store, cold, keys = with_rows(10, 20)
-    assert store.num_in_memory == 0
-    assert sorted(cold.places) == keys.tolist()
 
 
 def test_a_planned_row_is_in_memory_when_it_is_read_and_leaves_once_its_step_is_home() -> None:
@@ -224,15 +217,6 @@ def test_a_new_attempt_begins_with_an_empty_memory_of_any_size_and_all_rows(num_
     settle(store, None)
     assert store.num_in_memory == min(20, num_slots)
     assert read(store, keys).tobytes() == expected.tobytes()
-
-
-def test_a_failed_check_names_both_numbers() -> None:
-    store, _, keys = with_rows(5, 5)
-    store.stage(0, tier_plan(load=keys))
-    settle(store, None)
-    store._whereabouts[2] = 0
-    with pytest.raises(AssertionError, match=facts("slot 2", "row 2", 0)):
-        check_tier(store)
 
 
 row_sets = st.sets(st.integers(0, len(all_keys()) - 1), max_size=60)
