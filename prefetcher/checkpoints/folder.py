@@ -24,7 +24,7 @@ from pathlib import Path
 from rowcast.job.file import parse_manifest_job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints.interval import FILE as INTERVAL_FILE
-from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
+from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import NEW_NAME, Steps, read_rows
 from rowcast.prefetcher.stores.elements import FiniteRows
 from rowcast.runtime.checkpoint_manifest import (

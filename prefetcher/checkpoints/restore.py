@@ -1,17 +1,90 @@
-"""Restores the rows and the model state of a checkpoint, and compares checksums while reading."""
+"""Restores the rows of one shard and the model state of a checkpoint, and compares checksums while reading.
+
+    a checkpoint of 4 shards      |     0      |      1       |     2      |      3       |
+    read by 2                     |      0: all of 0 and 1    |      1: all of 2 and 3    |
+    read by 8                     |   0  |  1  |  2   |   3   |  4  |  5   |   6   |  7   |      half of the rows of one
+
+A prefetcher reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps its rows.
+"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard, ShardPart
+from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
 from rowcast.prefetcher.stores.store import Keys, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
+from rowcast.protocol.shards import Shards
+from rowcast.runtime.checkpoint_manifest import Manifest, RowFile, RowLayer, checked_file
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnShard:
+    number: int  # 0 to count - 1
+    count: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.number < self.count, f"shard {self.number} of {self.count}"
+
+    @property
+    def tag(self) -> str:
+        """The suffix of the group's name in its row files' names; empty for a single shard."""
+        return "" if self.count == 1 else f"-r{self.number:03d}"
+
+    def overlaps(self, other: "OwnShard") -> bool:
+        """Returns whether a row may belong to both: to this one of `count` shards, and to the other one of
+        `other.count`."""
+        first = self.number * other.count < (other.number + 1) * self.count
+        return first and other.number * self.count < (self.number + 1) * other.count
+
+    def parts_of(self, manifest: Manifest) -> Iterator["ShardPart"]:
+        """Yields the shards of a checkpoint that may have rows of this one."""
+        for number, shard in enumerate(manifest.shards):
+            held = OwnShard(number=number, count=len(manifest.shards))
+            if self.overlaps(held):
+                yield ShardPart(layers=shard.layers, held=held, wanted=self)
+
+    def owned(self, group: GroupSpec, rows: Rows) -> Rows:
+        """Returns the rows that belong to this shard."""
+        if self.count == 1:
+            return rows
+        (keys, records), own = rows, self.owns(group, rows[0])
+        return rows if own.all() else (keys[own], records[own])
+
+    def owns(self, group: GroupSpec, keys: Keys) -> npt.NDArray[np.bool_]:
+        own: npt.NDArray[np.bool_] = Shards(group.tables, self.count).owners(keys) == self.number
+        return own
+
+
+ALONE = OwnShard(number=0, count=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardPart:
+    """Reads the rows of the shard `wanted` from a checkpoint's shard `held`."""
+
+    layers: tuple[RowLayer, ...]  # oldest first
+    held: OwnShard
+    wanted: OwnShard
+
+    def read(self, root: Path, group: GroupSpec, file: RowFile) -> Rows:
+        """Returns the wanted rows of a file. Raises DataError if it has rows of a wrong shard."""
+        rows = read_rows(root, group, file)
+        if self.held.count > 1:
+            strange = np.flatnonzero(~self.held.owns(group, rows[0]))
+            if len(strange):
+                raise DataError(
+                    f"{root / file.file}: key {rows[0][strange[0]]} is not of shard {self.held.number} of "
+                    f"{self.held.count}, whose files the manifest names"
+                )
+        return rows if self.held == self.wanted else self.wanted.owned(group, rows)
 
 
 def restore_rows(

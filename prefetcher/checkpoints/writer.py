@@ -21,7 +21,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.commit import Abandoned, await_manifest, gather_shards, publish, write_shard_file
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, softly
-from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
+from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import (
     HashedFile,
     RowFiles,

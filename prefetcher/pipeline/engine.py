@@ -31,7 +31,7 @@ from rowcast.prefetcher.pipeline.planning import PlanningStage
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.source import Source
-from rowcast.prefetcher.stores.store_counts import StoreCounts, described, totals
+from rowcast.prefetcher.stores.store import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.attempts import check_hello
 from rowcast.protocol.conversation import Conversation

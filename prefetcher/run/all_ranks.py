@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
+from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.prefetcher.run.starting_point import RunOptions, settle_run
 from rowcast.runtime.children import END_S, POLL_S, Child, StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.disk import Disk

@@ -22,8 +22,7 @@ from rowcast.job.training_identity import check_can_evaluate
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.interval import AttemptInterval
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
-from rowcast.prefetcher.checkpoints.restore import dense_content
+from rowcast.prefetcher.checkpoints.restore import OwnShard, dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from rowcast.job.schema import CheckpointInterval
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, Queue
-from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.store import StoreCounts
 from rowcast.protocol.scrape import CountersCollector, Gauges
 from rowcast.runtime.telemetry.metrics import Sample, samples_of
 

@@ -17,7 +17,7 @@ from rowcast.job.schema import Job
 from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
+from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.prefetcher.stores.redis_store import remove_left_tables
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.checkpoint_manifest import Manifest, write_durably

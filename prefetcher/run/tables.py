@@ -6,10 +6,9 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
-from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
+from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard, restore_changed, restore_rows
 from rowcast.prefetcher.run.sizing import stage_threads
-from rowcast.prefetcher.stores.store_counts import StoreCounts, described
+from rowcast.prefetcher.stores.store import StoreCounts, described
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import crash_point

@@ -43,8 +43,7 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, ColdRows, Moved, Places
 from rowcast.prefetcher.stores.cold.segment_file import SegmentFile
 from rowcast.prefetcher.stores.row_loops import Words
-from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, ReadTicket, Records, RowStore
-from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, ReadTicket, Records, RowStore, StoreCounts
 from rowcast.prefetcher.stores.tier_budget import MOST_SLOTS, disk_shares
 from rowcast.prefetcher.stores.tier_loops import (
     ABSENT_ROW,

@@ -21,7 +21,7 @@ from rowcast.prefetcher.planner.capacity import job_slots
 from rowcast.prefetcher.readers.pin_files import load_pins, save_pins
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.store import StoreCounts
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import GroupPlan

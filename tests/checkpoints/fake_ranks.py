@@ -8,7 +8,7 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import carry_out
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
+from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from tests.checkpoints.fake_run import MAX_ADVANCES, TABLES, FakeRun, Rows, UnsyncedDisk

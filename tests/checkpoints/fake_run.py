@@ -14,8 +14,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.own_shard import ALONE, OwnShard
-from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
+from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard, dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter, RowBlock
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, Records
 from rowcast.prefetcher.stores.tracked_store import TrackedStore

@@ -9,8 +9,7 @@ import pytest
 
 from rowcast.prefetcher.checkpoints import commit, row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
-from rowcast.prefetcher.checkpoints.restore import restore_changed
+from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_changed
 from rowcast.prefetcher.checkpoints.row_files import read_rows
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,

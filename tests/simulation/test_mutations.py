@@ -9,8 +9,7 @@ import pytest
 import rowcast.prefetcher.run.tables
 import rowcast.trainer.models.runner
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
-from rowcast.prefetcher.checkpoints.restore import restore_chosen
+from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_chosen
 from rowcast.prefetcher.checkpoints.row_files import HashedFile
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier

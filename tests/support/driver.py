@@ -24,8 +24,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
-from rowcast.prefetcher.checkpoints.restore import dense_content, restore_rows
+from rowcast.prefetcher.checkpoints.restore import OwnShard, dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums

@@ -3,8 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
-from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, StoreCounts, Ticket
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64
 

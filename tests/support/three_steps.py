@@ -10,7 +10,7 @@ from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates
-from rowcast.prefetcher.stores.store_counts import StoreCounts
+from rowcast.prefetcher.stores.store import StoreCounts
 from rowcast.protocol.messages import (
     ArraySpan,
     Flush,

@@ -24,7 +24,7 @@ from rowcast.job.stores import Store
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
-from rowcast.prefetcher.checkpoints.own_shard import OwnShard
+from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Manifest

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.stores.store_counts import StoreCounts, described
+from rowcast.prefetcher.stores.store import StoreCounts, described
 from rowcast.protocol.scrape import CountersCollector, new_registry
 from rowcast.runtime.telemetry.metrics import BOTH, METRICS, Health, Process, State, build_info, families
 from rowcast.trainer.step.engine import TrainerCollector, TrainerGauges
