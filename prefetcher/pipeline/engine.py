@@ -178,7 +178,7 @@ class PrefetcherEngine:
 
     def stage_rows(self) -> bool:
         home_through = self.writeback.applied_through
-        worked = [store.advance(home_through) for store in self._stores]  # each has its turn
+        worked = [store.store.advance(home_through) for store in self._stores]  # each has its turn
         return any(worked)
 
     def stop(self, reason: str) -> None:

@@ -200,7 +200,7 @@ class PlanningStage:
             following = self._planner.known.next.following
             plan = self._planner.plan()
             for store, group in zip(self._stores, plan.groups, strict=True):
-                store.stage(step, group)
+                store.store.stage(step, group)
         crash_point("plan made")
         samples = self._samples.popleft().within(self._cuts.popleft())
         self._counters.planned(plan, len(samples.labels))

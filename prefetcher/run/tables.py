@@ -74,7 +74,7 @@ class Tables:
     def begin(self, memory_rows: tuple[int, ...]) -> None:
         """See `RowStore.begin`. `memory_rows`: of each group."""
         for store, rows in zip(self.stores, memory_rows, strict=True):
-            store.begin(rows)
+            store.store.begin(rows)
 
     def log_counts(self) -> None:
         """Logs what each memory tier has moved, and whether it kept up."""
@@ -105,8 +105,9 @@ class Tables:
         stores = []
         try:
             for group in self._groups:
-                stores.append(TrackedStore(open_row_store(self._job, group), group, self._job.job.seed))
-                stores[-1].use_threads(self._pool)
+                store = open_row_store(self._job, group)
+                stores.append(TrackedStore(store, group, self._job.job.seed))
+                store.use_threads(self._pool)
         finally:
             self.stores = tuple(stores)
         if newest is not None:

@@ -12,9 +12,7 @@ from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish
 from rowcast.prefetcher.stores.touched_rows import RowsInOrder
-from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import U64
-from rowcast.runtime.stages import ThreadPool
 
 ROWS_AT_ONCE = 2**16
 
@@ -61,18 +59,6 @@ class TrackedStore:
             frozen.set_aside(keys, numbers)
         set_bits(self._changed, numbers)
         return self.store.write_numbered(keys, numbers, rows)
-
-    def begin(self, memory_rows: int) -> None:
-        self.store.begin(memory_rows)
-
-    def use_threads(self, pool: ThreadPool) -> None:
-        self.store.use_threads(pool)
-
-    def stage(self, step: int, plan: GroupPlan) -> None:
-        self.store.stage(step, plan)
-
-    def advance(self, home_through: int | None) -> bool:
-        return self.store.advance(home_through)
 
     def has_room(self, num_rows: int) -> bool:
         """Returns whether `num_rows` may be written now: False while this would set aside too many frozen rows."""
