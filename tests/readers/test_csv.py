@@ -1,7 +1,6 @@
 """CSV: what cells may hold, and the sentence for each way in which a file does not fit."""
 
 import csv
-import gzip
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +205,6 @@ def test_a_list_of_any_length_is_read_in_the_first_row_too(first: bool, tmp_path
     assert csv.field_size_limit() == limit, "it belongs to the process"
 
 
-def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
-    content = gzip.compress("".join(f"{line}\n" for line in [LINES[0], *LINES[1:] * 50]).encode())
-    for kept in (20, len(content) - 4):
-        (tmp_path / "data.csv.gz").write_bytes(content[:kept])
-        assert "the gzip file is truncated or damaged" in refusal(DataError, tmp_path)
-
-
 def test_a_column_that_the_header_has_not_is_named_with_the_nearest(tmp_path: Path) -> None:
     path = write(tmp_path, LINES)
     sentence = f"data.columns.label: {path} has no column lable, the nearest is label; it has label, int_0, a, b, w"
@@ -246,8 +238,3 @@ def test_lists_and_delimiter_belong_to_csv() -> None:
             match=facts("columns.lists", "columns.delimiter", '"csv"', "'parquet'"),
         ):
             make_job("parquet", TABLES, path="x", columns=columns)
-
-
-def test_full_shuffle_is_refused_as_of_other_text() -> None:
-    with pytest.raises(ConfigError, match=facts('shuffle = "full"', "csv", '"window:65536"')):
-        make_job("csv", TABLES, path="x", shuffle="full")

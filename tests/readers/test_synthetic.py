@@ -1,4 +1,4 @@
-"""Synthetic data: ids follow Zipf's law over a permuted space, and labels follow the ids."""
+"""Synthetic data: ids follow Zipf's law over a permuted space, and labels have the rate of Criteo."""
 
 from typing import Any
 
@@ -62,41 +62,6 @@ def test_labels_of_tables_with_one_row_keep_their_rate() -> None:
     batch = only_batch(synthetic([table("t", 1, "a")]))
     assert set(batch.ids.tolist()) == {0}
     assert batch.labels.mean() == pytest.approx(0.26, abs=0.02)
-
-
-def test_ids_explain_the_labels_and_dense_features_hardly() -> None:
-    train, held_out = open_halves(synthetic(CRITEO, samples=60_000))
-    assert naive_bayes_auc(train, held_out) > 0.70
-    weights = np.linalg.lstsq(np.c_[train.dense, np.ones(train.size)], train.labels, rcond=None)[0]
-    assert 0.50 < auc(held_out.labels, held_out.dense @ weights[:-1]) < 0.60
-
-
-def open_halves(job: Job) -> tuple[Batch, Batch]:
-    data = msgspec.structs.replace(job.data, batch_size=job.data.synthetic.samples // 2)
-    first, second = open_reader(msgspec.structs.replace(job, data=data)).batches("train", 0)
-    return first, second
-
-
-def naive_bayes_auc(train: Batch, held_out: Batch) -> float:
-    scores = np.zeros(held_out.size)
-    for ids, new_ids in zip(train.ids.reshape(26, -1), held_out.ids.reshape(26, -1), strict=True):
-        known, inverse = np.unique(ids, return_inverse=True)
-        clicks, shown = np.bincount(inverse, train.labels), np.bincount(inverse)
-        rates = (clicks + 20 * train.labels.mean()) / (shown + 20)
-        at = np.searchsorted(known, new_ids).clip(max=len(known) - 1)
-        scores += np.where(known[at] == new_ids, np.log(rates / (1 - rates))[at], np.log(0.26 / 0.74))
-    return auc(held_out.labels, scores)
-
-
-def auc(labels: Any, scores: Any) -> float:
-    ranks = np.empty(len(scores))
-    ranks[np.argsort(scores, kind="stable")] = np.arange(1, len(scores) + 1)
-    positives = labels == 1
-    num_positives = positives.sum()
-    return float(
-        (ranks[positives].sum() - num_positives * (num_positives + 1) / 2)
-        / (num_positives * (len(labels) - num_positives))
-    )
 
 
 def test_another_seed_is_another_data_set_and_the_same_seed_the_same() -> None:
