@@ -32,7 +32,8 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.machine import usable_cores
-from rowcast.trainer.models import build_dense_optimizer, build_model, mean_loss
+from rowcast.trainer.models import build_dense_optimizer, build_model
+from rowcast.trainer.models.job_model import mean_loss
 
 ARRAYS = ("dense", "labels", "ids", "offsets")  # of a batch; bags with weights are not compared
 DECODED_AHEAD = 4  # batches

@@ -25,8 +25,8 @@ from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.trainer.models import mean_loss
 from rowcast.trainer.models.dlrm import DLRM
+from rowcast.trainer.models.job_model import mean_loss
 from tests.checkpoints.fake_run import FakeRun
 from tests.checkpoints.fake_run import small_job as job_of_three_tables
 from tests.support import jobs

@@ -11,8 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.kernels.torch_ops import clip_rows
-from rowcast.trainer.models import mean_loss
-from rowcast.trainer.models.job_model import CPU, JobModel, check_compiler, set_precision
+from rowcast.trainer.models.job_model import CPU, JobModel, check_compiler, mean_loss, set_precision
 from rowcast.trainer.models.model_state import (
     model_state,
     optimizer_state,

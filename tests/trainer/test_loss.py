@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models import as_fp32, mean_loss, own_loss
+from rowcast.trainer.models import as_fp32, own_loss
+from rowcast.trainer.models.job_model import mean_loss
 from tests.support.facts import facts
 
 OUTPUTS, LABELS = torch.tensor([0.5, -2.0, 1.0], requires_grad=True), torch.tensor([1.0, 0.0, 0.0])

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rowcast.trainer.adopt.table_files import read_tables, write_tables
-from rowcast.trainer.models import aligned
-from rowcast.trainer.models.embedding import joined
+from rowcast.trainer.models.embedding import aligned, joined
 from tests.support.jobs import job, table
 
 MEMORY = np.arange(500, dtype=np.float32)  # more than any part below reaches

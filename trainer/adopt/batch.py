@@ -9,8 +9,7 @@ from torch import Tensor
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.parts import Belonging
 from rowcast.trainer.adopt.slices import Slice
-from rowcast.trainer.models import aligned
-from rowcast.trainer.models.embedding import FeatureSlots
+from rowcast.trainer.models.embedding import FeatureSlots, aligned
 from rowcast.trainer.models.job_model import named_inputs
 from rowcast.trainer.step.cache import Step
 

@@ -8,7 +8,7 @@ a list of f32 [B, 1], one per feature of such a table. If the data has arrays, t
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from rowcast.job.models import BUILT_IN_MODELS, BuiltInModel
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models.embedding import align_inputs
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
-__all__ = ["Embedded", "Sequences", "build_dense_optimizer", "build_model", "mean_loss"]
-
-MATRIX_ALIGNMENT = 64  # bytes
+__all__ = ["Embedded", "Sequences", "build_dense_optimizer", "build_model"]
 
 
 def build_model(job: Job, num_dense: int) -> nn.Module:
@@ -41,30 +40,6 @@ def built_in_factory(model: BuiltInModel) -> Callable[[Job, int], nn.Module]:
     module, _, name = model.factory.partition(":")
     factory: Callable[[Job, int], nn.Module] = getattr(import_module(module), name)
     return factory
-
-
-Inputs = tuple[Tensor, *tuple[Sequence[Embedded], ...]]  # dense, embeddings, and linear weights if there are any
-
-
-def align_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Aligns a model's inputs: on the CPU, the bits of a matrix product depend on alignment and strides."""
-    if torch.compiler.is_compiling():
-        return inputs  # `JobModel` has aligned them
-    dense, *lists = inputs
-    return aligned(dense), *([aligned_embedding(embedding) for embedding in own] for own in lists)
-
-
-def aligned_embedding(embedding: Embedded) -> Embedded:
-    if isinstance(embedding, Sequences):
-        return Sequences(values=aligned(embedding.values), offsets=embedding.offsets)
-    return aligned(embedding)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    # a dimension of 1 may have any stride, and products read it
-    if tensor.is_contiguous() and 1 not in tensor.shape and tensor.data_ptr() % MATRIX_ALIGNMENT == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -94,25 +69,6 @@ def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch
 
 
 OwnLoss = Callable[[Any, Tensor], Tensor]
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross entropy, the mean over the batch. logits and labels f32 [B], or both [B, T] with several labels.
-
-    An unknown label, NaN, has no loss and no gradient, but counts in the mean: it divides by B * T. So a sample's
-    contribution does not depend on other samples, and the parts of a batch add up to its mean. Raises ConfigError for
-    other shapes."""
-    found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-    if not isinstance(logits, Tensor) or logits.shape != labels.shape:
-        needed = "one logit per sample" if labels.dim() == 1 else "one logit per sample and label"
-        raise ConfigError(
-            f"the model returned {found}; return {needed}, shape {list(labels.shape)}, or give the model a method "
-            "loss(outputs, labels)"
-        )
-    if labels.dim() > 1:
-        known = ~labels.isnan()
-        return nn.functional.binary_cross_entropy_with_logits(logits, labels.where(known, 0.0), known.to(logits.dtype))
-    return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
 def own_loss(model: nn.Module) -> OwnLoss | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rowcast.job.models import DCNv2Settings
 from rowcast.job.schema import Job
-from rowcast.trainer.models.mlp import empty_linear, linear_layers, logits_of, relu_layers
+from rowcast.trainer.models.dlrm import empty_linear, linear_layers, logits_of, relu_layers
 
 
 class DCNv2(nn.Module):

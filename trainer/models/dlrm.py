@@ -1,8 +1,10 @@
 """DLRM: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems.
 
-arXiv 1906.00091
+arXiv 1906.00091. Other models build their stacks of linear layers with the same initial values.
 """
 
+import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,7 +16,40 @@ from rowcast.job.schema import Job
 from rowcast.trainer.kernels.choose import choose_interaction
 from rowcast.trainer.kernels.interaction import Interaction
 from rowcast.trainer.models.embedding import joined
-from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
+
+
+def linear_layers(widths: list[int], generator: torch.Generator) -> nn.ModuleList:
+    return nn.ModuleList(linear(width_in, width_out, generator) for width_in, width_out in itertools.pairwise(widths))
+
+
+def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
+    """A layer with the published initial values: normal, deviation sqrt(2 / (in + out)), sqrt(1 / out) for biases.
+
+    Without input (a job without dense features) it returns its biases, which are trained like any others."""
+    layer = empty_linear(width_in, width_out)
+    with torch.no_grad():
+        layer.weight.normal_(0.0, (2 / (width_in + width_out)) ** 0.5, generator=generator)
+        layer.bias.normal_(0.0, (1 / width_out) ** 0.5, generator=generator)
+    return layer
+
+
+def empty_linear(width_in: int, width_out: int, *, bias: bool = True) -> nn.Linear:
+    """A layer without values, because nn.Linear would draw them from the global random state."""
+    with warnings.catch_warnings():  # without input, torch warns that the weights are empty
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
+        return nn.Linear(width_in, width_out, bias=bias, device="meta").to_empty(device="cpu")
+
+
+def relu_layers(layers: nn.ModuleList, features: Tensor) -> Tensor:
+    for layer in layers:
+        features = torch.relu(layer(features))
+    return features
+
+
+def logits_of(layers: nn.ModuleList, features: Tensor) -> Tensor:
+    """Applies all layers, with a ReLU after each but the last, which has width 1; returns f32 [B]."""
+    logits: Tensor = layers[-1](relu_layers(layers[:-1], features))
+    return logits.squeeze(1)
 
 
 class DLRM(nn.Module):

@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, pairwise
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rowcast.job.learning_rate import learning_rate
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.streams import Phase
-from rowcast.trainer.kernels import GroupLookup, Kernels, rows_of, rule_at, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, Rule, rows_of, rule_at, torch_ops
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
 
+MATRIX_ALIGNMENT = 64  # bytes
+Inputs = tuple[Tensor, *tuple[Sequence[Embedded], ...]]  # dense, embeddings, and linear weights if there are any
 CLOSED = (
     "the backward pass of train step {} came after the loader had ended, when its rows had left the device; call "
     "backward() before the loader is closed or asked for the next batch"
@@ -139,7 +141,8 @@ class GroupRows:
     def __init__(self, group: GroupSpec, records: Tensor, kernels: Kernels) -> None:
         self.dim = group.embedding_dim
         self.rows = rows_of(records, group)
-        self.rule = partial(rule_at, group.optimizer)  # of a train step
+        self._settings = group.optimizer
+        self._rule = rule_at(group.optimizer, 0)
         self._features = group.feature_names
         self._unpooled = group.unpooled_features
         self._kernels = kernels
@@ -151,6 +154,11 @@ class GroupRows:
         divisors = self.divisors(lookup, self._bags_of(lookup))
         self._divided = lookup, divisors
         return self._kernels.lookup(self.rows, lookup, divisors)
+
+    def rule(self, train_step: int) -> Rule:
+        """Returns the row optimizer at a train step, valid until the next call."""
+        self._rule.lr, self._rule.step = learning_rate(self._settings, train_step), train_step + 1
+        return self._rule
 
     def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
         """f32 [G, D] -> the model's input for each of the group's features."""
@@ -259,6 +267,27 @@ def follows(part: Tensor, following: Tensor) -> bool:
         and part.shape[1:] == following.shape[1:]
         and part.storage_offset() + part.numel() == following.storage_offset()
     )
+
+
+def align_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Aligns a model's inputs: on the CPU, the bits of a matrix product depend on alignment and strides."""
+    if torch.compiler.is_compiling():
+        return inputs  # `JobModel` has aligned them
+    dense, *lists = inputs
+    return aligned(dense), *([aligned_embedding(embedding) for embedding in own] for own in lists)
+
+
+def aligned_embedding(embedding: Embedded) -> Embedded:
+    if isinstance(embedding, Sequences):
+        return Sequences(values=aligned(embedding.values), offsets=embedding.offsets)
+    return aligned(embedding)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    # a dimension of 1 may have any stride, and products read it
+    if tensor.is_contiguous() and 1 not in tensor.shape and tensor.data_ptr() % MATRIX_ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Cut(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm, silu
 
 from rowcast.job.models import NextItemSettings
-from rowcast.trainer.models.mlp import linear
+from rowcast.trainer.models.dlrm import linear
 from rowcast.trainer.models.next_item import History, NextItemModel
 from rowcast.trainer.models.sasrec import causal, in_heads
 

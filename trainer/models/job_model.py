@@ -21,7 +21,8 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import DenseOptimizer, Job
 from rowcast.protocol.parts import PREFIX, belonging
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models import align_inputs, as_fp32, build_dense_optimizer, build_model, mean_loss, own_loss
+from rowcast.trainer.models import as_fp32, build_dense_optimizer, build_model, own_loss
+from rowcast.trainer.models.embedding import align_inputs
 from rowcast.trainer.models.evaluate import own_ranks
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
@@ -114,6 +115,25 @@ class JobModel:
             group["lr"] = learning_rate(self._settings, train_step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Binary cross entropy, the mean over the batch. logits and labels f32 [B], or both [B, T] with several labels.
+
+    An unknown label, NaN, has no loss and no gradient, but counts in the mean: it divides by B * T. So a sample's
+    contribution does not depend on other samples, and the parts of a batch add up to its mean. Raises ConfigError for
+    other shapes."""
+    found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.shape != labels.shape:
+        needed = "one logit per sample" if labels.dim() == 1 else "one logit per sample and label"
+        raise ConfigError(
+            f"the model returned {found}; return {needed}, shape {list(labels.shape)}, or give the model a method "
+            "loss(outputs, labels)"
+        )
+    if labels.dim() > 1:
+        known = ~labels.isnan()
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels.where(known, 0.0), known.to(logits.dtype))
+    return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
 def split_linear(rows: Sequence[Embedded], linear: Sequence[bool]) -> tuple[list[Embedded], list[Tensor]]:

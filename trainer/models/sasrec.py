@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm
 
 from rowcast.job.models import NextItemSettings
-from rowcast.trainer.models.mlp import linear_layers
+from rowcast.trainer.models.dlrm import linear_layers
 from rowcast.trainer.models.next_item import History, NextItemModel
 
 

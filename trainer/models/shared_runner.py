@@ -19,8 +19,7 @@ from rowcast.protocol.parts import Belonging, Rank, belonging, part_seed, part_s
 from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.trainer.device.streams import PhaseClock, Shown, Streams, copy
 from rowcast.trainer.kernels import GroupLookup, Kernels
-from rowcast.trainer.models import aligned
-from rowcast.trainer.models.embedding import places_of
+from rowcast.trainer.models.embedding import aligned, places_of
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
 from rowcast.trainer.models.exchanges import Collectives, Exchanges, Start
 from rowcast.trainer.models.job_model import named_inputs

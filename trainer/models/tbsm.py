@@ -18,8 +18,7 @@ from torch.nn.functional import normalize
 
 from rowcast.job.models import TBSMSettings
 from rowcast.job.schema import Job
-from rowcast.trainer.models.dlrm import DLRM
-from rowcast.trainer.models.mlp import linear_layers, logits_of, relu_layers
+from rowcast.trainer.models.dlrm import DLRM, linear_layers, logits_of, relu_layers
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 

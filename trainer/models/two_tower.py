@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, normalize
 from rowcast.job.models import TwoTowerSettings
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models.mlp import linear_layers, relu_layers
+from rowcast.trainer.models.dlrm import linear_layers, relu_layers
 
 
 class Towers(NamedTuple):

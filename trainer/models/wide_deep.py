@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rowcast.job.models import Top
 from rowcast.job.schema import Job
-from rowcast.trainer.models.mlp import linear, linear_layers, logits_of
+from rowcast.trainer.models.dlrm import linear, linear_layers, logits_of
 
 
 class WideDeep(nn.Module):
