@@ -183,7 +183,7 @@ tests/stores/test_redis_rows.py::test_rows_come_back_as_a_dictionary_has_them
 ::test_a_copy_of_a_whole_disk_leaves_the_rows_of_the_original_alone
     redis: a copy of a disk deletes the rows of the original
         earlier.machine not in (None, machine_of(folder)) => False
-::test_two_runs_on_one_server_have_rows_of_their_own
+::test_closing_deletes_the_keys_of_its_rows_and_no_others
     redis: closing deletes every run's rows
         rowcast:{{{tag:02x}}}{generation}".encode() => rowcast:{{{tag:02x}}}{generation[:0]}".encode()
 ::test_the_next_process_deletes_what_a_killed_one_left

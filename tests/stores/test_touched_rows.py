@@ -170,6 +170,21 @@ def test_rows_that_are_added_beside_the_frontier_of_a_growth_are_found_again() -
     assert (rows.of(np.sort(expected)) == np.argsort(expected)).all()
 
 
+def test_rows_keep_their_numbers_at_every_frontier_of_a_growth() -> None:
+    random, rows, added = np.random.default_rng(1), TouchedRows(group_of(10**9), MOST), np.empty(0, np.int64)
+    frontiers, expected = set[int](), np.empty(0, np.int64)
+    while len(added) < 6000:
+        keys = some_keys(random, 10**9, 4)
+        keys = keys[~np.isin(keys, added)]
+        expected = np.concatenate([expected, rows.added(keys)])
+        added = np.concatenate([added, keys])
+        order = np.argsort(added)
+        assert (rows.of(added[order]) == expected[order]).all()
+        frontiers.add(int(rows._sizes[FRONTIER]))
+    assert (expected == np.arange(len(added))).all()
+    assert len(frontiers) > 20
+
+
 @pytest.mark.parametrize("rows_a_table", [10**12, 2**48])
 def test_keys_are_found_in_any_state_of_growth(rows_a_table: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(touched_rows, "SORTED_AT_ONCE", 500)
