@@ -121,7 +121,7 @@ tests/checkpoints/test_damage.py::test_a_flipped_bit_anywhere_in_the_manifest_is
         if checksum != sealed.checksum: => if not checksum:
 tests/readers/test_schedule.py::test_going_on_from_any_position_gives_the_same_rest
     a position forgets how far its epoch is
-        train_batch=self.train_batch + 1 => train_batch=self.train_batch
+        train_batch=at.train_batch + 1 => train_batch=at.train_batch
 tests/test_learning_rate.py
     the learning rate is that of the step before
         settings.schedule, train_step + 1 => settings.schedule, train_step
