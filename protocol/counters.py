@@ -24,20 +24,6 @@ NOT_SHOWN = nullcontext()
 
 
 @dataclass(slots=True)
-class QueueCounters:
-    """Seconds for which a queue blocked each side: the producer while it was full, the consumer while it was empty."""
-
-    producer_s: float = 0.0
-    consumer_s: float = 0.0
-
-    def blocked(self, side: Side, seconds: float) -> None:
-        if side == "producer":
-            self.producer_s += seconds
-        else:
-            self.consumer_s += seconds
-
-
-@dataclass(slots=True)
 class GroupCounters:
     """Counts one group's rows and the bytes of their records."""
 
@@ -84,7 +70,8 @@ class Counters(Generic[StallReason, Phase, Queue]):
     groups: dict[str, GroupCounters]
     stalls: dict[StallReason, float]  # reason -> seconds
     phases: dict[Phase, float]  # phase -> seconds
-    queues: dict[Queue, QueueCounters]
+    # seconds for which a queue blocked each side: the producer while it was full, the consumer while it was empty
+    queues: dict[Queue, dict[Side, float]]
     rank: int = 0  # whose counters they are
     train_steps: int = 0
     eval_steps: int = 0
@@ -110,7 +97,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
             },
             stalls=dict.fromkeys(reasons, 0.0),
             phases=dict.fromkeys(phases, 0.0),
-            queues={name: QueueCounters() for name in queues},
+            queues={name: {"producer": 0.0, "consumer": 0.0} for name in queues},
         )
 
     def __post_init__(self) -> None:
@@ -142,7 +129,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
         self.show("work", phase, seconds, step, ended_s)
 
     def blocked(self, queue: Queue, side: Side, seconds: float) -> None:
-        self.queues[queue].blocked(side, seconds)
+        self.queues[queue][side] += seconds
 
     def show(
         self, kind: SpanKind, name: str, seconds: float, step: int | None = None, ended_s: float | None = None

@@ -66,8 +66,8 @@ class CountersCollector(Collector, Generic[AnyCounters, AnyGauges]):
             yield "rowcast_phase_seconds_total", (phase,), seconds
         for name, queue in counters.queues.items():
             yield "rowcast_queue_depth", (name,), gauges.queue_depths.get(name, 0)
-            yield "rowcast_queue_blocked_seconds_total", (name, "producer"), queue.producer_s
-            yield "rowcast_queue_blocked_seconds_total", (name, "consumer"), queue.consumer_s
+            for side, seconds in queue.items():
+                yield "rowcast_queue_blocked_seconds_total", (name, side), seconds
         yield "rowcast_ring_used_bytes", (self.ring_direction,), gauges.ring_used_bytes
         yield "rowcast_ring_size_bytes", (self.ring_direction,), gauges.ring_size_bytes
         yield from self.own_samples(counters, gauges)

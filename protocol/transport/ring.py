@@ -35,20 +35,8 @@ import xxhash
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.messages import Released, RingRef
-from rowcast.protocol.transport.ring_file import RingFile, free_shared_memory, in_memory_buffer, remove_leftovers
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
-
-__all__ = [
-    "Bytes",
-    "RingFile",
-    "RingReader",
-    "RingSlice",
-    "RingWriter",
-    "free_shared_memory",
-    "in_memory_buffer",
-    "remove_leftovers",
-]
 
 ALIGNMENT = 64
 GUARD_BYTES = 64
@@ -70,8 +58,12 @@ def largest_payload(ring_bytes: int) -> int:
     return ring_bytes // ALIGNMENT * ALIGNMENT // 2 // ALIGNMENT * ALIGNMENT - 2 * GUARD_BYTES
 
 
-class RingLayout:
-    """Computes the offsets of pieces and guards in the ring, for both ends."""
+def piece_bytes(nbytes: int) -> int:
+    return aligned(nbytes, ALIGNMENT) + 2 * GUARD_BYTES
+
+
+class RingEnd:
+    """The offsets of pieces and guards in the ring, for both ends."""
 
     def __init__(self, buffer: Bytes) -> None:
         self.capacity = len(buffer) // ALIGNMENT * ALIGNMENT
@@ -80,21 +72,22 @@ class RingLayout:
         self.max_payload = largest_payload(self.capacity)
         self._bytes = buffer[: self.capacity]
         self._words: I64 = self._bytes.view(np.int64)
+        self._lock = threading.Lock()
 
-    def payload(self, position: int, nbytes: int) -> Bytes:
+    def _bytes_at(self, position: int, nbytes: int) -> Bytes:
         start = position % self.capacity
         return self._bytes[start : start + nbytes]
 
-    def start_of(self, newest_end: int, size: int) -> int:
+    def _start_of(self, newest_end: int, size: int) -> int:
         """Returns the start position of a piece of `size` bytes, with guards, after the newest one."""
         fits = newest_end % self.capacity + size <= self.capacity
         return newest_end if fits else aligned(newest_end, self.capacity)
 
-    def write_guards(self, ref: RingRef, stamp: int) -> None:
+    def _write_guards(self, ref: RingRef, stamp: int) -> None:
         for guard in self._guards(ref):
             guard[:] = (stamp, ref.position, ref.nbytes)
 
-    def check_guards(self, ref: RingRef, stamp: int) -> None:
+    def _check_guards(self, ref: RingRef, stamp: int) -> None:
         for guard, side in zip(self._guards(ref), ("before", "after"), strict=True):
             found = tuple(guard.tolist())
             if found != (stamp, ref.position, ref.nbytes):
@@ -107,24 +100,6 @@ class RingLayout:
         first = (ref.position - GUARD_BYTES) % self.capacity // 8
         second = (ref.end - GUARD_BYTES) % self.capacity // 8
         return self._words[first : first + GUARD_WORDS], self._words[second : second + GUARD_WORDS]
-
-
-def piece_bytes(nbytes: int) -> int:
-    return aligned(nbytes, ALIGNMENT) + 2 * GUARD_BYTES
-
-
-class RingEnd:
-    def __init__(self, buffer: Bytes) -> None:
-        self._layout = RingLayout(buffer)
-        self._lock = threading.Lock()
-
-    @property
-    def capacity(self) -> int:
-        return self._layout.capacity
-
-    @property
-    def max_payload(self) -> int:
-        return self._layout.max_payload
 
 
 class RingWriter(RingEnd):
@@ -157,13 +132,13 @@ class RingWriter(RingEnd):
         with self._lock:
             if self._allocated == self._released:
                 self._allocated = self._released = aligned(self._allocated, self.capacity)
-            start = self._layout.start_of(self._allocated, piece_bytes(nbytes))
+            start = self._start_of(self._allocated, piece_bytes(nbytes))
             end = start + piece_bytes(nbytes)
             if end - self._released > self.capacity:
                 return None
             self._allocated = end
             position = start + GUARD_BYTES
-            piece = RingSlice(position=position, end=end, payload=self._layout.payload(position, nbytes))
+            piece = RingSlice(position=position, end=end, payload=self._bytes_at(position, nbytes))
             self._uncommitted.append(piece)
             return piece
 
@@ -180,14 +155,14 @@ class RingWriter(RingEnd):
                 raise LocalProtocolError(
                     f"the piece at position {piece.position} is committed while the one at {oldest} is the oldest"
                 )
-            self._layout.write_guards(ref, stamp)
+            self._write_guards(ref, stamp)
             self._uncommitted.popleft()
             self._committed_ends.append(piece.end)
         return ref
 
     def payload(self, ref: RingRef) -> memoryview:
         """Returns the bytes of a committed piece in the ring, valid until released."""
-        return self._layout.payload(ref.position, ref.nbytes).data
+        return self._bytes_at(ref.position, ref.nbytes).data
 
     def release(self, position: int) -> None:
         """Applies the peer's `Released`. Raises RemoteProtocolError if `position` does not end a piece it holds."""
@@ -234,7 +209,7 @@ class RingReader(RingEnd):
             self._open.append(OpenPiece(ref, None))
         start = ref.position
         for part in parts:
-            self._layout.payload(start, len(part))[:] = np.frombuffer(part, dtype=np.uint8)
+            self._bytes_at(start, len(part))[:] = np.frombuffer(part, dtype=np.uint8)
             start += len(part)
 
     def view(self, ref: RingRef, stamp: int) -> Bytes:
@@ -246,10 +221,10 @@ class RingReader(RingEnd):
                 self._open_deposited(ref, stamp)
             else:
                 self._check_place(ref)
-                self._layout.check_guards(ref, stamp)
+                self._check_guards(ref, stamp)
                 self._newest_end = ref.end
                 self._open.append(OpenPiece(ref, stamp))
-        payload = self._layout.payload(ref.position, ref.nbytes)
+        payload = self._bytes_at(ref.position, ref.nbytes)
         if ref.checksum is not None and (found := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum:
             raise RemoteProtocolError(
                 f"the piece at position {ref.position} of a ring has checksum {found:016x}; "
@@ -266,7 +241,7 @@ class RingReader(RingEnd):
             piece = next((piece for piece in self._open if piece.ref.position == ref.position), None)
             if piece is None or piece.done or piece.stamp is None:
                 raise LocalProtocolError(f"the piece at position {ref.position} is not being read")
-            self._layout.check_guards(piece.ref, piece.stamp)
+            self._check_guards(piece.ref, piece.stamp)
             piece.done = True
             frontier = None
             while self._open and self._open[0].done:
@@ -280,7 +255,7 @@ class RingReader(RingEnd):
             raise LocalProtocolError(
                 f"the piece at position {ref.position} is viewed while the one at {oldest} is next"
             )
-        self._layout.write_guards(ref, stamp)
+        self._write_guards(ref, stamp)
         piece.stamp = stamp
 
     def _check_place(self, ref: RingRef) -> None:
@@ -291,7 +266,7 @@ class RingReader(RingEnd):
                 f"payloads have up to {self.max_payload} bytes"
             )
         start = ref.position - GUARD_BYTES
-        follows = start == self._layout.start_of(self._newest_end, size)
+        follows = start == self._start_of(self._newest_end, size)
         started_over = not self._open and start == aligned(self._newest_end, self.capacity)
         if not follows and not started_over:
             raise RemoteProtocolError(

@@ -12,7 +12,8 @@ from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import AnyMessage, Envelope, Released, RingRef, RowsBack
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.link import Link
-from rowcast.protocol.transport.ring import RingReader, RingWriter, in_memory_buffer, release
+from rowcast.protocol.transport.ring import RingReader, RingWriter, release
+from rowcast.protocol.transport.ring_file import in_memory_buffer
 
 
 class LooseSession(Session):

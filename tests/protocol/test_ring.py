@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.protocol.messages import RingRef
-from rowcast.protocol.transport.ring import RingReader, RingSlice, RingWriter, in_memory_buffer
+from rowcast.protocol.transport.ring import RingReader, RingSlice, RingWriter
+from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 
 from rowcast.protocol.transport import ring_file
-from rowcast.protocol.transport.ring import (
-    RingFile,
-    RingReader,
-    RingWriter,
-    in_memory_buffer,
-    remove_leftovers,
-)
+from rowcast.protocol.transport.ring import RingReader, RingWriter
+from rowcast.protocol.transport.ring_file import RingFile, in_memory_buffer, remove_leftovers
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 
@@ -23,7 +18,7 @@ NBYTES = 64 * 1024
 OWNER = """
 import sys
 from pathlib import Path
-from rowcast.protocol.transport.ring import RingFile
+from rowcast.protocol.transport.ring_file import RingFile
 ring = RingFile.create(65536, "test", Path(sys.argv[1]))
 if sys.argv[2] == "unlink":
     ring.unlink()
