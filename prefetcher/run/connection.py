@@ -36,7 +36,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import Timeline, recorded_stages
 
-PREPARING = ProcessProgress(
+NOT_READY = ProcessProgress(
     step_begun=None, step_done=None, work=0, waiting_for="the first batches", ended=False, ready=False
 )
 
@@ -89,7 +89,7 @@ class Connection:
             self.conversation,
             self._link,
             self._transport,
-            lambda: PREPARING if self.engine is None else self.engine.progress(work()),
+            lambda: NOT_READY if self.engine is None else self.engine.progress(work()),
             lambda: self.engine is not None and self.engine.hello is not None,
             lambda: failure_since(self._folder, "trainer", self._signals.began_s),
             PeerStart(self._folder, "trainer", parse_seconds(self._transport.stall_timeout)).goes_on,
