@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.training.recorded import record, recorded_plans, slots_for, touched, train_batches
+from benchmarks.training.replay import Replay
 from rowcast.analysis.estimate.planned import step_calls
-from rowcast.analysis.estimate.rates.measure import measured, model_shapes, row_shapes
-from rowcast.analysis.estimate.rates.overheads import NUM_DENSE, overheads, small_job
-from rowcast.analysis.estimate.rates.replay import Replay
+from rowcast.analysis.estimate.rates.measure import measured, measured_overheads, model_shapes, row_shapes
+from rowcast.analysis.estimate.rates.overheads import NUM_DENSE
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.analysis.estimate.rates_file import (
     OF_MAIN,
@@ -67,12 +67,6 @@ def random_job(chance: random.Random) -> tuple[Job, str, float]:
     return job, f"{kind} {hidden}, batch {batch}, dim {dim}, {sparse}, {dense}, cache {share:.0%}", share
 
 
-def measured_overheads() -> dict[str, KernelRates]:
-    small = small_job()
-    rows = row_shapes(Stopwatch(CPU, 1), small)
-    return overheads(CPU, measured([*rows, *model_shapes(Stopwatch(CPU, 1, cold=False), small, NUM_DENSE)]))
-
-
 def found(job: Job, share: float, overhead: dict[str, KernelRates]) -> tuple[float, float]:
     """Seconds of a step, estimated and measured."""
     rows, model = row_shapes(Stopwatch(CPU, 1), job), model_shapes(Stopwatch(CPU, 1, cold=False), job, NUM_DENSE)
@@ -107,7 +101,7 @@ def main() -> None:
     print(f"{machine()}\n| job | estimated ms | measured ms | off by |\n|---|---|---|---|")
     overhead: dict[str, KernelRates] = {}
     for number in range(options.jobs):
-        overhead = overhead if number % OVERHEAD_EVERY else measured_overheads()
+        overhead = overhead if number % OVERHEAD_EVERY else measured_overheads(CPU, 1)
         job, name, share = random_job(chance)
         estimated_s, measured_s = found(job, share, overhead)
         away.append(abs(estimated_s / measured_s - 1))

@@ -22,8 +22,8 @@ from benchmarks.gpu_check.differences import Losses, loss_difference, state_diff
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, write_job
 from benchmarks.training.recorded import record, slots_for, touched
+from benchmarks.training.replay import Replay
 from benchmarks.training.resident import ResidentRun, wait_for
-from rowcast.analysis.estimate.rates.replay import Replay
 from rowcast.job.schema import Job
 
 SIZE = Size(batch_size=1024, steps=16, dim=16, scale=0.01, bottom_mlp=(64, 16), top_mlp=(64, 1))

@@ -12,8 +12,9 @@ from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import make_job, sizes
 from rowcast.analysis.estimate.rates import measure as measuring
 from rowcast.analysis.estimate.rates import stopwatch
-from rowcast.analysis.estimate.rates.measure import measure, write_rates
+from rowcast.analysis.estimate.rates.measure import measure
 from rowcast.analysis.estimate.rates_file import OVERHEADS
+from rowcast.runtime.disk import render, seal
 
 FILE = "device-rates.json"
 
@@ -31,7 +32,7 @@ def check_rates(findings: Findings, device: torch.device, folder: Path) -> None:
     def measured() -> dict[str, Any]:
         with in_a_hurry() if device.type == "cpu" else nullcontext():
             rates = measure(device, 1, make_job(sizes(device)[1], device), 13)
-        write_rates(rates, folder / FILE)
+        (folder / FILE).write_bytes(render(seal(rates)))
         errors = {name: round(own.error, 3) for name, own in rates.kernels.items() if own.error is not None}
         overheads = {name: 1e3 * rates.kernels[name].terms.get("1", 0.0) for name in OVERHEADS}
         return {"overhead_ms": overheads, "mean_error": errors}

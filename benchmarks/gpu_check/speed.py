@@ -24,8 +24,8 @@ from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, w
 from benchmarks.gpu_check.live import live
 from benchmarks.gpu_check.timed import WARM, timed
 from benchmarks.training.recorded import record, slots_for, touched
+from benchmarks.training.replay import Recording, Replay
 from benchmarks.training.resident import ResidentRun, wait_for
-from rowcast.analysis.estimate.rates.replay import Recording, Replay
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.trainer.models.runner import StepRunner

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.findings import NO_DEVICE, Findings, NotHere
 from benchmarks.gpu_check.jobs import Size, batches_of, capacity_of, make_job, sizes
 from benchmarks.gpu_check.trace import read_trace, told
 from benchmarks.training.recorded import record, slots_for, touched
-from rowcast.analysis.estimate.rates.replay import Replay
+from benchmarks.training.replay import Replay
 
 SHARE = 0.2
 WAITS = "no call of the steady loop waits for the device"

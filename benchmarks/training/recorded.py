@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from rowcast.analysis.estimate.rates.replay import RecordedPlan, Recording
+from benchmarks.training.replay import RecordedPlan, Recording
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure

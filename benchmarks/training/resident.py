@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
 from benchmarks.training.recorded import recorded_plans, slots_for, touched, train_batches
-from rowcast.analysis.estimate.rates.replay import RecordedPlan
+from benchmarks.training.replay import RecordedPlan
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs

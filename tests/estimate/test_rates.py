@@ -13,13 +13,15 @@ from typer.testing import CliRunner
 from rowcast.analysis.estimate.estimate import OF_HOST
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.rates import measure as measuring
-from rowcast.analysis.estimate.rates import overheads, stopwatch
+from rowcast.analysis.estimate.rates import stopwatch
 from rowcast.analysis.estimate.rates.exchange import exchange_kernels
-from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, measure, measured, model_shapes, write_rates
+from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, measure, measured, model_shapes
+from rowcast.analysis.estimate.rates.overheads import overheads, seconds_of
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
     RATES_VERSION,
+    KernelRates,
     Sample,
     fitted,
     not_below_zero,
@@ -29,10 +31,12 @@ from rowcast.command_line.trainer import app
 from rowcast.job.file import parse_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
+from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support import made_up_device
 from tests.support.facts import facts
 from tests.support.jobs import laid_over
+from tests.support.made_up_timeline import recording, span
 
 CPU = torch.device("cpu")
 SIZES = [float(nbytes) for nbytes in range(1, 9)]
@@ -93,7 +97,7 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (stopwatch, {"REPEATS": 1, "MOST_REPEATS": 1}),
         (measuring, {"ROUNDS": 1, "MOVED_ROWS": (8, 16), "COPIED_BYTES": (64, 256)}),
-        (overheads, {"STEPS": 6, "WARM_STEPS": 2, "RUNS": 1, "BATCHES": (8, 64)}),
+        (measuring, {"overheads": lambda *_: dict.fromkeys(OVERHEADS, KernelRates(terms={"1": 0.0}))}),
     ):
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)
@@ -107,17 +111,35 @@ def test_every_kernel_of_a_step_is_measured_and_its_overhead_by_type(
         model={"kind": "dcnv2", "cross_rank": 3}, optimizer={"sparse": {"kind": sparse, "lr": 0.1}}, ranks={"parts": 2}
     )
     found = measure(CPU, 1, own, 13)
-    write_rates(found, tmp_path / "rates.json")
+    (tmp_path / "rates.json").write_bytes(render(seal(found)))
     rates = read_rates(tmp_path / "rates.json")
     assert rates.kernels == found.kernels
     calls = [call for planned in plan_job(own, 20)[0] for call in planned.calls if call.task not in OF_HOST]
     assert {call.kernel for call in calls} == rates.kernels.keys() - {*OVERHEADS}
     assert all(rates.seconds(call.kernel, **call.counts) >= 0 for call in calls)
-    assert all(rates.seconds(name, lookups=208.0) >= 0 for name in OVERHEADS)
+    assert rates.kernels.keys() >= {*OVERHEADS}
+
+
+def test_overhead_by_type_is_measured_in_a_run_of_both_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rowcast.analysis.estimate.rates.overheads.STEPS", 60)
+    monkeypatch.setattr("rowcast.analysis.estimate.rates.overheads.BATCHES", (64, 256))
+    free = dict.fromkeys((*made_up_device.KERNELS, "update sgd"), KernelRates(terms={"1": 0.0}))
+    found = overheads("cpu", 1, free)
+    assert found.keys() == {*OVERHEADS}
+    assert 0 < found["launch"].seconds({}) < 1.0, "kernels that take no time leave all of a step"
+    assert all(found[name].seconds({"lookups": 208.0}) >= 0 for name in OVERHEADS)
+
+
+def test_seconds_count_for_the_step_that_they_end_in() -> None:
+    spans = [span("work", "MainThread", "fill", 0.0, 1.0), span("work", "MainThread", "fill", 2.0, 2.5)]
+    spans += [span("wait", "MainThread", "rows", 1.0, 2.0), span("work", "sender", "copy out", 0.0, 4.0)]
+    found = seconds_of(recording(spans), ["MainThread"], "work", np.array([1e-3, 2e-3, 3e-3]))
+    assert found.tolist() == pytest.approx([1e-3, 0.0, 0.5e-3])
 
 
 def test_another_version_and_a_missing_file_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    write_rates(msgspec.structs.replace(made_up_device.device(), version=99), tmp_path / "rates.json")
+    other = msgspec.structs.replace(made_up_device.device(), version=99)
+    (tmp_path / "rates.json").write_bytes(render(seal(other)))
     with pytest.raises(DataError, match=f"version 99, but this version reads {RATES_VERSION}"):
         read_rates(tmp_path / "rates.json")
     with pytest.raises(ConfigError, match="trainer rates --out"):

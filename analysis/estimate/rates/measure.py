@@ -9,11 +9,14 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import typer
 from torch import Tensor
@@ -21,7 +24,7 @@ from typer import Option
 
 from rowcast.analysis.estimate.planned import DENSE_SUMS
 from rowcast.analysis.estimate.rates.exchange import exchange_kernels
-from rowcast.analysis.estimate.rates.overheads import NUM_DENSE, SLOTS_PER_ROW, overheads, random_lookup, small_job
+from rowcast.analysis.estimate.rates.overheads import BATCHES, NUM_DENSE, overheads, small_job
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
@@ -33,9 +36,9 @@ from rowcast.analysis.estimate.rates_file import (
     model_fingerprint,
 )
 from rowcast.job.file import load_job
-from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, group_specs, record_parts
+from rowcast.job.tables import group_specs, record_parts
+from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.runtime.command_options import Config, Overrides
 from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError
@@ -44,10 +47,12 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.device.cuda import choose_device, device_name
 from rowcast.trainer.kernels import GroupLookup, RecordViews, part_of, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.lookups import group_lookup, moved
+from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.ordered import PartVector, sum_in_order
 
+SKEW = 3  # a feature looks up rows by a uniform random number to this power, so few rows have most look-ups
+SLOTS_PER_ROW = 2  # rows of other batches are between those of a step
 ROUNDS = 3
 ENOUGH_S = 0.25  # spent on a shape: no further round
 SCALES = (0.25, 0.5, 1.0, 2.0)  # batches, as multiples of the job's
@@ -93,33 +98,50 @@ def row_shapes(watch: Stopwatch, job: Job) -> Iterator[Shape]:
     kernels, rng, sparse = choose_kernels(watch.device, job), np.random.default_rng(0), job.optimizer.sparse
     groups = {(group.embedding_dim, group.record_floats): group for group in group_specs(job)}
     features = sum(len(table.features) for table in job.tables)
+    zeros, stream = partial(torch.zeros, device=watch.device), watch.streams.compute
 
     def update(rows: RecordViews, lookup: GroupLookup, dim: int) -> float:
         grads = torch.randn(len(lookup.slots), dim, device=watch.device)
         return watch.seconds(partial(kernels.update, rows, grads, lookup, None, rule_at(sparse, 2)))
 
-    def look_up(rows: RecordViews, lookup: GroupLookup, dim: int) -> float:
-        return watch.seconds(partial(kernels.lookup, rows, lookup, None))
+    def move(count: int, width: int, into_slots: bool) -> float:
+        records, staged = zeros(4 * count, width), zeros(count, width)
+        slots = torch.randperm(4 * count)[:count].to(watch.device)
+        if into_slots:
+            return watch.seconds(partial(stream.scatter, staged, slots, records))
+        return watch.seconds(partial(stream.gather, records, slots.int(), staged))
 
-    for group, batch, share in (
-        (own, size, share) for own in groups.values() for size in batches_of(job) for share in SHARES
-    ):
+    def copy(nbytes: int, into: bool) -> float:
+        """Between the ring, which is page-locked where there is a device, and staging."""
+        ends = (
+            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=watch.device.type == "cuda"),
+            zeros(nbytes, dtype=torch.uint8),
+        )
+        return watch.seconds(partial(stream.copy, *(ends if into else ends[::-1])))
+
+    for (dim, width), batch, share in product(groups, batches_of(job), SHARES):
         lookup = moved(group_lookup(random_lookup(batch, share, rng, features), batch), watch.device)
-        rows = random_rows(sparse, group, lookup, watch.device)
-        counts = {
-            "lookups": float(len(lookup.slots)),
-            "rows": float(len(lookup.unique_slots)),
-            "dim": float(group.embedding_dim),
-            "record_floats": float(group.record_floats),
-        }
-        for name, time_of in (("lookup", look_up), (f"update {sparse.kind}", update)):
-            yield Shape(name, counts, partial(time_of, rows, lookup, group.embedding_dim))
-    for width in sorted({width for dim, record in groups for width in (dim, record)}):
-        for count, into_slots in ((count, into) for count in MOVED_ROWS for into in (False, True)):
-            name, own = "scatter" if into_slots else "gather", {"rows": float(count), "record_floats": float(width)}
-            yield Shape(name, own, partial(move_s, watch, count, width, into_slots=into_slots))
-    for nbytes, into in ((nbytes, into) for nbytes in COPIED_BYTES for into in (True, False)):
-        yield Shape("copy in" if into else "copy out", {"bytes": float(nbytes)}, partial(copy_s, watch, nbytes, into))
+        records = zeros(SLOTS_PER_ROW * len(lookup.unique_slots), width)
+        views = {part.name: part_of(records, part) for part in record_parts(sparse, "fp32", dim)[0]}
+        rows = RecordViews(weight=views.pop("weight"), master=None, states=tuple(views.values()))
+        sizes = {"lookups": len(lookup.slots), "rows": len(lookup.unique_slots), "dim": dim, "record_floats": width}
+        counts = {name: float(size) for name, size in sizes.items()}
+        yield Shape("lookup", counts, partial(watch.seconds, partial(kernels.lookup, rows, lookup, None)))
+        yield Shape(f"update {sparse.kind}", counts, partial(update, rows, lookup, dim))
+    for width, count, into in product(sorted({*chain(*groups)}), MOVED_ROWS, (False, True)):
+        counts = {"rows": float(count), "record_floats": float(width)}
+        yield Shape("scatter" if into else "gather", counts, partial(move, count, width, into))
+    for nbytes, into in product(COPIED_BYTES, (True, False)):
+        yield Shape("copy in" if into else "copy out", {"bytes": float(nbytes)}, partial(copy, nbytes, into))
+
+
+def random_lookup(batch: int, share: float, rng: np.random.Generator, features: int) -> LookupArrays[npt.NDArray[Any]]:
+    """One look-up in each bag; `share`: of the look-ups that are of distinct rows, at most. The features' tables have
+    from few rows to many, and few rows have most look-ups."""
+    most = np.geomspace(2, 4 * batch * share * 4, features)  # rows of each table
+    chosen = [(rng.random(batch) ** SKEW * rows).astype(np.int64) + (number << 32) for number, rows in enumerate(most)]
+    keys, rows = np.unique(np.concatenate(chosen), return_inverse=True)
+    return lookup_arrays(rows, rng.permutation(SLOTS_PER_ROW * len(keys)).astype(np.int32)[rows])
 
 
 def batches_of(job: Job) -> list[int]:
@@ -128,36 +150,11 @@ def batches_of(job: Job) -> list[int]:
     return sorted({max(2, round(part * scale)) for scale in SCALES})
 
 
-def random_rows(settings: SparseOptimizer, group: GroupSpec, lookup: GroupLookup, device: torch.device) -> RecordViews:
-    parts, _ = record_parts(settings, "fp32", group.embedding_dim)
-    records = torch.zeros(SLOTS_PER_ROW * len(lookup.unique_slots), group.record_floats, device=device)
-    views = {part.name: part_of(records, part) for part in parts}
-    return RecordViews(weight=views.pop("weight"), master=None, states=tuple(views.values()))
-
-
-def move_s(watch: Stopwatch, count: int, width: int, *, into_slots: bool) -> float:
-    records = torch.zeros(4 * count, width, device=watch.device)
-    staged = torch.zeros(count, width, device=watch.device)
-    slots, fill = torch.randperm(4 * count)[:count].to(watch.device), watch.streams.compute
-    if into_slots:
-        return watch.seconds(partial(fill.scatter, staged, slots, records))
-    return watch.seconds(partial(fill.gather, records, slots.int(), staged))
-
-
-def copy_s(watch: Stopwatch, nbytes: int, into: bool) -> float:
-    """Between the ring, which is page-locked where there is a device, and staging."""
-    ring: Tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
-    staging = torch.zeros(nbytes, dtype=torch.uint8, device=watch.device)
-    source, out = (ring, staging) if into else (staging, ring)
-    return watch.seconds(partial(watch.streams.compute.copy, source, out))
-
-
 class TimedModel:
     """A job's model and one batch for it, made at random."""
 
     def __init__(self, job: Job, num_dense: int, batch: int, device: torch.device) -> None:
-        self._side = JobModel(job, num_dense, device)
-        self.weights = list(self._side.model.parameters())
+        self.side = JobModel(job, num_dense, device)
         self._dense = torch.randn(batch, num_dense, device=device)
         self._labels = torch.randint(0, 2, (batch, *job.data.columns.label_shape), device=device).float()
         self._rows = [
@@ -171,8 +168,8 @@ class TimedModel:
         """The loss included."""
         for rows in self._rows:
             rows.grad = None
-        self._side.optimizer.zero_grad(set_to_none=True)
-        self._loss = self._side.loss(self._side.forward(self._dense, self._rows, {}, training=True), self._labels)
+        self.side.optimizer.zero_grad(set_to_none=True)
+        self._loss = self.side.loss(self.side.forward(self._dense, self._rows, {}, training=True), self._labels)
 
     def backward(self) -> None:
         assert self._loss is not None, "forward comes first"
@@ -181,9 +178,6 @@ class TimedModel:
     def up_to_backward(self) -> None:
         self.forward()
         self.backward()
-
-    def update(self) -> None:
-        self._side.step(0)
 
 
 def model_shapes(watch: Stopwatch, job: Job, num_dense: int) -> Iterator[Shape]:
@@ -198,15 +192,19 @@ def model_shapes(watch: Stopwatch, job: Job, num_dense: int) -> Iterator[Shape]:
         own, counts = TimedModel(job, num_dense, batch, watch.device), {"batch": float(batch)}
         yield Shape("model forward", counts, partial(watch.seconds, own.forward))
         yield Shape("model backward", counts, partial(watch.seconds, own.backward, own.forward))
-        yield Shape("model update", {}, partial(watch.seconds, own.update, own.up_to_backward))
+        yield Shape("model update", {}, partial(watch.seconds, partial(own.side.step, 0), own.up_to_backward))
     if job.ranks.num_parts > 1:
         for parts in PARTS:
-            yield Shape(DENSE_SUMS, {"parts": float(parts)}, partial(watch.seconds, sums(own, parts, watch.device)))
+            yield Shape(
+                DENSE_SUMS,
+                {"parts": float(parts)},
+                partial(watch.seconds, sums(list(own.side.model.parameters()), parts, watch.device)),
+            )
 
 
-def sums(model: TimedModel, parts: int, device: torch.device) -> Callable[[], object]:
+def sums(weights: list[torch.nn.Parameter], parts: int, device: torch.device) -> Callable[[], object]:
     """What `SharedRunner` does with dense gradients between backward passes and the optimizer, without exchanges."""
-    weights, ranks = model.weights, 2
+    ranks = 2
     gradients = [torch.ones_like(weight) for weight in weights]
     layout, loss = PartVector(weights, ranks), torch.zeros((), device=device)
     own = layout.new(device)
@@ -233,8 +231,6 @@ def measure(
     if device.type == "cpu":
         keep_freed_memory()  # as a trainer does
     watch, warm = Stopwatch(device, threads), Stopwatch(device, threads, cold=False)
-    small = small_job()
-    of_small = measured([*row_shapes(watch, small), *model_shapes(warm, small, NUM_DENSE)])
     kernels = measured([*row_shapes(watch, job), *model_shapes(warm, job, num_dense)])
     if job.ranks.num_parts > 1:
         kernels |= exchange_kernels(device, job, network_gbs)
@@ -247,12 +243,16 @@ def measure(
         threads=threads,
         model=model_fingerprint(job),
         parameters=sum(weight.numel() for weight in JobModel(job, num_dense, device).model.parameters()),
-        kernels=kernels | overheads(device, of_small),
+        kernels=kernels | measured_overheads(device, threads),
     )
 
 
-def write_rates(rates: DeviceRates, path: Path) -> None:
-    path.write_bytes(render(seal(rates)))
+def measured_overheads(device: torch.device, threads: int) -> dict[str, KernelRates]:
+    with TemporaryDirectory(prefix="rowcast-rates-") as folder:
+        _, small = small_job(Path(folder), BATCHES[0], device.type, threads)
+    rows = row_shapes(Stopwatch(device, threads), small)
+    model = model_shapes(Stopwatch(device, threads, cold=False), small, NUM_DENSE)
+    return overheads(device.type, threads, measured([*rows, *model]))
 
 
 def rates(
@@ -278,9 +278,9 @@ def rates(
     except ValueError as error:
         raise ConfigError(f"--device {device}: {error}") from None
     began_s = time.perf_counter()
-    typer.echo("measuring; this takes less than a minute")
+    typer.echo("measuring; this takes about a minute")
     found = measure(chosen, threads, job, num_dense, network_gbs)
-    write_rates(found, out)
+    out.write_bytes(render(seal(found)))
     typer.echo(f"{'kernel':<24}{'shapes':>8}{'mean error':>12}")
     for name, kernel in found.kernels.items():
         if name not in OVERHEADS:

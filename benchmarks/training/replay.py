@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, Step
 from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
 from rowcast.protocol.plan import ArrayBlock, Piece, StepPlan, cut, plan_block, plan_header, plan_stamp
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.link import Link, inproc_pair
+from rowcast.protocol.transport.link import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
@@ -43,9 +43,7 @@ from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.connection import hello
-from rowcast.trainer.step.barrier import ModelState
 from rowcast.trainer.step.engine import WAKES, TrainerEngine
-from rowcast.trainer.step.loop import Steps
 from rowcast.trainer.step.metrics import new_counters
 
 LOOP = "loop"  # the stage that the main thread advances
@@ -174,26 +172,15 @@ def await_message(conversation: Conversation) -> None:
         time.sleep(POLL_S)
 
 
-class Runner(Steps, ModelState, Protocol):
-    """What computes the steps, and keeps a model's state."""
-
-
-# ends of the prefetcher and of the trainer; each calls its function when a message has arrived
-MakeLinks = Callable[[tuple[Callable[[], None], Callable[[], None]]], tuple[Link, Link]]
-MakeRunner = Callable[[tuple[GroupSpec, ...], list[torch.Tensor], int], Runner]  # groups, records, dense features
-
-
 class Replay:
     """One run of a recording, by a trainer with empty slots."""
 
-    def __init__(
-        self, recording: Recording, job: Job, make_runner: MakeRunner | None = None, make_links: MakeLinks = inproc_pair
-    ) -> None:
-        """`job` differs from the recorded one in its model only. `make_runner`: None makes the job's own model."""
+    def __init__(self, recording: Recording, job: Job) -> None:
+        """`job` differs from the recorded one in its model only."""
         device = recording.device
         self._device, self._bell = device, Doorbell()
         self._crew = Crew("replay", self._bell, owns_process=False)
-        near, far = make_links((partial(self._crew.wake, "peer"), partial(self._crew.wake, "mail")))
+        near, far = inproc_pair((partial(self._crew.wake, "peer"), partial(self._crew.wake, "mail")))
         theirs, ours = Conversation(Session("prefetcher", 1), near), Conversation(Session("trainer"), far)
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
@@ -217,9 +204,8 @@ class Replay:
         self.num_steps = len(recording.messages)
         self.results, self.counters = Losses(), new_counters(recording.groups)
 
-        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
-            make = make_runner or partial(StepRunner, job, clock=clock)
-            runner = make(recording.groups, records, recording.first_batch.dense.shape[1])
+        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[StepRunner, StepRunner]:
+            runner = StepRunner(job, recording.groups, records, recording.first_batch.dense.shape[1], clock=clock)
             return runner, runner
 
         self.engine = TrainerEngine(
