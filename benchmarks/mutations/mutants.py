@@ -400,7 +400,7 @@ tests/stores/test_frozen_rows.py::test_a_frozen_store_has_no_changed_row_until_o
     a checkpoint leaves its rows changed
         changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)
         => changed = self._changed.copy()
-::test_any_writes_between_the_blocks_change_neither_them_nor_are_they_lost[memory]
+::test_a_row_is_set_aside_once_and_not_after_it_was_handed_out[memory]
     a row that is written over twice has the later bytes in a checkpoint
         left = found_rows(numbers, self._pending, self._aside)
         => left = found_rows(numbers, self._pending, np.zeros_like(self._pending))

@@ -69,6 +69,16 @@ def test_there_is_room_again_once_rows_that_are_aside_were_handed_out(store: Tra
     assert store.has_room(10**9), "nothing is frozen that could be written over"
 
 
+def test_a_row_is_set_aside_once_and_not_after_it_was_handed_out(store: TrackedStore) -> None:
+    keys, rows = all_keys()[:4], random_records(4)
+    finish(store.write(keys, rows))
+    blocks = store.freeze(0.75).blocks(GROUP.record_bytes)
+    handed_out = [next(blocks)]
+    for seed in range(1, 4):
+        finish(store.write(keys, random_records(4, seed)))
+    assert as_rows([*handed_out, *blocks]) == as_rows([(keys, rows)])
+
+
 row_sets = st.sets(st.integers(0, len(all_keys()) - 1), min_size=1, max_size=60)
 
 
