@@ -39,7 +39,7 @@ QUESTION = """
 import json, sys
 from rowcast.job.file import parse_job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.device.streams import choose_device
+from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.models import build_model
 content, num_dense = json.load(sys.stdin)
 job = parse_job(content)
