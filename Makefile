@@ -86,5 +86,5 @@ bench-embedding: $(VENV)/installed  ## look-up and update compared with stock Py
 bench-budget: $(VENV)/installed  ## cores that each stage of the prefetcher needs for a large GPU
 	$(BIN)/python -m benchmarks.budget
 
-clean:
-	rm -rf $(VENV) build/compat-low build/compat-high runs
+clean:  ## removes the environments, and no run
+	rm -rf $(VENV) build/compat-low build/compat-high

@@ -4,15 +4,16 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from typer import Option
 
 from rowcast.deploy.local import run_both
-from rowcast.job.file import apply_override, parse_manifest_job
+from rowcast.job.file import apply_override, parse_job
 from rowcast.job.formats import FORMATS, format_of
+from rowcast.job.removed import without_removed
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import Manifest
@@ -74,7 +75,7 @@ def beside(out: Path) -> TemporaryDirectory[str]:
 
 def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence[str]) -> Job:
     """Returns the job of the checkpoint, on other data. Raises ConfigError."""
-    content: dict[str, Any] = msgspec.to_builtins(checkpoint.job)
+    content = without_removed(msgspec.to_builtins(checkpoint.job))
     own, ranks, form = content["data"], content["ranks"], format_of(content["data"]["format"])
     if not form.has_files and own["format"] in FORMATS:
         raise ConfigError(f'--run {run} was trained on data.format = "{own["format"]}", which has no files to score')
@@ -89,7 +90,7 @@ def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence
     content["metrics"] |= {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"}  # another run may have the job's
     for override in overrides:
         apply_override(content, override)
-    return parse_manifest_job(content, f"the job of {run}")
+    return parse_job(content, f"the job of {run}")
 
 
 def num_rows(scores: Path) -> int:

@@ -1,7 +1,6 @@
 """Defines every message between the two processes as a typed header. Arrays travel in a ring, never in a header.
 
-`session.py` defines who may send which, and when. A new message is a class here and a place in `AnyMessage`, a row in
-`session.py`, a rule in `order.py` if it has an order, and a line in `tests/support/conversations.py`.
+`session.py` defines who may send which, and when. CONTRIBUTING.md lists the places of a new message.
 """
 
 import itertools

@@ -153,7 +153,7 @@ class PrefetcherEngine:
         """Does all that this thread can do now without waiting. Returns whether it did anything.
 
         The cases follow the life of a step from top to bottom. All threads run in parallel on different steps: ids of a
-        batch far ahead are read, plan p + 2 * depth is made and staged, rows of plan p + depth enter the ring, and
+        batch far ahead are read, plan p + 2 * depth + 1 is made and staged, rows of plan p + depth enter the ring, and
         victims of plan p are written.
         """
         match thread:

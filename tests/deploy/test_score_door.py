@@ -172,3 +172,9 @@ def test_the_page_has_every_case() -> None:
     shown = re.split(r"^\| the new samples have \|.*\n\|---\|---\|\n", page, flags=re.MULTILINE)[1].partition("\n\n")[0]
     cases = {case for case, *_ in (*TAKEN, *REFUSED)} | {"several files"}
     assert {line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()} == cases
+
+
+def test_a_key_that_is_gone_is_refused_though_a_manifest_may_name_it(tmp_path: Path) -> None:
+    write(tmp_path / "new.parquet", TRAINED)
+    with pytest.raises(ConfigError, match=facts("store.kind = mapped", "tiered")):
+        read_to_score(tmp_path, tmp_path / "new.parquet", ("store.kind=mapped",))

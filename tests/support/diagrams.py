@@ -1,5 +1,6 @@
 """The diagrams of docs/architecture.md, from the tables of the code."""
 
+import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
@@ -34,3 +35,7 @@ def conversation() -> str:
 def barrier(table: StateTable[Any, Any]) -> str:
     states = dict.fromkeys(state for own, _, after in table.rows for state in (own, after))
     return mermaid(states, table.first, [(own, after, str(event)) for own, event, after in table.rows])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(conversation())
