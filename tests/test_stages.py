@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Callable
 
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Crew, Doorbell, Stage, StageThread
+from rowcast.runtime.crew import Crew
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage, StageThread
 
 LONG_S = 60.0  # longer than a test takes
 

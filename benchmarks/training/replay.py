@@ -35,8 +35,9 @@ from rowcast.protocol.transport.link import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
+from rowcast.runtime.crew import Crew
 from rowcast.runtime.machine import Machine
-from rowcast.runtime.stages import POLL_S, Crew, Doorbell
+from rowcast.runtime.stages import POLL_S, Doorbell
 from rowcast.trainer.device.cuda import RingEnds, make_streams, page_locked
 from rowcast.trainer.device.streams import PhaseClock, stage_on
 from rowcast.trainer.models.evaluate import Evaluation

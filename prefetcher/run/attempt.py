@@ -50,12 +50,13 @@ from rowcast.protocol.scrape import serve_metrics
 from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
 from rowcast.runtime.checkpoint_manifest import Position, TrainingData
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.crew import Crew
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import Completion, RunDirectory, pair_folder
-from rowcast.runtime.stages import IDLE_WAIT_S, Crew
+from rowcast.runtime.stages import IDLE_WAIT_S
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline

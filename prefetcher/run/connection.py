@@ -29,9 +29,10 @@ from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.crew import Crew
 from rowcast.runtime.process import STOPPING, Signals
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started
-from rowcast.runtime.stages import IDLE_WAIT_S, Crew, Stage
+from rowcast.runtime.stages import IDLE_WAIT_S, Stage
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import Timeline, recorded_stages

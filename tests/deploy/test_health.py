@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import rowcast.deploy.health
+from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import PeerLost
-from rowcast.runtime.stages import Crew, Doorbell
+from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.telemetry.metrics import Health, Process
 from rowcast.runtime.telemetry.server import TelemetryServer
 from tests.deploy.manifests import ROOT, health_check

@@ -23,9 +23,10 @@ from rowcast.protocol.messages import Welcome
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
+from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory, note_start
-from rowcast.runtime.stages import Crew, Doorbell
+from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import run_folder
 from rowcast.trainer.adopt.script_state import ScriptState

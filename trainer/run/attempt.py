@@ -23,11 +23,11 @@ from rowcast.protocol.messages import Welcome
 from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import ConfigError, DataError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, keep_freed_memory, usable_cores
 from rowcast.runtime.process import STOPPING, Signals
 from rowcast.runtime.run_directory import RunDirectory, holder, note_refusal, pair_folder
-from rowcast.runtime.stages import Crew
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline

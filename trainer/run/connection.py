@@ -35,9 +35,10 @@ from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.crew import Crew
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started, pair_folder
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Crew, Doorbell
+from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import recorded_stages
