@@ -49,7 +49,7 @@ class RecordViews:
     states: tuple[Tensor, ...]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """The row optimizer's settings at one train step."""
 

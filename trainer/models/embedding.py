@@ -8,7 +8,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.learning_rate import learning_rate
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.streams import Phase
 from rowcast.trainer.kernels import GroupLookup, Kernels, Rule, rows_of, rule_at, torch_ops
@@ -142,7 +141,6 @@ class GroupRows:
         self.dim = group.embedding_dim
         self.rows = rows_of(records, group)
         self._settings = group.optimizer
-        self._rule = rule_at(group.optimizer, 0)
         self._features = group.feature_names
         self._unpooled = group.unpooled_features
         self._kernels = kernels
@@ -156,9 +154,7 @@ class GroupRows:
         return self._kernels.lookup(self.rows, lookup, divisors)
 
     def rule(self, train_step: int) -> Rule:
-        """Returns the row optimizer at a train step, valid until the next call."""
-        self._rule.lr, self._rule.step = learning_rate(self._settings, train_step), train_step + 1
-        return self._rule
+        return rule_at(self._settings, train_step)
 
     def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
         """f32 [G, D] -> the model's input for each of the group's features."""
