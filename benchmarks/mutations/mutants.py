@@ -266,7 +266,7 @@ tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to
         [group for level in self.levels for group in level.groups] => self.levels[0].groups
 tests/system/test_store_hints.py
     a store is not told of plans
-        store.stage(step, group) => pass
+        store.store.stage(step, group) => pass
     rows are said to be home once they were sent
         home_through = self.writeback.applied_through => home_through = self.fetcher.sent_through
 tests/system/test_ahead.py::test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done
@@ -489,7 +489,7 @@ tests/analysis/test_odd_files.py
         if numbers + cells["no number"] >= enough: => if numbers + cells["no number"] == self._num_values:
     the first odd cell is placed in the line before it
         return lambda i: f"{file}, line {first + i}" => return lambda i: f"{file}, line {first + i - 1}"
-tests/readers/test_parquet.py
+tests/readers/test_refused.py
     an id may be as large as its table
         (np.array(largest, np.uint64) < self._limits).all() => (np.array(largest, np.uint64) <= self._limits).all()
 tests/readers/test_conformance.py::test_a_shuffle_permutes_each_block_by_philox_of_seed_epoch_and_block
