@@ -158,7 +158,20 @@ def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
 
 def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
     """`batches`: the checksum that ranks compare (`BatchShare`)."""
-    groups = tuple(
+    return PlanHeader(
+        kind=plan.kind,
+        train_step=plan.train_step,
+        epoch=plan.epoch,
+        batch_size=len(batch.labels),
+        groups=group_headers(plan),
+        arrays=block.specs,
+        arrays_bytes=block.nbytes,
+        share=batch_share(plan, batches),
+    )
+
+
+def group_headers(plan: StepPlan) -> tuple[GroupHeader, ...]:
+    return tuple(
         GroupHeader(
             num_lookups=group.num_lookups,
             num_unique=len(group.unique_slots),
@@ -169,16 +182,6 @@ def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int 
             sequence_lookups=() if group.sequence_offsets is None else tuple(group.sequence_offsets[:, -1].tolist()),
         )
         for group in plan.groups
-    )
-    return PlanHeader(
-        kind=plan.kind,
-        train_step=plan.train_step,
-        epoch=plan.epoch,
-        batch_size=len(batch.labels),
-        groups=groups,
-        arrays=block.specs,
-        arrays_bytes=block.nbytes,
-        share=batch_share(plan, batches),
     )
 
 

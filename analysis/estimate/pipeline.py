@@ -153,7 +153,7 @@ class Pipeline:
         takes: tuple[Ring, int] | None = None,
         gives: Ring | None = None,
     ) -> Task:
-        """`pieces`: of the step's task, one of which this is."""
+        """This task does one of the `pieces` that the step is cut into."""
         thread, lane = LANES[name]
         seconds = self._seconds(name, step) / pieces
         return self._named[thread].add(name, step, seconds, after, lane=lane, takes=takes, gives=gives)

@@ -145,7 +145,7 @@ def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
     now_s = 0.0
     working = [thread for thread in threads if thread.begin_next(now_s)]
     while working:
-        share = min(1.0, cores / len(working))  # of a core for each
+        share = min(1.0, cores / len(working))  # each thread gets this share of a core
         least_s = min(thread.left_s for thread in working)
         now_s += least_s / share
         ended = [thread for thread in working if thread.left_s <= least_s]

@@ -16,7 +16,16 @@ from rowcast.prefetcher.readers.schedule import block_permutation, schedule
 from rowcast.prefetcher.readers.workers import DecoderShare, decode_share
 from rowcast.protocol.batch import Batch, Samples
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.support.data_files import PARQUET_COLUMNS, all_samples, long_job, make_job, samples_of, table, write_parquet
+from tests.support.data_files import (
+    PARQUET_COLUMNS,
+    all_samples,
+    long_job,
+    make_job,
+    samples_of,
+    table,
+    write_bags,
+    write_parquet,
+)
 from tests.support.facts import facts
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
@@ -24,15 +33,7 @@ LISTS = pa.list_(pa.int64())
 
 
 def write(folder: Path, name: str = "data.parquet", **changed: Any) -> Path:
-    """Four rows: a is scalar, b a list, w the weights of b."""
-    columns = {
-        "label": pa.array([0, 1, 1, 0]),
-        "int_0": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32()),
-        "a": pa.array([1, 2, 0, 9], pa.int64()),
-        "b": pa.array([[3, 4], None, [], [5]], LISTS),
-        "w": pa.array([[0.5, 2.0], None, [], [1.5]], pa.list_(pa.float32())),
-    }
-    pq.write_table(pa.table(columns | changed), folder / name)
+    write_bags(folder / name, **changed)
     return folder / name
 
 

@@ -14,7 +14,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.support.data_files import click_log, good, make_job, table, write_day, write_tsv
+from tests.support.data_files import click_log, good, make_job, table, write_bags, write_day, write_tsv
 from tests.support.facts import facts
 
 Make = Callable[[Path], Job]
@@ -57,25 +57,12 @@ def put(row: int, column: int, value: float) -> Callable[[Any], Any]:
     return change
 
 
-def write_parquet(path: Path, **changed: Any) -> None:
-    """Four rows: a is scalar, b a list, w the weights of b."""
-    columns = {
-        "label": pa.array([0, 1, 1, 0]),
-        "int_0": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32()),
-        "a": pa.array([1, 2, 0, 9], pa.int64()),
-        "b": pa.array([[3, 4], None, [], [5]], LISTS),
-        "w": pa.array([[0.5, 2.0], None, [], [1.5]], pa.list_(pa.float32())),
-    }
-    own = {name: column for name, column in (columns | changed).items() if column is not None}
-    pq.write_table(pa.table(own), path)
-
-
 def parquet(tables: Any = TABLES, columns: Any = None, data: Any = None, **changed: Any) -> Make:
     """The second of two files: good, but for these columns; None leaves one out."""
 
     def make(folder: Path) -> Job:
-        write_parquet(folder / "0.parquet", **{name: None for name, own in changed.items() if own is None})
-        write_parquet(folder / "1.parquet", **changed)
+        write_bags(folder / "0.parquet", **{name: None for name, own in changed.items() if own is None})
+        write_bags(folder / "1.parquet", **changed)
         own = {"path": str(folder), "eval_fraction": 0.0, "columns": columns or {}, **(data or {})}
         return make_job("parquet", tables, **own)
 

@@ -154,6 +154,19 @@ def decode_days(folder: Path, names: list[str], job: Job) -> list[Row]:
     )
 
 
+def write_bags(path: Path, **changed: Any) -> None:
+    """Four rows: a is scalar, b a list, w the weights of b. `changed`: other columns; None leaves one out."""
+    columns = {
+        "label": pa.array([0, 1, 1, 0]),
+        "int_0": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32()),
+        "a": pa.array([1, 2, 0, 9], pa.int64()),
+        "b": pa.array([[3, 4], None, [], [5]], pa.list_(pa.int64())),
+        "w": pa.array([[0.5, 2.0], None, [], [1.5]], pa.list_(pa.float32())),
+    }
+    own = {name: column for name, column in (columns | changed).items() if column is not None}
+    pq.write_table(pa.table(own), path)
+
+
 def write_parquet(path: Path, num_rows: int, seed: int = 3, missing: float = 0.0) -> None:
     """Columns click, int_2, int_10, cat_0 list<int64> with list weights, both with nulls, cat_3 int32 with a share
     `missing`, and cat_25 list<int32>."""

@@ -14,7 +14,6 @@ from rowcast.prefetcher.stores.store import StoreCounts
 from rowcast.protocol.messages import (
     ArraySpan,
     Flush,
-    GroupHeader,
     PlanHeader,
     RingRef,
     RowsBack,
@@ -22,7 +21,7 @@ from rowcast.protocol.messages import (
     StepReady,
     TierTotals,
 )
-from rowcast.protocol.plan import GroupPlan, StepPlan
+from rowcast.protocol.plan import GroupPlan, StepPlan, group_headers
 from rowcast.runtime.telemetry.metrics import Health, build_info, versions
 from rowcast.trainer.kernels.lookups import lookup_arrays
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
@@ -80,19 +79,14 @@ def step_plan(
 
 def header(plan: StepPlan, batch_size: int) -> PlanHeader:
     """The same plan as the trainer sees it."""
-    counts = tuple(
-        GroupHeader(
-            num_lookups=group.num_lookups,
-            num_unique=len(group.unique_slots),
-            num_fetch=len(group.fetch_keys),
-            num_evict=len(group.evict_keys),
-            num_dirty=group.num_dirty,
-            fill_after=group.fill_after,
-        )
-        for group in plan.groups
-    )
     return PlanHeader(
-        kind=plan.kind, train_step=0, epoch=0, batch_size=batch_size, groups=counts, arrays=(), arrays_bytes=0
+        kind=plan.kind,
+        train_step=0,
+        epoch=0,
+        batch_size=batch_size,
+        groups=group_headers(plan),
+        arrays=(),
+        arrays_bytes=0,
     )
 
 

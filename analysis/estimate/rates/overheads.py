@@ -46,7 +46,7 @@ trainer = {{ threads = {threads}, device = "{device}" }}
 class Spent(NamedTuple):
     """Seconds of a step."""
 
-    processor: float  # of the trainer, beside its kernels
+    processor: float  # processor time of the trainer, except its kernels
     main: float  # the main thread, beside its kernels and waits
     phases: float  # the part of it within the step's phases
     others: float  # threads of messages and checks, beside the copies of rows
