@@ -261,11 +261,11 @@ def test_a_publisher_that_stops_anywhere_leaves_the_version_before_or_the_new_on
     model, step = Model(served), run.step
     trained(run, 0.6)
 
-    def killed(self: Any, name: str) -> None:
+    def killed(self: Any) -> None:
         raise Killed
 
-    monkeypatch.delitem(crash_points.POINTS, point)
-    monkeypatch.setattr(crash_points.Points, "__missing__", killed)
+    monkeypatch.setattr(crash_points, "ARMED", crash_points.Armed(point))
+    monkeypatch.setattr(crash_points.Armed, "passed", killed)
     with pytest.raises(Killed):
         publish(run, served, keep=1)
     monkeypatch.undo()

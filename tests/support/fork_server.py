@@ -101,9 +101,9 @@ def become(request: dict[str, Any]) -> NoReturn:
         os.dup2(opened, descriptor)
         os.close(opened)
 
-    from rowcast.runtime.crash_points import POINTS, VARIABLE
+    from rowcast.runtime import crash_points as faults
 
-    POINTS.arm(os.environ.get(VARIABLE, ""))
+    faults.ARMED = faults.Armed(os.environ.get(faults.VARIABLE, ""))
     sys.path.extend(request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     dash_m, module, *arguments = request["arguments"]
     assert dash_m == "-m", request["arguments"]

@@ -34,7 +34,6 @@ from rowcast.runtime.telemetry.format_numbers import (
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report.report_json import Report
-from rowcast.trainer.step.loop import TrainingLoop
 from rowcast.trainer.step.metrics import TrainerCounters
 
 EVERY_S = 1.0
@@ -269,32 +268,6 @@ class TerminalProgress:
         elif not write(self._console, f"{line}\n") and not self._has_lost_lines:
             self._has_lost_lines = True
             get_logger().warning("stdout cannot be written; training continues without progress lines")
-
-
-class WatchedLoop:
-    """The main loop, and what it does between two turns: it looks for a request to stop, and shows and keeps the
-    run's progress. The main thread calls every method."""
-
-    def __init__(
-        self,
-        loop: TrainingLoop,
-        line: TerminalProgress,
-        history: History,
-        asked: Callable[[], str | None],
-        stop: Callable[[str], None],
-    ) -> None:
-        """`asked` returns the reason of a request to stop; `stop` is called once with it."""
-        self._loop, self._line, self._history = loop, line, history
-        self._asked, self._stop = asked, stop
-        self._stopping = False
-
-    def advance(self) -> bool:
-        if not self._stopping and (reason := self._asked()) is not None:
-            self._stopping = True
-            self._stop(reason)
-        self._line.update()
-        self._history.update(self._loop.first_step_s)
-        return self._loop.advance()
 
 
 def write(console: Console, text: str) -> bool:

@@ -37,7 +37,7 @@ from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.page import write_page
-from rowcast.trainer.report.progress import History, TerminalProgress, WatchedLoop, ignore
+from rowcast.trainer.report.progress import History, TerminalProgress, ignore
 from rowcast.trainer.report.report_json import Report, report_of_all
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.summary import print_summary
@@ -214,21 +214,22 @@ class TrainerAttempt:
     def _loop(
         self, connection: Connection, engine: TrainerEngine, progress: TerminalProgress, stop: AgreedStop
     ) -> None:
-        run, signals = self._run, self._run.signals
+        run, stopping = self._run, False
 
-        def begin_to_stop(reason: str) -> None:
-            run.health.state = "stopping"
-            self._log.info(STOPPING, reason=reason)
-            stop.ask(reason)
+        def advance() -> bool:
+            nonlocal stopping
+            number = run.signals.stop_reason
+            reason = connection.asked_to_stop if number is None else f"{number} to the trainer"
+            if reason is not None and not stopping:
+                stopping = True
+                run.health.state = "stopping"
+                self._log.info(STOPPING, reason=reason)
+                stop.ask(reason)
+            progress.update()
+            run.history.update(engine.loop.first_step_s)
+            return engine.loop.advance()
 
-        watched = WatchedLoop(
-            engine.loop,
-            progress,
-            run.history,
-            lambda: f"{signals.stop_reason} to the trainer" if signals.stop_reason else connection.asked_to_stop,
-            begin_to_stop,
-        )
-        connection.drive(watched.advance, until=lambda: engine.loop.finished)
+        connection.drive(advance, until=lambda: engine.loop.finished)
 
     # the report
 
