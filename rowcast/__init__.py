@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rowcast.job.schema import Job
     from rowcast.prefetcher.readers.draws import draws
     from rowcast.protocol.batch import Batch
-    from rowcast.trainer.adopt.keyed_embeddings import JaggedTensor
+    from rowcast.trainer.adopt.batch import JaggedTensor
     from rowcast.trainer.adopt.loader import Loader, connect
     from rowcast.trainer.adopt.module import EmbeddingBagCollection, EmbeddingCollection
     from rowcast.trainer.adopt.settings import EmbeddingBagConfig, EmbeddingConfig
@@ -61,7 +61,7 @@ MODULES = {
     "EmbeddingBagConfig": "rowcast.trainer.adopt.settings",
     "EmbeddingCollection": "rowcast.trainer.adopt.module",
     "EmbeddingConfig": "rowcast.trainer.adopt.settings",
-    "JaggedTensor": "rowcast.trainer.adopt.keyed_embeddings",
+    "JaggedTensor": "rowcast.trainer.adopt.batch",
     "Job": "rowcast.job.schema",
     "Loader": "rowcast.trainer.adopt.loader",
     "Sequences": "rowcast.trainer.models.sequences",

@@ -3,7 +3,7 @@
 import pytest
 
 from rowcast.runtime.checkpoint_manifest import Position
-from rowcast.trainer.adopt.epoch_count import EpochCount
+from rowcast.trainer.adopt.script_state import EpochCount
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rowcast.runtime.run_directory import failure_path, failure_since
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.run import connection
 from tests.adopt.clicks import ROWS
-from tests.adopt.scripts import Model, train_all
+from tests.adopt.scripts import CONFIGS, Model, train_all
 from tests.support import jobs
 from tests.support.facts import facts
 from tests.support.processes import Session
@@ -41,7 +41,7 @@ def train(session: Session) -> list[float]:
     return train_all(model, optimizer, rowcast.connect(model.ebc))
 
 
-def test_a_job_file_with_linear_weights_is_refused(tmp_path: Path) -> None:
+def test_a_job_file_with_linear_weights_or_beside_settings_of_its_own_is_refused(tmp_path: Path) -> None:
     content = jobs.job_content(
         tmp_path / "run",
         tables=[jobs.table("wide", 50, 4, "a", linear=True)],
@@ -50,6 +50,9 @@ def test_a_job_file_with_linear_weights_is_refused(tmp_path: Path) -> None:
     path = jobs.write_job(tmp_path / "job.toml", content)
     with pytest.raises(ConfigError, match=facts("table wide", "linear = true", "EmbeddingBagCollection")):
         EmbeddingBagCollection(job=path)
+    for given in ({"tables": CONFIGS}, {"capacity": "1MiB"}):
+        with pytest.raises(ConfigError, match="sets tables, optimizer, capacity and device"):
+            EmbeddingBagCollection(job=path, **given)
 
 
 @contextmanager

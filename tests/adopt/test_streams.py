@@ -10,8 +10,7 @@ import torch
 
 import rowcast
 from rowcast.protocol.parts import Belonging
-from rowcast.trainer.adopt.batch import LoadedBatch
-from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.adopt.batch import LoadedBatch, Slice
 from rowcast.trainer.device.streams import Event, PlainStreams, Stream, Wait, on_device
 from tests.adopt.scripts import Launches, make, train_on
 from tests.support.one_device import OneDevice

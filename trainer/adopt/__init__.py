@@ -1,13 +1,16 @@
 """Puts the engine inside a user's training script, which keeps its own loop, model and dense optimizer.
 
-script                       loader.py            session.py, script_run.py        prefetcher
-------                       ---------            ----------                       ----------
-for epoch in loader.epochs   epoch_count.py
-for batch in loader:   <---- batch  <------------ take, begin  <--- rows ---------
+script                       the door             its steps                        prefetcher
+------                       --------             ---------                        ----------
+for epoch in loader.epochs   loader.py            session.py, script_run.py
+for batch in loader:   <---- batch.py  <--------- take, begin  <--- rows ---------
     model(batch)       ----> module.py: look up   (mail and sender threads)
-                             current_step.py, slices.py
+                             current_step.py
     loss.backward()    ----> rows are updated
     optimizer.step()
 (next batch)           ----> --------------------> finish  -------- rows back --->
-model.state_dict()     <---- table_files.py <------ (a barrier) <--- a checkpoint -
+model.state_dict()     <---- settings.py  <------- (a barrier) <--- a checkpoint -
+
+Under both are the folder of the run, its files, and what a checkpoint and a report hold of the script: run_folder.py,
+table_files.py, script_state.py, stateful_objects.py, telemetry.py, stop_signals.py.
 """

@@ -1,6 +1,10 @@
-"""Holds the loader's batches, and checks that the module looks up the last yielded one."""
+"""Holds the loader's batches and the modules' results, and checks that a module looks up the last yielded batch.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+The results have the interfaces of TorchRec's KeyedTensor and JaggedTensor.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 import torch
@@ -8,7 +12,6 @@ from torch import Tensor
 
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.parts import Belonging
-from rowcast.trainer.adopt.slices import Slice
 from rowcast.trainer.models.embedding import FeatureSlots, aligned
 from rowcast.trainer.models.job_model import named_inputs
 from rowcast.trainer.step.cache import Step
@@ -24,44 +27,49 @@ VALIDATION = (
 POSITIONS = {"dense": 0, "dense_features": 0, "sparse": 1, "sparse_features": 1, "labels": 2, "label": 2}
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Samples `start` to `stop` - 1 of a batch."""
+
+    index: int
+    start: int
+    stop: int
+    is_last: bool
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def slices_of(batch_size: int, number: int) -> list[Slice]:
+    """Returns at most `number` slices, of equal size except the last; a small batch has fewer."""
+    width = -(-batch_size // number)
+    starts = range(0, batch_size, width)
+    return [Slice(i, start, min(start + width, batch_size), i == len(starts) - 1) for i, start in enumerate(starts)]
+
+
 class SparseToken:
     """Replaces a batch's KeyedJaggedTensor: it identifies the batch and holds no ids."""
 
     def __init__(self, session: object, step: int, part: Slice, keys: Sequence[str], device: torch.device) -> None:
         self.session, self.step, self.slice, self.device = session, step, part, device
         self._keys = list(keys)
-        self._batch_size = part.size
 
     def keys(self) -> list[str]:
         return list(self._keys)
 
     def stride(self) -> int:
         """The batch size, under KeyedJaggedTensor's name."""
-        return self._batch_size
-
-    def __len__(self) -> int:
-        return self._batch_size
+        return self.slice.size
 
     def to(self, device: Any, non_blocking: bool = False) -> Self:
         require_device(self.device, device)
         return self
 
-    def pin_memory(self) -> Self:
-        return self
-
-    def record_stream(self, stream: Any) -> None:
-        pass
-
-    def values(self) -> NoReturn:
+    def values(self, *args: Any) -> NoReturn:
         raise RuntimeError(IDS_STAY)
 
-    lengths = offsets = weights = to_dict = values
-
-    def __getitem__(self, key: object) -> NoReturn:
-        raise RuntimeError(IDS_STAY)
-
-    def __iter__(self) -> NoReturn:
-        raise RuntimeError(IDS_STAY)
+    lengths = offsets = weights = to_dict = __getitem__ = __iter__ = values
 
 
 class LoadedBatch:
@@ -96,17 +104,6 @@ class LoadedBatch:
     def to(self, device: Any, non_blocking: bool = False) -> Self:
         require_device(self.dense_features.device, device)
         return self
-
-    def pin_memory(self) -> Self:
-        return self
-
-    def record_stream(self, stream: Any) -> None:
-        """Keeps the memory until `stream` has completed its work so far."""
-        if self.dense_features.device.type != "cpu":
-            self.dense_features.record_stream(stream)
-            self.labels.record_stream(stream)
-            for array in self.inputs.values():
-                array.record_stream(stream)
 
 
 def copied(array: Tensor) -> Tensor:
@@ -172,8 +169,8 @@ def num_samples(features: Any) -> int:
 
 def features_lengths(features: Any) -> Tensor:
     """Returns the number of ids in each bag, feature-major."""
-    lengths: Callable[[], Tensor] | None = getattr(features, "lengths", None)
-    return lengths() if callable(lengths) else features.offsets().diff()
+    lengths: Tensor = features.lengths() if hasattr(features, "lengths") else features.offsets().diff()
+    return lengths
 
 
 def check_ids(features: Any, expected: Mapping[str, FeatureSlots]) -> None:
@@ -196,3 +193,67 @@ def check_ids(features: Any, expected: Mapping[str, FeatureSlots]) -> None:
         first[slots.long()] = ids
         if not torch.equal(first[slots.long()], ids):
             raise another_batch("look up other rows")
+
+
+class JaggedTensor:
+    """The rows of a feature that is not pooled: n look-ups of B samples, in their order."""
+
+    def __init__(self, values: Tensor, offsets: Tensor) -> None:
+        """values: f32 [n, D]. offsets: i32 [B + 1], from 0 to n."""
+        self._values, self._offsets = values, offsets
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        return self._offsets.diff()
+
+    def to_dense(self) -> list[Tensor]:
+        """Returns the rows of each sample. Waits for the device."""
+        return list(self._values.split_with_sizes(self.lengths().tolist()))
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """Returns f32 [B, length, D]: the first rows of each sample, padded at the right.
+
+        desired_length: columns of the result; without it, those of the longest sample, and this waits for the device.
+        """
+        longest = int(self.lengths().max()) if desired_length is None else desired_length
+        starts, ends = self._offsets[:-1].long(), self._offsets[1:].long()
+        lookup = torch.arange(len(self._values), device=ends.device)
+        sample = torch.searchsorted(ends, lookup, right=True)
+        column, dropped = lookup - starts[sample], len(ends) * longest
+        position = torch.where(column < longest, sample * longest + column, dropped)
+        # not by torch.ops.aten._jagged_to_padded_dense_forward, which has no derivative
+        padded = self._values.new_full((dropped + 1, self._values.shape[1]), padding_value)
+        return padded.index_copy(0, position, self._values)[:dropped].view(len(ends), longest, -1)
+
+
+class KeyedEmbeddings:
+    """Keys are in the order of the tables and their features, as in TorchRec."""
+
+    def __init__(self, keys: Sequence[str], features: Sequence[Tensor]) -> None:
+        """`features`: f32 [B, D] of each key."""
+        self._features = dict(zip(keys, features, strict=True))
+
+    def keys(self) -> list[str]:
+        return list(self._features)
+
+    def values(self) -> Tensor:
+        """f32 [B, sum of D]."""
+        return torch.cat(list(self._features.values()), dim=1)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._features[key]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return dict(self._features)
+
+    def length_per_key(self) -> list[int]:
+        return [feature.shape[1] for feature in self._features.values()]
+
+    def offset_per_key(self) -> list[int]:
+        lengths = self.length_per_key()
+        return [sum(lengths[:i]) for i in range(len(lengths) + 1)]

@@ -2,24 +2,44 @@
 
     begin   next_slice   (look up, backward) ...   next_slice   (look up, backward)   end
 
+A step is trained in slices, the micro-batches, and its rows are updated once:
+
+samples of the batch     | 0 ... 99 | 100 ... 199 | 200 ... 249 |      accumulate=3: cut as torch.chunk cuts
+look-up                  the whole step, once; each slice takes its bags
+backward                 each slice keeps the gradients of its bags; the last one updates the rows, as one large batch
+
+The script may change its stream from batch to batch. `*` is an event recorded on torch's current stream:
+
+loader's stream          wait for the rows ... copy of the batch *          wait for all * -> the step's event
+script's stream                           wait for the rows, look up *  update *
+
 This code neither drives the engine nor waits.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rowcast.protocol.messages import PlanHeader
-from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
-from rowcast.trainer.adopt.shared_lookup import SharedLookup
-from rowcast.trainer.adopt.slices import Slice, SlicedStep, slices_of
-from rowcast.trainer.adopt.stream_order import StreamOrder
-from rowcast.trainer.models.embedding import Embeddings, FeatureSlots
+from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.trainer.adopt.batch import Slice, slices_of
+from rowcast.trainer.device.streams import Event, Lap, Stream
+from rowcast.trainer.models.embedding import Embeddings, FeatureSlots, GroupLookup, update_in_backward
 from rowcast.trainer.models.runner import step_lookups
 from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.step.cache import Step
 
+ROWS_KEEP_THEIRS = (
+    "the script has changed its optimizer's learning rate, which the rows do not follow: give the "
+    "EmbeddingBagCollection a schedule in train steps, as "
+    "optimizer={..., 'schedule': {'kind': 'cosine', 'decay_steps': N}}"
+)
 ACCUMULATED = (
     "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every "
     "backward pass, so accumulated gradients would train them more often than the dense weights; use larger batches, "
@@ -48,6 +68,175 @@ FORGOTTEN = (
 )
 
 
+class OptimizerSteps:
+    """Counts the steps of every torch.optim optimizer of this process, until it is closed."""
+
+    def __init__(self, rows_lr: float, *, rows_follow: bool) -> None:
+        """`rows_follow`: whether the rows have a schedule of their own, so that other learning rates are right."""
+        self.count = 0
+        self._rows_lr, self._warns = rows_lr, not rows_follow
+        self._first = WeakKeyDictionary[Optimizer, list[Any]]()  # learning rates at each optimizer's first step
+        self.close = register_optimizer_step_post_hook(self._stepped).remove
+
+    def _stepped(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[Any, Any]) -> None:
+        self.count += 1
+        if self._warns:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            if self._first.setdefault(optimizer, rates) != rates:
+                self._warns = False
+                get_logger().warning(ROWS_KEEP_THEIRS, rows_lr=self._rows_lr)
+
+
+class StreamOrder:
+    """Orders the work issued for the current step; `compute` is torch's current stream at each call."""
+
+    def __init__(self, compute: Stream) -> None:
+        self._compute = compute
+        self._issued: list[Event] = []
+
+    def await_rows(self, step: Step) -> None:
+        """Makes the current stream wait until the step's rows are in their slots."""
+        self._compute.wait(step.filled[-1], "filled")
+
+    def record(self) -> None:
+        """Call after issuing work on the step's rows or arrays to the current stream."""
+        self._issued.append(self._compute.record())
+
+    def lap(self, lap: Lap) -> None:
+        """Records the update of the rows, which runs in the backward pass, on the stream of its forward."""
+        if lap == "update":
+            self.record()
+
+    def gather(self) -> None:
+        """Makes the current stream wait for all recorded work."""
+        issued, self._issued = self._issued, []
+        for event in issued:
+            self._compute.wait(event, "used")
+
+
+class SharedLookup:
+    """One look-up for all collections, in any order: the first that is called looks up, the others take theirs."""
+
+    def __init__(self, collections: Sequence[str]) -> None:
+        self._names = list(collections)
+        self.waiting: list[str] = []  # the collections that have not taken their features
+        self._found: Sequence[Embedded] = ()
+        self._mode = False  # whether torch was in inference mode
+
+    def open(self, collection: str, mode: bool, found: Sequence[Embedded]) -> None:
+        self.waiting = [name for name in self._names if name != collection]
+        self._found, self._mode = found if self.waiting else (), mode
+
+    def take(self, collection: str, mode: bool) -> Sequence[Embedded] | None:
+        """None: the collection has to look up."""
+        if collection not in self.waiting or mode != self._mode:
+            return None
+        found = self._found
+        self.waiting.remove(collection)
+        if not self.waiting:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        self.waiting, self._found = [], ()
+
+
+class SlicedStep:
+    """Looks up one step and collects its slices' gradients. Every table pools, so a feature has one bag per sample."""
+
+    def __init__(
+        self, embeddings: Embeddings, stream_order: StreamOrder, lookups: Sequence[GroupLookup], train_step: int
+    ) -> None:
+        self._embeddings, self._stream_order = embeddings, stream_order
+        self._lookups, self._train_step = lookups, train_step
+        self._pooled: list[Tensor] | None = None  # f32 [G, D] of each group, until the rows change
+        self._grads: list[Tensor] | None = None  # f32 [G, D] of each group, once a slice is trained
+        self._waiting: Slice | None = None  # the slice whose backward pass is expected
+        self._is_kept = False  # the gradients of a slice
+
+    @property
+    def awaits_backward(self) -> bool:
+        return self._waiting is not None
+
+    def look_up(self, part: Slice) -> list[Embedded]:
+        """Returns f32 [size, D] of every feature, like `Embeddings`.
+
+        With gradients enabled, the backward pass keeps the slice's gradients, and that of the last slice updates the
+        rows. Raises RuntimeError if a different slice's backward pass is expected."""
+        self._stream_order.gather()  # the script may compute each slice on a different stream
+        if self._pooled is None:
+            with torch.no_grad():
+                self._pooled = self._embeddings.pool(self._lookups)
+        pairs = zip(self._pooled, self._lookups, strict=True)
+        pooled = [bags_of(part, rows, lookup).reshape(-1, rows.shape[1]) for rows, lookup in pairs]
+        if torch.is_grad_enabled():
+            self._expect(part)
+            pooled = update_in_backward(self._embeddings.trigger, pooled, SliceUpdate(self, part))
+        return self._embeddings.by_feature(pooled, [replace(lookup, batch_size=part.size) for lookup in self._lookups])
+
+    def keep(self, part: Slice, grads: Sequence[Tensor]) -> None:
+        """Called in the slice's backward pass, with gradients f32 [its bags, D] of each group."""
+        if self._grads is None or self._waiting != part:
+            raise RuntimeError(
+                f"micro-batch {part.index} of train step {self._train_step} expects no backward pass; call backward() "
+                "once for each forward"
+            )
+        for whole, grad, lookup in zip(self._grads, grads, self._lookups, strict=True):
+            bags_of(part, whole, lookup)[:] = grad.view(-1, part.size, grad.shape[1])
+        self._waiting, self._is_kept = None, True
+        self._stream_order.record()
+        if part.is_last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Updates the rows, once, if any slice was trained; a slice that was not trained has no gradient."""
+        grads, self._grads = self._grads, None
+        if grads is not None:
+            self._stream_order.gather()
+            self._embeddings.update(grads, self._lookups, self._train_step)
+            self._pooled = None
+
+    def skip(self) -> bool:
+        """Expects no backward pass of the waiting slice. Returns whether others have had theirs."""
+        self._waiting = None
+        if not self._is_kept:
+            self._grads = None
+        return self._is_kept
+
+    def close(self) -> None:
+        """Ends the step. A loss that the script keeps holds this object, but not the step's memory."""
+        self._lookups, self._pooled, self._grads = (), None, None
+
+    def _expect(self, part: Slice) -> None:
+        if self._waiting is not None:
+            raise RuntimeError(
+                f"embeddings of micro-batch {part.index} of train step {self._train_step} were asked for before the "
+                "backward pass of an earlier forward; call backward() once for each forward, or look up under "
+                "torch.no_grad()"
+            )
+        if self._grads is None:
+            self._embeddings.expect_update(self._lookups, self._train_step)
+            assert self._pooled is not None, "looked up above"
+            self._grads = [torch.zeros_like(rows) for rows in self._pooled]
+        self._waiting = part
+
+
+@dataclass(frozen=True, slots=True)
+class SliceUpdate:
+    """Implements `embedding.Pending` for one slice."""
+
+    step: SlicedStep
+    part: Slice
+
+    def apply(self, grads: Sequence[Tensor]) -> None:
+        self.step.keep(self.part, grads)
+
+
+def bags_of(part: Slice, rows: Tensor, lookup: GroupLookup) -> Tensor:
+    """A view [F, size, D] of the slice's bags in [F * B, D]."""
+    return rows.view(-1, lookup.batch_size, rows.shape[1])[:, part.start : part.stop]
+
+
 class CurrentStep:
     def __init__(
         self,
@@ -59,8 +248,7 @@ class CurrentStep:
         dense_optimizer: bool,
         accumulate: int,
     ) -> None:
-        """`collections`: a name of each. `dense_optimizer`: it must step once for each train batch. `accumulate`:
-        micro-batches per batch."""
+        """`collections`: a name of each. `dense_optimizer`: it must step once for each train batch."""
         self.step: Step | None = None  # begun and not finished
         self.slice = Slice(0, 0, 0, is_last=True)  # the last one given to the script
         self.is_trained = False  # a look-up of the step trains its rows
@@ -128,6 +316,8 @@ class CurrentStep:
         header, mode = self.step.header, torch.is_inference_mode_enabled()
         if self.is_skipped:
             raise RuntimeError(SKIPPED.format(header.train_step))
+        if torch.is_grad_enabled() and not trains and header.kind == "train" and self._count_at_eval is None:
+            self._count_at_eval = self._optimizer_steps.count  # right for predictions, wrong for training
         self._is_looked_up = True
         if trains and not self.awaits_backward:
             self._shared.close()  # what another collection has looked up was trained already
@@ -152,12 +342,6 @@ class CurrentStep:
         groups = self._embeddings.slots(step_lookups(self.step))
         own = [{name: slots for name, slots in group.items() if name in features} for group in groups]
         return [group for group in own if group]
-
-    def note_eval_lookup(self) -> None:
-        """Notes a look-up in eval mode with gradients enabled: right for predictions, wrong for training."""
-        assert self.step is not None, "the module looks up the current step"
-        if self.step.header.kind == "train" and self._count_at_eval is None:
-            self._count_at_eval = self._optimizer_steps.count
 
     def _mark_trained(self, header: PlanHeader) -> None:
         """Notes that the next look-up trains the rows. Raises RuntimeError if it must not."""
@@ -221,11 +405,6 @@ class CurrentStep:
             self._sliced.close()
         self._shared.close()
         self.step, self._sliced = None, None
-
-    def labels(self) -> torch.Tensor:
-        """Returns f32 [size] or [size, T], of the current slice."""
-        assert self.step is not None, "labels come after begin"
-        return self.step.arrays["labels"][self.slice.start : self.slice.stop]
 
     def _require_backward(self, step: Step) -> None:
         if self.awaits_backward:

@@ -26,13 +26,11 @@ from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import open_missing_descriptors, print_line, setup_logging
 from rowcast.trainer.adopt import run_folder, table_files
-from rowcast.trainer.adopt.batch import LoadedBatch
+from rowcast.trainer.adopt.batch import LoadedBatch, Slice
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.script_run import SessionParts
-from rowcast.trainer.adopt.script_tables import ScriptTables
 from rowcast.trainer.adopt.session import ScriptSession
-from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES
-from rowcast.trainer.adopt.slices import Slice
+from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES, ScriptTables
 from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
@@ -106,7 +104,7 @@ def connect(
         raise ConfigError(
             'connect: dataset is missing; name it, as "package.module:factory", or make the module from a job file'
         )
-    if is_launched and dense is None and save_every is None and not tables.says("checkpoint", "every"):
+    if is_launched and dense is None and save_every is None and "every" not in tables.content.get("checkpoint", {}):
         changes["checkpoint.every"] = 0  # no run can continue from a checkpoint without the script's objects
     objects = None if dense is None else StatefulObjects(dense, tables.device, tables.without_tables)
     job = tables.adopt(changes, is_launched=is_launched, resumes=not fresh)
@@ -116,10 +114,11 @@ def connect(
             "a whole; remove [ranks], and give accumulate=k to split batches"
         )
     newest = run_folder.newest_run(job.run_dir)
+    continued = newest if is_launched and not fresh else None
     finished = None
-    if is_launched and newest is not None and not fresh:
-        refuse_to_resume(tables, newest, objects)
-        finished = newest if run_folder.is_complete(job, newest, max_steps) else None
+    if continued is not None:
+        refuse_to_resume(tables, continued, objects)
+        finished = continued if run_folder.is_complete(job, continued, max_steps) else None
     if is_launched:
         print_line(start_sentence(job, newest, fresh=fresh, is_finished=finished is not None))
     parts = SessionParts(
@@ -132,11 +131,11 @@ def connect(
         evaluate=evaluate,
         accumulate=accumulate,
         begins_with_tables=tables.begins_with_tables,
-        said_steps=newest.train_steps if is_launched and newest is not None and not fresh else 0,
+        said_steps=0 if continued is None else continued.train_steps,
         finished=finished,
     )
     for own in collections:
-        own.join(tables)
+        own.shared = tables
     return Loader(tables, parts)
 
 
@@ -307,7 +306,8 @@ class Loader:
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Yields the batches of one epoch.
 
-        Raises RowcastError if the prefetcher fails or is lost, RuntimeError if the last batch was trained incorrectly.
+        Raises RowcastError if the prefetcher fails or is lost, RuntimeError if the last batch was trained incorrectly
+        or the script loops over more epochs than it asked for.
         """
         self._open()
         self._num_loops += 1
@@ -316,7 +316,12 @@ class Loader:
         if self._session.epochs.consume_finished(None if first is None else first.epoch):
             return  # an empty loop, so that the script does what it does after that epoch
         if first is None:
-            self._refuse_more()
+            if not self._session.run.resumes and self._session.run.stop_reason is None:  # a resumed run has fewer left
+                raise RuntimeError(
+                    f"the loader has ended after {self._session.train_steps} train steps, with data.epochs = "
+                    f"{self._job.data.epochs}; give connect epochs=N to go through the data N times, and write "
+                    "`for epoch in loader.epochs`, which ends with them"
+                )
             return
         epoch = first.epoch
         if self._num_loops == 1 and epoch and not self._counts_epochs:
@@ -330,16 +335,6 @@ class Loader:
                 yield from self._micro_batches()
         if self._session.run.stop_reason is None:
             self._session.epochs.end(epoch)
-
-    def _refuse_more(self) -> None:
-        """Raises if the script loops over more epochs than it requested. A resumed run has fewer left and may loop."""
-        if self._session.run.resumes or self._session.run.stop_reason is not None:
-            return
-        raise RuntimeError(
-            f"the loader has ended after {self._session.train_steps} train steps, with data.epochs = "
-            f"{self._job.data.epochs}; give connect epochs=N to go through the data N times, and write "
-            "`for epoch in loader.epochs`, which ends with them"
-        )
 
     def _micro_batches(self) -> Iterator[LoadedBatch]:
         while (part := self._session.next_slice()) is not None:

@@ -12,9 +12,8 @@ from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt import run_folder, settings
-from rowcast.trainer.adopt.batch import VALIDATION, check_features, check_ids
-from rowcast.trainer.adopt.keyed_embeddings import JaggedTensor, KeyedEmbeddings
-from rowcast.trainer.adopt.script_tables import ScriptTables
+from rowcast.trainer.adopt.batch import VALIDATION, JaggedTensor, KeyedEmbeddings, check_features, check_ids
+from rowcast.trainer.adopt.settings import ScriptTables
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
@@ -65,12 +64,12 @@ class EmbeddingBagCollection(nn.Module):
         default_dir = run_folder.default_run_dir() if run_dir is None else None
         job_file = Path(job) if isinstance(job, str | Path) else None
         if job_file is not None:
-            if any(setting is not None for setting in (optimizer, capacity, device)):
+            if tables or any(setting is not None for setting in (optimizer, capacity, device)):
                 raise ConfigError(
-                    f"EmbeddingBagCollection: {job} sets optimizer, capacity and device; give either them or the job "
-                    "file"
+                    f"EmbeddingBagCollection: {job} sets tables, optimizer, capacity and device; give either them or "
+                    "the job file"
                 )
-            content = settings.file_content(job_file, tables)
+            content = settings.file_content(job_file)
         else:
             content = settings.job_content(
                 tables,
@@ -82,8 +81,9 @@ class EmbeddingBagCollection(nn.Module):
                 run_dir=str(run_dir or default_dir),
                 others=cast(Any, job) or {},
             )
-        self._shared = ScriptTables(content, job_file, default_dir)
+        self.shared = ScriptTables(content, job_file, default_dir)  # after `connect` those of several collections
         self._tables = list(self.job.tables)
+        self.name = self._tables[0].name  # no other collection of a job has this table
         self._features = [name for table in self._tables for name in table.features]
         for table in self._tables:
             self.kind.check(table.name, table.pooling)
@@ -115,9 +115,8 @@ class EmbeddingBagCollection(nn.Module):
         features: the batch's sparse_features, or a KeyedJaggedTensor of the same ids.
 
         Raises RuntimeError."""
-        session = self._shared.session
-        step = None if session is None else session.step
-        if session is None or step is None:
+        session = self.shared.session
+        if session is None or (step := session.step) is None:
             raise RuntimeError(NO_BATCH)
         current = session.current
         has_ids = not check_features(features, session, step, current.slice, self._features)
@@ -127,8 +126,6 @@ class EmbeddingBagCollection(nn.Module):
             if has_ids and self.job.data.on_invalid_id == "error":  # otherwise the reader has replaced invalid ids
                 for lookups in current.slots_by_group(self._features):
                     check_ids(features, lookups)
-            if not trains and torch.is_grad_enabled():
-                current.note_eval_lookup()
             found = current.look_up(self.name, trains=trains)
             current.stream_order.record()
         return self._keyed([found[self.job.features.index(name)] for name in self._features])
@@ -155,7 +152,7 @@ class EmbeddingBagCollection(nn.Module):
 
     def __getstate__(self) -> object:
         """Allows copies until the loader begins; after that raises RuntimeError."""
-        if self._shared.session is not None:
+        if self.shared.session is not None:
             raise RuntimeError(
                 "an EmbeddingBagCollection whose loader has begun cannot be copied, as its rows are on their way; copy "
                 "the dense parts of the model, or save its state_dict()"
@@ -165,36 +162,23 @@ class EmbeddingBagCollection(nn.Module):
     @property
     def has_run(self) -> bool:
         """Whether the run directory holds a run with train steps; by default `rowcast.connect` continues it."""
-        return self._shared.has_run
+        return run_folder.newest_run(self.job.run_dir) is not None
 
     # used by the loader
 
     @property
     def job(self) -> Job:
-        return self._shared.job
+        return self.shared.job
 
     @property
     def device(self) -> torch.device:
-        return self._shared.device
-
-    @property
-    def shared(self) -> ScriptTables:
-        """The job and the tables, after `join` those of several collections."""
-        return self._shared
-
-    @property
-    def name(self) -> str:
-        """The first table's, which no other collection of a job has."""
-        return self._tables[0].name
-
-    def join(self, shared: ScriptTables) -> None:
-        self._shared = shared
+        return self.shared.device
 
     # state dicts
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._shared.has_tables:
-            for table, weight in zip(self._tables, self._shared.weights(self._tables), strict=True):
+        if self.shared.has_tables:
+            for table, weight in zip(self._tables, self.shared.weights(self._tables), strict=True):
                 destination[prefix + self.kind.weight_name(table)] = weight
 
     def _load_from_state_dict(
@@ -207,7 +191,7 @@ class EmbeddingBagCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if not self._shared.has_tables:
+        if not self.shared.has_tables:
             return
         tables = {prefix + self.kind.weight_name(table): table for table in self._tables}
         missing = [name for name in tables if name not in state_dict]
@@ -222,7 +206,7 @@ class EmbeddingBagCollection(nn.Module):
             wrong.append(f"{missing[0]} is missing: give all tables or none")
         error_msgs += wrong
         if not missing and not wrong:
-            self._shared.load(self._tables, [state_dict[name] for name in tables])
+            self.shared.load(self._tables, [state_dict[name] for name in tables])
 
 
 class EmbeddingCollection(EmbeddingBagCollection):

@@ -9,24 +9,23 @@ The script's thread calls all of these.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from rowcast.job.learning_rate import LearningRateSchedule
 from rowcast.protocol.messages import PlanHeader, StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt import run_folder
-from rowcast.trainer.adopt.current_step import NO_TRAIN_BATCH, CurrentStep
-from rowcast.trainer.adopt.epoch_count import EpochCount
-from rowcast.trainer.adopt.loss_scaling import LossScaling
-from rowcast.trainer.adopt.optimizer_steps import OptimizerSteps
+from rowcast.trainer.adopt.batch import Slice
+from rowcast.trainer.adopt.current_step import NO_TRAIN_BATCH, CurrentStep, OptimizerSteps, StreamOrder
 from rowcast.trainer.adopt.script_run import ScriptRun, SessionParts
-from rowcast.trainer.adopt.script_state import ScriptState
-from rowcast.trainer.adopt.slices import Slice
-from rowcast.trainer.adopt.stream_order import StreamOrder
+from rowcast.trainer.adopt.script_state import EpochCount, ScriptState
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import require_integers
@@ -41,6 +40,12 @@ LEFT_BETWEEN_EPOCHS = (
     "the training script has left the loader between two epochs: one `for` loop over it is one epoch, and "
     "loader.stop() ends a run early"
 )
+SCALED = (
+    "a GradScaler scales this loss, but rows are updated in its backward pass, before the scale is divided out again: "
+    "use torch.autocast(..., dtype=torch.bfloat16), which needs no scaler, or GradScaler(enabled=False)"
+)
+_torch_scale = GradScaler.scale
+_awaiting: list[Callable[[], bool]] = []  # of each open session, whether a look-up of it awaits its backward pass
 
 
 class ScriptSession:
@@ -57,9 +62,10 @@ class ScriptSession:
         self._follows_barrier = False  # a barrier came right before the current step
         sparse = self._job.optimizer.sparse
         self._optimizer_steps = OptimizerSteps(sparse.lr, rows_follow=sparse.schedule != LearningRateSchedule())
-        stack = self.run.stack
-        stack.callback(self._optimizer_steps.close)
-        stack.callback(LossScaling(lambda: self._current is not None and self._current.awaits_backward).close)
+        self.run.stack.callback(self._optimizer_steps.close)
+        self.run.stack.enter_context(
+            refusing_scaled_losses(lambda: self._current is not None and self._current.awaits_backward)
+        )
 
     def open(self) -> None:
         """Starts the prefetcher and the engine. Raises RowcastError after closing everything."""
@@ -195,13 +201,12 @@ class ScriptSession:
         if loss is not None and not self.current.is_skipped:
             assert step is not None, "checked above"
             share = self.current.slice.size / step.header.batch_size
-            weighted = (
-                torch.as_tensor(loss, dtype=torch.float32, device=getattr(loss, "device", "cpu")).detach().mean()
-                * share
-            )
+            mean = torch.as_tensor(loss, dtype=torch.float32, device=getattr(loss, "device", "cpu")).detach().mean()
+            weighted = mean * share
             self._loss = weighted if self._loss is None else self._loss + weighted
         if logits is not None:
-            labels = self.current.labels()
+            assert step is not None, "checked above"
+            labels = step.arrays["labels"][self.current.slice.start : self.current.slice.stop]
             self._script_state.record(logits.detach().float().reshape(labels.shape), labels)
         if ranks is not None:
             self._script_state.record_ranks(require_integers(ranks, "record(ranks=...)"))
@@ -282,15 +287,34 @@ class ScriptSession:
             raise RuntimeError("a checkpoint with dense=... comes after optimizer.step(): call state_dict() after it")
         if self.step is None or (self.current.is_trained and not self.current.has_slices):
             self.peek()
+        # right behind a barrier, the checkpoint may not be on disk yet
+        in_step = self.step is not None
+        is_expected = not self.run.ended and (
+            self._follows_barrier if in_step else self.run.engine.barrier.stop_reason is not None
+        )
         while (found := run_folder.checkpoint_of(self._job.run_dir, self.run.run_id, self.train_steps)) is None:
-            if not self._is_being_written():
+            if not is_expected:
                 return None
             self.run.crew.check()
             time.sleep(CHECKPOINT_POLL_S)
         return found
 
-    def _is_being_written(self) -> bool:
-        """Whether a barrier directly precedes the current or next step, so its checkpoint may not be on disk yet."""
-        if self.run.ended:
-            return False
-        return self._follows_barrier if self.step is not None else self.run.engine.barrier.stop_reason is not None
+
+@contextmanager
+def refusing_scaled_losses(awaits_backward: Callable[[], bool]) -> Iterator[None]:
+    """Makes `torch.amp.GradScaler.scale` refuse a loss whose backward pass is awaited: it updates rows before the
+    scaler divides its factor out."""
+    _awaiting.append(awaits_backward)
+    GradScaler.scale = _checked_scale  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        _awaiting.remove(awaits_backward)
+        if not _awaiting:
+            GradScaler.scale = _torch_scale  # type: ignore[method-assign]
+
+
+def _checked_scale(scaler: GradScaler, outputs: Any) -> Any:
+    if scaler.is_enabled() and any(awaits_backward() for awaits_backward in _awaiting):
+        raise RuntimeError(SCALED)
+    return _torch_scale(scaler, outputs)

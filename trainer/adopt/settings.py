@@ -1,20 +1,31 @@
-"""Builds the content of a job file from an EmbeddingBagCollection's arguments."""
+"""The job of a script's collections, from their arguments, and their whole tables.
 
-from collections.abc import Mapping, Sequence
+A collection has a job of its own until `rowcast.connect` joins the jobs of several into one. Whole tables are given
+before the run, at checkpoints and after the end.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.file import parse_job, read_content
 from rowcast.job.models import NO_MODEL
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
+from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt import run_folder, table_files
+from rowcast.trainer.adopt.session import ScriptSession
+from rowcast.trainer.device.cuda import choose_device
 
 JOB_FILE = "job.json"  # in the run directory: the job of both processes of an adopted run
 NO_DATA = "synthetic"  # data.format until a loader is connected
@@ -89,6 +100,13 @@ SEQUENCES = Kind(
 )
 
 
+def refuse_model(*args: Any, **options: Any) -> NoReturn:
+    raise ConfigError(
+        "the model of this job is in a training script of its own (docs/adopt.md); run the script instead of "
+        "`trainer run`"
+    )
+
+
 def job_content(
     configs: Sequence[Any],
     *,
@@ -149,7 +167,7 @@ def plain(value: Any, name: str = "") -> Any:
         return {key: plain(own, f"{name}.{key}" if name else key) for key, own in value.items()}
     if isinstance(value, list | tuple):
         return [plain(own, name) for own in value]
-    if isinstance(value, np.ndarray | torch.Tensor):
+    if isinstance(value, np.ndarray | Tensor):
         raise ConfigError(f"{name} is a {type(value).__name__}; give a number of Python, such as value.item()")
     if isinstance(value, msgspec.Struct):
         return msgspec.to_builtins(value, enc_hook=lambda own: plain(own, name))
@@ -205,30 +223,16 @@ def init_of(config: Any) -> str:
     return f"uniform:{float(-bound if lowest is None else lowest)!r},{float(bound if highest is None else highest)!r}"
 
 
-def file_content(path: Path, configs: Sequence[Any]) -> dict[str, Any]:
-    """The content of a job file. Raises ConfigError if `configs` are given and differ from its tables."""
+def file_content(path: Path) -> dict[str, Any]:
+    """The content of a job file. Raises ConfigError."""
     content = read_content(path)
-    job_tables = parse_job(content, str(path)).tables
-    for table in job_tables:
+    for table in parse_job(content, str(path)).tables:
         if table.linear:
             raise ConfigError(
                 f"{path}: table {table.name} has linear = true, and an EmbeddingBagCollection returns one vector for "
                 "each feature; give linear weights a table of their own, with embedding_dim = 1"
             )
-    tables = [described(table.name, table.num_embeddings, table.embedding_dim, table.features) for table in job_tables]
-    given = [
-        described(config.name, config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs
-    ]
-    if given and given != tables:
-        raise ConfigError(
-            f"{path} has the tables {'; '.join(tables)}, but the configs are {'; '.join(given)}; make them equal, or "
-            "give no configs"
-        )
     return content
-
-
-def described(name: str, rows: int, dim: int, features: Sequence[str]) -> str:
-    return f"{name} [{rows}, {dim}] of {', '.join(features)}"
 
 
 def configs_of(job: Job, kind: Kind) -> list[Any]:
@@ -245,8 +249,148 @@ def configs_of(job: Job, kind: Kind) -> list[Any]:
     ]
 
 
-def refuse_model(*args: Any, **options: Any) -> NoReturn:
-    raise ConfigError(
-        "the model of this job is in a training script of its own (docs/adopt.md); run the script instead of "
-        "`trainer run`"
-    )
+class ScriptTables:
+    def __init__(self, content: dict[str, Any], job_file: Path | None, default_dir: Path | None) -> None:
+        """`content`: of a job file, the user's `job_file` if there is one. Raises ConfigError."""
+        self.content, self._job_file = plain(content), job_file
+        self.job = self._parsed(self.content)
+        self._has_default_dir = job_file is None and self.job.run_dir == default_dir
+        try:
+            self.device = choose_device(self.job.trainer.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self.session: ScriptSession | None = None  # once the loader has begun
+        self.has_tables = True  # state_dict holds the tables
+        self._is_connected = False  # to a loader
+        self._is_launched = False  # the loader starts the prefetcher
+        self._resumes = False  # the tables begin with the newest checkpoint in the run directory
+        self._loaded: dict[str, Path] = {}  # the file that each loaded table begins with
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """One job with the tables of all, in their order. Changes none of them. Raises ConfigError."""
+        if not parts:
+            raise ConfigError("connect: no collection is given; give one, or several in a list")
+        first, *others = parts
+        if any(part._is_connected for part in parts):
+            raise ConfigError(
+                "connect: this EmbeddingBagCollection has a loader already; make another one for another run"
+            )
+        if not others:
+            return first
+        if any(part.has_job_file for part in parts):
+            raise ConfigError("connect: a job file has the tables of one collection; describe several by their configs")
+        names = [table.name for part in parts for table in part.job.tables]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ConfigError(f"connect: table {twice[0]} is in two collections; give each table a name of its own")
+        for other in others:
+            for section, own in first.content.items():
+                theirs = other.content.get(section)
+                if section != "tables" and own != theirs:
+                    raise ConfigError(
+                        f"connect: collections share one job, and their {section} differs: {own} and {theirs}; give "
+                        "them the same optimizer, capacity, device, seed, run_dir and job"
+                    )
+        content = {**first.content, "tables": [table for part in parts for table in part.content["tables"]]}
+        found = cls(content, None, first.job.run_dir if first._has_default_dir else None)
+        found._loaded = {name: file for part in parts for name, file in part._loaded.items()}
+        return found
+
+    @property
+    def has_job_file(self) -> bool:
+        """Whether a job file of the user describes the tables, so that its prefetcher may be running already."""
+        return self._job_file is not None
+
+    def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
+        """Adds the loader's settings to the job; `connect` calls it once. Changes nothing if it raises ConfigError."""
+        if self._has_default_dir:
+            run_folder.check_owner(self.job.run_dir)
+        content = deepcopy(self.content)
+        for name, value in plain(changes).items():
+            set_key(content, name, value)
+        self.job, self.content = self._parsed(content), content
+        self._is_connected, self._is_launched, self._resumes = True, is_launched, resumes
+        return self.job
+
+    def write_job_file(self) -> Path:
+        """Writes the job to a file for a prefetcher. Raises ConfigError."""
+        path = self.job.run_dir / JOB_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if self._has_default_dir:
+                run_folder.claim(path.parent)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self.content), indent=2))
+        except OSError as error:
+            raise ConfigError(f"{path}: the job cannot be written ({error.strerror}); set another run_dir") from None
+        return path
+
+    def _parsed(self, content: dict[str, Any]) -> Job:
+        return parse_job(content, "EmbeddingBagCollection" if self._job_file is None else str(self._job_file))
+
+    # whole tables
+
+    @contextmanager
+    def without_tables(self) -> Iterator[None]:
+        self.has_tables = False
+        try:
+            yield
+        finally:
+            self.has_tables = True
+
+    def weights(self, tables: Sequence[Table]) -> list[Tensor]:
+        """[num_embeddings, embedding_dim] of each, mapped from a file. Before a run, loaded tables as given."""
+        if self.session is not None:
+            checkpoint = self.session.checkpoint_here()
+        else:
+            folder = newest_checkpoint(self.job.run_dir) if self._resumes else None
+            checkpoint = None if folder is None else folder.name
+        if checkpoint is not None:
+            path = table_files.exported(self.job, "--run", str(self.job.run_dir), "--checkpoint", checkpoint)
+        elif self.session is not None and self.session.train_steps:
+            raise RuntimeError(
+                f"after {self.session.train_steps} train steps the newest rows are on the device: the tables are "
+                "whole at a checkpoint, so call state_dict() after every N-th step of connect(..., save_every=N), or "
+                "after the last of the loader's epochs"
+            )
+        else:
+            loaded = self._loaded.get(tables[0].name)
+            path = loaded or table_files.exported(self.job, "--config", str(self.write_job_file()))
+        return table_files.read_tables(path, tables)
+
+    def load(self, tables: Sequence[Table], weights: Sequence[Tensor]) -> None:
+        """Raises RuntimeError if the run has begun, ConfigError."""
+        if self.session is not None:
+            raise RuntimeError(
+                "tables can be loaded only before the loader yields its first batch: from then on their rows move"
+            )
+        if self.has_job_file and not self._is_launched:
+            raise RuntimeError(
+                "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before "
+                "it is started, or let connect start it, by connect(ebc, dataset)"
+            )
+        self.write_job_file()
+        path = table_files.loaded_file(self.job, tables)
+        table_files.write_tables(path, tables, weights)
+        self._loaded |= {table.name: path for table in tables}
+
+    @property
+    def begins_with_tables(self) -> bool:
+        """Whether the run begins with tables that were given to load_state_dict()."""
+        return bool(self._loaded)
+
+    def loaded(self) -> Path | None:
+        """The file that the run's tables begin with; of several collections, theirs in one. Raises ConfigError."""
+        missing = [table.name for table in self.job.tables if table.name not in self._loaded]
+        if missing and self._loaded:
+            raise ConfigError(
+                f"tables were loaded without {missing[0]}: load all collections of connect, or none of them"
+            )
+        files = set(self._loaded.values())
+        if len(files) > 1:
+            tables = self.job.tables
+            weights = [table_files.read_tables(self._loaded[table.name], [table])[0] for table in tables]
+            whole = table_files.loaded_file(self.job, tables)
+            table_files.write_tables(whole, tables, weights)
+            return whole
+        return next(iter(files), None)

@@ -67,19 +67,16 @@ class StatefulObjects:
             )
         with self._without_tables():
             for part, part_structure in zip(self.parts, structure, strict=True):
-                load(part, rebuilt(part_structure, tensors))
+                state = rebuilt(part_structure, tensors)
+                try:
+                    part.load_state_dict(state)
+                except (RuntimeError, ValueError, LookupError) as error:
+                    sentence = " ".join(str(error).split())
+                    raise Mismatch(
+                        f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote "
+                        "it"
+                    ) from None
         restore_random(self._device, tensors)
-
-
-def load(part: Stateful, state: Any) -> None:
-    """Raises Mismatch if the state is of a different object."""
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError, LookupError) as error:
-        sentence = " ".join(str(error).split())
-        raise Mismatch(
-            f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote it"
-        ) from None
 
 
 def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
@@ -92,11 +89,8 @@ def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
     if isinstance(value, list | tuple):
-        return {
-            type(value).__name__ if type(value) in (list, tuple) else "list": [
-                flattened(entry, prefix, tensors) for entry in value
-            ]
-        }
+        kind = "tuple" if type(value) is tuple else "list"
+        return {kind: [flattened(entry, prefix, tensors) for entry in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise ConfigError(
