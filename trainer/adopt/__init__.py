@@ -12,5 +12,5 @@ for batch in loader:   <---- batch.py  <--------- take, begin  <--- rows -------
 model.state_dict()     <---- settings.py  <------- (a barrier) <--- a checkpoint -
 
 Under both are the folder of the run, its files, and what a checkpoint and a report hold of the script: run_folder.py,
-table_files.py, script_state.py, stateful_objects.py, telemetry.py, stop_signals.py.
+table_files.py, script_state.py.
 """

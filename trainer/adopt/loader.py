@@ -29,9 +29,9 @@ from rowcast.trainer.adopt import run_folder, table_files
 from rowcast.trainer.adopt.batch import LoadedBatch, Slice
 from rowcast.trainer.adopt.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.script_run import SessionParts
+from rowcast.trainer.adopt.script_state import Stateful, StatefulObjects
 from rowcast.trainer.adopt.session import ScriptSession
 from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES, ScriptTables
-from rowcast.trainer.adopt.stateful_objects import Stateful, StatefulObjects
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation

@@ -9,11 +9,15 @@ An error within `in_engine` closes everything. The threads of mail, sender and w
 """
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from traceback import clear_frames
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -25,14 +29,13 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
 from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
+from rowcast.runtime.process import TOGETHER_S
 from rowcast.runtime.run_directory import RunDirectory, note_start
 from rowcast.runtime.stages import Doorbell
+from rowcast.runtime.telemetry.format_numbers import LOST
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import run_folder
-from rowcast.trainer.adopt.script_state import ScriptState
-from rowcast.trainer.adopt.stateful_objects import StatefulObjects
-from rowcast.trainer.adopt.stop_signals import StopSignals
-from rowcast.trainer.adopt.telemetry import ScriptTelemetry
+from rowcast.trainer.adopt.script_state import ScriptState, ScriptTelemetry, StatefulObjects
 from rowcast.trainer.device.cuda import adopted_streams, release_memory
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.run.connection import Connection
@@ -44,6 +47,11 @@ CHILD_END_S = 15.0  # the longest time of a prefetcher to end after a stop signa
 CONTINUED = "start the script again to continue from there"
 ONLY_TABLES = "without connect(..., dense=(model, optimizer)) it holds only the tables, and the run cannot be continued"
 LOST_CHILD_S = 3.0  # the longest time until a prefetcher that seems lost is seen to have ended
+DEFAULTS: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+DEFAULTS[signal.SIGINT] = signal.default_int_handler
+STOPPING = (
+    "rowcast: {} came: the run stops after the current step, with a checkpoint; a second one ends the script at once\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,51 @@ class SessionParts:
     begins_with_tables: bool = False  # the run begins with tables that the script has loaded, not with a checkpoint
     said_steps: int = 0  # train steps after which connect said that the run continues; 0: it said none
     finished: Manifest | None = None  # the last checkpoint of a complete run, with no train steps left
+
+
+class StopSignals:
+    """Handles SIGINT, SIGTERM and SIGHUP if Python's default handlers are installed; a script's own handlers stay.
+
+    The first stops the run in order, a later one raises KeyboardInterrupt."""
+
+    def __init__(self, stop: Callable[[str], None]) -> None:
+        """The handler calls `stop`, between any two instructions of the main thread."""
+        self._stop = stop
+        self._handled: list[signal.Signals] = []
+        self._stopped_s: float | None = None
+
+    def open(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may set handlers
+        for number, default in DEFAULTS.items():
+            if signal.getsignal(number) == default:
+                signal.signal(number, self._handle)
+                self._handled.append(number)
+
+    def close(self) -> None:
+        """Restores the default handlers, once later signals no longer count as part of the first. Idempotent."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._handled and self._stopped_s is not None:
+            time.sleep(max(0.0, self._stopped_s + TOGETHER_S - time.monotonic()))
+        handled, self._handled = self._handled, []
+        for number in handled:
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, DEFAULTS[number])
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._stopped_s is not None:
+            if time.monotonic() < self._stopped_s + TOGETHER_S:
+                return
+            self.close()
+            raise KeyboardInterrupt
+        self._stopped_s = time.monotonic()
+        name = signal.Signals(number).name
+        try:
+            os.write(2, STOPPING.format(name).encode())  # sys.stderr may be in the middle of writing a line
+        except OSError:
+            LOST.lines += 1
+        self._stop(name)
 
 
 class ScriptRun:

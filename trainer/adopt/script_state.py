@@ -1,18 +1,136 @@
-"""Holds the script's state in a checkpoint: its objects, completed epochs, losses and evaluations."""
+"""What a run keeps of its script: state in checkpoints, losses and evaluations, and the metrics and report of them.
+
+adopted.<n>.<number>    tensors of the n-th of the script's objects, by state_dict and load_state_dict
+adopted.structure       u8, JSON: the nesting around the tensors
+adopted.epochs_over     i64: epochs whose `for` loop has ended in the script
+random.cpu, ...         torch's random state, as in trainer/models/model_state.py
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rowcast.job.schema import Job
+from rowcast.protocol.messages import Welcome
+from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.checkpoint_manifest import Position
+from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.runtime.telemetry.logs import print_line
-from rowcast.trainer.adopt.stateful_objects import StatefulObjects
+from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics, Evaluation
-from rowcast.trainer.models.model_state import Tensors
-from rowcast.trainer.report.results import ResultFiles
+from rowcast.trainer.models.model_state import Tensors, random_state, restore_random
+from rowcast.trainer.report.final_report import final_record, final_report
+from rowcast.trainer.report.page import write_page
+from rowcast.trainer.report.progress import History
+from rowcast.trainer.report.report_json import write_report
+from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, ResultFiles
+from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
+from rowcast.trainer.step.metrics import TrainerCounters
 
-COMPLETED_EPOCHS = "adopted.epochs_over"  # i64: epochs whose `for` loop has ended in the script
+STRUCTURE, COMPLETED_EPOCHS = "adopted.structure", "adopted.epochs_over"
+
+
+class Stateful(Protocol):
+    """A model, an optimizer, a learning-rate schedule."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class StatefulObjects:
+    def __init__(
+        self,
+        parts: Sequence[Stateful],
+        device: torch.device,
+        without_tables: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`without_tables`: a context in which a model's state omits the tables."""
+        for part in parts:
+            if not all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
+                raise ConfigError(
+                    f"connect: dense holds a {type(part).__name__}; give objects with state_dict and load_state_dict"
+                )
+        self.parts = list(parts)
+        self._device = device
+        self._without_tables = without_tables
+
+    def state(self) -> Tensors:
+        tensors: Tensors = {}
+        with self._without_tables():
+            structure = [flattened(part.state_dict(), f"adopted.{n}", tensors) for n, part in enumerate(self.parts)]
+        content = bytearray(json.dumps(structure).encode())
+        return {**tensors, STRUCTURE: torch.frombuffer(content, dtype=torch.uint8), **random_state(self._device)}
+
+    def restore(self, tensors: Tensors) -> None:
+        """Raises Mismatch if the tensors are not the states of these objects."""
+        if STRUCTURE not in tensors:
+            raise Mismatch(
+                "the checkpoint has no state of a training script; connect with fresh=True, or continue it by "
+                "`trainer run`"
+            )
+        structure = json.loads(tensors[STRUCTURE].numpy().tobytes())
+        if len(structure) != len(self.parts):
+            raise Mismatch(
+                f"the checkpoint has the state of {len(structure)} objects, but connect was given "
+                f"{len(self.parts)} as dense"
+            )
+        with self._without_tables():
+            for part, part_structure in zip(self.parts, structure, strict=True):
+                state = rebuilt(part_structure, tensors)
+                try:
+                    part.load_state_dict(state)
+                except (RuntimeError, ValueError, LookupError) as error:
+                    sentence = " ".join(str(error).split())
+                    raise Mismatch(
+                        f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote "
+                        "it"
+                    ) from None
+        restore_random(self._device, tensors)
+
+
+def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
+    """Nested state as JSON; moves its tensors to `tensors`. Raises ConfigError for a value that is neither."""
+    if isinstance(value, Tensor):
+        name = f"{prefix}.{len(tensors)}"
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "tuple" if type(value) is tuple else "list"
+        return {kind: [flattened(entry, prefix, tensors) for entry in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise ConfigError(
+        f"connect: the state of dense holds a {type(value).__name__}, which a checkpoint cannot; it takes tensors, "
+        "numbers and text"
+    )
+
+
+def rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    ((kind, content),) = structure.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "dict" | "counter":
+            entries = {key: rebuilt(entry, tensors) for key, entry in content}
+            return Counter(entries) if kind == "counter" else entries  # MultiStepLR calls a Counter's `elements`
+        case "list":
+            return [rebuilt(entry, tensors) for entry in content]
+        case "tuple":
+            return tuple(rebuilt(entry, tensors) for entry in content)
+        case _:
+            return content
 
 
 class EpochCount:
@@ -65,12 +183,12 @@ class ScriptState:
         self._dense = dense
         self.trained = () if dense is None else dense.parts
 
-    def record(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    def record(self, logits: Tensor, labels: Tensor) -> None:
         """`logits` and `labels`: f32 [size], or [size, T] with several labels, of an evaluation batch."""
         self._metrics.update(logits, labels)
         self.evaluating = True
 
-    def record_ranks(self, ranks: torch.Tensor) -> None:
+    def record_ranks(self, ranks: Tensor) -> None:
         """`ranks`: i64, of any number of positives of an evaluation batch."""
         self._metrics.update_ranks(ranks)
         self.evaluating = True
@@ -132,3 +250,82 @@ class ScriptResults(ResultFiles):
         super().close()
         if not self.train_steps:
             self.path.unlink(missing_ok=True)  # without losses there is no file
+
+
+class ScriptTelemetry:
+    """Serves the metrics and health of a script's run, and writes its report at the end."""
+
+    def __init__(
+        self, job: Job, device: torch.device, counters: TrainerCounters, dead_stage: Callable[[], str | None]
+    ) -> None:
+        self.health = Health(dead_stage=dead_stage)
+        self.results = ScriptResults(job.run_dir)
+        self.train_steps = 0  # finished train steps of the run
+        self._earlier = EarlierResults(job.run_dir)
+        self._job, self._device, self._counters = job, device, counters
+        self._history = History(counters)
+        self._welcome: Welcome | None = None
+        self._engine: TrainerEngine | None = None
+        self._pinned, self._met_s = False, 0.0
+
+    def serve(self, stack: ExitStack) -> str:
+        """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError if it cannot be bound."""
+        collector = TrainerCollector(
+            self._counters, self._gauges, build_info("trainer", self._job.job.name), self.health
+        )
+        return serve_metrics(stack, collector, self._job.metrics)
+
+    def accept(self, welcome: Welcome) -> None:
+        """Sets aside the results of an earlier run, which `leave` restores if this run ends without a checkpoint."""
+        self._welcome = welcome
+        self._earlier.begin(welcome)
+
+    def begin(self, engine: TrainerEngine, *, pinned: bool) -> None:
+        assert self._welcome is not None, "accept comes before begin"
+        self._engine, self._pinned, self._met_s = engine, pinned, time.perf_counter()
+        self.train_steps = self._welcome.first_train_step
+        self._history.begin(self.train_steps)
+        self.health.state = "running"
+
+    def update(self, engine: TrainerEngine) -> None:
+        """Updates the figures. Cheap enough to call often: one reading of the clock."""
+        self._history.update(engine.loop.first_step_s)
+
+    def write(self) -> None:
+        """Writes losses and report, before the good-bye. Raises RowcastError if they cannot be written."""
+        engine, welcome = self._engine, self._welcome
+        assert engine is not None, "a run that ends has begun"
+        assert welcome is not None, "a run that ends has begun"
+        self._history.close(engine.loop.first_step_s)
+        report = final_report(
+            engine,
+            welcome,
+            self.results,
+            train_steps=self.train_steps,
+            device=self._device,
+            pinned=self._pinned,
+            met_s=self._met_s,
+            first_step_s=engine.loop.first_step_s,
+        )
+        self.results.close()
+        write_report(self._job.run_dir / REPORT, report)
+        write_page(self._job.run_dir / PAGE, final_record(self._job, report, self.results, self._history))
+
+    def leave(self) -> None:
+        if self.health.state != "stopped":
+            self.health.state = "failed"
+        engine, self._engine = self._engine, None  # which must not be kept
+        if self._welcome is not None:
+            has_checkpoint = engine is not None and engine.barrier.has_checkpoint
+            self._earlier.end(self._welcome, has_checkpoint=has_checkpoint)
+
+    def _gauges(self) -> TrainerGauges:
+        steps = self.train_steps
+        idle = TrainerGauges(
+            train_step=steps,
+            # the script has the dense optimizer
+            learning_rates={"sparse": learning_rates(self._job.optimizer, steps)["sparse"]},
+            expected_train_steps=None if self._engine is None or self._welcome is None else self._welcome.train_steps,
+            evaluation=self.results.evaluation_result,
+        )
+        return idle if self._engine is None else self._engine.gauges(idle)
