@@ -22,6 +22,8 @@ SUITES = (  # the longest first
     "tests/system/test_two_processes.py",
     "tests/system/test_rank_processes.py",
     "tests/system/test_group_stops.py",
+    "tests/adopt/test_script_engine.py",
+    "tests/adopt/test_adopted_runs.py",
     "tests/checkpoints",
     "tests/serving",
     "tests/protocol/test_tcp.py",

@@ -37,8 +37,8 @@ class SparseOptimizer(Section, frozen=True, kw_only=True):
         for name in ("momentum", "weight_decay"):
             if getattr(self, name) != 0:
                 raise ValueError(
-                    f"{name} on rows is refused: it changes rows that no batch touches, which no cache can follow; "
-                    "remove it"
+                    f"{name} on rows is refused: it changes rows that no batch touches, as only rowcast.adopt does; "
+                    "remove it, or adopt a script of your own"
                 )
         check_learning_rate(self)
         known = ROW_OPTIMIZERS[self.kind]

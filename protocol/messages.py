@@ -15,7 +15,7 @@ from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
@@ -190,6 +190,7 @@ class StepReady(Message, frozen=True, kw_only=True):
     payload: RingRef | None  # None if the piece has neither arrays nor rows
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
+    returned: int = 0  # the `Returned` that were in the store before its rows were read
 
     def check(self) -> None:
         check_piece(self.piece, self.num_pieces)
@@ -397,6 +398,58 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     seconds: float
 
 
+class Ids(Message, frozen=True, kw_only=True):
+    """The rows that a training script will look up in a coming step; of many rows, the next ones.
+
+    Row numbers are i64, ascending and distinct within a table, table after table."""
+
+    step: int
+    trains: bool
+    counts: tuple[int, ...]  # rows of each table, in all messages of the step together
+    rows: bytes
+
+    def check(self) -> None:
+        require(self.step < STEP_LIMIT, f"step {self.step} is beyond 2^40")
+        check_rows(self.rows)
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    """A training script looks up rows that are neither planned nor on the device. Travels behind the victims that have
+    left before, so they are home when the rows are read."""
+
+    number: int  # 0, 1, ...
+    table: int
+    rows: bytes  # i64, ascending
+
+    def check(self) -> None:
+        check_rows(self.rows)
+
+
+class Answer(Message, frozen=True, kw_only=True):
+    number: int  # of the Ask
+    records: bytes  # of its rows
+
+
+class Returned(Message, frozen=True, kw_only=True):
+    """Rows that a training script has trained beside the plan. Travels behind the victims that have left before, and
+    before those that leave later."""
+
+    number: int  # 1, 2, ...
+    table: int
+    rows: bytes  # i64, ascending
+    records: bytes
+
+    def check(self) -> None:
+        check_rows(self.rows)
+
+
+ROW_NUMBER_BYTES = 8
+
+
+def check_rows(rows: bytes) -> None:
+    require(len(rows) % ROW_NUMBER_BYTES == 0, f"{len(rows)} bytes are no whole numbers of rows")
+
+
 class EndOfData(Message, frozen=True, kw_only=True):
     """No plan follows. Sent after the last barrier is done. Counts cover the prefetcher's process."""
 
@@ -449,6 +502,10 @@ AnyMessage = (
     | Saved
     | Replica
     | Restore
+    | Ids
+    | Ask
+    | Answer
+    | Returned
     | EndOfData
     | StopRequest
     | Heartbeat

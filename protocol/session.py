@@ -38,6 +38,7 @@ class State(StrEnum):
 
 S = State
 WORK = ("RowsBack", "StepDone", "Released")  # the trainer's reports on steps
+OF_SCRIPTS = ("Ids", "Ask", "Returned")  # a training script's look-ups and rows
 
 # state, sender, what it may send (`Message.kind`), the state that follows
 ROWS: tuple[tuple[State, Role, tuple[str, ...], State], ...] = (
@@ -49,11 +50,11 @@ ROWS: tuple[tuple[State, Role, tuple[str, ...], State], ...] = (
     (S.WAITING_WELCOME, PREFETCHER, ("Welcome",), S.RUNNING),
     (S.WAITING_WELCOME, PREFETCHER, ("Heartbeat",), S.WAITING_WELCOME),
     (S.WAITING_WELCOME, PREFETCHER, ("Bye",), S.CLOSED),
-    (S.RUNNING, PREFETCHER, ("Restore", "StepReady", "Released", "Heartbeat", "StopRequest"), S.RUNNING),
+    (S.RUNNING, PREFETCHER, ("Restore", "StepReady", "Answer", "Released", "Heartbeat", "StopRequest"), S.RUNNING),
     (S.RUNNING, PREFETCHER, ("Flush",), S.BARRIER),
     (S.RUNNING, PREFETCHER, ("Flush (checkpoint)",), S.CHECKPOINT),
     (S.RUNNING, PREFETCHER, ("EndOfData",), S.ENDED),
-    (S.RUNNING, TRAINER, (*WORK, "Heartbeat", "StopRequest"), S.RUNNING),
+    (S.RUNNING, TRAINER, (*WORK, *OF_SCRIPTS, "Heartbeat", "StopRequest"), S.RUNNING),
     (S.BARRIER, PREFETCHER, ("Flush (later piece)", "Released", "Heartbeat", "StopRequest"), S.BARRIER),
     (S.BARRIER, TRAINER, (*WORK, "RowsBack (barrier)", "Heartbeat", "StopRequest"), S.BARRIER),
     (S.BARRIER, TRAINER, ("RowsBack (barrier, last)",), S.RUNNING),

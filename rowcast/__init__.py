@@ -1,15 +1,17 @@
 """Train recommendation models whose embedding tables do not fit on the device, bit for bit as if they did.
 
 Two commands train a job file: `prefetcher run --config job.toml` and `trainer run --config job.toml`. Your own training
-script needs two lines instead:
+script needs one line instead:
 
     import rowcast
 
-    embeddings = rowcast.EmbeddingBagCollection(tables=[
-        rowcast.EmbeddingBagConfig(name="users", num_embeddings=50_000_000, embedding_dim=64, feature_names=["user"]),
-    ], optimizer={"kind": "adagrad", "lr": 0.01}, capacity="8GiB")
-    for dense, sparse, labels in rowcast.connect(embeddings, "my_data:batches", epochs=1):
-        ...  # your model, your loss, your backward pass
+    model = rowcast.adopt(Model(), capacity="8GiB")  # the rest stays as it is
+
+    adopt                    the tables of a model stay its parameters, and only rows of coming steps are on the device
+    ahead, ahead_calls       batches that are not from a DataLoader, read ahead
+    tables                   a context: `nn.Embedding` gets a weight in a file, for tables larger than memory
+
+`connect` is for a script whose run the prefetcher reads, saves and resumes itself (docs/connect.md):
 
     EmbeddingBagCollection   a module with the interface of TorchRec's; its tables live in the prefetcher's memory
     EmbeddingBagConfig       one table of it
@@ -23,7 +25,7 @@ script needs two lines instead:
     ranks_among              ranks of positives among candidates, for evaluations of next-item models
     Sequences                the rows of a feature that is not pooled (`pooling = "none"`), as the model receives them
 
-docs/adopt.md walks through it.
+docs/adopt.md and docs/connect.md walk through them.
 """
 
 from importlib import import_module
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
     from rowcast.job.schema import Job
     from rowcast.prefetcher.readers.draws import draws
     from rowcast.protocol.batch import Batch
-    from rowcast.trainer.adopt.batch import JaggedTensor
-    from rowcast.trainer.adopt.loader import Loader, connect
-    from rowcast.trainer.adopt.module import EmbeddingBagCollection, EmbeddingCollection
-    from rowcast.trainer.adopt.settings import EmbeddingBagConfig, EmbeddingConfig
+    from rowcast.trainer.adopt.adopt import adopt, ahead, ahead_calls
+    from rowcast.trainer.adopt.connect.batch import JaggedTensor
+    from rowcast.trainer.adopt.connect.loader import Loader, connect
+    from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection, EmbeddingCollection
+    from rowcast.trainer.adopt.connect.settings import EmbeddingBagConfig, EmbeddingConfig
+    from rowcast.trainer.adopt.mapped_tables import tables
     from rowcast.trainer.models.evaluate import ranks_among
     from rowcast.trainer.models.sequences import Sequences
 
@@ -50,24 +54,32 @@ __all__ = [
     "Job",
     "Loader",
     "Sequences",
+    "adopt",
+    "ahead",
+    "ahead_calls",
     "connect",
     "draws",
     "ranks_among",
+    "tables",
 ]
 
 MODULES = {
     "Batch": "rowcast.protocol.batch",
-    "EmbeddingBagCollection": "rowcast.trainer.adopt.module",
-    "EmbeddingBagConfig": "rowcast.trainer.adopt.settings",
-    "EmbeddingCollection": "rowcast.trainer.adopt.module",
-    "EmbeddingConfig": "rowcast.trainer.adopt.settings",
-    "JaggedTensor": "rowcast.trainer.adopt.batch",
+    "EmbeddingBagCollection": "rowcast.trainer.adopt.connect.module",
+    "EmbeddingBagConfig": "rowcast.trainer.adopt.connect.settings",
+    "EmbeddingCollection": "rowcast.trainer.adopt.connect.module",
+    "EmbeddingConfig": "rowcast.trainer.adopt.connect.settings",
+    "JaggedTensor": "rowcast.trainer.adopt.connect.batch",
     "Job": "rowcast.job.schema",
-    "Loader": "rowcast.trainer.adopt.loader",
+    "Loader": "rowcast.trainer.adopt.connect.loader",
     "Sequences": "rowcast.trainer.models.sequences",
-    "connect": "rowcast.trainer.adopt.loader",
+    "adopt": "rowcast.trainer.adopt.adopt",
+    "ahead": "rowcast.trainer.adopt.adopt",
+    "ahead_calls": "rowcast.trainer.adopt.adopt",
+    "connect": "rowcast.trainer.adopt.connect.loader",
     "draws": "rowcast.prefetcher.readers.draws",
     "ranks_among": "rowcast.trainer.models.evaluate",
+    "tables": "rowcast.trainer.adopt.mapped_tables",
 }
 
 

@@ -82,6 +82,7 @@ class RunDirectory:
 
     def __exit__(self, *error: object) -> None:
         if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
             os.close(self._lock)
             self._lock = None
 

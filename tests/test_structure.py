@@ -29,7 +29,7 @@ FORBIDDEN = {  # package -> what it may not import
 }
 FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
     "protocol": (
-        "arrange batch plan_layout shards",
+        "arrange batch plan_layout script_setup shards",
         "parts",
         "messages",
         "plan",

@@ -416,7 +416,7 @@ tests/checkpoints/test_going_on.py::test_a_checkpoint_that_is_written_late_has_t
         frozen.set_aside(keys, numbers) => pass
 tests/system/test_stalls.py::test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint
     rows come home where there is no room beside a checkpoint's
-        if not self._inbox or self.waits_for_checkpoint: => if not self._inbox:
+        if message is None or self.waits_for_checkpoint or => if message is None or
 tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_a_whole_checkpoint
     a row file is named before it is on the disk
         file.sync() crash_point("row file written")
@@ -841,5 +841,46 @@ tests/test_signals.py::test_signals_within_a_second_are_one_and_what_a_parent_pa
         if os.getppid() != parent: => if False:
 """
 
-TABLES = (PROTOCOL, PREFETCHER, TRAINER, DEPLOY, RANKS, DATA, STOPS, SEEN, KEPT, LIMITS)
+ADOPTED = """\
+tests/adopt/test_script_engine.py::test_every_read_gives_the_last_write
+    rows that are written while a step fetches them come as they were before
+        if step.number != self._current_number: => if False:
+    a step that is announced later gets rows that have not come home
+        for late in self._leaving: => for late in ():
+    rows that a script writes beside the plan overtake victims
+        self._engine.sender.send_parcel(message) => self._engine.conversation.send(message)
+    rows that a script asks for are read before its victims are home
+        self._engine.sender.send_parcel(Ask( => self._engine.conversation.send(Ask(
+    rows that a script writes beside the plan stay on the device
+        self._return(place, ids[~is_planned], => (lambda *rows: None)(place, ids[~is_planned],
+    a step that trains nothing counts its rows as trained
+        if self._current is not None and self._steps[0].trains: => if self._current is not None:
+    rows of a step are said to be older or newer than they were read
+        returned=reading.returned => returned=self._writeback.returned
+::test_a_row_that_was_trained_since_keeps_what_it_got_then
+    a row gets again what has come home long ago
+        late.number > message.returned: => late.number >= message.returned:
+::test_rows_in_slots_are_those_that_came_last
+    a row that has left its slot is still looked for there
+        self.slot_of[before[before >= 0]] = 0 => pass
+::test_what_is_not_known_to_be_home_is_bounded
+    what is not known to be home grows without end
+        if len(self._leaving) > MOST_LEAVING: => if False:
+tests/adopt/test_rows_home.py::test_a_row_that_is_returned_and_then_leaves_has_its_newest_value
+    a victim is written beside a row that a script has returned
+        or any(own.is_alone for own in self._writing) => or False
+::test_a_row_that_left_and_is_then_returned_has_its_newest_value
+    a row that a script has returned is written beside others
+        is_alone = not isinstance(message, RowsBack) or => is_alone = isinstance(message, Ask) or
+::test_rows_are_asked_for_once_all_before_are_home
+    rows are read for a script while those before are written
+        is_alone = not isinstance(message, RowsBack) or => is_alone = isinstance(message, Returned) or
+tests/readers/test_script_ids.py::test_rows_that_no_script_looks_up_are_refused
+    rows of a step that was not announced are taken
+        message.step != self._step or => False or
+    a row beyond its table is taken
+        rows[-1] < size and => True and
+"""
+
+TABLES = (PROTOCOL, PREFETCHER, TRAINER, DEPLOY, RANKS, DATA, STOPS, SEEN, KEPT, LIMITS, ADOPTED)
 MUTANTS = tuple(mutant for table in TABLES for mutant in mutants_of(table))

@@ -36,11 +36,13 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.attempts import check_hello
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import (
+    Ask,
     Bye,
     Hello,
     Mode,
     Released,
     Replica,
+    Returned,
     RowsBack,
     Saved,
     StepDone,
@@ -60,6 +62,8 @@ WAKES: Wakes = {
     StepDone: ("planning", "fetcher"),  # plans and rows may run one step further ahead
     Released: ("fetcher",),  # room in the fetch ring
     RowsBack: ("write-back",),
+    Returned: ("write-back",),
+    Ask: ("write-back",),
     Saved: ("write-back",),
     Replica: ("write-back",),
     StopRequest: ("planning",),
@@ -141,6 +145,8 @@ class PrefetcherEngine:
                 Hello: self._greet,
                 Released: lambda message: self.fetch_ring.release(message.position),
                 RowsBack: self.writeback.accept,
+                Returned: self.writeback.accept,
+                Ask: self.writeback.accept,
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
                 StepDone: self._step_done,
@@ -163,9 +169,10 @@ class PrefetcherEngine:
                 return self.stage_rows()
             case "fetcher":
                 self.fetcher.stalled_by = None
+                answered = self.fetcher.answer_asked()
                 announced = self.fetcher.announce_read()
                 begun = self.barrier.advance() if self.barrier.due else self.fetcher.read_rows()
-                return announced or begun
+                return answered or announced or begun
             # here the trainer trains the step; its reports arrive by mail
             case "mail":
                 return self.conversation.advance()

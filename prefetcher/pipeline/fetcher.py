@@ -9,14 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.pipeline.writeback import Writeback
+from rowcast.prefetcher.pipeline.writeback import Writeback, rows_of_table
 from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import RowSpan, StepReady
+from rowcast.protocol.messages import Answer, Ask, RowSpan, StepReady
 from rowcast.protocol.plan import BarrierPlan, Piece, Plan, cut, is_sampled, plan_stamp
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
+from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.checkpoint_manifest import BatchChecksum, Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RowcastError
@@ -52,6 +55,7 @@ class Reading:
     piece: Piece
     slice: RingSlice
     tickets: list[Ticket]
+    returned: int  # the last `Returned` in the store before the reads began
 
     def done(self) -> bool:
         self.tickets = [ticket for ticket in self.tickets if not ticket.done()]
@@ -84,7 +88,7 @@ class Fetcher:
         writeback: Writeback,
         counters: PrefetcherCounters,
         limits: Limits,
-        send: Callable[[StepReady], None],
+        send: Callable[[StepReady | Answer], None],
     ) -> None:
         self.connected = False  # a trainer was welcomed; before that, rows may be read but not sent
         self.done_through: int | None = None  # the last step that the trainer completed
@@ -100,6 +104,7 @@ class Fetcher:
         self._send = send
         self._pieces: deque[tuple[Plan, Piece]] = deque()  # of one plan, to be read
         self._reading: deque[Reading] = deque()  # pieces in the ring, in order
+        self._answering: deque[tuple[Ask, Bytes, Ticket]] = deque()
 
     @property
     def reading(self) -> int:
@@ -107,8 +112,8 @@ class Fetcher:
 
     @property
     def awaits_store(self) -> bool:
-        """Whether the oldest piece was not read completely when the fetcher last looked."""
-        return bool(self._reading) and bool(self._reading[0].tickets)
+        """Whether the oldest piece, or what a script has asked for, was not read when the fetcher last looked."""
+        return bool(self._answering) or (bool(self._reading) and bool(self._reading[0].tickets))
 
     @property
     def is_between_plans(self) -> bool:
@@ -160,8 +165,9 @@ class Fetcher:
             return False
         if piece.arrays is not None:
             plan.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
+        returned = self._writeback.returned
         tickets = [self._read_span(plan, span, slot) for span in piece.rows]
-        self._reading.append(Reading(plan=plan, piece=piece, slice=slot, tickets=tickets))
+        self._reading.append(Reading(plan=plan, piece=piece, slice=slot, tickets=tickets, returned=returned))
         self._pieces.popleft()
         return True
 
@@ -170,6 +176,22 @@ class Fetcher:
         rows = slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
         keys = plan.fetch_keys[span.group][span.start : span.start + span.count]
         return self._stores[span.group].read(keys, rows)
+
+    # store -> a training script
+
+    def answer_asked(self) -> bool:
+        """Reads the rows that a script has asked for, and sends those that were read."""
+        asked = bool(self._writeback.asked)
+        if asked:
+            ask = self._writeback.asked.popleft()
+            group, keys = rows_of_table(self._groups, ask.table, ask.rows)
+            rows = np.empty((len(keys), group.record_bytes), np.uint8)
+            self._answering.append((ask, rows, self._stores[group.index].read(keys, rows)))
+        if not self._answering or not self._answering[0][2].done():
+            return asked
+        ask, rows, _ = self._answering.popleft()
+        self._send(Answer(number=ask.number, records=rows.tobytes()))
+        return True
 
     # ring -> trainer
 
@@ -203,6 +225,7 @@ class Fetcher:
             payload=self._ring.commit(reading.slice, stamp, checksum=is_sampled(stamp)),
             arrays=piece.arrays,
             rows=piece.rows,
+            returned=reading.returned,
         )
         crash_point("StepReady not sent")
         self._counters.step_ready(message)

@@ -11,15 +11,17 @@ Each row is looked at before it is written: one that is not finite ends the run,
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
+from rowcast.prefetcher.readers.script_ids import ascend_below
 from rowcast.prefetcher.stores.elements import FiniteRows
 from rowcast.prefetcher.stores.store import Keys, Records, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import Released, RingRef, RowsBack
+from rowcast.protocol.messages import Ask, Released, Returned, RingRef, RowsBack
 from rowcast.protocol.plan import barrier_stamp, plan_stamp
 from rowcast.protocol.transport.ring import RingReader, release
 from rowcast.runtime.crash_points import crash_point
@@ -49,9 +51,9 @@ class Expected:
 
 @dataclass(slots=True)
 class PendingWrite:
-    expected: Expected
-    ref: RingRef | None
     tickets: list[Ticket]
+    written: Callable[[], None]  # called once all of them are done
+    is_alone: bool = False
 
 
 class Writeback:
@@ -77,7 +79,9 @@ class Writeback:
         self._counters = counters
         self._send = send
         self._expected: deque[Expected] = deque()  # plans and barriers in order, including those that return no rows
-        self._inbox: deque[RowsBack] = deque()
+        self.returned = 0  # the last `Returned` that is in the store
+        self.asked: deque[Ask] = deque()  # whose rows may be read
+        self._inbox: deque[RowsBack | Returned | Ask] = deque()
         self._writing: deque[PendingWrite] = deque()
 
     @property
@@ -99,17 +103,35 @@ class Writeback:
         nothing = barrier is None and not any(len(part) for part in keys)
         self._expected.append(Expected(step, barrier, train_steps, keys, [0] * len(keys), arrived_last=nothing))
 
-    def accept(self, message: RowsBack) -> None:
+    def accept(self, message: RowsBack | Returned | Ask) -> None:
         self._inbox.append(message)
 
     def write_arrived(self) -> bool:
-        self.waits_for_checkpoint = bool(self._inbox) and not self._has_room(self._inbox[0])
-        if not self._inbox or self.waits_for_checkpoint:
+        message = self._inbox[0] if self._inbox else None
+        self.waits_for_checkpoint = isinstance(message, RowsBack) and not self._has_room(message)
+        # a row that a script has returned may come back again at once: it is written alone
+        is_alone = not isinstance(message, RowsBack) or any(own.is_alone for own in self._writing)
+        if message is None or self.waits_for_checkpoint or (is_alone and self._writing):
             return False
-        message = self._inbox.popleft()
-        with self._counters.timed("write_back", message.step):
-            self._apply(message)
+        self._inbox.popleft()
+        if isinstance(message, Ask):
+            self.asked.append(message)
+            return True
+        with self._counters.timed("write_back", message.step if isinstance(message, RowsBack) else None):
+            self._apply(message) if isinstance(message, RowsBack) else self._write_returned(message)
         return True
+
+    def _write_returned(self, message: Returned) -> None:
+        group, keys = rows_of_table(self._groups, message.table, message.rows)
+        if len(message.records) != len(keys) * group.record_bytes:
+            raise RemoteProtocolError(f"{len(keys)} rows of table {message.table} came in {len(message.records)} bytes")
+        rows = np.frombuffer(message.records, np.uint8).reshape(len(keys), group.record_bytes)
+        ticket = self._stores[group.index].write(keys, rows)
+
+        def written() -> None:
+            self.returned = message.number
+
+        self._writing.append(PendingWrite([ticket], written, is_alone=True))
 
     def _has_room(self, message: RowsBack) -> bool:
         counts = [0] * len(self._groups)
@@ -142,7 +164,7 @@ class Writeback:
                 f"rows of {expected.name} ended after {expected.applied} of {[len(k) for k in expected.keys]} a group"
             )
         self._counters.rows_back(message)
-        self._writing.append(PendingWrite(expected, message.payload, tickets))
+        self._writing.append(PendingWrite(tickets, partial(self._written, expected, message.payload)))
 
     def _write_spans(
         self, expected: Expected, message: RowsBack, payload: "np.ndarray[tuple[int], np.dtype[np.uint8]]"
@@ -184,12 +206,15 @@ class Writeback:
             writing.tickets = [ticket for ticket in writing.tickets if not ticket.done()]
             if not writing.tickets:
                 self._writing.remove(writing)
-                writing.expected.tickets_open -= 1
-                crash_point("rows written")
-                if writing.ref is not None:
-                    release(self._ring, writing.ref, self._send)
+                writing.written()
                 progress = True
         return progress
+
+    def _written(self, expected: Expected, ref: RingRef | None) -> None:
+        expected.tickets_open -= 1
+        crash_point("rows written")
+        if ref is not None:
+            release(self._ring, ref, self._send)
 
     def note_home(self) -> bool:
         """Notes plans and barriers whose last row is in the store: rows that depended on them may now be read."""
@@ -203,3 +228,14 @@ class Writeback:
                 self._finite_through = expected.train_steps
             progress = True
         return progress
+
+
+def rows_of_table(groups: tuple[GroupSpec, ...], table: int, rows: bytes) -> tuple[GroupSpec, Keys]:
+    """The group of a table, and the keys of its rows. Raises RemoteProtocolError."""
+    found = [(group, own) for group in groups for own in group.tables if own.index == table]
+    numbers = np.frombuffer(rows, np.int64)
+    if not found or not ascend_below(found[0][1].num_embeddings, numbers):
+        raise RemoteProtocolError(
+            f"{len(numbers)} rows of table {table} travel, which do not ascend in a table of the job"
+        )
+    return found[0][0], make_keys(table, numbers)

@@ -1,10 +1,15 @@
 """Prefetchers that `rowcast.connect` starts, forked from a process with everything imported; none outlives its test."""
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
+from rowcast.trainer.adopt import adopt
+from rowcast.trainer.adopt.adoption import Adoption
 from tests.adopt.scripts import Launches, launched_by
 from tests.support.starter import Starter
 
@@ -17,3 +22,29 @@ def launches(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laun
 @pytest.fixture(autouse=True)
 def _own_logs(own_logs: None) -> None:
     """Nobody sets up logs for a script."""
+
+
+@pytest.fixture
+def let_go() -> Iterator[None]:
+    """Models that a test adopted are gone at its end, and loaders are read as before."""
+    plain = DataLoader.__iter__
+    yield
+    for _ in range(2):  # the first frees graphs, whose hooks hold tables
+        gc.collect()
+    assert DataLoader.__iter__ is plain
+    while adopt._doors:
+        left = adopt._doors.pop()
+        left.reading.close()
+        left.engine.close()
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of adopted models stay in this process, in files of the test's folder."""
+    monkeypatch.setattr(Adoption, "look_up", lambda self, device: None)
+
+    def own_folder() -> Path:
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        return tmp_path / "rows"
+
+    monkeypatch.setattr("rowcast.trainer.adopt.adoption.own_folder", own_folder)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import rowcast
 from rowcast.runtime.children import Child
-from rowcast.trainer.adopt import table_files as files
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect import table_files as files
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from tests.adopt.clicks import ROWS
 from tests.support.starter import Starter
 

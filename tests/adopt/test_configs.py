@@ -14,7 +14,7 @@ from torch import nn
 import rowcast
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from tests.adopt.scripts import make
 from tests.adopt.stand_ins.torchrec.modules import embedding_configs
 from tests.support.facts import facts
@@ -68,7 +68,7 @@ def test_what_a_table_does_not_do_is_refused_by_name(field: str) -> None:
     default = "sum" if field == "mode" else CARRIED[field]
     assert job_of(**{field: default}).tables == job_of().tables
     for odd in (True if default is False else "max", 3, np.int64(7), torch.zeros(2)):
-        with pytest.raises(ConfigError, match=facts("table t", field, "docs/adopt.md")):
+        with pytest.raises(ConfigError, match=facts("table t", field, "docs/connect.md")):
             job_of(**{field: odd})
     config = make_dataclass("Own", [*GOOD, field])(*GOOD.values(), default)
     assert collection(config).job.tables == job_of().tables

@@ -14,7 +14,7 @@ import torch
 
 import rowcast
 from rowcast.runtime.errors import DataError, RowcastError
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on, train_until
 from tests.support.facts import facts
 from tests.support.processes import ROOT, proc_text

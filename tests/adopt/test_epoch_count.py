@@ -3,7 +3,7 @@
 import pytest
 
 from rowcast.runtime.checkpoint_manifest import Position
-from rowcast.trainer.adopt.script_state import EpochCount
+from rowcast.trainer.adopt.connect.script_state import EpochCount
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def changed_lines(name: str) -> Iterator[str]:
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_page_shows_what_changes_in_each_example(name: str) -> None:
     lines = list(changed_lines(name))
-    assert "\n".join(["```diff", *lines, "```"]) in (ROOT / "docs" / "adopt.md").read_text()
+    assert "\n".join(["```diff", *lines, "```"]) in (ROOT / "docs" / "connect.md").read_text()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
     assert len([line for line in added if "import" not in line and line != "+"]) == PAIRS[name], (
         "the module and the loader, and nothing else"

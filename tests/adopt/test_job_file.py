@@ -12,7 +12,7 @@ import torch
 import rowcast
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import failure_path, failure_since
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from rowcast.trainer.run import connection
 from tests.adopt.clicks import ROWS
 from tests.adopt.scripts import CONFIGS, Model, train_all

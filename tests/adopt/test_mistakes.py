@@ -13,8 +13,8 @@ from torch import nn
 import rowcast
 import rowcast.trainer.kernels.choose
 from rowcast.runtime.errors import ConfigError, Mismatch
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
-from rowcast.trainer.adopt.table_files import SCRIPT, run_prefetcher_command
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.table_files import SCRIPT, run_prefetcher_command
 from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on
 from tests.support.facts import facts
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import rowcast
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from tests.adopt.clicks import ids_of
 from tests.adopt.scripts import CONFIGS, Launches, copied, make, same, train_all, train_on
 from tests.adopt.stand_ins.torchrec.sparse.jagged_tensor import KeyedJaggedTensor

@@ -54,4 +54,4 @@ def test_the_page_says_how_many_lines_of_an_ordinary_script_change() -> None:
     )
     changes = [line[0] for line in list(difflib.unified_diff(plain, adopted, n=0))[2:]]
     sentence = f"{changes.count('+')} lines are added and {changes.count('-')} removed"
-    assert sentence in " ".join((ROOT / "docs" / "adopt.md").read_text().split())
+    assert sentence in " ".join((ROOT / "docs" / "connect.md").read_text().split())

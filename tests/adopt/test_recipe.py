@@ -1,4 +1,4 @@
-"""What docs/adopt.md shows in Python is run as it stands there."""
+"""What docs/connect.md shows in Python is run as it stands there."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import nn
 import rowcast
 from rowcast import EmbeddingBagConfig
 
-DOC = Path(__file__).parents[2] / "docs" / "adopt.md"
+DOC = Path(__file__).parents[2] / "docs" / "connect.md"
 
 
 def blocks() -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 import rowcast
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all
 from tests.support.facts import facts
 

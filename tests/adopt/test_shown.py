@@ -12,7 +12,7 @@ import torch
 import rowcast
 from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.trainer.adopt.loader import epoch_length
+from rowcast.trainer.adopt.connect.loader import epoch_length
 from tests.adopt.scripts import Launches, make, train_all, train_on
 from tests.support.facts import facts
 

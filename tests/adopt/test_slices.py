@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rowcast
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.batch import slices_of
+from rowcast.trainer.adopt.connect.batch import slices_of
 from tests.adopt import clicks
 from tests.adopt.scripts import Launches, Model, copied, make, same
 from tests.support.facts import facts

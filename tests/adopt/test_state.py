@@ -14,9 +14,9 @@ import rowcast
 from rowcast.job.file import load_job
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
-from rowcast.trainer.adopt.script_state import StatefulObjects
-from rowcast.trainer.adopt.table_files import run_prefetcher_command
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.script_state import StatefulObjects
+from rowcast.trainer.adopt.connect.table_files import run_prefetcher_command
 from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_all, train_on, train_until
 from tests.support.facts import facts
 

@@ -10,7 +10,7 @@ import torch
 
 import rowcast
 from rowcast.protocol.parts import Belonging
-from rowcast.trainer.adopt.batch import LoadedBatch, Slice
+from rowcast.trainer.adopt.connect.batch import LoadedBatch, Slice
 from rowcast.trainer.device.streams import Event, PlainStreams, Stream, Wait, on_device
 from tests.adopt.scripts import Launches, make, train_on
 from tests.support.one_device import OneDevice
@@ -56,7 +56,7 @@ def test_every_use_of_a_step_is_awaited_before_the_step_is_reported(
         streams.compute = compute
         return streams
 
-    monkeypatch.setattr("rowcast.trainer.adopt.script_run.adopted_streams", noting)
+    monkeypatch.setattr("rowcast.trainer.adopt.connect.script_run.adopted_streams", noting)
     model, optimizer = make(tmp_path)
     with rowcast.connect(model.ebc, "tests.adopt.clicks:train") as loader:
         batches = iter(loader)

@@ -149,6 +149,11 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (ready_group(fill_after=3), "step 3 is filled after step 3"),
     (msgspec.structs.replace(sample_messages.rows_back(1), step=None), "neither a step nor a barrier"),
     (msgspec.structs.replace(sample_messages.rows_back(1), payload=None), "announced without a payload"),
+    *(
+        (msgspec.structs.replace(message, rows=bytes(15)), "15 bytes are no whole numbers of rows")
+        for message in (sample_messages.ids(0), sample_messages.ask(0), sample_messages.returned(1))
+    ),
+    (msgspec.structs.replace(sample_messages.ids(0), step=2**40), "step 1099511627776 is beyond 2.40"),
     (msgspec.structs.replace(sample_messages.flush(0, 1), piece=1), "piece 1 of 1 does not exist"),
     (msgspec.structs.replace(sample_messages.flush(0, 1), payload=None), "announced without a payload"),
     (

@@ -25,8 +25,10 @@ MODULES = (
     "torch._dynamo",
     "matplotlib.backends.backend_svg",
     "rowcast.prefetcher.run.attempt",
+    "rowcast.prefetcher.run.script",
     "rowcast.trainer.run.attempt",
 )
+OWN_SESSION = "rowcast.prefetcher.run.script"  # begins a session itself
 
 
 def main() -> None:
@@ -93,7 +95,8 @@ def say(answers: IO[str], **content: int) -> None:
 
 def become(request: dict[str, Any]) -> NoReturn:
     """The forked process becomes the command, and ends without the slow release of everything that was imported."""
-    os.setsid()
+    if request["arguments"][1] != OWN_SESSION:
+        os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
     for path, descriptor in ((os.devnull, 0), (request["out"], 1), (request["err"], 2)):

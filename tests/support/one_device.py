@@ -19,11 +19,15 @@ from rowcast.trainer.device.streams import Closure, Event, PlainStream, PlainStr
 from rowcast.trainer.kernels import GroupLookup, RecordViews, torch_ops
 from rowcast.trainer.step.memory import make_records
 
-CONNECTION, SCRIPT_RUN = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.script_run"
+CONNECTION, SCRIPT_RUN = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.connect.script_run"
 STREAMS = "rowcast.trainer.device.streams"
-RUN, LOADER, MODULE = "rowcast.trainer.run.attempt", "rowcast.trainer.adopt.loader", "rowcast.trainer.adopt.module"
+RUN, LOADER, MODULE = (
+    "rowcast.trainer.run.attempt",
+    "rowcast.trainer.adopt.connect.loader",
+    "rowcast.trainer.adopt.connect.module",
+)
 USES = {
-    "on_device": (STREAMS, SCRIPT_RUN, "rowcast.trainer.adopt.session", RUN, LOADER, MODULE),
+    "on_device": (STREAMS, SCRIPT_RUN, "rowcast.trainer.adopt.connect.session", RUN, LOADER, MODULE),
     "choose_kernels": ("rowcast.trainer.run.machine",),
     "make_records": ("rowcast.trainer.step.memory",),
     "page_locked": (CONNECTION,),

@@ -4,16 +4,20 @@ from msgspec.structs import replace
 
 from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
+    Answer,
     ArraySpan,
     ArraySpec,
+    Ask,
     EndOfData,
     Flush,
     GroupHeader,
     Heartbeat,
     Hello,
+    Ids,
     PlanHeader,
     Replica,
     Restore,
+    Returned,
     RingRef,
     RingSpec,
     RowsBack,
@@ -129,6 +133,27 @@ def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
 
 def rows_back(step: int, piece: int = 0, last: bool = True, start: int = 0, count: int = 4) -> RowsBack:
     return RowsBack(step=step, barrier=None, piece=piece, last=last, payload=ref(), rows=(rows(0, start, count, 0),))
+
+
+def numbers_of(*rows: int) -> bytes:
+    return b"".join(row.to_bytes(8, "little") for row in rows)
+
+
+def ids(step: int) -> Ids:
+    """The rows of a step over three tables."""
+    return Ids(step=step, trains=True, counts=(2, 0, 1), rows=numbers_of(3, 5, 4))
+
+
+def ask(number: int) -> Ask:
+    return Ask(number=number, table=2, rows=numbers_of(1, 7))
+
+
+def answer(number: int) -> Answer:
+    return Answer(number=number, records=bytes(32))
+
+
+def returned(number: int) -> Returned:
+    return Returned(number=number, table=0, rows=numbers_of(6), records=bytes(16))
 
 
 def step_done(step: int) -> StepDone:

@@ -13,7 +13,12 @@ from typing import Self
 from tests.support import processes
 from tests.support.processes import ROOT, Child
 
-COMMANDS = (["-m", "rowcast.prefetcher"], ["-m", "rowcast.trainer"], ["-m", "tests.serving.reading"])
+COMMANDS = (
+    ["-m", "rowcast.prefetcher"],
+    ["-m", "rowcast.prefetcher.run.script"],
+    ["-m", "rowcast.trainer"],
+    ["-m", "tests.serving.reading"],
+)
 START_TIMEOUT_S = 120.0  # the first time, numba compiles
 
 

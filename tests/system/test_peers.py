@@ -1,5 +1,6 @@
 """A peer with another job or version, one that never comes, leaves, stands still or is slow; or two of them."""
 
+import os
 import re
 import shutil
 import signal
@@ -145,6 +146,14 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_points_to_stays(tmp_path: 
     with pytest.raises(ConfigError, match="cannot be written"), RunDirectory(tmp_path, "trainer"):
         pass
     assert (tmp_path / "notes").read_text() == "of somebody"
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_hold_the_directory_on(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path, "trainer") as own:
+        assert own._lock is not None
+        forked = os.dup(own._lock)  # it shares the lock as a child's does
+    with RunDirectory(tmp_path, "trainer"):
+        os.close(forked)
 
 
 @pytest.mark.parametrize("error", [PeerNeverCame("nobody"), peer_failure(2, "of the peer"), KeyboardInterrupt()])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rowcast.protocol.transport.ring_file import in_memory_buffer
-from rowcast.trainer.adopt.current_step import StreamOrder
+from rowcast.trainer.adopt.connect.current_step import StreamOrder
 from rowcast.trainer.device.cuda import (
     Bounced,
     adopted_streams,

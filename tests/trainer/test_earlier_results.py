@@ -9,7 +9,7 @@ import torch
 
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.script_state import ScriptTelemetry
+from rowcast.trainer.adopt.connect.script_state import ScriptTelemetry
 from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.step.metrics import new_counters
 from tests.support.batches import small_job

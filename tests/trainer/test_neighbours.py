@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowcast.trainer.adopt.table_files import read_tables, write_tables
+from rowcast.trainer.adopt.connect.table_files import read_tables, write_tables
 from rowcast.trainer.models.embedding import aligned, joined
 from tests.support.jobs import job, table
 

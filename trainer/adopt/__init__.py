@@ -1,16 +1,8 @@
-"""Puts the engine inside a user's training script, which keeps its own loop, model and dense optimizer.
+"""Training scripts: `rowcast.adopt` leaves them as they are, `rowcast.connect` (`connect/`) reads and resumes them.
 
-script                       the door             its steps                        prefetcher
-------                       --------             ---------                        ----------
-for epoch in loader.epochs   loader.py            session.py, script_run.py
-for batch in loader:   <---- batch.py  <--------- take, begin  <--- rows ---------
-    model(batch)       ----> module.py: look up   (mail and sender threads)
-                             current_step.py
-    loss.backward()    ----> rows are updated
-    optimizer.step()
-(next batch)           ----> --------------------> finish  -------- rows back --->
-model.state_dict()     <---- settings.py  <------- (a barrier) <--- a checkpoint -
-
-Under both are the folder of the run, its files, and what a checkpoint and a report hold of the script: run_folder.py,
-table_files.py, script_state.py.
+the door         adopt, mapped_tables, table_parameter               what the script sees
+its steps        adopted_table, script_optimizer                     rows and gradients of a step, and its optimizer
+                 catch_up, missed_steps, step_log                    steps that rows have missed
+                 read_ahead, id_program                              the rows of coming steps
+rows between     rows, adoption, script_engine, script_process       here until the first step, then in the engine
 """

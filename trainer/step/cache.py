@@ -14,7 +14,7 @@ Staging is allocated once, in the size that the prefetcher announces; pieces of 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,6 +83,8 @@ class DeviceCache:
         # names of each group's arrays in a plan
         self._fetch_slots = [f"{group}.fetch_slots" for group in range(len(slots.groups))]
         self._fill_slots = [f"{group}.fill_slots" for group in range(len(slots.groups))]
+        # called once a piece's rows are on their way to their slots
+        self.on_filled: Callable[[Step, StepReady], None] = lambda step, message: None
 
     def accept(self, message: StepReady) -> None:
         """Checks a message and queues its piece. Raises RemoteProtocolError if the message or its bytes do not fit a
@@ -232,6 +234,7 @@ class DeviceCache:
         step.filled.append(fill.record())
         if staged is not None:
             staged.used = step.filled[-1]
+        self.on_filled(step, message)
         return True
 
     def _is_issued(self, after: int | None) -> bool:

@@ -13,7 +13,7 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
+from rowcast.protocol.messages import Answer, Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, InputSpec, Rank, belonging
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.scrape import CountersCollector, Gauges
@@ -41,6 +41,7 @@ WAKES: Wakes = {
     Flush: ("main",),
     EndOfData: ("main",),
     StopRequest: ("main",),
+    Answer: ("main",),
     Released: ("sender",),  # room in the back ring
     "main": ("sender",),  # victims to send, a step to report, the model state
     "sender": ("main",),  # room in evict staging

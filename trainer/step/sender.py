@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import Replica, RowsBack, RowSpan, Saved, StepDone
+from rowcast.protocol.messages import Ask, Replica, Returned, RowsBack, RowSpan, Saved, StepDone
 from rowcast.protocol.plan import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
@@ -48,9 +48,12 @@ class EvictTask:
         return plan_stamp(self.step, self.piece)
 
 
+Parcel = Ask | Returned  # of a training script
+
+
 class Sender:
-    """A stage. The main thread calls `room`, `send_rows`, `send_state` and `finish`, in order; the thread of the sender
-    calls `advance`."""
+    """A stage. The main thread calls `room`, `send_rows`, `send_parcel`, `send_state` and `finish`, in order; the
+    thread of the sender calls `advance`."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Sender:
         staging_bytes: int,
         rings: RingEnds,
         counters: TrainerCounters,
-        send: Callable[[RowsBack | StepDone | Saved | Replica], None],
+        send: Callable[[RowsBack | StepDone | Saved | Replica | Parcel], None],
     ) -> None:
         self.waiting_for_ring = False  # set by the sender's thread
         self._slots, self._streams = slots, slots.streams
@@ -66,8 +69,8 @@ class Sender:
         self._ring, self._memory = rings.back, rings.back_memory
         self._counters = counters
         self._send = send
-        self._tasks: deque[EvictTask] = deque()
-        self._copying: deque[EvictTask] = deque()
+        self._tasks: deque[EvictTask | Parcel] = deque()
+        self._copying: deque[EvictTask | Parcel] = deque()
         self._finished: deque[StepDone] = deque()
         self._states: deque[tuple[int, DensePieces | Replica]] = deque()  # barrier, and its model state
 
@@ -126,6 +129,10 @@ class Sender:
             )
         )
 
+    def send_parcel(self, parcel: Parcel) -> None:
+        """Queues a message between the rows that have left and those that will."""
+        self._tasks.append(parcel)
+
     def send_state(self, barrier: int, content: bytes, *, whole: bool) -> None:
         """Queues the model state, after the rows of its barrier. Not `whole`: only its checksum, as rank 0 sends the
         same state."""
@@ -154,6 +161,10 @@ class Sender:
         if not self._tasks:
             return False
         task = self._tasks[0]
+        if isinstance(task, Parcel):
+            self._copying.append(task)
+            self._tasks.popleft()
+            return True
         task.space = self._ring.try_allocate(task.nbytes) if task.nbytes else None
         self.waiting_for_ring = bool(task.nbytes) and task.space is None
         if self.waiting_for_ring:
@@ -178,6 +189,10 @@ class Sender:
         if not self._copying:
             return False
         task = self._copying[0]
+        if isinstance(task, Parcel):
+            self._send(task)
+            self._copying.popleft()
+            return True
         assert task.room.used is not None, "the copy was issued"
         if not self._streams.done(task.room.used, "sent"):
             return False
@@ -229,7 +244,8 @@ class Sender:
         return True
 
     def _rows_pending(self, step: int) -> bool:
-        heads = list(self._copying)[:1] + list(self._tasks)[:1]
+        waiting = [*self._copying, *self._tasks]
+        heads = [task for task in waiting if isinstance(task, EvictTask)]
         return any(task.barrier is None and task.step is not None and task.step <= step for task in heads)
 
 

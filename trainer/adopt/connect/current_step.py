@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rowcast.protocol.messages import PlanHeader
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.adopt.batch import Slice, slices_of
+from rowcast.trainer.adopt.connect.batch import Slice, slices_of
 from rowcast.trainer.device.streams import Event, Lap, Stream
 from rowcast.trainer.models.embedding import Embeddings, FeatureSlots, GroupLookup, update_in_backward
 from rowcast.trainer.models.runner import step_lookups

@@ -34,8 +34,8 @@ from rowcast.runtime.run_directory import RunDirectory, note_start
 from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.telemetry.format_numbers import LOST
 from rowcast.runtime.telemetry.logs import print_line
-from rowcast.trainer.adopt import run_folder
-from rowcast.trainer.adopt.script_state import ScriptState, ScriptTelemetry, StatefulObjects
+from rowcast.trainer.adopt.connect import run_folder
+from rowcast.trainer.adopt.connect.script_state import ScriptState, ScriptTelemetry, StatefulObjects
 from rowcast.trainer.device.cuda import adopted_streams, release_memory
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.run.connection import Connection

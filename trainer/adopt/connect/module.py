@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt import run_folder, settings
-from rowcast.trainer.adopt.batch import VALIDATION, JaggedTensor, KeyedEmbeddings, check_features, check_ids
-from rowcast.trainer.adopt.settings import ScriptTables
+from rowcast.trainer.adopt.connect import run_folder, settings
+from rowcast.trainer.adopt.connect.batch import VALIDATION, JaggedTensor, KeyedEmbeddings, check_features, check_ids
+from rowcast.trainer.adopt.connect.settings import ScriptTables
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.sequences import Embedded, Sequences
 

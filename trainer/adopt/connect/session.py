@@ -21,11 +21,11 @@ from rowcast.job.learning_rate import LearningRateSchedule
 from rowcast.protocol.messages import PlanHeader, StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.adopt import run_folder
-from rowcast.trainer.adopt.batch import Slice
-from rowcast.trainer.adopt.current_step import NO_TRAIN_BATCH, CurrentStep, OptimizerSteps, StreamOrder
-from rowcast.trainer.adopt.script_run import ScriptRun, SessionParts
-from rowcast.trainer.adopt.script_state import EpochCount, ScriptState
+from rowcast.trainer.adopt.connect import run_folder
+from rowcast.trainer.adopt.connect.batch import Slice
+from rowcast.trainer.adopt.connect.current_step import NO_TRAIN_BATCH, CurrentStep, OptimizerSteps, StreamOrder
+from rowcast.trainer.adopt.connect.script_run import ScriptRun, SessionParts
+from rowcast.trainer.adopt.connect.script_state import EpochCount, ScriptState
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import require_integers

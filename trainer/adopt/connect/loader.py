@@ -25,13 +25,13 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import open_missing_descriptors, print_line, setup_logging
-from rowcast.trainer.adopt import run_folder, table_files
-from rowcast.trainer.adopt.batch import LoadedBatch, Slice
-from rowcast.trainer.adopt.module import EmbeddingBagCollection
-from rowcast.trainer.adopt.script_run import SessionParts
-from rowcast.trainer.adopt.script_state import Stateful, StatefulObjects
-from rowcast.trainer.adopt.session import ScriptSession
-from rowcast.trainer.adopt.settings import NO_DATA, SEQUENCES, ScriptTables
+from rowcast.trainer.adopt.connect import run_folder, table_files
+from rowcast.trainer.adopt.connect.batch import LoadedBatch, Slice
+from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.script_run import SessionParts
+from rowcast.trainer.adopt.connect.script_state import Stateful, StatefulObjects
+from rowcast.trainer.adopt.connect.session import ScriptSession
+from rowcast.trainer.adopt.connect.settings import NO_DATA, SEQUENCES, ScriptTables
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation

@@ -23,8 +23,8 @@ from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt import run_folder, table_files
-from rowcast.trainer.adopt.session import ScriptSession
+from rowcast.trainer.adopt.connect import run_folder, table_files
+from rowcast.trainer.adopt.connect.session import ScriptSession
 from rowcast.trainer.device.cuda import choose_device
 
 JOB_FILE = "job.json"  # in the run directory: the job of both processes of an adopted run
@@ -102,7 +102,7 @@ SEQUENCES = Kind(
 
 def refuse_model(*args: Any, **options: Any) -> NoReturn:
     raise ConfigError(
-        "the model of this job is in a training script of its own (docs/adopt.md); run the script instead of "
+        "the model of this job is in a training script of its own (docs/connect.md); run the script instead of "
         "`trainer run`"
     )
 
@@ -190,7 +190,7 @@ def table_content(config: Any, kind: Kind) -> dict[str, Any]:
         if not (found is default or (type(found) is type(default) and found == default)):
             raise ConfigError(
                 f"table {config.name}: {field_name} = {found!r} is not done by rowcast, and would be ignored; leave it "
-                f"at {default!r} (docs/adopt.md)"
+                f"at {default!r} (docs/connect.md)"
             )
     content |= {"pooling": pooling, "init": init_of(config)}
     return content if dtype == "fp32" else content | {"dtype": dtype}

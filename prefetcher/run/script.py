@@ -1,0 +1,161 @@
+"""Serves the rows of a training script that `rowcast.adopt` has adopted: `python -m rowcast.prefetcher.run.script JOB`.
+
+The script's process starts it, tells it the rows that it will look up, and asks for others. A run ends with its script
+and leaves nothing: the script saves whole tables itself.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rowcast.job.file import load_own_job
+from rowcast.job.schema import Job
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs, table_specs
+from rowcast.prefetcher.checkpoints.snapshot import NoCheckpoints
+from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+from rowcast.prefetcher.pipeline.metrics import new_counters
+from rowcast.prefetcher.planner.capacity import Touched, slots_of
+from rowcast.prefetcher.planner.planner import job_planner
+from rowcast.prefetcher.readers.script_ids import NO_SAMPLES, ScriptIds
+from rowcast.prefetcher.readers.source import Source
+from rowcast.prefetcher.run.connection import Connection
+from rowcast.prefetcher.run.sizing import Typical, automatic_ring_bytes, stage_threads, staging_bytes
+from rowcast.prefetcher.run.warm_up import warm_up
+from rowcast.prefetcher.stores.store import Keys, Records, RowStore
+from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
+from rowcast.protocol.messages import PROTOCOL_VERSION, Ids, StopRequest, Welcome
+from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
+from rowcast.protocol.script_setup import SETUP, Columns, ScriptSetup, ScriptTable
+from rowcast.runtime.arrays import F32
+from rowcast.runtime.crew import Crew
+from rowcast.runtime.process import Signals, run_until_stopped
+from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.stages import ThreadPool
+from rowcast.runtime.telemetry.logs import setup_logging
+from rowcast.runtime.telemetry.metrics import Health
+
+ARRAY_BYTES = 16  # of a plan's arrays for each row
+LEAST_ROWS = 4096  # fewer rows per thread are not worth waking it for
+
+
+class ScriptStore(TrackedStore):
+    """A store in which rows that the script has not trained have its own first values."""
+
+    def __init__(self, store: RowStore, group: GroupSpec, tables: Sequence[ScriptTable]) -> None:
+        """`tables`: of the job."""
+        super().__init__(store, group, seed=0)
+        self._columns = {table.index: tables[table.index].columns for table in group.tables}
+        self._values = {own.path: mapped(own) for columns in self._columns.values() for own in columns if own.path}
+
+    def first_values(self, keys: Keys) -> Records:
+        records = np.zeros((len(keys), self._group.record_floats), np.float32)
+        tables = keys >> KEY_SHIFT
+        for table, columns in self._columns.items():
+            chosen, begin = np.flatnonzero(tables == table), 0
+            rows = keys[chosen] & ROW_MASK
+            for own in columns:
+                values = self._values[own.path][rows] if own.path else own.value
+                records[chosen, begin : begin + own.width] = values
+                begin += own.width
+        return records.view(np.uint8)
+
+
+def mapped(columns: Columns) -> F32:
+    values: F32 = np.memmap(columns.path, np.float32, "r").reshape(-1, columns.width)
+    return values
+
+
+def serve(job: Job, signals: Signals) -> None:
+    """Returns when the script has ended or a stop was requested. Raises the first error of any stage, or PeerLost."""
+    directory, groups, crew = (
+        RunDirectory(job.run_dir, "prefetcher"),
+        group_specs(job),
+        Crew("prefetcher", signals.bell),
+    )
+    setup = msgspec.json.decode((job.run_dir / SETUP).read_bytes(), type=ScriptSetup)
+    health = Health(dead_stage=crew.dead_stage)
+    connection = Connection(directory.path, job.transport, crew, signals, health, None)
+    ids = ScriptIds(table_specs(job))
+    with directory, connection.stack as stack:
+        directory.clear_failure()
+        try:
+            connection.open()
+            connection.watch(lambda: ids.counters.batches)
+            warm_up(tiers_in=None)
+            stores = [ScriptStore(open_row_store(job, group), group, setup.tables) for group in groups]
+            pool = ThreadPool(stage_threads(job), name="rows", least=LEAST_ROWS)
+            for store in stores:
+                stack.callback(store.close)
+                store.store.use_threads(pool)
+            engine = make_engine(job, setup, connection, ids, tuple(stores))
+            left: list[StopRequest] = []
+            engine.conversation.listen({Ids: ids.accept, StopRequest: left.append})
+            connection.start(engine, {})
+            while not left and signals.stop_reason is None:
+                signals.bell.wait(1.0)
+                signals.bell.hush()
+                if not left:
+                    crew.check()
+        except BaseException as error:
+            connection.fail(error)
+            directory.note_failure(error)
+            raise
+
+
+def make_engine(
+    job: Job, setup: ScriptSetup, connection: Connection, ids: ScriptIds, stores: tuple[ScriptStore, ...]
+) -> PrefetcherEngine:
+    groups, depth = group_specs(job), job.lookahead.depth
+    largest, distinct = (
+        tuple(max(1, sum(getattr(setup.tables[table.index], rows) for table in group.tables)) for group in groups)
+        for rows in ("largest_rows", "distinct_rows")
+    )
+    slots = slots_of(job, groups, Touched(largest_batch_rows=largest, distinct_rows=distinct))
+    rows_bytes = sum(rows * group.record_bytes for rows, group in zip(largest, groups, strict=True))
+    typical = Typical(rows=rows_bytes, arrays=ARRAY_BYTES * sum(largest))
+    ring_bytes = automatic_ring_bytes(typical, depth, pairs=1)
+    rings = connection.open_rings(ring_bytes)
+    welcome = Welcome(
+        protocol_version=PROTOCOL_VERSION,
+        run_id="",
+        incarnation=connection.incarnation,
+        pid=os.getpid(),
+        slots=slots,
+        inputs=batch_specs(NO_SAMPLES, belonging(job).arrays),
+        depth=depth,
+        fetch_ring=rings.specs[0],
+        back_ring=rings.specs[1],
+        staging_bytes=staging_bytes(rows_bytes, ring_bytes),
+        train_steps=None,
+        first_train_step=0,
+        restore_bytes=0,
+    )
+    return PrefetcherEngine(
+        job=job,
+        welcome=welcome,
+        source=Source(ids, None),
+        planner=job_planner(job, groups, (slots,), (), num_threads=stage_threads(job)),
+        stores=stores,
+        conversation=connection.conversation,
+        rings=(rings.fetch, rings.back),
+        checkpointer=NoCheckpoints(),
+        counters=new_counters(groups, UNDIVIDED.number),
+    )
+
+
+def main() -> int:
+    def serve_job(signals: Signals) -> int:
+        setup_logging("prefetcher")
+        serve(load_own_job("prefetcher", Path(sys.argv[1]), ()), signals)
+        return 0
+
+    os.setsid()  # Ctrl-C in a terminal is the script's, which may save its tables
+    return run_until_stopped("prefetcher", serve_job)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""What a training script's process tells the prefetcher that it starts, in a file of the run directory."""
+
+import msgspec
+
+SETUP = "script.json"  # in the run directory
+
+
+class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """First values of some columns of a table's records."""
+
+    width: int
+    path: str = ""  # a file of f32 [rows of the table, width]; "": all have `value`
+    value: float = 0.0
+
+
+class ScriptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    columns: tuple[Columns, ...]  # of its records, from the left
+    # of the steps that are known at the start; they divide the capacity
+    largest_rows: int  # distinct rows of the largest step
+    distinct_rows: int  # of all of them together
+
+
+class ScriptSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tables: tuple[ScriptTable, ...]  # in the order of the job

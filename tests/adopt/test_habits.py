@@ -1,0 +1,357 @@
+"""Optimizers and habits of scripts, adopted: the bits of the script as it was, or a sentence.
+
+Each script runs twice with the same seeds, un-adopted and adopted, and gives what it saw: losses, evaluations, and at
+its end the whole state of model and optimizers.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+import rowcast
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.table_parameter import TableParameter
+
+ROWS, DIM, STEPS, CAPACITY = 300, 4, 24, "90 rows"  # of two tables, and of each script
+
+pytestmark = [
+    pytest.mark.usefixtures("no_engine", "let_go"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # of torch's own sparse Adagrad
+]
+
+Seen = list[Tensor]
+Optimizers = Callable[[Any], list[Optimizer]]
+
+
+def same_as_unadopted(script: Callable[[Callable[[Any], Any]], Seen]) -> None:
+    """script: gets the function that adopts its models."""
+
+    def adopted(model: nn.Module) -> nn.Module:
+        rowcast.adopt(model, CAPACITY)
+        assert any(isinstance(own, TableParameter) for own in model.parameters())
+        return model
+
+    torch.manual_seed(0)
+    plain = script(lambda model: model)
+    torch.manual_seed(0)
+    seen = script(adopted)
+    assert len(seen) == len(plain)
+    for own, expected in zip(seen, plain, strict=True):
+        assert own.shape == expected.shape
+        assert int((own != expected).sum()) == 0  # of values
+
+
+def state_of(model: Any, optimizers: list[Optimizer]) -> Seen:
+    weights = [own.clone() for own in model.state_dict().values()]
+    states = [own.state_dict()["state"] for own in optimizers]
+    return weights + [
+        torch.as_tensor(own).clone() for state in states for of_one in state.values() for own in of_one.values()
+    ]
+
+
+def one(kind: type[Optimizer], **settings: Any) -> Optimizers:
+    return lambda model: [kind(model.parameters(), lr=0.05, **settings)]  # type: ignore[call-arg]
+
+
+def two(kind: type[Optimizer]) -> Optimizers:
+    """Tables have an optimizer of their own."""
+    return lambda model: [
+        kind([model.item.weight, model.bag.weight], lr=0.05),  # type: ignore[call-arg]
+        optim.Adam(model.top.parameters(), lr=0.01),
+    ]
+
+
+class Bags(nn.Module):
+    def __init__(self, *, sparse: bool = False, **settings: Any) -> None:
+        super().__init__()
+        self.item = nn.Embedding(ROWS, DIM, padding_idx=0, sparse=sparse, **settings)
+        self.bag = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=sparse, **settings)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, x: Tensor, offsets: Tensor, bags: Tensor) -> Tensor:
+        items, bag = self.item(x * 7 % ROWS).mean(1), self.bag(bags % ROWS, offsets)
+        scores: Tensor = self.top(torch.cat([items, bag], 1))
+        return scores.squeeze(1)
+
+
+def bags() -> Iterator[tuple[Tensor, ...]]:
+    own = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        sizes = torch.randint(0, 5, (12,), generator=own)
+        items, ids = (torch.rand(num, generator=own) ** 2 * ROWS for num in (12 * 2, int(sizes.sum())))
+        yield items.long().view(12, 2), sizes.cumsum(0) - sizes, ids.long(), torch.rand(12, generator=own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    optimizers: Optimizers
+    sparse: bool = False
+    clip: Callable[[Any], Any] = lambda parameters: None
+    accumulate: int = 1
+    scales: bool = False
+    schedules: bool = False
+    resumes: bool = False
+    max_norm: float | None = None
+
+    def script(self, adopted: Callable[[Any], Any]) -> Seen:
+        def made() -> tuple[Any, list[Optimizer]]:
+            model = adopted(Bags(sparse=self.sparse, max_norm=self.max_norm))
+            return model, self.optimizers(model)
+
+        model, optimizers = made()
+        schedules = [optim.lr_scheduler.StepLR(own, 7, 0.8) for own in optimizers if self.schedules]
+        scaler = torch.amp.GradScaler("cpu", enabled=self.scales, init_scale=2.0**10, growth_interval=5)
+        seen: Seen = []
+        for at, (x, offsets, ids, y) in enumerate(rowcast.ahead(bags())):
+            loss = F.mse_loss(model(x, offsets, ids), y) / self.accumulate
+            if at % 9 == 4:
+                model.eval()
+                with torch.no_grad():
+                    seen.append(model(x.flip(0) * 3 % ROWS, offsets, ids))
+                seen.append(model(x * 5 % ROWS, offsets, ids).detach())  # forgets no_grad
+                model.train()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            seen.append(loss.detach())
+            if (at + 1) % self.accumulate == 0:
+                for own in optimizers:
+                    scaler.unscale_(own)
+                self.clip(model.parameters())
+                for own in optimizers:
+                    scaler.step(own)
+                    own.zero_grad()
+                for schedule in schedules:
+                    schedule.step()
+                scaler.update()
+            if self.resumes and at == STEPS // 2:
+                file = io.BytesIO()
+                torch.save([model.state_dict(), [own.state_dict() for own in optimizers]], file)
+                file.seek(0)
+                states = torch.load(file)
+                model, optimizers = made()
+                model.load_state_dict(states[0])
+                for own, state in zip(optimizers, states[1], strict=True):
+                    own.load_state_dict(state)
+        return seen + state_of(model, optimizers)
+
+
+OPTIMIZERS = {
+    "SGD": Habits(optimizers=one(optim.SGD)),
+    "SGD, momentum and decay": Habits(optimizers=one(optim.SGD, momentum=0.9, weight_decay=0.01)),
+    "SGD, nesterov": Habits(optimizers=one(optim.SGD, momentum=0.9, nesterov=True)),
+    "Adam": Habits(optimizers=one(optim.Adam)),
+    "Adam, decay, schedule": Habits(optimizers=one(optim.Adam, weight_decay=0.01), schedules=True),
+    "Adam, amsgrad": Habits(optimizers=one(optim.Adam, amsgrad=True)),
+    "AdamW, schedule": Habits(optimizers=one(optim.AdamW, weight_decay=0.1), schedules=True),
+    "NAdam": Habits(optimizers=one(optim.NAdam)),
+    "RAdam": Habits(optimizers=one(optim.RAdam)),
+    "Adamax": Habits(optimizers=one(optim.Adamax)),
+    "Adagrad": Habits(optimizers=one(optim.Adagrad, lr_decay=0.1, initial_accumulator_value=0.1)),
+    "RMSprop": Habits(optimizers=one(optim.RMSprop, centered=True, momentum=0.5)),
+    "Adadelta": Habits(optimizers=one(optim.Adadelta)),
+    "ASGD": Habits(optimizers=one(optim.ASGD)),
+    "Rprop": Habits(optimizers=one(optim.Rprop)),
+    "SGD, sparse": Habits(optimizers=one(optim.SGD), sparse=True),
+    "SparseAdam, schedule": Habits(optimizers=two(optim.SparseAdam), sparse=True, schedules=True),
+    "Adagrad, sparse": Habits(optimizers=two(optim.Adagrad), sparse=True),
+    "Adam, accumulation": Habits(optimizers=one(optim.Adam), accumulate=3),
+    "SparseAdam, accumulation": Habits(optimizers=two(optim.SparseAdam), sparse=True, accumulate=3),
+    "Adam, scaler": Habits(optimizers=one(optim.Adam), scales=True),
+    "Adam, clipping by value": Habits(
+        optimizers=one(optim.Adam), clip=lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3)
+    ),
+    "Adam, resumed": Habits(optimizers=one(optim.Adam, weight_decay=0.01), resumes=True),
+    "SparseAdam, resumed": Habits(optimizers=two(optim.SparseAdam), sparse=True, resumes=True),
+    "SGD with momentum, resumed": Habits(optimizers=one(optim.SGD, momentum=0.9), resumes=True),
+    "SGD, max_norm": Habits(optimizers=one(optim.SGD), max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("habits", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_an_optimizer_trains_the_rows_as_it_trains_the_whole_table(habits: Habits) -> None:
+    same_as_unadopted(habits.script)
+
+
+class Items(nn.Module):
+    def __init__(
+        self, *, sparse: bool = False, tied: bool = False, frozen: bool = False, by_freq: bool = False
+    ) -> None:
+        super().__init__()
+        self.item = nn.Embedding(ROWS, DIM, padding_idx=0, sparse=sparse, scale_grad_by_freq=by_freq)
+        self.other = nn.Embedding(ROWS, DIM, sparse=sparse)
+        if tied:
+            self.other.weight = self.item.weight
+        self.other.weight.requires_grad_(not frozen)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        items = self.item(x).mean(1) + self.item(x + 1).mean(1) + self.item(y).mean(1)
+        scores: Tensor = self.top(torch.cat([items, self.other(y).sum(1)], 1))
+        return scores.squeeze(1)
+
+
+def items() -> Iterator[tuple[Tensor, ...]]:
+    own = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        x, y = (torch.rand(12, num, generator=own) ** 2 * (ROWS - 1) for num in (3, 2))
+        yield x.long(), y.long(), torch.rand(12, generator=own)
+
+
+def loop(model: Any, optimizer: Optimizer, habit: str) -> Seen:
+    average = optim.swa_utils.AveragedModel(model)
+    seen: Seen = []
+    for at, (x, y, target) in enumerate(rowcast.ahead(items())):
+        if habit == "another optimizer" and at in (7, 15):
+            optimizer = type(optimizer)(model.parameters(), lr=0.02)  # type: ignore[call-arg]
+        loss = F.mse_loss(model(x, y), target)
+        other = F.l1_loss(model(y, x), target) if habit == "two losses" else loss
+        if habit == "no backward" and at % 3 == 1:
+            continue
+        loss.backward(retain_graph=habit == "backward twice")  # type: ignore[no-untyped-call]
+        if habit in ("two losses", "backward twice"):
+            other.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        match habit:
+            case "gradients zeroed in place":
+                optimizer.zero_grad(set_to_none=False)
+            case "gradients never zeroed":
+                pass
+            case "gradients zeroed by the model":
+                model.zero_grad()
+            case _:
+                optimizer.zero_grad()
+        if habit == "average" and at % 5 == 0:
+            average.update_parameters(model)
+        if habit == "state cleared" and at == 10:
+            optimizer.state.clear()
+        if habit == "state loaded" and at == 12:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if habit == "weights clamped" and at % 6 == 0:
+            with torch.no_grad():
+                model.item.weight.clamp_(-0.5, 0.5)
+        if habit == "data assigned" and at % 6 == 0:
+            model.item.weight.data = model.item.weight.data * 0.5
+        if habit == "frozen late" and at == 10:
+            model.item.weight.requires_grad_(False)
+        seen.append(loss.detach())
+    return seen + [own.detach() for own in average.parameters()] + state_of(model, [optimizer])
+
+
+LOOPS = (
+    *("plain", "another optimizer", "two losses", "no backward", "backward twice", "gradients zeroed in place"),
+    *("gradients never zeroed", "gradients zeroed by the model", "average", "state cleared", "state loaded"),
+    *("weights clamped", "data assigned", "frozen late"),
+)
+
+
+@pytest.mark.parametrize("habit", LOOPS)
+def test_a_habit_of_the_loop(habit: str) -> None:
+    def script(adopted: Callable[[Any], Any]) -> Seen:
+        model = adopted(Items())
+        return loop(model, optim.Adam(model.parameters(), lr=0.02), habit)
+
+    same_as_unadopted(script)
+
+
+@pytest.mark.parametrize("habit", ["plain", "gradients never zeroed", "two losses", "backward twice"])
+def test_a_habit_of_a_loop_with_sparse_gradients(habit: str) -> None:
+    def script(adopted: Callable[[Any], Any]) -> Seen:
+        model = adopted(Items(sparse=True))
+        return loop(model, optim.SGD(model.parameters(), lr=0.02), habit)
+
+    same_as_unadopted(script)
+
+
+ADAMS: dict[str, Callable[[Any], Optimizer]] = {
+    "foreach": lambda model: optim.Adam(model.parameters(), lr=0.02, foreach=True),
+    "maximize": lambda model: optim.Adam(model.parameters(), lr=0.02, maximize=True),
+    "rate in a tensor": lambda model: optim.Adam(model.parameters(), lr=torch.tensor(0.02)),
+    "groups": lambda model: optim.Adam(in_groups(model), lr=0.02),
+}
+
+
+def in_groups(model: Any) -> list[dict[str, Any]]:
+    return [{"params": model.item.weight, "lr": 0.1}, {"params": [model.other.weight, *model.top.parameters()]}]
+
+
+@pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS.keys())
+def test_a_kind_of_adam(make: Callable[[Any], Optimizer]) -> None:
+    def script(adopted: Callable[[Any], Any]) -> Seen:
+        model = adopted(Items())
+        return loop(model, make(model), "plain")
+
+    same_as_unadopted(script)
+
+
+@pytest.mark.parametrize("kind", [{"tied": True}, {"frozen": True}, {"by_freq": True}, {"sparse": True, "tied": True}])
+def test_a_kind_of_model(kind: dict[str, bool]) -> None:
+    def script(adopted: Callable[[Any], Any]) -> Seen:
+        model = adopted(Items(**kind))
+        return loop(model, optim.SGD(model.parameters(), lr=0.02), "plain")
+
+    same_as_unadopted(script)
+
+
+def test_frozen_tables_that_the_optimizer_does_not_have() -> None:
+    def script(adopted: Callable[[Any], Any]) -> Seen:
+        model = adopted(Items(frozen=True))
+        return loop(model, optim.Adam([own for own in model.parameters() if own.requires_grad], lr=0.02), "plain")
+
+    same_as_unadopted(script)
+
+
+class Lamb(Optimizer):
+    """Steps by the norm of all rows."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for own in group["params"]:
+                if own.grad is not None:
+                    own.add_(own.grad * (own.norm() / (own.grad.norm() + 1e-6)), alpha=-group["lr"])
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "Adafactor": (
+        lambda parameters: optim.Adafactor(parameters, lr=0.02),
+        "Adafactor keeps row_var of [3, 1] for a table of [3, 4], and rowcast moves state that has a row for each row; "
+        "give item.weight an optimizer that does, or leave it on the device by keep=['item.weight']",
+    ),
+    "LBFGS": (
+        optim.LBFGS,
+        "LBFGS cannot train the rows of a table (LBFGS.step() missing 1 required positional argument: 'closure'); give "
+        "item.weight an optimizer that does, or leave it on the device by keep=['item.weight']",
+    ),
+    "fused Adam": (
+        lambda parameters: optim.Adam(parameters, lr=0.02, fused=True),
+        "Adam(fused=True) rounds the last values of an array differently, so rows apart would not have the bits of the "
+        "table item.weight; leave fused out, or leave the table on the device by keep=['item.weight']",
+    ),
+    "Lamb": (
+        lambda parameters: Lamb(parameters, lr=0.02),
+        "Lamb does not train each row for itself: a step of one row depends on others; give item.weight an optimizer "
+        "that does, or leave it on the device by keep=['item.weight']",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "sentence"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_optimizer_that_mixes_rows_is_refused_before_it_trains_one(
+    make: Callable[[Any], Optimizer], sentence: str
+) -> None:
+    model = rowcast.adopt(Items(), CAPACITY)
+    before = [own.clone() for own in model.state_dict().values()]
+    with pytest.raises(ConfigError) as refused:
+        loop(model, make(model.parameters()), "plain")
+    assert str(refused.value) == sentence
+    assert all(torch.equal(own, expected) for own, expected in zip(model.state_dict().values(), before, strict=True))

@@ -1,0 +1,159 @@
+"""Every read gives the last write: the engine of an adopted script against a plain dictionary of rows."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rowcast.runtime.arrays import I64
+from rowcast.trainer.adopt import script_engine
+from rowcast.trainer.adopt.rows import Records
+from rowcast.trainer.adopt.script_engine import Place, Residency
+from tests.adopt.script_pair import PlainRows, ScriptPair
+from tests.support.repeats import count
+
+TABLES = [(24, 2, 1), (40, 3, 0), (10, 2, 1), (17, 2, 2)]  # rows, columns, states; the first three share a group
+NUM_TURNS = 30
+MOST_COMING = 12
+
+
+class Script:
+    """Does what scripts do, and worse, in an order that a seed decides."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        tables = chance.sample(TABLES, chance.randint(1, len(TABLES)))
+        slots = [chance.randint(4, 12), chance.randint(4, 12), 60]
+        self.pair = ScriptPair(seed, tables, slots, chance.choice((2**10, 2**12)), late=chance.random() < 0.5)
+        self.plain, self.engine = PlainRows(self.pair.places), self.pair.engine
+        self.coming: list[int] = []  # announced
+        self.evaluates = chance.choice((0.0, 0.2))  # how often a step trains no rows
+
+    def run(self) -> None:
+        turns = [self.announce, self.begin, self.read, self.write, self.train, self.pass_over]
+        often = [self.chance.choice((0.1, 1.0, 3.0)) for _ in turns]
+        for turn in self.chance.choices(turns, often, k=NUM_TURNS):
+            turn()
+            self.pair.stir(self.chance.choice((0, 0, 5, 50)))
+        self.engine.finish()
+        for place in self.pair.places:
+            self.check(place, np.arange(place.num_rows))
+
+    # coming steps
+
+    def announce(self) -> None:
+        for _ in range(self.chance.randint(1, MOST_COMING - len(self.coming)) if len(self.coming) < MOST_COMING else 0):
+            room = list(self.pair.slots)
+            rows: dict[Place, I64] = {}
+            for place in self.chance.sample(self.pair.places, self.chance.randint(0, len(self.pair.places))):
+                rows[place] = self.some(place, room[place.group])
+                room[place.group] -= len(rows[place])
+            self.coming.append(self.engine.announce(rows, trains=self.chance.random() >= self.evaluates))
+
+    def begin(self) -> None:
+        """In order, mostly."""
+        if self.coming:
+            at = 0 if self.chance.random() < 0.9 else self.chance.randrange(len(self.coming))
+            self.engine.begin(self.coming.pop(at))
+            self.train()
+
+    def pass_over(self) -> None:
+        if self.coming and self.chance.random() < 0.3:
+            self.engine.pass_over(self.coming.pop(self.chance.randrange(len(self.coming))))
+
+    # rows
+
+    def train(self) -> None:
+        """The rows of the step that has begun, if one has, and perhaps others; not all are written."""
+        for place in self.pair.places:
+            ids, rows = self.engine.planned(place)
+            self.plain.check(place, ids, rows)
+            if self.chance.random() < 0.8:
+                self.put(place, ids, some_records(self.chance, place, len(ids)))
+
+    def read(self) -> None:
+        place = self.chance.choice(self.pair.places)
+        self.check(place, self.some(place, place.num_rows))
+
+    def write(self) -> None:
+        place = self.chance.choice(self.pair.places)
+        ids = torch.from_numpy(self.some(place, place.num_rows))
+        self.put(place, ids, some_records(self.chance, place, len(ids)))
+
+    def put(self, place: Place, ids: Tensor, rows: Records) -> None:
+        self.engine.write(place, ids, rows)
+        self.plain.write(place, ids, rows)
+
+    def check(self, place: Place, ids: I64) -> None:
+        wanted = torch.from_numpy(ids)
+        self.plain.check(place, wanted, self.engine.read(place, wanted))
+
+    def some(self, place: Place, most: int) -> I64:
+        """Some rows are hot."""
+        known = place.num_rows // self.chance.choice((1, 1, 4))
+        rows = self.chance.sample(range(known), self.chance.randint(0, min(most, known)))
+        return np.sort(np.array(rows, np.int64))
+
+
+def some_records(chance: random.Random, place: Place, num_rows: int) -> Records:
+    generator = torch.Generator().manual_seed(chance.randrange(2**32))
+
+    def values() -> Tensor:
+        return torch.rand(num_rows, place.dim, generator=generator)
+
+    return Records(
+        values(), {name: values() for name in place.states}, torch.randint(2**20, (num_rows,), generator=generator)
+    )
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_read_gives_the_last_write(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_engine, "PARCEL_BYTES", 48)  # of two rows, or one
+    monkeypatch.setattr(script_engine, "MOST_LEAVING", 20)
+    num_seeds = count(40, 3000, quick=15)
+    for seed in range(part * num_seeds, (part + 1) * num_seeds):
+        try:
+            Script(seed).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+
+
+def test_a_row_that_was_trained_since_keeps_what_it_got_then() -> None:
+    """It is written before its first step, trained by that, leaves, and comes back for a second one."""
+    pair = ScriptPair(1, [(6, 2, 1)], [2], 2**12, late=False)
+    plain, engine, (place,) = PlainRows(pair.places), pair.engine, pair.places
+    chance = random.Random(1)
+    first, *_, last = [engine.announce({place: np.array(rows)}, trains=True) for rows in ((0, 1), (2, 3), (0, 1))]
+    ids = torch.tensor([0, 1])
+    for number in range(first, last + 1):
+        rows = some_records(chance, place, 2)
+        if number == first:
+            engine.write(place, ids, some_records(chance, place, 2))
+        engine.begin(number)
+        ids, found = engine.planned(place)
+        if number == last:
+            plain.check(place, ids, found)
+        engine.write(place, ids, rows)
+        plain.write(place, ids, rows)
+
+
+def test_what_is_not_known_to_be_home_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_engine, "MOST_LEAVING", 3)
+    pair = ScriptPair(1, [(6, 2, 1)], [2], 2**12, late=True)
+    (place,) = pair.places
+    for _ in range(20):
+        pair.engine.write(place, torch.tensor([1]), some_records(random.Random(1), place, 1))
+        assert len(pair.engine._leaving) <= 3
+
+
+def test_rows_in_slots_are_those_that_came_last() -> None:
+    residency = Residency(num_rows=5, num_slots=2)
+    residency.coming[:] = [3, 1]
+    assert residency.fill(np.array([0, 1])).tolist() == [3, 1]
+    assert residency.slots(np.arange(5)).tolist() == [-1, 1, -1, 0, -1]
+    residency.coming[0] = 4
+    assert residency.slots(np.array([3, 4])).tolist() == [0, -1]  # it has not come yet
+    assert residency.fill(np.array([0])).tolist() == [4]
+    assert residency.slots(np.arange(5)).tolist() == [-1, 1, -1, -1, 0]

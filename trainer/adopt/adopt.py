@@ -1,0 +1,293 @@
+"""Adopts a script's model: tables that do not fit on the device become doors to rows that rowcast keeps.
+
+    adopt          chooses tables, and makes the parameter of each the door to its rows
+    ahead          batches that are read ahead; those of a DataLoader are by themselves, while a table is adopted
+    ahead_calls    the same for a function that returns a batch
+
+A table costs the device its weights and `STATES` states of each of its rows, whatever the optimizer will keep. If all
+tables fit into the capacity, none is adopted. Otherwise the smallest stay ordinary, one after another, while together
+they take no more than half of it, and the others share the rest.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
+
+from rowcast.job.units import parse_bytes, parse_rows
+from rowcast.runtime.errors import ConfigError, listed, nearest
+from rowcast.runtime.telemetry.logs import print_line
+from rowcast.trainer.adopt import script_optimizer  # noqa: F401 - it follows the script's optimizers from here on
+from rowcast.trainer.adopt.adopted_table import AdoptedTable
+from rowcast.trainer.adopt.adoption import Adoption
+from rowcast.trainer.adopt.read_ahead import ReadAhead
+from rowcast.trainer.adopt.rows import Home
+from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation
+
+STATES = 2  # of a row, as Adam keeps them: an optimizer may be made later
+DEPTH = 16  # batches that are read ahead
+KINDS: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class LookedUp:
+    """A table as `ReadAhead` knows it, which outlives tables."""
+
+    name: str
+    num_embeddings: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the tables of a model may take on the device."""
+
+    text: str  # as the script wrote it
+    most: int  # rows, or bytes
+    counts_rows: bool
+
+    @classmethod
+    def of(cls, text: str | int) -> "Capacity":
+        rows = parse_rows(text)
+        if rows is not None:
+            return cls(str(text), rows, counts_rows=True)
+        try:
+            return cls(str(text), parse_bytes(text), counts_rows=False)
+        except ValueError as error:
+            raise ConfigError(f"adopt(capacity={text!r}): {error}") from None
+
+    def cost(self, table: nn.Parameter) -> int:
+        return len(table) if self.counts_rows else 4 * table.numel() * (1 + STATES)
+
+
+def adopt(model: Model, capacity: str | int, tables: Collection[str] = (), keep: Collection[str] = ()) -> Model:
+    """Adopts the weights of nn.Embedding and nn.EmbeddingBag that do not fit on the device. Returns the model.
+
+    capacity: memory of the device for tables: "8GiB", or "20000 rows" of all tables together. tables: names of other
+    parameters [V, D] that are tables, as `named_parameters` has them. keep: names of tables that stay ordinary; they
+    count for nothing. A table that is adopted already stays so.
+
+    Raises ConfigError for names that the model lacks, a table that is not float32, and a model within
+    DistributedDataParallel."""
+    room = Capacity.of(capacity)
+    if any(isinstance(own, DistributedDataParallel) for own in model.modules()):
+        raise ConfigError(
+            "the model is within DistributedDataParallel, which reduces gradients that adopted tables do not have; "
+            "train on one device, without it"
+        )
+    found = tables_of(model, tables, keep)
+    chosen = those_that_do_not_fit(found, room)
+    for name in chosen:
+        refuse_other_kinds(name, found[name])
+    if chosen:
+        left = room.most - sum(room.cost(own) for name, own in found.items() if name not in chosen)
+        of_process = doors(room, f"{left} rows" if room.counts_rows else left)
+        for name in chosen:
+            of_process.add(name, found[name])
+        for module in model.modules():
+            if isinstance(module, KINDS):
+                module.has_adopted_table = isinstance(module._parameters.get("weight"), TableParameter)
+    say_what_was_adopted(found, chosen, room)
+    return model
+
+
+def tables_of(model: nn.Module, tables: Collection[str], keep: Collection[str]) -> dict[str, nn.Parameter]:
+    """The tables that may be adopted, by name; one that modules share has the name of the first."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    refuse_unknown("tables", tables, [name for name, own in parameters.items() if own.dim() == 2])
+    of_modules = {id(own._parameters.get("weight")) for own in model.modules() if isinstance(own, KINDS)}
+    found = {name: own for name, own in parameters.items() if id(own) in of_modules or name in tables}
+    refuse_unknown("keep", keep, found)
+    left = {id(found[name]) for name in keep}
+    names = {id(own): name for name, own in reversed(found.items())}
+    return {
+        name: found[name]
+        for name in reversed(names.values())
+        if id(found[name]) not in left and not isinstance(found[name], TableParameter)
+    }
+
+
+def refuse_unknown(argument: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"adopt({argument}=[{name!r}]): the model has no such table{nearest(name, known)}; name some of "
+                f"{listed(list(known)) or 'none'}"
+            )
+
+
+def those_that_do_not_fit(found: Mapping[str, nn.Parameter], room: Capacity) -> list[str]:
+    """The names of the tables to adopt, in the model's order."""
+    costs = {name: room.cost(own) for name, own in found.items()}
+    if sum(costs.values()) <= room.most:
+        return []
+    taken = 0
+    ordinary = set()
+    for name in sorted(costs, key=costs.__getitem__):
+        taken += costs[name]
+        if taken <= room.most // 2:
+            ordinary.add(name)
+    return [name for name in found if name not in ordinary]
+
+
+def refuse_other_kinds(name: str, table: nn.Parameter) -> None:
+    if table.dtype != torch.float32:
+        raise ConfigError(
+            f"table {name} is {table.dtype}, and rowcast keeps rows of torch.float32; make it float32, or leave it on "
+            f"the device by keep=[{name!r}]"
+        )
+
+
+def say_what_was_adopted(found: Mapping[str, nn.Parameter], chosen: list[str], room: Capacity) -> None:
+    ordinary = [name for name in found if name not in chosen]
+    if not chosen:
+        if found:
+            print_line(f"all {len(found)} tables fit into {room.text}, none is adopted: {listed(ordinary)}")
+        return
+    rows = {name: found[name].table.num_rows for name in chosen}  # type: ignore[attr-defined]
+    dims = {name: found[name].table.dim for name in chosen}  # type: ignore[attr-defined]
+    left = room.most - sum(room.cost(found[name]) for name in ordinary)
+    if not room.counts_rows:
+        row_bytes = 4 * (1 + STATES) * sum(rows[name] * dims[name] for name in chosen) / sum(rows.values())
+        left = int(left / row_bytes)
+    own = [f"{name} ({rows[name]:,} rows of {dims[name]})" for name in chosen]
+    print_line(
+        f"adopted {listed(own)}: about {min(left, sum(rows.values())):,} of {sum(rows.values()):,} rows stay on the "
+        f"device; ordinary: {listed(ordinary) or 'none'}"
+    )
+
+
+# what a process has adopted
+
+
+class Doors:
+    """The adopted tables of this process, which share one engine."""
+
+    def __init__(self, room: Capacity, capacity: str | int) -> None:
+        """capacity: what the tables that stay ordinary leave of the room."""
+        self.room = room
+        self.engine = Adoption(capacity)
+        self.reading = ReadAhead(DEPTH, self.engine)
+        self.reading.open()
+        self.tables: dict[str, weakref.finalize[Any, AdoptedTable]] = {}
+        self.gone: list[Home] = []
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        while name in self.tables:
+            name += "'"
+        home = self.home(name, parameter)
+        table, key = AdoptedTable(name, parameter, home), LookedUp(name, len(parameter))
+        become(parameter, table)
+
+        def note(ids: Tensor) -> None:
+            refuse_data_parallel(name)
+            self.settle()
+            self.engine.look_up(table.ids.device)
+            self.reading.note(key, ids)
+
+        table.note = note
+        self.tables[name] = weakref.finalize(table, self.let_go, name, home)
+        self.tables[name].atexit = False
+
+    def home(self, name: str, parameter: nn.Parameter) -> Home:
+        """The rows of a table, with the values that it has."""
+        weights = parameter.detach()
+        path = weights.untyped_storage().filename or ""
+        return self.engine.home(name, weights.cpu(), path)
+
+    def let_go(self, name: str, home: Home) -> None:
+        """The script has dropped a table. Python calls this from any thread, at any time."""
+        del self.tables[name]
+        self.gone.append(home)
+        if not self.tables:
+            self.reading.shut()
+
+    def settle(self) -> None:
+        """Ends what dropped tables have left."""
+        while self.gone:
+            self.engine.forget(self.gone.pop())
+
+    def is_alive(self) -> bool:
+        """Whether the script still has a table: models are cycles, and their graphs hold tables."""
+        with self.reading.paused():
+            self.reading.settle_departed()
+        for _ in range(2):
+            gc.collect()
+        self.settle()
+        return bool(self.tables)
+
+
+_doors: list[Doors] = []  # none or one
+
+
+def doors(room: Capacity, capacity: str | int) -> Doors:
+    if _doors and not _doors[0].is_alive():
+        _doors.pop().reading.close()
+    if not _doors:
+        _doors.append(Doors(room, capacity))
+    if _doors[0].room != room:
+        raise ConfigError(
+            f"this process has adopted {listed(list(_doors[0].tables))} with capacity={_doors[0].room.text!r}, and all "
+            f"models share it: give this one the same instead of {room.text!r}, or drop the other and call gc.collect()"
+        )
+    return _doors[0]
+
+
+def refuse_data_parallel(name: str) -> None:
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise ConfigError(
+            f"DistributedDataParallel reduces gradients that the adopted table {name} does not have; train on one "
+            f"device without it, or leave the table there by keep=[{name!r}]"
+        )
+
+
+def adopts() -> bool:
+    return any(own.tables for own in _doors)
+
+
+def ahead(batches: Iterable[Any]) -> Iterable[Any]:
+    """The same batches, read ahead: `for batch in rowcast.ahead(batches)`, after `adopt`."""
+    return _doors[0].reading.ahead(batches) if adopts() else batches
+
+
+def ahead_calls(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The same function, called ahead: `sampler.next = rowcast.ahead_calls(sampler.next)`, after `adopt`."""
+    return _doors[0].reading.ahead_calls(function) if adopts() else function
+
+
+# of modules with a table
+
+
+def shown(plain: Callable[[Any], str]) -> Callable[[Any], str]:
+    def extra_repr(module: Any) -> str:
+        return plain(module) + (", adopted" if isinstance(module._parameters.get("weight"), TableParameter) else "")
+
+    return extra_repr
+
+
+def uncompiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() and module.has_adopted_table:
+            refuse(module)
+        return plain(module, *args, **kwargs)
+
+    return forward
+
+
+@_disable_dynamo
+def refuse(module: Any) -> None:
+    """Called when the compiled function runs."""
+    refuse_compilation(module.weight.table.name)
+
+
+for kind in KINDS:
+    kind.has_adopted_table = False
+    kind.extra_repr = shown(kind.extra_repr)
+    kind.forward = uncompiled(kind.forward)

@@ -1,0 +1,230 @@
+"""The adopted tables of a process, and the engine that holds their rows between steps.
+
+first step     rows are in this process: nobody knows yet what the optimizer keeps of them
+look-ups       from the second step on they find the engine, which knows the tables that have been trained
+a new era      of an optimizer or its state, and whole tables that the script has changed: all rows return to this
+               process, in files, and the next look-up starts an engine with them
+"""
+
+import atexit
+import operator
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowcast.job.file import parse_job
+from rowcast.job.models import NO_MODEL
+from rowcast.job.tables import aligned, group_specs
+from rowcast.job.units import parse_bytes, parse_rows
+from rowcast.protocol.script_setup import SETUP, ScriptSetup, ScriptTable
+from rowcast.runtime.arrays import I64
+from rowcast.runtime.errors import ConfigError, listed
+from rowcast.trainer.adopt.connect.run_folder import default_run_dir
+from rowcast.trainer.adopt.connect.settings import JOB_FILE
+from rowcast.trainer.adopt.read_ahead import Announced
+from rowcast.trainer.adopt.rows import Home, Records
+from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
+from rowcast.trainer.adopt.script_process import ScriptProcess
+
+DEPTH, HORIZON = 4, 8  # steps; together below those that are read ahead
+MEASURED_STEPS = 32
+
+
+class EngineRows:
+    """Implements `rows.Engine` for one table."""
+
+    def __init__(self, engine: ScriptEngine, place: Place) -> None:
+        self.engine, self.place = engine, place
+
+    def planned(self) -> tuple[Tensor, Records]:
+        return self.engine.planned(self.place)
+
+    def read(self, ids: Tensor) -> Records:
+        return self.engine.read(self.place, ids)
+
+    def write(self, ids: Tensor, rows: Records) -> None:
+        self.engine.write(self.place, ids, rows)
+
+
+class Adoption:
+    """Implements `read_ahead.Sink`. The script's thread calls it."""
+
+    def __init__(self, capacity: str | int) -> None:
+        self.capacity = capacity
+        self.folder = own_folder()
+        self.num_starts = 0
+        self._pid = os.getpid()
+        self._homes: list[Home] = []
+        self._process: ScriptProcess | None = None
+        self._rows: dict[str, EngineRows] = {}  # of the tables in the engine, by name
+        self._device = torch.device("cpu")
+        self._coming: dict[int, Announced] = {}  # announced and not begun, by number
+        self._steps: dict[int, int] = {}  # their steps in the engine
+        atexit.register(self.close)
+
+    def home(self, name: str, weights: Tensor, path: str) -> Home:
+        """`weights`: f32 [V, D] on the host; `path`: the file that they are mapped from, or ""."""
+        self._homes.append(Home(name, weights, path, self.folder, self.leave))
+        return self._homes[-1]
+
+    def forget(self, home: Home) -> None:
+        self._homes.remove(home)
+        if not self._homes:
+            self.close()
+
+    # coming steps
+
+    def announce(self, batch: Announced) -> None:
+        self._coming[batch.number] = batch
+        if self._process is not None:
+            self._announce(self._process.engine, batch)
+
+    def begin(self, number: int) -> None:
+        """If it is interrupted, the step may still begin or be abandoned."""
+        if self._process is not None:
+            self._process.engine.begin(self._steps[number])
+        self._forget(number)
+
+    def abandon(self, number: int) -> None:
+        if self._process is not None and number in self._steps:  # otherwise its announcement has failed
+            self._process.engine.pass_over(self._steps[number])
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        del self._coming[number]
+        self._steps.pop(number, None)
+
+    def _announce(self, engine: ScriptEngine, batch: Announced) -> None:
+        rows = {self._rows[table.name].place: own for table, own in batch.rows.items() if table.name in self._rows}
+        self._steps[batch.number] = engine.announce(rows, trains=batch.trains)
+
+    # the engine
+
+    def look_up(self, device: torch.device) -> None:
+        """Call it before each look-up. `device`: the table's."""
+        if device != self._device:
+            self.leave()
+            self._device = device
+        homes = [home for home in self._homes if home.is_trained]
+        if self._process is None and homes:
+            self._start(homes)
+
+    def _start(self, homes: list[Home]) -> None:
+        self.num_starts += 1
+        tables = tuple(self._table(home) for home in homes)
+        content = job_of(homes, room_bytes(homes, self.capacity, tables), self._device, self.folder)
+        job, job_file = parse_job(content, JOB_FILE), self.folder / JOB_FILE
+        job_file.write_bytes(msgspec.json.encode(content))
+        setup = ScriptSetup(tables=tables)
+        (self.folder / SETUP).write_bytes(msgspec.json.encode(setup))
+        self._process = process = ScriptProcess(job, job_file, self._device)
+        engine = process.engine
+        for group in group_specs(job):
+            base = 0
+            for table in group.tables:
+                home = homes[table.index]
+                first = home.here.first
+                num_rows, dim = first.weights.shape
+                place = Place(home.name, table.index, group.index, base, num_rows, dim, tuple(first.states))
+                self._rows[home.name] = EngineRows(engine, place)
+                base += table.num_embeddings
+        for home in homes:
+            changed, home.rows = home.here, self._rows[home.name]
+            home.rows.write(changed.ids, changed.rows)
+            home.here.forget()
+        for batch in self._coming.values():
+            self._announce(engine, batch)
+
+    def _table(self, home: Home) -> ScriptTable:
+        known = self._known_rows(home.name)
+        return ScriptTable(
+            columns=home.columns(),
+            largest_rows=max(map(len, known), default=1),
+            distinct_rows=len(np.unique(np.concatenate(known))) if known else 1,
+        )
+
+    def _known_rows(self, name: str) -> list[I64]:
+        steps = list(self._coming.values())[:MEASURED_STEPS]
+        return [rows for step in steps for table, rows in step.rows.items() if table.name == name]
+
+    def leave(self) -> None:
+        """Takes all rows back to this process."""
+        if self._process is not None:
+            for home in self._homes:
+                home.leave()
+            self._end()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if os.getpid() == self._pid:  # not in a process forked from it
+            self._end()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        self._rows.clear()
+        self._steps.clear()
+        if process is not None:
+            process.close()
+
+
+def room_bytes(homes: list[Home], capacity: str | int, tables: Sequence[ScriptTable]) -> int:
+    """The bytes of a capacity. Raises ConfigError if a coming step has more rows."""
+    record_bytes = [aligned(4 * home.here.first.width) for home in homes]
+    num_rows = parse_rows(capacity)
+    if num_rows is None:
+        room = parse_bytes(capacity)
+    else:
+        sizes = [len(home.here.first.lasts) for home in homes]
+        room = num_rows * sum(map(operator.mul, sizes, record_bytes)) // sum(sizes)
+    largest = [table.largest_rows for table in tables]
+    needed = sum(map(operator.mul, largest, record_bytes))
+    if needed > room:
+        raise ConfigError(
+            f"a coming step looks up {sum(largest):,} rows of {listed([home.name for home in homes])}, {needed:,} "
+            f"bytes with what the optimizer keeps of them, and the capacity leaves {room:,} bytes; raise "
+            "adopt(capacity=...), or make the batches smaller"
+        )
+    return room
+
+
+def job_of(homes: list[Home], capacity: int, device: torch.device, folder: Path) -> dict[str, Any]:
+    """The job file of an engine: each table's records are rows of one width, and a row optimizer never runs."""
+    tables = [
+        {
+            "name": f"table{index}",
+            "features": [f"rows{index}"],
+            "num_embeddings": len(home.here.first.lasts),
+            "embedding_dim": home.here.first.width,
+        }
+        for index, home in enumerate(homes)
+    ]
+    return {
+        "job": {"run_dir": str(folder)},
+        "data": {"format": "synthetic"},  # never read: the script tells its rows
+        "tables": tables,
+        "model": {"kind": NO_MODEL},
+        "optimizer": {"sparse": {"kind": "sgd", "lr": 0.0}, "dense": {"kind": "sgd", "lr": 0.0}},
+        "cache": {"capacity": capacity},
+        "lookahead": {"depth": DEPTH, "horizon": HORIZON},
+        "trainer": {"device": str(device)},
+    }
+
+
+def own_folder() -> Path:
+    """A folder for this process. Removes those of processes that were killed."""
+    run_dir = default_run_dir().resolve()  # the script may change its directory
+    for left in run_dir.parent.glob(f"{run_dir.name}.*"):
+        pid = left.suffix[1:]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = run_dir.with_name(f"{run_dir.name}.{os.getpid()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

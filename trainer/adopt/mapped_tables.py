@@ -1,0 +1,83 @@
+"""Tables larger than memory: an nn.Embedding whose weight is mapped from a file.
+
+The script's own code gives the first values, which the kernel writes to the file. `adopt` reads rows from it and never
+changes it.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rowcast.runtime.errors import ConfigError
+
+MAKERS = frozenset(kind.__init__.__code__ for kind in (nn.Embedding, nn.EmbeddingBag))
+FLOAT_BYTES = 4
+
+
+@contextmanager
+def tables(folder: str | Path) -> Iterator[None]:
+    """`with rowcast.tables(folder): model = Model()`: the weights of nn.Embedding and nn.EmbeddingBag that are made
+    within are float32 in new files of the folder, one for each; all other code runs as it is.
+
+    Raises ConfigError if a file is there already, or the disk has not as much space."""
+    own = Path(folder)
+    own.mkdir(parents=True, exist_ok=True)
+    with MappedWeights(own):
+        yield
+
+
+class MappedWeights(TorchFunctionMode):
+    """Gives each weight of a table a file, where its module asks `torch.empty` for it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.num_tables = folder, 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.empty or sys._getframe(1).f_code not in MAKERS:
+            return func(*args, **kwargs)
+        num_rows, dim = args[0]
+        path = self.folder / f"table{self.num_tables}.{num_rows}x{dim}.f32"
+        self.num_tables += 1
+        like = func(0, **kwargs)
+        if like.dtype != torch.float32 or like.device.type != "cpu":
+            raise ConfigError(
+                f"{path}: the table is made as {like.dtype} on {like.device}, and a file holds torch.float32 of the "
+                "host; make the model on the host, and move it once it is adopted"
+            )
+        return mapped(path, num_rows, dim)
+
+
+def mapped(path: Path, num_rows: int, dim: int) -> Tensor:
+    """Returns a new file's zeros, f32 [num_rows, dim]. It takes disk space where values are written."""
+    num_bytes = FLOAT_BYTES * num_rows * dim
+    free = shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise ConfigError(
+            f"{path} would take {num_bytes:,} bytes, but its disk has {free:,} free; free space there, or name a "
+            "folder on another disk"
+        )
+    try:
+        path.open("xb").close()
+    except FileExistsError:
+        raise ConfigError(
+            f"{path} is there already, and rowcast.tables overwrites no file: it may hold the first values of a model "
+            "that still trains; remove it, or name another folder"
+        ) from None
+    return torch.from_file(str(path), shared=True, size=num_rows * dim, dtype=torch.float32, device="cpu").view(
+        num_rows, dim
+    )

@@ -1,0 +1,506 @@
+"""Reads the batches of a script ahead, as its own loader makes them, and tells the engine the rows of their look-ups.
+
+script                         Source                                    engine (Sink)
+------                         ------                                    -------------
+for batch in loader:  <------- batch k      reads k + 1 ... k + depth    announce(k + depth: rows of each table)
+    model(batch)      -------> note(table, ids): compared with the hint  begin(k), at its first look-up
+(leaves its loop)     -------> closed                                    abandon(k + 1), ...
+
+The script sees the random state that it has un-adopted: what reading ahead draws from a generator of this process is
+put back until the batch is handed over. If the step draws from the same generator, batches read ahead are wrong, and
+the run is refused before one of them is used.
+"""
+
+import os
+import random
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import GeneratorType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import print_line
+from rowcast.trainer.adopt.id_program import Leaves, Program, Recorder, Table, Unknown, leaves_of
+
+MOST_FORMS = 64  # of batches; a script with more makes each batch of another form
+MARKED = 16  # rows of a table for each id, up to which marking its rows is faster than sorting the ids
+MISTAKES = 3  # batches in succession of which a look-up was not foreseen: the program is recorded anew
+RECORDINGS = 2  # of a form, until it stays on demand
+MOST_TURNS = 2  # a batch is looked up before the script has asked for this many more, or never
+
+Verdict = Literal["foreseen", "mistaken", "unknown"]
+States = dict[str, Any]  # of generators of random numbers, by name
+StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
+LAZY = (zip, map, filter, enumerate, reversed, GeneratorType)  # batches that can be read once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announced:
+    number: int  # counts the announced batches
+    source: int  # each loop over a loader is one; the order of batches is known within it alone
+    rows: Mapping[Table, npt.NDArray[np.int64]]  # distinct, ascending, within the table
+    trains: bool  # some look-up takes gradients; otherwise an evaluation
+
+
+class Sink(Protocol):
+    """Called from the thread that asks for batches, `begin` from the one that looks up."""
+
+    def announce(self, batch: Announced) -> None: ...
+
+    def begin(self, number: int) -> None:
+        """The first look-up of an announced batch has come."""
+
+    def abandon(self, number: int) -> None:
+        """The announced batch was not looked up and will not be."""
+
+
+@dataclass
+class Form:
+    """What is known of the batches of one form."""
+
+    program: Program | None = None
+    recordings: int = 0
+    mistakes: int = 0  # batches in succession
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next batch will tell the ids of others."""
+        return self.program is None and self.recordings < RECORDINGS
+
+
+@dataclass(eq=False)
+class Read:
+    """A batch between its reading and the end of its step."""
+
+    batch: Any
+    is_iterator: bool = False  # the script gets an iterator over `batch`
+    error: Exception | None = None
+    drew: States = field(default_factory=dict)  # generators that reading changed, after it
+    leaves: Leaves = field(default_factory=lambda: Leaves((), ()))
+    form: Form = field(default_factory=Form)
+    number: int | None = None  # set while it is announced
+    program: Program | None = None  # that gave the hints
+    hints: dict[Table, list[Tensor | Unknown]] = field(default_factory=dict)  # those that no look-up has met
+    recorder: Recorder | None = None
+    turns: int = 0  # batches that the script has asked for since
+    look_ups: int = 0
+    is_wrong: bool = False
+
+
+@dataclass
+class Counts:
+    look_ups: Counter[Verdict] = field(default_factory=Counter)
+    read_s: float = 0.0  # of the script's own loader
+    programs: int = 0  # runs
+    program_s: float = 0.0  # forms of batches and programs
+    distinct_s: float = 0.0  # distinct rows of their ids
+
+    def sentence(self) -> str:
+        own = ", ".join(f"{self.look_ups[verdict]:,} {verdict}" for verdict in ("foreseen", "mistaken", "unknown"))
+        share = 100 * self.program_s / max(self.read_s, 1e-9)
+        program, distinct = (1e3 * own_s / max(self.programs, 1) for own_s in (self.program_s, self.distinct_s))
+        return (
+            f"look-ups: {own}; the id program takes {program:.2f} ms a batch, {share:.1f} % of the time of its loader, "
+            f"and its distinct rows {distinct:.2f} ms"
+        )
+
+
+class ReadAhead:
+    """Reads the loaders of one adoption ahead; between `open` and `close` every DataLoader by itself."""
+
+    def __init__(self, depth: int, sink: Sink) -> None:
+        """depth: batches that are read ahead of the script's."""
+        self.depth, self.sink, self.counts = depth, sink, Counts()
+        self.is_reading = self.is_closed = False
+        self.departed: list[tuple[Iterable[Read], Iterable[Read]]] = []  # of sources that the script dropped
+        self._open: list[Read] = []  # batches that the script has, the newest last
+        self._forms: dict[object, Form] = {}
+        self._said: set[str] = set()
+        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._recorders: list[Recorder] = []  # those that are entered
+        self._num_pauses = self._num_announced = self._num_sources = 0
+        self._plain_iter: Callable[[Any], Any] = DataLoader.__iter__
+        self._process = os.getpid()
+
+    def open(self) -> None:
+        plain = self._plain_iter = DataLoader.__iter__
+
+        def read_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
+            owned = (getattr(owner, "generator", None) for owner in (loader, loader.sampler))
+            with self.paused():  # workers that are forked here do not record
+                own = [each for each in owned if isinstance(each, torch.Generator)]
+                batches: Iterator[Any] = self.source(plain(loader), own)
+                return batches
+
+        DataLoader.__iter__ = read_ahead  # type: ignore[method-assign, assignment]
+
+    def close(self) -> None:
+        """Loaders are read as before; batches that were read ahead still come, and the engine hears no more of them."""
+        self.shut()
+        with self.paused():
+            for source in self._sources:
+                source.leave()
+            self.settle_departed()
+
+    def shut(self) -> None:
+        """For an engine that is gone: from any thread, at any time."""
+        DataLoader.__iter__ = self._plain_iter  # type: ignore[method-assign]
+        self.is_closed = True
+
+    def ahead(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """The same batches, read ahead. Of an iterator: an iterator; else each loop over it is read ahead."""
+        own: Iterable[Any] = self.source(batches) if isinstance(batches, Iterator) else Ahead(self, batches)
+        return own
+
+    def ahead_calls(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """For a script that calls `function` for each batch: the same, called ahead. An exception ends nothing."""
+        own: Callable[[], Any] = getattr(self.source(function), "__next__", function)
+        return own
+
+    def source(self, batches: Any, generators: Sequence[torch.Generator] = ()) -> Any:
+        """`batches`: an iterator, or a function that makes a batch; `generators`: that it owns and draws from."""
+        if isinstance(batches, Source) or self.is_reading or self.is_closed or os.getpid() != self._process:
+            return batches  # a worker's loader, or one within a loader
+        self._num_sources += 1
+        kind = SizedSource if hasattr(type(batches), "__len__") else Source
+        source = kind(self, self._num_sources, batches, generators)
+        self._sources.add(source)
+        return source
+
+    def note(self, table: Table, ids: Tensor) -> Verdict:
+        """Call at each look-up of an adopted table, with its ids as the step has them, before its rows are needed."""
+        verdict: Verdict = "unknown"
+        with self.paused():
+            self.settle_departed()
+            if self._open:
+                read, verdict = self._compare(table, ids)
+                for own in dict.fromkeys([read, *self._recorded()]):
+                    self._meet(own, table, ids)
+        self.counts.look_ups[verdict] += 1
+        return verdict
+
+    def _meet(self, read: Read, table: Table, ids: Tensor) -> None:
+        if read.recorder is not None:
+            read.recorder.note(table, ids)
+        if not read.look_ups and read.number is not None:
+            self.sink.begin(read.number)
+        read.look_ups += 1
+
+    def _compare(self, table: Table, ids: Tensor) -> tuple[Read, Verdict]:
+        """Returns the batch that the look-up belongs to: with these ids, else recorded, else the oldest without one."""
+        host = ids.detach().cpu()
+        for read in reversed(self._open):
+            for at, hint in enumerate(read.hints.get(table, ())):
+                if isinstance(hint, Tensor) and hint.dtype == host.dtype and torch.equal(hint, host):
+                    del read.hints[table][at]
+                    return read, "foreseen"
+        read = [*self._recorded(), *(own for own in self._open if not own.look_ups), self._open[-1]][0]
+        left = read.hints.get(table)
+        expected = left.pop(0) if left else None
+        read.is_wrong |= not isinstance(expected, Unknown)
+        return read, "mistaken" if isinstance(expected, Tensor) else "unknown"
+
+    def _recorded(self) -> list[Read]:
+        return [own for own in self._open if own.recorder is not None]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations within are not the step's, and are not recorded."""
+        self._num_pauses += 1
+        while self._recorders:
+            self._recorders.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if not self._num_pauses:
+                self._recorders = [own.recorder for own in self._open if own.recorder is not None]
+                for recorder in self._recorders:
+                    recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def read(self, take: Callable[[], Any]) -> Read:
+        """Reads a batch. An exception of the loader waits for the batch at which the script would get it."""
+        begin_s = time.perf_counter()
+        self.is_reading = True
+        try:
+            batch = take()
+            is_iterator = isinstance(batch, LAZY)
+            read = Read(tuple(batch) if is_iterator else batch, is_iterator)
+        except StopIteration as error:
+            return Read(None, error=error.with_traceback(None))  # its frames hold the script's model
+        except Exception as error:  # noqa: BLE001 - it is the script's
+            return Read(None, error=error)
+        finally:
+            self.is_reading = False
+            read_s = time.perf_counter()
+            self.counts.read_s += read_s - begin_s
+        read.leaves = leaves_of(read.batch)
+        read.form = self._form_of(read.leaves)
+        self.counts.program_s += time.perf_counter() - read_s
+        return read
+
+    def _form_of(self, leaves: Leaves) -> Form:
+        if leaves.form in self._forms or len(self._forms) < MOST_FORMS:
+            return self._forms.setdefault(leaves.form, Form())
+        self._say(
+            f"batches have more than {MOST_FORMS} forms: the rows of others are fetched when a step asks for them"
+        )
+        return Form(recordings=RECORDINGS)
+
+    def announce(self, read: Read, source: int) -> None:
+        begin_s = time.perf_counter()
+        program = read.program = read.form.program
+        ids_of: dict[Table, list[Tensor]] = {}
+        for table, ids in program.run(read.leaves) if program is not None else ():
+            read.hints.setdefault(table, []).append(ids)
+            if isinstance(ids, Tensor):
+                ids_of.setdefault(table, []).append(ids.reshape(-1))
+        if program is not None:
+            self.counts.programs += 1
+            read.is_wrong = any(program.is_known) and not ids_of
+        known_s = time.perf_counter()
+        rows = {table: distinct_rows(table, torch.cat(ids)) for table, ids in ids_of.items()}
+        self.counts.program_s += known_s - begin_s
+        self.counts.distinct_s += time.perf_counter() - known_s
+        read.number, self._num_announced = self._num_announced, self._num_announced + 1
+        trains = program is None or program.trains
+        self.sink.announce(Announced(number=read.number, source=source, rows=rows, trains=trains))
+
+    def hand_over(self, read: Read) -> None:
+        """The script gets the batch."""
+        if read.form.waits and all(own.form is not read.form for own in self._recorded()):
+            read.recorder = Recorder(read.leaves)
+        self._open.append(read)
+
+    def settle(self, read: Read) -> None:
+        """The step of a batch is over."""
+        self._open.remove(read)
+        form, program = read.form, read.form.program
+        if read.recorder is not None:
+            if read.look_ups or read.turns == MOST_TURNS:  # otherwise the script had a look at one batch, and left
+                form.recordings += min(read.look_ups, 1)
+                form.program = Program(read.recorder, is_alone=not self._open)
+                self._say_program(form.program)
+        elif program is not None and read.look_ups and not program.look_ups:
+            form.program = None
+        elif program is not None and read.look_ups and read.program is program:
+            # a hint that no look-up met, such as of an evaluation within the first step, is wrong too
+            left = (ids for hints in read.hints.values() for ids in hints)
+            is_wrong = read.is_wrong or any(isinstance(ids, Tensor) for ids in left)
+            form.mistakes = form.mistakes + 1 if is_wrong else 0
+            if form.mistakes == MISTAKES:
+                form.program, form.mistakes = None, 0
+                if not form.waits:
+                    self._say(
+                        "steps look up other ids than the step that was recorded, twice; the rows of such batches are "
+                        "fetched when a step asks for them"
+                    )
+        self.drop(read)
+
+    def drop(self, read: Read) -> None:
+        if read.number is not None and not read.look_ups:
+            self.sink.abandon(read.number)
+        read.number = None
+
+    def settle_departed(self) -> None:
+        """Ends the batches of sources that the script dropped. Not while they are collected: that is at any time."""
+        while self.departed:
+            queue, given = self.departed.pop(0)
+            for read in given:
+                self.settle(read)
+            for read in queue:
+                self.drop(read)
+
+    def _say_program(self, program: Program) -> None:
+        if program.look_ups:
+            self._say(
+                f"id program of {program.num_operations} operations and {program.num_constants} constants for "
+                f"{sum(program.is_known)} of {len(program.look_ups)} look-ups of a step"
+            )
+        for own in program.look_ups:
+            if isinstance(own.ids, Unknown):
+                reason = f"{own.table.name}: its ids depend on {own.ids.because}"
+                self._say(f"{reason}; its rows are fetched when the step asks for them")
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            print_line(sentence)
+
+
+def distinct_rows(table: Table, ids: Tensor) -> npt.NDArray[np.int64]:
+    """Ascending, without ids that the table does not have: the look-up will say so. `ids`: integers, [n]."""
+    rows, size = ids.numpy(), table.num_embeddings
+    rows = rows[(rows >= 0) & (rows < size)]
+    if size > MARKED * len(rows):
+        ordered = np.sort(rows.astype(np.int32 if size <= 1 << 31 else np.int64))  # i32 sorts in half the time
+        is_next = ordered[1:] != ordered[:-1]
+        return np.append(ordered[:1], ordered[1:][is_next]).astype(np.int64)
+    marks = np.zeros(size, np.bool_)
+    marks[rows] = True
+    return np.flatnonzero(marks)
+
+
+class Source(Iterator[Any]):
+    """The script's iterator over the batches of a loader."""
+
+    def __init__(self, reading: ReadAhead, number: int, batches: Any, generators: Sequence[torch.Generator]) -> None:
+        self._reading, self._number, self._batches = reading, number, batches
+        self._take = batches.__next__ if isinstance(batches, Iterator) else batches
+        self._generators = dict(generators_of(generators))
+        self._queue: deque[Read] = deque()
+        self._given: list[Read] = []
+        self._left: States = {}  # at the end of the last call
+        weakref.finalize(self, reading.departed.append, (self._queue, self._given)).atexit = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __next__(self) -> Any:
+        reading = self._reading
+        if reading.is_reading and not self._queue:
+            return self._take()  # within a source that is read ahead itself
+        with reading.paused():
+            reading.settle_departed()
+            self._end_turn()
+            states = self._states()
+            self._refuse_shared(states)
+            self._read(states)
+            read = self._queue.popleft()
+            self._set_states(read.drew)
+            self._left = states | read.drew
+            error, read.error = read.error, None  # otherwise its frames would refer to it, and keep the source
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error
+            if not reading.is_closed:
+                reading.hand_over(read)
+                self._given.append(read)
+            return iter(read.batch) if read.is_iterator else read.batch
+
+    def close(self) -> None:
+        """Ends the batches, as of a generator."""
+        self.leave()
+        self._queue.clear()
+        self._reading.settle_departed()
+        if hasattr(self._batches, "close"):
+            self._batches.close()
+
+    def leave(self) -> None:
+        """The script is through with these batches, as far as the engine is concerned."""
+        self._reading.departed.append(([*self._queue], [*self._given]))
+        self._given.clear()
+
+    def _end_turn(self) -> None:
+        for read in [*self._given]:
+            read.turns += 1
+            if read.look_ups or read.turns == MOST_TURNS:
+                self._given.remove(read)
+                self._reading.settle(read)
+
+    def _states(self) -> States:
+        return {name: state() for name, (state, _) in self._generators.items()}
+
+    def _set_states(self, states: States) -> None:
+        for name, state in states.items():
+            self._generators[name][1](state)
+
+    def _refuse_shared(self, states: States) -> None:
+        for name in {name for read in self._queue for name in read.drew} & self._left.keys():
+            if not is_same(states[name], self._left[name]):
+                raise ConfigError(
+                    f"the loader and the training step both draw from {name} in this process, so batches read ahead "
+                    "would have other numbers than un-adopted; give the loader num_workers=1 or a generator of its own"
+                )
+
+    def _read(self, states: States) -> None:
+        """Reads batches as if the queued ones had been handed over, and puts the random state back."""
+        ahead = {name: own for read in self._queue for name, own in read.drew.items()}
+        self._set_states(ahead)
+        try:
+            while len(self._queue) < self._wanted():
+                read = self._reading.read(self._take)
+                before = states | ahead
+                read.drew = {name: own for name, own in self._states().items() if not is_same(own, before[name])}
+                ahead |= read.drew
+                self._queue.append(read)
+        except BaseException:
+            ahead = states  # an interrupt: nobody knows what was drawn
+            raise
+        finally:
+            self._set_states({name: states[name] for name in ahead})
+        self._announce()
+
+    def _wanted(self) -> int:
+        """How many batches the queue shall hold, with the one that the script gets now."""
+        if not self._queue:
+            return 1
+        form = self._queue[0].form
+        if self._queue[-1].error is not None:
+            return 0
+        looks_up_nothing = form.program is not None and not form.program.look_ups
+        return 1 if form.waits or looks_up_nothing or self._reading.is_closed else 1 + self._reading.depth
+
+    def _announce(self) -> None:
+        """Tells the engine of the queued batches in their order, up to one whose program is still to be recorded."""
+        for read in () if self._reading.is_closed else self._queue:
+            if read.error is not None or (read.form.waits and read is not self._queue[0]):
+                return
+            if read.number is None and (read.form.program is None or read.form.program.look_ups):
+                self._reading.announce(read, self._number)
+
+
+class SizedSource(Source):
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class Ahead(Iterable[Any]):
+    """A loader, each loop over which is read ahead."""
+
+    def __init__(self, reading: ReadAhead, batches: Any) -> None:
+        self._reading, self._batches = reading, batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: Iterator[Any] = self._reading.source(iter(self._batches))
+        return batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def generators_of(owned: Sequence[torch.Generator]) -> Iterator[tuple[str, StateOf]]:
+    """The generators that loader and step may share, by name. `owned`: the loader's own."""
+    named = {"torch": torch.default_generator}
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        of_device = getattr(torch.get_device_module(device), "default_generators", ())
+        named |= {f"torch on {device}:{index}": own for index, own in enumerate(of_device)}
+    named |= {f"the loader's torch.Generator {index}": own for index, own in enumerate(owned)}
+    for name, own in named.items():
+        yield name, (own.get_state, own.set_state)
+    yield "numpy.random", (lambda: np.random.get_state(legacy=False), np.random.set_state)
+    yield "random", (random.getstate, random.setstate)
+
+
+def is_same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return isinstance(other, dict) and all(is_same(own, other.get(name)) for name, own in state.items())
+    if isinstance(state, np.ndarray | Tensor):
+        return isinstance(other, type(state)) and bool(np.array_equal(state, other))
+    return bool(state == other)

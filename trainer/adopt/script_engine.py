@@ -1,0 +1,370 @@
+"""The engine of an adopted script: a prefetcher that holds the rows, and slots on the device.
+
+    announce   the rows of a coming step: they will be in slots when it begins
+    begin      the next announced step: waits for its rows
+    read       rows wherever they are: in slots, or asked from the prefetcher
+    write      trained rows: those of the step that has begun to their slots, where the planner expects them; others to
+               the prefetcher too
+
+The planner knows of announced steps only. What is written beside them travels between the victims that leave before
+and after (`Sender.send_parcel`), so a later read of the row finds it at home. A row that the prefetcher has read before
+that may still be on its way to a slot: it gets the written values once it is there (`Late`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.messages import Answer, Ask, Ids, Returned, StepReady
+from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.errors import ConfigError, listed
+from rowcast.trainer.adopt.rows import Records
+from rowcast.trainer.step.cache import Step
+from rowcast.trainer.step.engine import TrainerEngine
+
+PARCEL_BYTES = 2**20  # of rows in a message
+MOST_LEAVING = 64  # messages with rows that are not known to be home
+
+
+@dataclass(frozen=True)
+class Place:
+    """A table in the engine."""
+
+    name: str
+    index: int  # of the table in the job
+    group: int
+    base: int  # the number of its first row among those of the group
+    num_rows: int
+    dim: int
+    states: tuple[str, ...]  # of a record, after its weights
+
+    def packed(self, rows: Records, floats: int) -> Tensor:
+        """Returns records, f32 [n, floats]."""
+        records = rows.weights.new_zeros((len(rows.weights), floats))
+        for at, own in enumerate((rows.weights, *(rows.states[name] for name in self.states))):
+            records[:, at * self.dim : (at + 1) * self.dim] = own
+        records[:, self.last] = rows.lasts.to(torch.int32).view(torch.float32)
+        return records
+
+    def fields(self, records: Tensor) -> Records:
+        """Returns views of records, with `lasts` as i32 [n]."""
+        weights, *states = (records[:, at : at + self.dim] for at in range(0, self.last, self.dim))
+        return Records(weights, dict(zip(self.states, states, strict=True)), records.view(torch.int32)[:, self.last])
+
+    def unpacked(self, records: Tensor) -> Records:
+        return taken(self.fields(records), torch.arange(len(records), device=records.device))
+
+    @property
+    def last(self) -> int:
+        """The column with the steps that a row has had, an i32."""
+        return self.dim * (1 + len(self.states))
+
+
+@dataclass(frozen=True)
+class Late:
+    """Rows that were written while steps that fetch them may be on their way."""
+
+    number: int  # of the message that takes them home
+    group: int
+    rows: I64  # numbers in the group, ascending
+    records: Tensor  # f32 [n, record_floats]
+
+
+@dataclass
+class ComingStep:
+    number: int
+    rows: list[I64]  # of each group, by number, ascending
+    trains: bool
+    is_wanted: bool = True  # False: it is passed over
+    is_placed: bool = False  # its slots are known
+    late: list[Late] = field(default_factory=list)
+
+    def note(self, late: Late) -> None:
+        if places_in(self.rows[late.group], late.rows)[1].any():
+            self.late.append(late)
+
+
+class Residency:
+    """Which rows of a group are in which slots."""
+
+    def __init__(self, num_rows: int, num_slots: int) -> None:
+        self.slot_of: I32 = np.zeros(num_rows, np.int32)  # plus 1; 0: in none. Pages of zeros take no memory
+        self.row_in: I64 = np.full(num_slots, -1, np.int64)
+        self.coming: I64 = np.full(num_slots, -1, np.int64)  # the newest step's row in each slot
+
+    def slots(self, rows: I64) -> I64:
+        """Returns -1 for rows in none."""
+        return self.slot_of[rows].astype(np.int64) - 1
+
+    def fill(self, slots: I64) -> I64:
+        """Notes that the rows that are coming are in these slots now, and returns them."""
+        before, rows = self.row_in[slots], self.coming[slots]
+        self.slot_of[before[before >= 0]] = 0
+        self.slot_of[rows] = slots + 1
+        self.row_in[slots] = rows
+        return rows
+
+
+class Run(Protocol):
+    """What runs the engine's threads."""
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Advances the engine until `until` returns True. Raises RowcastError."""
+
+    def wake(self, thread: str) -> None: ...
+
+
+class ScriptEngine:
+    """The script's thread calls it."""
+
+    def __init__(self, engine: TrainerEngine, device: torch.device, horizon: int, run: "Run") -> None:
+        """`horizon`: the steps that the planner knows beyond the one that it plans."""
+        self.groups = engine.slots.groups
+        self._engine, self._device, self._horizon, self._run = engine, device, horizon, run
+        self._residency = [
+            Residency(group.num_rows, len(records))
+            for group, records in zip(self.groups, engine.slots.records, strict=True)
+        ]
+        self._steps: deque[ComingStep] = deque()  # announced and not done; the first may have begun
+        self._ready: deque[Step] = deque()  # their rows are in slots
+        self._current: Step | None = None
+        self._planned: dict[int, tuple[Tensor, Tensor]] = {}  # of the current step, by table: its rows and their slots
+        self._num_announced = self._num_asked = self._num_returned = 0
+        self._leaving: list[Late] = []  # not known to be home
+        self._answers: dict[int, bytes] = {}  # by number of their Ask; the mail's thread adds them
+        engine.cache.on_filled = self._filled
+        engine.conversation.listen({Answer: self._accept})
+
+    def advance(self) -> bool:
+        """Does what can be done now; returns whether it did anything."""
+        moved = self._engine.loop.advance()
+        while (step := self._engine.loop.take()) is not None:
+            self._ready.append(step)
+        return moved
+
+    # announced steps
+
+    def announce(self, rows: Mapping[Place, I64], *, trains: bool) -> int:
+        """Returns the step's number. `rows`: of each table, distinct, ascending. Raises ConfigError if there are more
+        than slots."""
+        self._run.drive(lambda: True)  # raises what has ended the engine
+        by_index = {place.index: (place, own) for place, own in rows.items()}
+        of_groups: list[I64] = []
+        for group, residency in zip(self.groups, self._residency, strict=True):
+            own = [by_index[table.index] for table in group.tables if table.index in by_index]
+            of_groups.append(np.concatenate([NO_ROWS, *(place.base + numbers for place, numbers in own)]))
+            if len(of_groups[-1]) > len(residency.row_in):
+                names = listed([place.name for place, _ in own])
+                raise ConfigError(
+                    f"a coming step looks up {len(of_groups[-1]):,} rows of {names}, and the capacity has room for "
+                    f"{len(residency.row_in):,} of them; raise adopt(capacity=...), or make the batches smaller"
+                )
+        self._steps.append(step := ComingStep(self._num_announced, of_groups, trains))
+        for late in self._leaving:  # the prefetcher may read the step's rows before these are home
+            step.note(late)
+        tables = range(sum(len(group.tables) for group in self.groups))
+        counts = tuple(len(by_index[index][1]) if index in by_index else 0 for index in tables)
+        content = b"".join(by_index[index][1].tobytes() for index in tables if index in by_index)
+        for at in range(0, max(1, len(content)), PARCEL_BYTES):
+            message = Ids(step=self._num_announced, trains=trains, counts=counts, rows=content[at : at + PARCEL_BYTES])
+            self._engine.conversation.send(message)
+        self._num_announced += 1
+        return self._num_announced - 1
+
+    def pass_over(self, number: int) -> None:
+        """The script will not look up this step, or not in its turn: then its rows are read as they are needed."""
+        for step in self._steps:
+            step.is_wanted &= step.number != number
+
+    def begin(self, number: int) -> None:
+        """Waits until the step's rows are in their slots. Steps before it that are still wanted make it one that is
+        passed over."""
+        self.finish()
+        first_wanted = next((step.number for step in self._steps if step.is_wanted), None)
+        if first_wanted != number:
+            self.pass_over(number)
+            return
+        while self._num_announced <= number + self._horizon + 1:  # the planner waits for the whole horizon
+            self.pass_over(self.announce({}, trains=False))
+        while True:
+            self._run.drive(lambda: bool(self._ready))
+            step = self._ready.popleft()
+            if step.step == number:
+                break
+            self._engine.loop.pass_over(step)
+            self._steps.popleft()
+        self._engine.loop.begin(step)
+        self._current = step
+
+    def planned(self, place: Place) -> tuple[Tensor, Records]:
+        """The rows of the table in the step that has begun, i64 [n] ascending. Once; later there are none."""
+        ids, slots = self._index(NO_ROWS), self._index(NO_ROWS)
+        if self._current is not None and place.index not in self._planned:
+            rows = self._steps[0].rows[place.group]
+            first, end = np.searchsorted(rows, (place.base, place.base + place.num_rows))
+            slots = self._current.arrays[f"{place.group}.unique_slots"][first:end]
+            ids = self._index(rows[first:end] - place.base)
+            self._planned[place.index] = ids, slots
+        with self._between_fills():
+            return ids, taken(place.fields(self._engine.slots.records[place.group]), slots)
+
+    def finish(self) -> None:
+        """Ends the step that has begun: its rows may leave."""
+        if self._current is not None:
+            self._engine.loop.finish(self._current, None)
+            self._current = None
+            self._steps.popleft()
+            self._planned.clear()
+
+    def _filled(self, step: Step, message: StepReady) -> None:
+        self._leaving = [late for late in self._leaving if late.number > message.returned]
+        own = next(coming for coming in self._steps if coming.number == step.step)
+        if message.rows and not own.is_placed:
+            own.is_placed = True
+            for group, residency in enumerate(self._residency):
+                residency.coming[host(step.arrays[f"{group}.unique_slots"])] = own.rows[group]
+        for span in message.rows:
+            slots = host(step.arrays[f"{span.group}.fill_slots"])[span.start : span.start + span.count]
+            rows = self._residency[span.group].fill(slots)
+            for late in own.late:
+                if late.group == span.group and late.number > message.returned:
+                    at, is_late = places_in(late.rows, rows)
+                    self._scatter(span.group, slots[is_late], late.records[self._index(at[is_late])])
+
+    # rows
+
+    def read(self, place: Place, wanted: Tensor) -> Records:
+        """Returns copies, in the order of `wanted`, which are distinct and ascending."""
+        ids: I64 = wanted.cpu().numpy()
+        slots = self._residency[place.group].slots(place.base + ids)
+        is_here = slots >= 0
+        found = self._gather(place.group, slots[is_here])
+        if is_here.all():
+            return place.unpacked(found)
+        asked = self._ask(place, ids[~is_here])
+        order = np.argsort(np.concatenate([np.flatnonzero(is_here), np.flatnonzero(~is_here)]))
+        return place.unpacked(torch.cat([found, asked])[self._index(order)])
+
+    def write(self, place: Place, ids: Tensor, rows: Records) -> None:
+        """`ids`: distinct, ascending."""
+        planned, slots = self._planned.get(place.index, (NO_IDS, NO_IDS))
+        if ids is planned and self._steps[0].trains:
+            with self._between_fills():
+                put(place.fields(self._engine.slots.records[place.group]), slots.long(), rows)
+        else:
+            self._write(place, ids.cpu().numpy(), place.packed(rows, self.groups[place.group].record_floats))
+
+    def _write(self, place: Place, ids: I64, records: Tensor) -> None:
+        numbers = place.base + ids
+        found = self._residency[place.group].slots(numbers)
+        is_here, is_planned = found >= 0, np.zeros(len(ids), np.bool_)
+        self._scatter(place.group, found[is_here], records[torch.from_numpy(is_here)])
+        if self._current is not None and self._steps[0].trains:
+            _, is_planned = places_in(self._steps[0].rows[place.group], numbers)
+        if not is_planned.all():
+            self._return(place, ids[~is_planned], records[torch.from_numpy(~is_planned)])
+
+    def _ask(self, place: Place, ids: I64) -> Tensor:
+        """Returns f32 [n, record_floats]."""
+        content = torch.frombuffer(self._answer(place, ids), dtype=torch.float32)
+        return content.view(len(ids), self.groups[place.group].record_floats).to(self._device)
+
+    def _answer(self, place: Place, ids: I64) -> bytearray:
+        """Returns the rows' records. All that was returned before is home then."""
+        first, size = self._num_asked, self._at_once(self.groups[place.group])
+        for own in np.split(ids, range(size, len(ids), size)):
+            self._engine.sender.send_parcel(Ask(number=self._num_asked, table=place.index, rows=own.tobytes()))
+            self._num_asked += 1
+        self._run.wake("sender")
+        numbers = range(first, self._num_asked)
+        self._run.drive(lambda: all(number in self._answers for number in numbers))
+        self._leaving.clear()
+        return bytearray().join(self._answers.pop(number) for number in numbers)
+
+    def _accept(self, message: Answer) -> None:
+        self._answers[message.number] = message.records
+
+    def _return(self, place: Place, ids: I64, records: Tensor) -> None:
+        size = self._at_once(self.groups[place.group])
+        for at in range(0, len(ids), size):
+            self._num_returned += 1
+            own, rows = records[at : at + size], ids[at : at + size]
+            content = own.cpu().numpy().tobytes()
+            message = Returned(number=self._num_returned, table=place.index, rows=rows.tobytes(), records=content)
+            self._engine.sender.send_parcel(message)
+            late = Late(self._num_returned, place.group, place.base + rows, own)
+            self._leaving.append(late)
+            for step in self._steps:
+                if step.number != self._current_number:
+                    step.note(late)
+        self._run.wake("sender")
+        if len(self._leaving) > MOST_LEAVING:
+            self._answer(place, NO_ROWS)
+
+    @property
+    def _current_number(self) -> int | None:
+        return None if self._current is None else self._current.step
+
+    def _at_once(self, group: GroupSpec) -> int:
+        return max(1, PARCEL_BYTES // group.record_bytes)
+
+    def _gather(self, group: int, slots: I64) -> Tensor:
+        """Returns the records in slots, f32 [n, record_floats]."""
+        with self._between_fills():
+            return torch.index_select(self._engine.slots.records[group], 0, self._index(slots))
+
+    def _scatter(self, group: int, slots: I64, records: Tensor) -> None:
+        with self._between_fills():
+            self._engine.slots.records[group].index_copy_(0, self._index(slots), records)
+
+    def _index(self, host: I64) -> Tensor:
+        return torch.from_numpy(host).to(self._device)
+
+    @contextmanager
+    def _between_fills(self) -> Iterator[None]:
+        """Orders work on slots after the fills that were issued, and later fills after it."""
+        streams = self._engine.slots.streams
+        streams.compute.wait(streams.fill.record(), "filled")
+        yield
+        streams.fill.wait(streams.compute.record(), "used")
+
+
+def taken(fields: Records, slots: Tensor) -> Records:
+    """`slots`: i32 or i64 [n]. Returns copies."""
+    states = {name: torch.index_select(own, 0, slots) for name, own in fields.states.items()}
+    return Records(
+        torch.index_select(fields.weights, 0, slots), states, torch.index_select(fields.lasts, 0, slots).long()
+    )
+
+
+def put(fields: Records, slots: Tensor, rows: Records) -> None:
+    """`slots`: i64 [n]."""
+    fields.weights.index_copy_(0, slots, rows.weights)
+    fields.lasts.index_copy_(0, slots, rows.lasts.to(torch.int32))
+    for name, own in fields.states.items():
+        own.index_copy_(0, slots, rows.states[name])
+
+
+NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
+NO_ROWS: I64 = np.empty(0, np.int64)
+
+
+def host(slots: Tensor) -> I64:
+    found: I64 = slots.cpu().numpy().astype(np.int64)
+    return found
+
+
+def places_in(rows: I64, wanted: I64) -> tuple[I64, npt.NDArray[np.bool_]]:
+    """Returns the position of each of `wanted` in `rows`, which ascend, and whether it is there."""
+    if not len(rows):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.bool_)
+    at = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+    return at, rows[at] == wanted
