@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import rowcast
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.trainer.adopt import adopt
+from rowcast.trainer.adopt import adopt, script_optimizer
 from rowcast.trainer.adopt.read_ahead import ReadAhead
 from rowcast.trainer.adopt.table_parameter import TableParameter, say_of_norm
 
@@ -512,4 +512,21 @@ def test_a_table_of_another_type_in_a_file_is_refused(tmp_path: Path) -> None:
     assert refused(ConfigError, make) == (
         f"{tmp_path}/table0.200x4.f32: the table is made as torch.bfloat16 on cpu, and a file holds torch.float32 of "
         "the host; make the model on the host, and move it once it is adopted"
+    )
+
+
+def test_a_dense_rule_says_that_rows_catch_up(capsys: pytest.CaptureFixture[str]) -> None:
+    script_optimizer.say_once.cache_clear()
+    model = rowcast.adopt(Model(), "60 rows")
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "moves all rows" not in capsys.readouterr().err
+    trained(model, adam(model))
+    told = capsys.readouterr().err
+    assert told.count("Adam moves all rows at each step: those that no batch looks up catch up when they are next") == 1
+    assert "SparseAdam" in told
+    rule = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    trained(model, rule)
+    assert (
+        "AdamW moves all rows at each step: those that no batch looks up catch up step by step"
+        in capsys.readouterr().err
     )

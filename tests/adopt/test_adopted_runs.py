@@ -3,6 +3,7 @@ left."""
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -282,6 +283,9 @@ def test_a_script_that_is_killed_goes_on_from_what_it_saved_with_the_same_bits(t
     assert all("." in name for name in script.remains()), "only the folder of the killed process is left"
     ended = script.run("whole")
     assert ended.returncode == 0, ended.stderr
+    assert re.search(
+        r"look-ups: [\d,]+ foreseen.* missed steps of rows replayed, 1 start of the engine\n", ended.stderr
+    )
     assert script.remains() == []
     assert shared_memory() <= before
     files = [torch.load(tmp_path / name) for name in ("plain.pt", "saved.pt")]

@@ -9,7 +9,9 @@ tables fit into the capacity, none is adopted. Otherwise the smallest stay ordin
 they take no more than half of it, and the others share the rest.
 """
 
+import atexit
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -178,6 +180,14 @@ class Doors:
         self.reading.open()
         self.tables: dict[str, weakref.finalize[Any, AdoptedTable]] = {}
         self.gone: list[Home] = []
+        atexit.register(self.report)
+
+    def report(self) -> None:
+        """Says how the run went, when it is over: at the end of a process without an error, or once the script has
+        dropped all tables."""
+        atexit.unregister(self.report)
+        if self.engine.num_starts and not self.engine.is_forked and not hasattr(sys, "last_value"):
+            print_line(f"{self.reading.counts.sentence()}; {self.engine.sentence()}")
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         while name in self.tables:
@@ -229,7 +239,9 @@ _doors: list[Doors] = []  # none or one
 
 def doors(room: Capacity, capacity: str | int) -> Doors:
     if _doors and not _doors[0].is_alive():
-        _doors.pop().reading.close()
+        dropped = _doors.pop()
+        dropped.report()
+        dropped.reading.close()
     if not _doors:
         _doors.append(Doors(room, capacity))
     if _doors[0].room != room:

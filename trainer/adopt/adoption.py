@@ -26,6 +26,7 @@ from rowcast.job.units import parse_bytes, parse_rows
 from rowcast.protocol.script_setup import SETUP, ScriptSetup, ScriptTable
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError, listed
+from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.trainer.adopt.connect.run_folder import default_run_dir
 from rowcast.trainer.adopt.connect.settings import JOB_FILE
 from rowcast.trainer.adopt.read_ahead import Announced
@@ -59,7 +60,7 @@ class Adoption:
     def __init__(self, capacity: str | int) -> None:
         self.capacity = capacity
         self.folder = own_folder()
-        self.num_starts = 0
+        self.num_starts = self.steps_replayed = 0
         self._pid = os.getpid()
         self._homes: list[Home] = []
         self._process: ScriptProcess | None = None
@@ -76,6 +77,7 @@ class Adoption:
 
     def forget(self, home: Home) -> None:
         self._homes.remove(home)
+        self.steps_replayed += home.steps_replayed
         if not self._homes:
             self.close()
 
@@ -161,9 +163,18 @@ class Adoption:
                 home.leave()
             self._end()
 
+    def sentence(self) -> str:
+        replayed = self.steps_replayed + sum(home.steps_replayed for home in self._homes)
+        return f"{replayed:,} missed steps of rows replayed, {plural(self.num_starts, 'start')} of the engine"
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that adopted the tables."""
+        return os.getpid() != self._pid
+
     def close(self) -> None:
         atexit.unregister(self.close)
-        if os.getpid() == self._pid:  # not in a process forked from it
+        if not self.is_forked:
             self._end()
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -103,6 +103,7 @@ class Home:
         "". `folder`: for files of whole tables. `leave_engine`: makes all tables leave the engine."""
         self.name, self.folder = name, folder
         self.is_trained = False
+        self.steps_replayed = 0  # that rows have missed and had later
         self._leave_engine = leave_engine
         self._num_writes = self._num_files = 0
         self.num_changes = 0  # of the whole table, by the script

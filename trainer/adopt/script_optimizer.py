@@ -7,6 +7,7 @@ A dense rule also moves rows without a gradient. They catch up when they are nex
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.adopted_table import AdoptedTable, as_plain
 from rowcast.trainer.adopt.catch_up import catch_up, made_anew, step_without_hooks
 from rowcast.trainer.adopt.rows import Records
@@ -33,6 +35,11 @@ class TrainedTable:
         self.table, self.optimizer = table, optimizer
         self.log = StepLog(type(optimizer))
         first = first_states(table, type(optimizer), group)
+        if moves_without_gradient(table, type(optimizer), group):
+            say_once(
+                type(optimizer).__name__,
+                is_decoupled=bool(group.get("decoupled_weight_decay") and group["weight_decay"]),
+            )
         loaded = {name: own for name, own in self._rows_of_state() if own.shape == table.shape}
         table.home.begin_states({**first, **loaded}, table.catch_up)
         table.catch_up = self._catch_up
@@ -54,7 +61,7 @@ class TrainedTable:
 
     def _catch_up(self, rows: Records) -> None:
         if self.log.steps:
-            catch_up(rows, self.log)
+            self.table.home.steps_replayed += catch_up(rows, self.log)
 
     def before_step(self, group: Mapping[str, Any]) -> None:
         table, parameter = self.table, self.table.parameter
@@ -153,6 +160,28 @@ def first_states(table: AdoptedTable, rule: type[Optimizer], group: Mapping[str,
             f"{rule.__name__} does not train each row for itself: a step of one row depends on others; {keep}"
         )
     return {name: first.get(name, 0.0) for name in states}
+
+
+def moves_without_gradient(table: AdoptedTable, rule: type[Optimizer], group: Mapping[str, Any]) -> bool:
+    """Whether a step with a gradient of zero changes a row that has had another one."""
+    if table.parameter.grad is not None and table.parameter.grad.is_sparse:
+        return False
+    parameter = nn.Parameter(torch.ones(1, TRIED_DIM, device="cpu"))
+    optimizer = made_anew(rule, group, parameter)
+    rows: list[list[Tensor]] = []
+    for gradient in (1.0, 0.0):
+        parameter.grad = torch.full((1, TRIED_DIM), gradient, device="cpu")
+        step_without_hooks(optimizer)
+        states = (own.clone() for own in optimizer.state[parameter].values() if has_rows(own))
+        rows.append([parameter.detach().clone(), *states])
+    return any(not torch.equal(before, after) for before, after in zip(*rows, strict=True))
+
+
+@cache
+def say_once(rule: str, *, is_decoupled: bool) -> None:
+    how = "step by step, for its decay moves weights at each" if is_decoupled else "when they are next needed"
+    twin = "; SparseAdam, of nn.Embedding(sparse=True), moves those alone and is another rule" if rule == "Adam" else ""
+    print_line(f"{rule} moves all rows at each step: those that no batch looks up catch up {how}{twin}")
 
 
 def tried(
