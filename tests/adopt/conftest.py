@@ -42,9 +42,4 @@ def let_go() -> Iterator[None]:
 def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of adopted models stay in this process, in files of the test's folder."""
     monkeypatch.setattr(Adoption, "look_up", lambda self, device: None)
-
-    def own_folder() -> Path:
-        (tmp_path / "rows").mkdir(exist_ok=True)
-        return tmp_path / "rows"
-
-    monkeypatch.setattr("rowcast.trainer.adopt.adoption.own_folder", own_folder)
+    monkeypatch.setattr("rowcast.trainer.adopt.adoption.default_run_dir", lambda: tmp_path / "rows")

@@ -7,12 +7,15 @@ a new era      of an optimizer or its state, and whole tables that the script ha
 """
 
 import atexit
+import fcntl
 import operator
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -36,6 +39,7 @@ from rowcast.trainer.adopt.script_process import ScriptProcess
 
 DEPTH, HORIZON = 4, 8  # steps; together below those that are read ahead
 MEASURED_STEPS = 32
+LOCK = "adopted.lock"
 
 
 class EngineRows:
@@ -59,7 +63,7 @@ class Adoption:
 
     def __init__(self, capacity: str | int) -> None:
         self.capacity = capacity
-        self.folder = own_folder()
+        self.folder, self._lock = own_folder()
         self.num_starts = self.steps_replayed = 0
         self._pid = os.getpid()
         self._homes: list[Home] = []
@@ -177,6 +181,7 @@ class Adoption:
         if not self.is_forked:
             self._end()
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.close()
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -229,13 +234,22 @@ def job_of(homes: list[Home], capacity: int, device: torch.device, folder: Path)
     }
 
 
-def own_folder() -> Path:
-    """A folder for this process. Removes those of processes that were killed."""
+def own_folder() -> tuple[Path, IO[str]]:
+    """Returns a new folder for this process, and its lock: the kernel frees that of a process that was killed, whose
+    folder the next one removes. Raises ConfigError."""
     run_dir = default_run_dir().resolve()  # the script may change its directory
-    for left in run_dir.parent.glob(f"{run_dir.name}.*"):
-        pid = left.suffix[1:]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    folder = run_dir.with_name(f"{run_dir.name}.{os.getpid()}")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    for left in run_dir.parent.glob(f"{run_dir.name}.*/{LOCK}"):
+        with suppress(OSError), left.open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}.", dir=run_dir.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir.parent} cannot be written ({error.strerror}), and the rows of adopted tables are kept there; "
+            "start the script in another directory"
+        ) from None
+    lock = (folder / LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock

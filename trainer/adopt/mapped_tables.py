@@ -4,7 +4,6 @@ The script's own code gives the first values, which the kernel writes to the fil
 changes it.
 """
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.rows import mapped
 
 MAKERS = frozenset(kind.__init__.__code__ for kind in (nn.Embedding, nn.EmbeddingBag))
-FLOAT_BYTES = 4
 
 
 @contextmanager
@@ -59,25 +58,13 @@ class MappedWeights(TorchFunctionMode):
                 f"{path}: the table is made as {like.dtype} on {like.device}, and a file holds torch.float32 of the "
                 "host; make the model on the host, and move it once it is adopted"
             )
-        return mapped(path, num_rows, dim)
+        return new_table(path, num_rows, dim)
 
 
-def mapped(path: Path, num_rows: int, dim: int) -> Tensor:
-    """Returns a new file's zeros, f32 [num_rows, dim]. It takes disk space where values are written."""
-    num_bytes = FLOAT_BYTES * num_rows * dim
-    free = shutil.disk_usage(path.parent).free
-    if num_bytes > free:
-        raise ConfigError(
-            f"{path} would take {num_bytes:,} bytes, but its disk has {free:,} free; free space there, or name a "
-            "folder on another disk"
-        )
-    try:
-        path.open("xb").close()
-    except FileExistsError:
+def new_table(path: Path, num_rows: int, dim: int) -> Tensor:
+    if path.exists():
         raise ConfigError(
             f"{path} is there already, and rowcast.tables overwrites no file: it may hold the first values of a model "
             "that still trains; remove it, or name another folder"
-        ) from None
-    return torch.from_file(str(path), shared=True, size=num_rows * dim, dtype=torch.float32, device="cpu").view(
-        num_rows, dim
-    )
+        )
+    return mapped(path, (num_rows, dim), torch.float32)

@@ -5,6 +5,7 @@ before it is known what the optimizer keeps of a row, they are here.
 """
 
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,8 +235,20 @@ class Home:
         """Returns a file of zeros and the tensor that it is mapped to."""
         self._num_files += 1
         path = self.folder / f"{self.name}.{field}.{self._num_files}"
-        own = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype, device="cpu").view(*shape)
-        return str(path), own
+        return str(path), mapped(path, shape, dtype)
+
+
+def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns the zeros of a new file, which takes space as they are written. Raises ConfigError if there is too
+    little: a page that finds none ends the process."""
+    size = math.prod(shape)
+    num_bytes, free = size * dtype.itemsize, shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise ConfigError(
+            f"{path} would take {num_bytes:,} bytes, but its disk has {free:,} free; free space there, or name a "
+            "folder on another disk"
+        )
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype, device="cpu").view(*shape)
 
 
 def alike(value: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
