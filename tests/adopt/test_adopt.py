@@ -530,3 +530,15 @@ def test_a_dense_rule_says_that_rows_catch_up(capsys: pytest.CaptureFixture[str]
         "AdamW moves all rows at each step: those that no batch looks up catch up step by step"
         in capsys.readouterr().err
     )
+
+
+def test_rows_of_graphs_that_died_without_a_backward_pass_are_freed() -> None:
+    model = rowcast.adopt(Model(), "60 rows")
+    weight: Any = model.item.weight
+    table = weight.table
+    for first in range(0, ROWS, 10):
+        model(torch.arange(first, first + 10)[:, None].expand(-1, 3)).sum().item()
+        assert len(table.ids) == 10
+    scores = [model(torch.arange(first, first + 10)[:, None].expand(-1, 3)).sum() for first in (0, 10)]
+    assert len(table.ids) == 20
+    del scores

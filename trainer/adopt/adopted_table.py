@@ -10,6 +10,7 @@ that depends on the rows' numbers: any numbering that keeps the order of ids giv
     optimizer.step()   trains the parameter (`script_optimizer.py`); its rows are written, and the next step begins
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ class AdoptedTable:
         self.step_rows = home.read(NO_ROWS)
         self._num_changes = home.num_changes  # that the step's rows have
         self._backward: tuple[Tensor, Tensor] | None = None  # ids and gradient of the backward pass that runs
+        self._leaves: list[weakref.ref[Tensor]] = []  # of the step's look-ups
         self._first: Tensor | None = None  # the same gradient, as it is of a table that has none
         self.begin_step()
 
@@ -91,6 +93,8 @@ class AdoptedTable:
         Raises IndexError, as torch does, for an id outside the table."""
         flat = ids.detach().reshape(-1).long().contiguous()
         self.see_changes()
+        if len(self.ids) and self._is_given_up():
+            self.begin_step()
         if not len(self.ids):
             self.ids, self.step_rows = self.home.planned()
             self.catch_up(self.step_rows)
@@ -99,6 +103,13 @@ class AdoptedTable:
             self.need(self._checked(torch.unique(flat[~known])))
             at, _ = positions(self.ids, flat)
         return at.reshape(ids.shape)
+
+    def _is_given_up(self) -> bool:
+        """Whether no graph and no gradient is left of the step's look-ups, as after an evaluation that takes
+        gradients."""
+        self._leaves = [leaf for leaf in self._leaves if leaf() is not None]
+        has_gradient = self.parameter.grad is not None and not self.is_stepped
+        return not self._leaves and self._backward is None and not has_gradient
 
     def _checked(self, ids: Tensor) -> Tensor:
         if int(ids[0]) < 0 or int(ids[-1]) >= self.num_rows:
@@ -118,6 +129,7 @@ class AdoptedTable:
         ids, leaf = self.ids, self.step_rows.weights.detach()
         if not self.parameter.requires_grad:
             return leaf
+        self._leaves.append(weakref.ref(leaf))
         given: list[Tensor] = []  # a sparse gradient before the leaf's own copy, which torch would add otherwise
         leaf.requires_grad_().register_hook(lambda own: given.append(own) if own.is_sparse else None)  # type: ignore[no-untyped-call]
         leaf.register_post_accumulate_grad_hook(lambda own: self._collect(ids, own, given))  # type: ignore[no-untyped-call]
