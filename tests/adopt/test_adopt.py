@@ -542,3 +542,16 @@ def test_rows_of_graphs_that_died_without_a_backward_pass_are_freed() -> None:
     scores = [model(torch.arange(first, first + 10)[:, None].expand(-1, 3)).sum() for first in (0, 10)]
     assert len(table.ids) == 20
     del scores
+
+
+def test_tables_are_read_and_looked_up_in_inference_mode() -> None:
+    def script(model: Model) -> list[Tensor]:
+        optimizer = adam(model)
+        ended = trained(model, optimizer)
+        with torch.inference_mode():
+            model.load_state_dict({name: 0.5 * own for name, own in model.state_dict().items()})
+            ended.append(model(torch.arange(30).view(10, 3)).clone())
+        return ended + trained(model, optimizer)
+
+    own = script(seeded())
+    assert are_equal(own, script(rowcast.adopt(seeded(), "60 rows")))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rowcast.trainer.adopt.rows import NO_ROWS, CatchUp, Home, Records, positions
+from rowcast.trainer.adopt.rows import NO_ROWS, CatchUp, Home, Records, normal_mode, positions
 
 as_plain = torch._C.DisableTorchFunctionSubclass
 
@@ -87,6 +87,7 @@ class AdoptedTable:
         self.catch_up(rows)
         return rows
 
+    @normal_mode
     def place(self, ids: Tensor) -> Tensor:
         """Returns the positions of `ids` (integers, any shape) among the step's rows, i64 of the same shape.
 

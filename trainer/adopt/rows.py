@@ -96,9 +96,14 @@ class ChangedRows:
         self.rows = self.rows.take(~is_replaced).joined(new, order)
 
 
+# rows that are kept must not be tensors of inference mode, in which a script may look up
+normal_mode = torch.inference_mode(mode=False)
+
+
 class Home:
     """All rows of a table. The script's thread calls it."""
 
+    @normal_mode
     def __init__(self, name: str, weights: Tensor, path: str, folder: Path, leave_engine: Callable[[], None]) -> None:
         """`weights`: f32 [V, D] on the host, the script's first values; `path`: the file that they are mapped from, or
         "". `folder`: for files of whole tables. `leave_engine`: makes all tables leave the engine."""
@@ -118,21 +123,25 @@ class Home:
         # to the script: all rows and their files, the version of the weights, and the writes before
         self._handed: tuple[Records, dict[str, str], int, int] | None = None
 
+    @normal_mode
     def planned(self) -> tuple[Tensor, Records]:
         """The rows that were announced for the step that has begun, and copies of them. Once; later there are none."""
         self.take_back()
         return self.rows.planned()
 
+    @normal_mode
     def read(self, ids: Tensor) -> Records:
         """Returns copies. `ids`: i64 [n], distinct, ascending."""
         self.take_back()
         return self.rows.read(ids)
 
+    @normal_mode
     def write(self, ids: Tensor, rows: Records) -> None:
         self.take_back()
         self.rows.write(ids, rows)
         self._num_writes += 1
 
+    @normal_mode
     def whole(self, catch_up: CatchUp) -> Records:
         """Returns all rows with all steps, in files. What the script changes in the weights changes in the table."""
         self.take_back()
@@ -144,6 +153,7 @@ class Home:
         self._handed = rows, paths, rows.weights._version, self._num_writes
         return rows
 
+    @normal_mode
     def begin_states(self, first: Mapping[str, float | Tensor], catch_up: CatchUp) -> None:
         """Gives each row new states, and no step. `first`: a value for all rows, or one for each, f32 [V, D].
         `catch_up`: of the optimizer until now."""
@@ -166,11 +176,13 @@ class Home:
         self.here = self.rows = ChangedRows(first)
         self.paths = paths
 
+    @normal_mode
     def leave(self) -> None:
         """Leaves the engine, with the rows as they are."""
         if self.rows is not self.here:
             self.begin(*self._copied(lambda rows: None))
 
+    @normal_mode
     def take_back(self) -> None:
         """Takes over what the script has changed in rows that it was handed. Raises ConfigError."""
         if self._handed is None or self._handed[0].weights._version == self._handed[2]:
