@@ -36,10 +36,7 @@ class TrainedTable:
         self.log = StepLog(type(optimizer))
         first = first_states(table, type(optimizer), group)
         if moves_without_gradient(table, type(optimizer), group):
-            say_once(
-                type(optimizer).__name__,
-                is_decoupled=bool(group.get("decoupled_weight_decay") and group["weight_decay"]),
-            )
+            say_once(type(optimizer).__name__, decays=bool(group.get("weight_decay")))
         loaded = {name: own for name, own in self._rows_of_state() if own.shape == table.shape}
         table.home.begin_states({**first, **loaded}, table.catch_up)
         table.catch_up = self._catch_up
@@ -67,7 +64,7 @@ class TrainedTable:
         table, parameter = self.table, self.table.parameter
         table.see_changes()
         parameter.data = table.of_step(table.step_rows.weights)
-        for name in list(dict(self._rows_of_state())):
+        for name, _ in [*self._rows_of_state()]:
             self._state[name] = table.of_step(table.step_rows.states[name])
         assert parameter.grad is not None, "before_step is for a table with a gradient"
         if not parameter.grad.is_sparse:
@@ -178,8 +175,8 @@ def moves_without_gradient(table: AdoptedTable, rule: type[Optimizer], group: Ma
 
 
 @cache
-def say_once(rule: str, *, is_decoupled: bool) -> None:
-    how = "step by step, for its decay moves weights at each" if is_decoupled else "when they are next needed"
+def say_once(rule: str, *, decays: bool) -> None:
+    how = "step by step, for its decay moves weights at each" if decays else "when they are next needed"
     twin = "; SparseAdam, of nn.Embedding(sparse=True), moves those alone and is another rule" if rule == "Adam" else ""
     print_line(f"{rule} moves all rows at each step: those that no batch looks up catch up {how}{twin}")
 
