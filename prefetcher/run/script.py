@@ -24,6 +24,7 @@ from rowcast.prefetcher.readers.script_ids import NO_SAMPLES, ScriptIds
 from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.run.connection import Connection
 from rowcast.prefetcher.run.sizing import Typical, automatic_ring_bytes, stage_threads, staging_bytes
+from rowcast.prefetcher.run.tables import LEAST_ROWS
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
@@ -39,7 +40,6 @@ from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.runtime.telemetry.metrics import Health
 
 ARRAY_BYTES = 16  # of a plan's arrays for each row
-LEAST_ROWS = 4096  # fewer rows per thread are not worth waking it for
 
 
 class ScriptStore(TrackedStore):

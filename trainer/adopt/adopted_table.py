@@ -35,8 +35,8 @@ class AdoptedTable:
         self.step_rows = home.read(NO_ROWS)
         self._num_changes = home.num_changes  # that the step's rows have
         self._backward: tuple[Tensor, Tensor] | None = None  # ids and gradient of the backward pass that runs
-        self._leaves: list[weakref.ref[Tensor]] = []  # of the step's look-ups
         self._first: Tensor | None = None  # the same gradient, as it is of a table that has none
+        self._leaves: list[weakref.ref[Tensor]] = []  # of the step's look-ups
         self.begin_step()
 
     @property

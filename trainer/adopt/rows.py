@@ -145,10 +145,11 @@ class Home:
     def whole(self, catch_up: CatchUp) -> Records:
         """Returns all rows with all steps, in files. What the script changes in the weights changes in the table."""
         self.take_back()
-        if self._handed is not None and self._handed[3] == self._num_writes:
-            return self._handed[0]
         if self._handed is not None:
-            self._remove(self._handed[1])
+            rows, paths, _, num_writes = self._handed
+            if num_writes == self._num_writes:
+                return rows
+            self._remove(paths)
         rows, paths = self._copied(catch_up)
         self._handed = rows, paths, rows.weights._version, self._num_writes
         return rows
@@ -185,9 +186,11 @@ class Home:
     @normal_mode
     def take_back(self) -> None:
         """Takes over what the script has changed in rows that it was handed. Raises ConfigError."""
-        if self._handed is None or self._handed[0].weights._version == self._handed[2]:
+        if self._handed is None:
             return
-        rows, paths, _, num_writes = self._handed
+        rows, paths, version, num_writes = self._handed
+        if rows.weights._version == version:
+            return
         if num_writes != self._num_writes:
             raise ConfigError(
                 f"the script has changed all of {self.name} through a tensor that is {self._num_writes - num_writes} "

@@ -244,9 +244,8 @@ class Sender:
         return True
 
     def _rows_pending(self, step: int) -> bool:
-        waiting = [*self._copying, *self._tasks]
-        heads = [task for task in waiting if isinstance(task, EvictTask)]
-        return any(task.barrier is None and task.step is not None and task.step <= step for task in heads)
+        tasks = [task for task in (*self._copying, *self._tasks) if isinstance(task, EvictTask)]
+        return any(task.barrier is None and task.step is not None and task.step <= step for task in tasks)
 
 
 def compact(spans: Sequence[RowSpan], sources: Sequence[Tensor]) -> tuple[tuple[RowSpan, ...], int]:
