@@ -66,7 +66,7 @@ class Clicks(Dataset[Any]):
 
 
 def processor_s(pid: int) -> float:
-    """Of a process and its children that have ended."""
+    """Returns the processor time that a process and its ended children have used, in seconds."""
     with open(f"/proc/{pid}/stat") as file:
         return sum(map(int, file.read().rpartition(")")[2].split()[11:15])) / TICKS
 

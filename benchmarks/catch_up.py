@@ -31,7 +31,7 @@ RULES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
     "SGD, momentum, decay": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
     "Adagrad, decay (the rule itself)": (torch.optim.Adagrad, {"weight_decay": 0.01}),
 }
-WHOLE_STEPS = 10  # of a pair
+WHOLE_STEPS = 10  # steps over the whole table that each round times
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tables are bare Parameters; two loaders alternate and draw negatives; Adam is made anew, with a smaller rate."""
+"""Tables are bare Parameters. Two loaders take turns and draw negatives. A new Adam follows, with a smaller rate."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two look-ups of one table, sparse gradients; SparseAdam is made anew each epoch; the loader draws in this process."""
+"""A step looks up one table twice, with sparse gradients. Each epoch makes a new SparseAdam. The loader draws here."""
 
 from itertools import chain
 from typing import Any
