@@ -432,8 +432,8 @@ DENSE_SIDES: dict[str, Callable[[bytes], bytes]] = {
     "random state of another length": packed(random__cpu=torch.zeros(7, dtype=torch.uint8)),
     "random state of another type": packed(random__cpu=torch.zeros(7)),
     "state of another optimizer": packed(optimizer__out__weight__exp_avg=torch.zeros(3)),
-    "an evaluation that is no JSON": packed(evaluation=torch.full((5,), 255, dtype=torch.uint8)),
-    "an evaluation without its fields": packed(evaluation=torch.tensor(list(b"{}"), dtype=torch.uint8)),
+    "an evaluation that is no JSON": packed(evaluations=torch.full((5,), 255, dtype=torch.uint8)),
+    "an evaluation without its fields": packed(evaluations=torch.tensor(list(b"{}"), dtype=torch.uint8)),
     "metrics of another shape": packed(metrics__histogram=torch.zeros(7, dtype=torch.int64)),
 }
 

@@ -192,7 +192,7 @@ def facts(
         cache_bytes=2**19,
         loss=0.6,
         first_loss=0.7,
-        evaluation=evaluation,
+        evaluations=() if evaluation is None else (evaluation,),
         staging_bytes=2**20,
         plans_bytes=2**19,
         device_bytes=3 * 2**20,

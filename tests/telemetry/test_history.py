@@ -7,7 +7,7 @@ import numpy as np
 
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.progress import EVERY_S, MAX_MARKS, History, HistoryMark
-from rowcast.trainer.report.results import MAX_EVALUATIONS, EvaluationOnly, ResultFiles
+from rowcast.trainer.report.results import EvaluationOnly, ResultFiles
 from rowcast.trainer.step.metrics import TrainerCounters, new_counters
 from tests.support import three_steps
 
@@ -154,25 +154,6 @@ def test_an_evaluation_of_its_own_takes_none_from_the_checkpoint(tmp_path: Path)
     alone = EvaluationOnly(tmp_path)
     alone.restore(state)
     assert alone.evaluations == []
-
-
-def test_very_many_evaluations_are_thinned_evenly_and_alike_after_a_restart(tmp_path: Path) -> None:
-    made, stopped_after = evaluations(3 * MAX_EVALUATIONS), 2 * MAX_EVALUATIONS
-    with ResultFiles(tmp_path) as results:
-        for result in made[:stopped_after]:
-            results.evaluation(result)
-        state = results.state()
-        for result in made[stopped_after:]:
-            results.evaluation(result)
-    with ResultFiles(tmp_path) as restored:
-        restored.restore(state)
-        for result in made[stopped_after:]:
-            restored.evaluation(result)
-    kept = results.evaluations
-    assert len(kept) == MAX_EVALUATIONS
-    assert (kept[0], kept[-1]) == (made[0], made[-1])
-    assert np.diff([result.train_step for result in kept]).max() <= 10 * 8
-    assert restored.evaluations == kept
 
 
 def test_the_file_of_losses_begins_with_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     made = report(facts(evaluation=Evaluation(train_step=2, auc=0.75, logloss=0.5, accuracy=0.8)))
     write_report(path, made)
     assert read_report(path) == made
+    assert [evaluation.train_step for evaluation in made.evaluations] == [2]
     with_tier = report(facts(tier=tier_totals()))
     write_report(path, with_tier)
     assert read_report(path).tier == tier_totals()

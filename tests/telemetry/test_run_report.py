@@ -212,7 +212,7 @@ def test_a_run_without_a_step_says_so_in_every_plot() -> None:
 
 
 def test_a_page_is_small_however_long_the_run_was() -> None:
-    run = record(losses=2_000_000, evaluations=1000, marks=MAX_MARKS)
+    run = record(losses=2_000_000, evaluations=20_000, marks=MAX_MARKS)
     assert len(render(run)) < 300_000
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rowcast.job.schema import Job
-from rowcast.runtime.arrays import F32, F64
+from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.drawing import PIXELS, dress, new_figure, outer_ticks, svg_text
 from rowcast.runtime.telemetry.format_numbers import UNITS, human_bytes, human_count, human_seconds
 from rowcast.trainer.models.evaluate import Evaluation
@@ -127,9 +127,14 @@ class Chart:
     @property
     def some_points(self) -> list[list[str]]:
         """Rows of a table: x, and the value of each series."""
-        chosen = np.unique(np.linspace(0, len(self.x) - 1, min(TABLE_ROWS, len(self.x))).round().astype(int))
+        chosen = spread(len(self.x), TABLE_ROWS)
         say, where = WORDS[self.y_unit], WORDS[self.x_unit]
         return [[where(float(self.x[i])), *(say(float(y[i])) for y in self.series.values())] for i in chosen]
+
+
+def spread(number: int, most: int) -> I64:
+    """Returns at most `most` of the first `number` whole numbers, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, number - 1, min(most, number)).round().astype(np.int64))
 
 
 def scale(unit: Unit, top: float) -> tuple[float, str]:
@@ -291,7 +296,7 @@ def evaluation_chart(run: RunRecord, title: str, caption: str, value: Callable[[
             else "No evaluation was made; data.eval_fraction makes some."
         )
         return Chart(title=title, caption=why)
-    steps, y = found.T
+    steps, y = found[spread(len(found), MOST_POINTS)].T
 
     def mark(axes: Any) -> None:
         dots = {"marker": "o", "markersize": 7} if len(y) <= MOST_DOTS else {}

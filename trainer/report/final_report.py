@@ -43,7 +43,7 @@ def final_report(
             skipped_steps=len(results.skipped),
             loss=results.mean_loss,
             first_loss=results.first_loss,
-            evaluation=results.evaluation_result,
+            evaluations=tuple(results.evaluations),
             table_bytes=engine.slots.table_bytes,
             cache_bytes=engine.slots.cache_bytes,
             staging_bytes=engine.cache.staging_bytes,

@@ -87,6 +87,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pids: dict[str, int]  # prefetcher, trainer; of rank 0
     finished: bool
     stopped_by: str | None  # what ended the run early; None if the data ended
+    evaluations: tuple[Evaluation, ...] = ()  # of the whole run
     lines_lost: int = 0  # lines that stdout or stderr of the trainers could not take
 
 
@@ -99,7 +100,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     startup_s: float
     loss: float | None
     first_loss: float | None
-    evaluation: Evaluation | None  # the newest
+    evaluations: tuple[Evaluation, ...]
     table_bytes: int
     cache_bytes: int
     staging_bytes: int
@@ -121,7 +122,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
     """Makes the report of one rank."""
     unique_rows = counters.total("unique_rows")
     counted: dict[str, Any] = {name: counters.total(name) for name in COUNTED}
-    evaluation = run.evaluation or Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
+    none = Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
     return Report(
         steps=counters.train_steps,
         eval_steps=counters.eval_steps,
@@ -141,7 +142,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         ranks=(rank_figures(counters, run),),
         lines_lost=LOST.lines,
         **counted,
-        **fields_of_report(evaluation),
+        **fields_of_report(run.evaluations[-1] if run.evaluations else none),
         **fields_of_report(run),
     )
 

@@ -19,7 +19,6 @@ from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.report_json import RECENT
 
 RESULTS = LOSSES, REPORT, PAGE = "losses.f32", "report.json", "report.html"
-MAX_EVALUATIONS = 1000  # evaluations kept
 
 
 class EarlierResults:
@@ -141,8 +140,7 @@ class ResultFiles:
     any restart."""
 
     def __init__(self, run_dir: Path) -> None:
-        # for the whole run, restarts included; thinned if there are very many
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[Evaluation] = []  # of the whole run, restarts included
         self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # called with each finished evaluation
         self.skipped = array("q")  # train steps of the run that a script left out, which may have no loss
         self.path = run_dir / LOSSES
@@ -200,7 +198,6 @@ class ResultFiles:
 
     def evaluation(self, result: Evaluation) -> None:
         self.evaluations.append(result)
-        thin(self.evaluations)
         for listener in self.listeners:
             listener(result)
 
@@ -237,15 +234,6 @@ class ResultFiles:
             raise RowcastError(
                 f"{self.path}: losses cannot be written ({error.strerror}); free space there and run again"
             ) from None
-
-
-def thin(evaluations: list[Evaluation]) -> None:
-    """Keeps MAX_EVALUATIONS, always the first and the last; drops the evaluation whose neighbours are closest.
-
-    The result is a function of the evaluations, and so the same after a restart."""
-    while len(evaluations) > MAX_EVALUATIONS:
-        gaps = (evaluations[i + 1].train_step - evaluations[i - 1].train_step for i in range(1, len(evaluations) - 1))
-        del evaluations[1 + min(enumerate(gaps), key=lambda gap: gap[1])[0]]
 
 
 class ResultsInMemory(ResultFiles):
