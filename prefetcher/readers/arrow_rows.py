@@ -1,5 +1,9 @@
-"""Decodes the columns of an Arrow table into the checked arrays of a batch, by the roles that the job gives them."""
+"""Decodes typed columns into the checked arrays of a batch, by the roles that the job gives them.
 
+Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under data.columns.hash, or lists of these.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +14,8 @@ import pyarrow.compute as pc
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.column_roles import Roles
-from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
-from rowcast.prefetcher.readers.hashed_ids import hashed_rows
+from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns, offsets_of
+from rowcast.prefetcher.readers.hashed_ids import hashes_of, rows_of_hashes
 from rowcast.prefetcher.readers.id_check import (
     EVERY_WIDE,
     LARGEST_ID,
@@ -24,6 +28,22 @@ from rowcast.prefetcher.readers.id_check import (
 )
 from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.errors import DataError
+
+
+def typed(table: Any, features: Sequence[Feature]) -> Any:
+    """Returns a pyarrow.RecordBatch with hashes in the columns of hashed features, null where an id is missing."""
+    for feature in features:
+        if feature.hashed and feature.name in table.schema.names:
+            at = table.schema.get_field_index(feature.name)
+            table = table.set_column(at, feature.name, with_hashes(table.column(at)))
+    return table
+
+
+def with_hashes(values: Any) -> Any:
+    lengths = bag_lengths(values)
+    if lengths is None:
+        return hashes_of(values)
+    return pa.ListArray.from_arrays(pa.array(offsets_of(lengths), pa.int32()), hashes_of(values.flatten()))
 
 
 class RowDecoder:
@@ -80,7 +100,7 @@ def feature_column(table: Any, feature: Feature, location: Location) -> Column:
     lengths = bag_lengths(values)
     single = values if lengths is None else values.flatten()
     where = lookup_location(lengths, location)
-    ids = hashed_rows(single, feature.num_embeddings) if feature.hashed else integers(single, feature, where)
+    ids = rows_of_hashes(single, feature.num_embeddings) if feature.hashed else integers(single, feature, where)
     return Column(ids=ids, lengths=lengths, weights=feature_weights(table, feature, lengths, location))
 
 

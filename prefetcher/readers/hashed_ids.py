@@ -1,7 +1,9 @@
 """Hashes strings and integers to rows of a table, for data.columns.hash.
 
-missing   row 0, which no value gets
-value     row 1 + xxh3_64(bytes) % (num_embeddings - 1)      bytes: a string's UTF-8, an integer's int64, little-endian
+missing   null                      row 0, which no value gets
+value     hash: xxh3_64(bytes)      row 1 + hash % (num_embeddings - 1)
+
+bytes: a string's UTF-8, an integer's int64, little-endian. Readers keep hashes; rows are made of them batch by batch.
 """
 
 from typing import Any
@@ -14,16 +16,32 @@ from rowcast.prefetcher.readers.columns import Ids
 
 
 def hashed_rows(values: Any, num_embeddings: int) -> Ids:
-    """Returns the rows of a pyarrow array of strings, binaries or integers. A table of one row has only row 0."""
-    plain = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
-    encoded = plain.dictionary_encode()
-    if num_embeddings == 1 or not len(encoded.dictionary):
-        return np.zeros(len(values), np.int64)
+    """Returns the rows of a pyarrow array of strings, binaries or integers."""
+    return rows_of_hashes(hashes_of(values), num_embeddings)
+
+
+def hashes_of(values: Any) -> Any:
+    """Returns uint64 hashes, null where a value is, of a pyarrow array of strings, binaries or integers."""
+    encoded = values
+    if pa.types.is_dictionary(values.type) and (values.dictionary.null_count or len(values.dictionary) > len(values)):
+        encoded = values.dictionary_decode()
+    if not pa.types.is_dictionary(encoded.type):
+        encoded = encoded.dictionary_encode()
     texts = value_bytes(encoded.dictionary)
     hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
-    rows = np.append(1 + (hashes % np.uint64(num_embeddings - 1)).astype(np.int64), 0)  # the last is for missing ids
-    taken: Ids = rows[encoded.indices.fill_null(len(texts)).to_numpy(zero_copy_only=False)]
-    return taken
+    return pa.array(hashes).take(encoded.indices)
+
+
+def rows_of_hashes(hashes: Any, num_embeddings: int) -> Ids:
+    """Returns the rows of uint64 hashes. A table of one row has only row 0."""
+    if num_embeddings == 1:
+        return np.zeros(len(hashes), np.int64)
+    number = np.uint64(num_embeddings - 1)
+    plain = (hashes.fill_null(0) if hashes.null_count else hashes).to_numpy()
+    rows: Ids = (plain - plain // number * number).view(np.int64) + 1  # numpy vectorizes division, not the remainder
+    if hashes.null_count:
+        rows[hashes.is_null().to_numpy(zero_copy_only=False)] = 0
+    return rows
 
 
 def value_bytes(values: Any) -> list[bytes]:
