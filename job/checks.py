@@ -33,12 +33,35 @@ def check_tables(tables: list[Table], columns: Columns) -> dict[str, Table]:
                 raise ValueError(
                     f"data.columns.{key}: feature {feature} has no table{near}; add it to a table's features"
                 )
+    check_prepare(columns, by_feature)
     for feature in columns.weights:
         if by_feature[feature].pooling == "mean":
             raise ValueError(
                 f'data.columns.weights: feature {feature} is pooled by mean; a weighted mean is refused, use "sum"'
             )
     return by_feature
+
+
+def check_prepare(columns: Columns, by_feature: Mapping[str, Table]) -> None:
+    numbers = [*columns.label_names, *(columns.dense or []), *columns.weights.values()]
+    for name, prepare in columns.prepare.items():
+        key = f"data.columns.prepare.{name}"
+        if name not in by_feature and name not in numbers:
+            found = nearest(name, [*by_feature, *numbers])
+            raise ValueError(f"{key}: no label, dense feature, weight or feature has this name{found}; correct it")
+        if (name in by_feature) != bool(prepare.buckets):
+            raise ValueError(
+                f"{key}: {name} is a feature, and ids need buckets; give them, or remove this"
+                if name in by_feature
+                else f"{key}.buckets makes ids, and {name} is no feature; give it a table, or remove the buckets"
+            )
+        if prepare.buckets and by_feature[name].num_embeddings < len(prepare.buckets) + 2:
+            raise ValueError(
+                f"{key}.buckets makes ids up to {len(prepare.buckets) + 1}, and table {by_feature[name].name} has "
+                f"num_embeddings = {by_feature[name].num_embeddings}; enlarge it"
+            )
+        if prepare.buckets and columns.is_hashed(name):
+            raise ValueError(f"{key}.buckets makes ids, and data.columns.hash would hash them; remove one of them")
 
 
 def check_whole(job: Job) -> None:

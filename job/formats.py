@@ -5,6 +5,8 @@ A new one is a line here and its reader's file; settings of its own are a struct
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -15,6 +17,28 @@ READERS = "rowcast.prefetcher.readers.formats"
 MAX_LABELS = 64  # per sample; an evaluation counts 4 MiB for each
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 BATCH = "batch"
+
+
+class Prepare(Section, frozen=True, kw_only=True):
+    """What becomes of the values of a column, in the order of these keys. See [data.md](data.md#prepared-columns)."""
+
+    # texts or numbers -> the numbers that they become; other values are refused, and missing ones stay missing
+    map: dict[str, float] = {}
+    fill: float | None = None  # the number for a missing value
+    least: float | None = None  # a smaller number becomes this
+    log1p: bool = False  # log(1 + x), of numbers above -1
+    standardize: tuple[float, float] | None = None  # mean and deviation: (x - mean) / deviation
+    at_least: float | None = None  # 1 for this number and larger ones, else 0: a label of a rating
+    # ascending bounds that make ids of numbers, for a feature: 0 for a missing one, 1 below the first bound, and so on
+    buckets: list[float] = []
+
+    def check(self) -> None:
+        deviation = [] if self.standardize is None else self.standardize[1:]
+        given = (self.fill, self.least, self.at_least, *(self.standardize or ()), *self.buckets, *self.map.values())
+        if not all(number is None or isfinite(number) for number in given) or any(own <= 0 for own in deviation):
+            raise ValueError("its numbers must be finite, and the deviation of standardize above 0; correct them")
+        if any(after <= before for before, after in pairwise(self.buckets)):
+            raise ValueError(f"buckets = {self.buckets} must ascend")
 
 
 class Columns(Section, frozen=True, kw_only=True):
@@ -37,9 +61,15 @@ class Columns(Section, frozen=True, kw_only=True):
     # `true`, or a list of features: their ids (strings, or integers of any size) are hashed into their tables; row 0
     # is reserved for a missing id
     hash: bool | list[str] = False
-    # CSV: maps a feature to the separator between the ids in a cell (and between their weights), such as `";"`
+    # with `hash`, a whole number gets one row however it is written: 35, 35.0 and an integer of Parquet; `00501` stays
+    # text. `false`: the bytes of a cell count
+    hash_by_value: bool = False
+    # CSV: maps a feature to the separator between the ids in a cell (and between their weights), such as `";"`; `"[]"`
+    # for cells such as `[1, 2]` or `['a', 'b']`
     lists: dict[str, str] = {}
     delimiter: str = ","  # CSV: the separator between cells
+    names: list[str] = []  # CSV without a header: the names of all its columns; the first line is a row
+    prepare: dict[str, Prepare] = {}  # what becomes of the values of a column
 
     def check(self) -> None:
         if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in '"\r\n':
@@ -55,7 +85,7 @@ class Columns(Section, frozen=True, kw_only=True):
             raise ValueError(f'give either label = "{self.label}" or labels, not both')
         if len(self.labels) > MAX_LABELS:
             raise ValueError(f"labels names {len(self.labels)} columns, more than {MAX_LABELS}")
-        for key, names in (("labels", self.labels), ("inputs", self.inputs)):
+        for key, names in (("labels", self.labels), ("inputs", self.inputs), ("names", self.names)):
             for name in names:
                 if names.count(name) > 1:
                     raise ValueError(f"{key} names {name} twice")
@@ -112,6 +142,8 @@ class Data(Section, frozen=True, kw_only=True):
     # order in which it has begun
     by_name: bool = False
     eval_path: str | None = None  # separate evaluation data, used instead of `eval_fraction`
+    # the folder for the columns that text files become once; by default `columns` beside `job.run_dir`
+    copies: str | None = None
     batch_size: Count = 2048  # samples in a batch; the last batch of an epoch may be shorter and is trained too
     epochs: Count = 1  # passes over the training data
     # the fraction of the data, from its end before any shuffle, used to evaluate
@@ -149,17 +181,20 @@ class Data(Section, frozen=True, kw_only=True):
                 f'shuffle = "full" needs random access, which {self.format} does not have; use "window:65536"'
             )
         self._check_order(known)
-        if self.columns.hash and not known.named_columns:
+        if (self.columns.hash or self.columns.prepare) and not known.named_columns:
+            key = "hash" if self.columns.hash else "prepare"
             belongs = f"belongs to format = {formats_with('named_columns')}"
-            raise ValueError(f"columns.hash {belongs}, not {self.format!r}; remove it")
+            raise ValueError(f"columns.{key} {belongs}, not {self.format!r}; remove it")
         if self.columns.inputs and not known.named_columns:
             raise ValueError(
                 f"columns.inputs belongs to format = {formats_with('named_columns')}, not {self.format!r}; remove it"
                 + (": every key of a batch is an array" if known is CUSTOM else "")
             )
-        if (self.columns.lists or self.columns.delimiter != ",") and not known.text_cells:
+        if (self.columns.lists or self.columns.delimiter != "," or self.columns.names) and not known.text_cells:
             belongs = f"belong to format = {formats_with('text_cells')}"
-            raise ValueError(f"columns.lists and columns.delimiter {belongs}, not {self.format!r}; remove them")
+            raise ValueError(
+                f"columns.lists, columns.delimiter and columns.names {belongs}, not {self.format!r}; remove them"
+            )
         if (self.columns.labels or self.columns.label_values != "binary") and known.one_label:
             raise ValueError(
                 f"columns.labels and columns.label_values: {self.format} has one label of 0 or 1 a sample; remove them"

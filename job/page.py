@@ -38,8 +38,8 @@ def sections(struct: type[Section], path: str) -> Iterator[str]:
             continue
         rows = [*own_rows(inner), *rows_of_kinds(inner)]
         if rows:
-            is_list = isinstance(field.type, inspect.ListType)
-            yield f"## `[[{path}{name}]]`\n" if is_list else f"## `[{path}{name}]`\n"
+            is_list, each = isinstance(field.type, inspect.ListType), isinstance(field.type, inspect.DictType)
+            yield f"## `[[{path}{name}]]`\n" if is_list else f"## `[{path}{name}{'.NAME' * each}]`\n"
             yield from [f"{inner.__doc__}\n"] if inner.__doc__ else []
             yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
         yield from sections(inner, f"{path}{name}.")

@@ -131,6 +131,10 @@ class Decoder:
                     "above each one"
                 )
             return [self.section(section, item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if isinstance(key.type, inspect.DictType):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{path} = {shown(value)} must be a table of sections: write [{path}.NAME] above each")
+            return {name: self.section(section, item, f"{path}.{name}") for name, item in value.items()}
         is_optional = isinstance(key.type, inspect.UnionType)
         return None if value is None and is_optional else self.section(section, value, path)  # null, in JSON
 
@@ -186,7 +190,8 @@ def sections_of(section: type[Section], path: str) -> Iterator[tuple[str, type[S
         inner = section_type(key.type)
         if inner is not None:
             own = f"{path}.{name}" if path else name
-            yield from sections_of(inner, f"{own}[]" if isinstance(key.type, inspect.ListType) else own)
+            among = {inspect.ListType: "[]", inspect.DictType: ".NAME"}.get(type(key.type), "")
+            yield from sections_of(inner, f"{own}{among}")
 
 
 def heading(path: str) -> str:
@@ -199,6 +204,8 @@ def section_type(type: inspect.Type) -> "type[Section] | None":
         return next((own for one in type.types if (own := section_type(one)) is not None), None)
     if isinstance(type, inspect.ListType):
         return section_type(type.item_type)
+    if isinstance(type, inspect.DictType):
+        return section_type(type.value_type)
     return cast(Any, type.cls) if isinstance(type, inspect.StructType) else None
 
 

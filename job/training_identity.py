@@ -23,7 +23,7 @@ from rowcast.runtime.checkpoint_manifest import DataFile, Manifest, ManifestOfVe
 from rowcast.runtime.errors import Mismatch, instead
 
 # where the data is and how often it is read; of data.hot the rows count, wherever they are, and of files their order
-NOT_COUNTED = ("data.path", "data.by_name", "data.eval_path", "data.epochs", "data.hot")
+NOT_COUNTED = ("data.path", "data.by_name", "data.eval_path", "data.epochs", "data.hot", "data.copies")
 # what becomes of invalid ids, of a run that would have ended at the first one: it has trained none
 UNUSED = ("data.on_invalid_id", "error")
 # what must be as it was even before the first step: the rows and their first values
@@ -32,6 +32,7 @@ OF_ROWS = ("table", "job.seed", "optimizer.sparse.kind", "optimizer.sparse.maste
 ONLY_OF_TRAINING = (
     *("data.batch_size", "data.eval_fraction", "data.shuffle", "data.order", "data.on_invalid_id"),
     *("data.columns.label", "data.columns.label_values", "data.columns.delimiter", "data.columns.lists"),
+    "data.columns.names",
     *("data.synthetic", "data.options"),
 )
 MOST_NAMED = 3  # differences in a sentence

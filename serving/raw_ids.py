@@ -2,6 +2,7 @@
 
 hash                 text, or integers as int64: `readers/hashed_ids.py`; missing: row 0
 hash of text         the same, but CSV has no integers there
+hash by value        text, integers, floats and booleans: the same with data.columns.hash_by_value
 remainder            of Criteo's hashes, 0 to 2**32 - 1, by num_embeddings; missing: row 0
 unsigned remainder   the same of all bits of an integer, as in npy files
 row                  the id is the row; data.on_invalid_id decides about others and missing ones
@@ -16,11 +17,12 @@ import pyarrow as pa
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.hashed_ids import can_hash, hashed_rows
-from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, job_features
+from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, Feature, job_features
 from rowcast.runtime.arrays import I64
 from rowcast.serving import index_loops
 from rowcast.serving.version_file import IdRule, Rule
 
+HASHES: tuple[Rule, ...] = ("hash", "hash of text", "hash by value")
 DIVISIONS: dict[Rule, int] = {"remainder": index_loops.REMAINDER, "row": index_loops.ROW}
 
 
@@ -31,15 +33,17 @@ def id_rules(job: Job) -> tuple[IdRule, ...]:
         IdRule(
             feature=feature.name,
             table=feature.table,
-            rule=rule_of(data.format, hashed=feature.hashed, unsigned=data.hash),
+            rule=rule_of(data.format, feature, unsigned=data.hash),
             on_invalid=data.on_invalid_id,
         )
         for feature in job_features(job)
     )
 
 
-def rule_of(form: str, *, hashed: bool, unsigned: bool) -> Rule:
-    if hashed:
+def rule_of(form: str, feature: Feature, *, unsigned: bool) -> Rule:
+    if feature.hashed and feature.by_value:
+        return "hash by value"
+    if feature.hashed:
         return "hash of text" if format_of(form).text_cells else "hash"
     return "remainder" if form == "criteo-tsv" else "unsigned remainder" if unsigned else "row"
 
@@ -55,11 +59,14 @@ def rows_of(rule: IdRule, num_embeddings: int, ids: Any) -> I64:
     Raises ValueError, with the feature's name.
     """
     values = arrow_of(rule, ids)
-    if rule.rule in ("hash", "hash of text"):
-        if not can_hash(values.type) or (rule.rule == "hash of text" and pa.types.is_integer(values.type)):
-            needed = "text" if rule.rule == "hash of text" else "text or integers"
+    if rule.rule in HASHES:
+        by_value = rule.rule == "hash by value"
+        if not can_hash(values.type, by_value=by_value) or (
+            rule.rule == "hash of text" and pa.types.is_integer(values.type)
+        ):
+            needed = "text" if rule.rule == "hash of text" else "text or numbers" if by_value else "text or integers"
             raise ValueError(f"feature {rule.feature}: ids are {values.type}, but training hashed {needed}")
-        rows: I64 = hashed_rows(values, num_embeddings)
+        rows: I64 = hashed_rows(values, num_embeddings, by_value=by_value)
         return rows
     if rule.rule == "unsigned remainder":
         return unsigned_remainders(rule, num_embeddings, values)
@@ -75,7 +82,7 @@ def arrow_of(rule: IdRule, ids: Any) -> Any:
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"feature {rule.feature}: ids are no array of one type ({error})") from None
     if pa.types.is_null(values.type):
-        return values.cast(pa.string() if rule.rule in ("hash", "hash of text") else pa.int64())
+        return values.cast(pa.string() if rule.rule in HASHES else pa.int64())
     return values
 
 

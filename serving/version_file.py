@@ -38,7 +38,9 @@ FOLDER_NAME = re.compile(r"v([0-9]{12})")
 CURRENT_TEXT = re.compile(r"v([0-9]{12})(?: ([0-9a-f]{16}))?\n")
 CURRENT_BYTES = 64  # more than it ever has
 FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(?:rows|index|safetensors)")
-Rule = Literal["hash", "hash of text", "remainder", "unsigned remainder", "row"]  # `raw_ids.py`
+Rule = Literal[
+    "hash", "hash of text", "hash by value", "remainder", "unsigned remainder", "buckets", "row"
+]  # `raw_ids.py`
 CHECK_BYTES = 4 * 2**20  # of a file, per checksum
 MOST_STACKED = 16  # versions that a reader maps
 

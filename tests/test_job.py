@@ -374,7 +374,8 @@ def keys_of(
             yield Key((*path, field.name), kind, field.type, listed)
         inner = section_in(field.type)
         if inner is not None:
-            yield from keys_of(inner, (*path, field.name, *([0] if get_origin(field.type) is list else [])))
+            among: dict[Any, list[str | int]] = {list: [0], dict: ["label"]}
+            yield from keys_of(inner, (*path, field.name, *among.get(get_origin(field.type), [])))
     if struct.kinds is not None and kind is None:
         for name, own in struct.kinds.registry.items():
             yield from keys_of(own.settings, path, name, struct.__struct_fields__)
@@ -439,7 +440,7 @@ def with_value(path: tuple[str | int, ...], value: Any, kind: str | None = None)
     if kind is not None:
         content[str(path[0])] = {"kind": kind} | KINDS.get(kind, {})
     for name in path[:-1]:
-        target = target[name]  # type: ignore[index]
+        target = target[name] if isinstance(name, int) else target.setdefault(name, {})  # type: ignore[index]
     target[path[-1]] = value  # type: ignore[index]
     return content
 

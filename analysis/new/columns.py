@@ -168,8 +168,8 @@ class Watch:
             tally(self._not_binary, np.isfinite(numbers) & ~np.isin(numbers, (0, 1)))
         else:
             tally(self._not_binary, np.ones(len(own), bool))
-        if can_hash(own.type):
-            texts = value_bytes(own)
+        if can_hash(own.type, by_value=False):
+            texts = value_bytes(own, by_value=False)
             self._distinct.add(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
 
     def _tally(self, values: Any, own: Any, counts: I64, location: Location, to: Exceptions, odd: Bools) -> None:
@@ -411,4 +411,4 @@ def kind_of(kind: Any) -> Kind:
         return "number"
     if pa.types.is_temporal(single):
         return "time"
-    return "text" if can_hash(single) else "other"
+    return "text" if can_hash(single, by_value=False) else "other"

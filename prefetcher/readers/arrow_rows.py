@@ -1,9 +1,6 @@
-"""Decodes typed columns into the checked arrays of a batch, by the roles that the job gives them.
+"""Decodes the columns of an Arrow table into the checked arrays of a batch, by the roles that the job gives them."""
 
-Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under data.columns.hash, or lists of these.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +9,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rowcast.job.formats import Prepare
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.column_roles import Roles
-from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns, offsets_of
-from rowcast.prefetcher.readers.hashed_ids import hashes_of, rows_of_hashes
+from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
+from rowcast.prefetcher.readers.hashed_ids import hashed_rows
 from rowcast.prefetcher.readers.id_check import (
-    EVERY_WIDE,
     LARGEST_ID,
     MISSING,
     Feature,
@@ -26,24 +23,11 @@ from rowcast.prefetcher.readers.id_check import (
     check_dense,
     check_labels,
 )
+from rowcast.prefetcher.readers.prepare import bucket_ids, numbers_of, prepared
 from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.errors import DataError
 
-
-def typed(table: Any, features: Sequence[Feature]) -> Any:
-    """Returns a pyarrow.RecordBatch with hashes in the columns of hashed features, null where an id is missing."""
-    for feature in features:
-        if feature.hashed and feature.name in table.schema.names:
-            at = table.schema.get_field_index(feature.name)
-            table = table.set_column(at, feature.name, with_hashes(table.column(at)))
-    return table
-
-
-def with_hashes(values: Any) -> Any:
-    lengths = bag_lengths(values)
-    if lengths is None:
-        return hashes_of(values)
-    return pa.ListArray.from_arrays(pa.array(offsets_of(lengths), pa.int32()), hashes_of(values.flatten()))
+Rules = Mapping[str, Prepare]  # of columns
 
 
 class RowDecoder:
@@ -56,10 +40,14 @@ class RowDecoder:
 
     def dense(self, table: Any, location: Location) -> Samples:
         roles = self._roles
-        dense = [floats(table[name], name, location) for name in roles.dense]
+        dense = [floats(table[name], self._columns.prepare, name, location) for name in roles.dense]
         return Samples(
             dense=np.concatenate([np.zeros((table.num_rows, 0), np.float32), *dense], axis=1),
-            labels=check_labels([found(table[name]) for name in roles.labels], self._columns, location)
+            labels=check_labels(
+                [prepared(table[name], self._columns.prepare, name, location) for name in roles.labels],
+                self._columns,
+                location,
+            )
             if roles.labels
             else np.full((table.num_rows, *self._columns.label_shape), np.nan, np.float32),
             inputs=dict(self._input(table, name, location) for name in roles.inputs),
@@ -73,7 +61,7 @@ class RowDecoder:
     def _input(self, table: Any, name: str, location: Location) -> tuple[str, npt.NDArray[Any]]:
         """Returns an array for the model with its name."""
         if name in self._checks:
-            column = feature_column(table, self._features[name], location)
+            column = feature_column(table, self._features[name], self._columns.prepare, location)
             bounds, where = np.array([0, len(column.ids)]), lookup_location(column.lengths, location)
             return f"{name}.id", self._checks[name].check(column.ids, bounds, lambda f: where)
         if name not in self._roles.of:
@@ -85,7 +73,7 @@ class RowDecoder:
         )
 
     def ids(self, table: Any, location: Location) -> Lookups:
-        columns = [feature_column(table, feature, location) for feature in self._roles.features]
+        columns = [feature_column(table, feature, self._columns.prepare, location) for feature in self._roles.features]
         joined = join_columns(
             columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features)
         )
@@ -95,26 +83,38 @@ class RowDecoder:
         )
 
 
-def feature_column(table: Any, feature: Feature, location: Location) -> Column:
+def feature_column(table: Any, feature: Feature, rules: Rules, location: Location) -> Column:
     values = table[feature.name]
     lengths = bag_lengths(values)
     single = values if lengths is None else values.flatten()
-    where = lookup_location(lengths, location)
-    ids = rows_of_hashes(single, feature.num_embeddings) if feature.hashed else integers(single, feature, where)
-    return Column(ids=ids, lengths=lengths, weights=feature_weights(table, feature, lengths, location))
+    return Column(
+        ids=feature_ids(single, feature, rules, lookup_location(lengths, location)),
+        lengths=lengths,
+        weights=feature_weights(table, feature, rules, lengths, location),
+    )
 
 
-def feature_weights(table: Any, feature: Feature, lengths: Ids | None, location: Location) -> Floats | None:
+def feature_ids(values: Any, feature: Feature, rules: Rules, location: Location) -> Ids:
+    if feature.hashed:
+        return hashed_rows(values, feature.num_embeddings, by_value=feature.by_value)
+    if feature.name in rules:
+        return bucket_ids(prepared(values, rules, feature.name, location), rules[feature.name].buckets)
+    return integers(values, feature, location)
+
+
+def feature_weights(
+    table: Any, feature: Feature, rules: Rules, lengths: Ids | None, location: Location
+) -> Floats | None:
     """One weight per id, or None for a feature without weights. Raises DataError if their numbers differ."""
     if feature.weights_column is None:
         return None
     values = lookup_values(table, feature.weights_column, feature, lengths, location)
-    return floats(values, feature.weights_column, lookup_location(lengths, location))[:, 0]
+    return floats(values, rules, feature.weights_column, lookup_location(lengths, location))[:, 0]
 
 
-def floats(values: Any, name: str, location: Location) -> Floats:
+def floats(values: Any, rules: Rules, name: str, location: Location) -> Floats:
     """Returns f32 [n, 1]. Raises DataError for a value that is not finite or that fp32 changes."""
-    return check_dense(found(values)[:, np.newaxis], [name], location)
+    return check_dense(prepared(values, rules, name, location)[:, np.newaxis], [name], location)
 
 
 def lookup_values(table: Any, name: str, feature: Feature, lengths: Ids | None, location: Location) -> Any:
@@ -135,17 +135,7 @@ def numbers(values: Any, name: str, location: Location) -> npt.NDArray[Any]:
     if values.null_count and not pa.types.is_floating(values.type):
         at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(f"{location(at)}, column {name}: the value is missing; give missing ones a value of their own")
-    return found(values)
-
-
-def found(values: Any) -> npt.NDArray[Any]:
-    """Returns numbers unchanged: integers with nulls as fp64 with NaN, or as objects if fp64 cannot hold them."""
-    if values.null_count and pa.types.is_integer(values.type):
-        ends = pc.min_max(values).as_py().values()
-        if any(abs(own or 0) >= EVERY_WIDE for own in ends):
-            return np.array(values.to_pylist(), object)
-    array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return array
+    return numbers_of(values)
 
 
 def counts_of(lengths: Ids | None, num_samples: int) -> Ids:

@@ -1,59 +1,69 @@
-"""Hashes strings and integers to rows of a table, for data.columns.hash.
+"""Hashes strings and numbers to rows of a table, for data.columns.hash.
 
-missing   null                      row 0, which no value gets
-value     hash: xxh3_64(bytes)      row 1 + hash % (num_embeddings - 1)
+missing   row 0, which no value gets
+value     row 1 + xxh3_64(bytes) % (num_embeddings - 1)      bytes: a string's UTF-8, an integer's int64, little-endian
 
-bytes: a string's UTF-8, an integer's int64, little-endian. Readers keep hashes; rows are made of them batch by batch.
+With data.columns.hash_by_value, text and floats that are a whole number have the bytes of this integer, other floats
+and booleans those of their text in Python.
 """
 
+import re
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from rowcast.prefetcher.readers.columns import Ids
 
-
-def hashed_rows(values: Any, num_embeddings: int) -> Ids:
-    """Returns the rows of a pyarrow array of strings, binaries or integers."""
-    return rows_of_hashes(hashes_of(values), num_embeddings)
+WHOLE = re.compile(rb"\s*(-?(?:0|[1-9][0-9]*))(?:\.0*)?\s*")
 
 
-def hashes_of(values: Any) -> Any:
-    """Returns uint64 hashes, null where a value is, of a pyarrow array of strings, binaries or integers."""
-    encoded = values
-    if pa.types.is_dictionary(values.type) and (values.dictionary.null_count or len(values.dictionary) > len(values)):
-        encoded = values.dictionary_decode()
-    if not pa.types.is_dictionary(encoded.type):
-        encoded = encoded.dictionary_encode()
-    texts = value_bytes(encoded.dictionary)
+def hashed_rows(values: Any, num_embeddings: int, *, by_value: bool) -> Ids:
+    return rows_of(hashes_of(values, by_value=by_value), num_embeddings)
+
+
+def hashes_of(values: Any, *, by_value: bool) -> Any:
+    """Returns a pyarrow array u64 [n], null where a value is missing. `values`: a pyarrow array that `can_hash`."""
+    plain = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+    if pa.types.is_floating(plain.type):
+        plain = pc.if_else(pc.is_nan(plain), None, plain)
+    encoded = plain.dictionary_encode()
+    texts = value_bytes(encoded.dictionary, by_value=by_value)
     hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
     return pa.array(hashes).take(encoded.indices)
 
 
-def rows_of_hashes(hashes: Any, num_embeddings: int) -> Ids:
-    """Returns the rows of uint64 hashes. A table of one row has only row 0."""
+def rows_of(hashes: Any, num_embeddings: int) -> Ids:
+    """Returns i64 [n] of u64 [n]. A table of one row has only row 0."""
     if num_embeddings == 1:
         return np.zeros(len(hashes), np.int64)
-    number = np.uint64(num_embeddings - 1)
-    plain = (hashes.fill_null(0) if hashes.null_count else hashes).to_numpy()
-    rows: Ids = (plain - plain // number * number).view(np.int64) + 1  # numpy vectorizes division, not the remainder
+    rows: Ids = (hashes.fill_null(0).to_numpy() % np.uint64(num_embeddings - 1)).astype(np.int64) + 1
     if hashes.null_count:
         rows[hashes.is_null().to_numpy(zero_copy_only=False)] = 0
     return rows
 
 
-def value_bytes(values: Any) -> list[bytes]:
+def value_bytes(values: Any, *, by_value: bool) -> list[bytes]:
     if pa.types.is_integer(values.type):
         wide = values.to_numpy(zero_copy_only=False).astype("<i8")  # uint64 keeps its bits
         own: list[bytes] = wide.view("V8").tolist()
         return own
+    if pa.types.is_floating(values.type) or pa.types.is_boolean(values.type):
+        return [by_its_value(str(number).encode()) for number in values.to_numpy(zero_copy_only=False)]
     texts: list[bytes] = values.cast(pa.large_binary()).to_numpy(zero_copy_only=False).tolist()
-    return texts
+    return [by_its_value(text) for text in texts] if by_value else texts
 
 
-def can_hash(kind: Any) -> bool:
+def by_its_value(text: bytes) -> bytes:
+    """Returns the bytes of an integer of 64 bits if the text is one, such as 35 and 35.0; other text unchanged."""
+    found = WHOLE.fullmatch(text)
+    number = int(found[1]) if found else 2**64
+    return (number % 2**64).to_bytes(8, "little") if -(2**63) <= number < 2**64 else text
+
+
+def can_hash(kind: Any, *, by_value: bool) -> bool:
     own = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = (
         pa.types.is_integer,
@@ -64,5 +74,6 @@ def can_hash(kind: Any) -> bool:
         pa.types.is_large_binary,
         pa.types.is_binary_view,
         pa.types.is_fixed_size_binary,
+        *((pa.types.is_floating, pa.types.is_boolean) if by_value else ()),
     )
     return any(test(own) for test in tests)

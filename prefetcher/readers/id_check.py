@@ -32,6 +32,7 @@ class Feature:
     num_embeddings: int
     weights_column: str | None  # data.columns.weights
     hashed: bool  # data.columns.hash
+    by_value: bool  # data.columns.hash_by_value
 
 
 def row_location(path: Path, rows: Ids) -> Location:
@@ -47,6 +48,7 @@ def job_features(job: Job) -> list[Feature]:
             num_embeddings=table.num_embeddings,
             weights_column=columns.weights.get(name),
             hashed=columns.is_hashed(name),
+            by_value=columns.hash_by_value,
         )
         for table in job.tables
         for name in table.features
@@ -177,7 +179,7 @@ def check_dense(given: Array, names: Sequence[str], location: Location) -> Float
         row, column = divmod(int(np.argmin(finite)), dense.shape[1])
         raise DataError(
             f"{location(row)}, column {names[column]}: value {dense[row, column]} is not finite in fp32; "
-            "replace missing values before training"
+            f"replace missing values before training, for example by data.columns.prepare.{names[column]}.fill"
         )
     return dense
 

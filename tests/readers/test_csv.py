@@ -138,7 +138,12 @@ QUOTED = ": a quoted field continues in the next line; remove line breaks within
         (4, "2,1.5,2,5,1", ", column label: label 2.0 is not 0 or 1"),
         (4, ",1.5,2,5,1", ", column label: the cell is empty; it must be 0 or 1"),
         (4, "1,n/a,2,5,1", ", column int_0: 'n/a' is not a number"),
-        (4, "1,,2,5,1", ", column int_0: value nan is not finite in fp32; replace missing values before training"),
+        (
+            4,
+            "1,,2,5,1",
+            ", column int_0: value nan is not finite in fp32; replace missing values before training, for example by "
+            "data.columns.prepare.int_0.fill",
+        ),
         (4, "1,1e39,2,5,1", f", column int_0: value 1e+39 is inf in fp32; {CHANGED}, which keeps its dtype"),
         (4, "1,1.5,bob,5,1", f", column a: 'bob' {NO_INTEGER}"),
         (4, "1,1.5,2.0,5,1", f", column a: '2.0' {NO_INTEGER}"),

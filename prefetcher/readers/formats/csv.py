@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, typed
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
@@ -39,6 +39,7 @@ from rowcast.prefetcher.readers.formats.csv_line import (
 )
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.line_index import lines_folder
+from rowcast.prefetcher.readers.prepare import AS_IT_IS
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, first_lines
 from rowcast.protocol.batch import Batch
@@ -78,7 +79,7 @@ class CsvRows:
         self.layout = CsvLayout(
             header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
         )
-        self.dense_names, self.features, self.decoder = roles.dense, roles.features, RowDecoder(job, roles, ids)
+        self.dense_names, self.decoder = roles.dense, RowDecoder(job, roles, ids)
         self.index = TextIndex(self.paths, lines_folder(job))
         self.bounds = cumulative(rows_of_files(self.index, self.paths))
 
@@ -107,8 +108,7 @@ class CsvCursor(TextCursor):
         span = range(own.line(within.start), own.line(within.stop - 1) + 1)
         blocks = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
         decoded = [decode(self.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks]
-        [whole] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
-        table = typed(whole, own.features)
+        [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
         dense, ids = own.decoder.dense(table, self._location(lines)), own.decoder.ids(table, self._location(lines))
         return Batch.of(ids, dense)
 
@@ -169,13 +169,16 @@ def split_cells(texts: Any, cell: Cell) -> Any:
 
 
 def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
-    cells: dict[str, Cell] = {}
+    columns, cells = job.data.columns, dict[str, Cell]()
     for name in (*roles.labels, *roles.dense):
-        kind: CellKind = "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
-        cells[name] = Cell(kind=kind, required=name in roles.labels and not job.data.columns.labels)
+        rule = columns.prepare.get(name, AS_IT_IS)
+        kind: CellKind = "text" if rule.map else "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
+        is_needed = name in roles.labels and not columns.labels and rule.fill is None
+        cells[name] = Cell(kind=kind, required=is_needed)
     for feature in roles.features:
-        separator = job.data.columns.lists.get(feature.name)
-        cells[feature.name] = Cell(kind="text" if feature.hashed else "integer", separator=separator)
+        separator, rule = columns.lists.get(feature.name), columns.prepare.get(feature.name, AS_IT_IS)
+        kind = "text" if feature.hashed or rule.map else "number" if rule.buckets else "integer"
+        cells[feature.name] = Cell(kind=kind, separator=separator)
         if feature.weights_column is not None:
             cells[feature.weights_column] = Cell(kind="number", separator=separator)
     for name in roles.inputs:

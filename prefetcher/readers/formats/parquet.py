@@ -13,12 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder, Rules, is_list
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import IdCheck, row_location
+from rowcast.prefetcher.readers.prepare import AS_IT_IS
 from rowcast.prefetcher.readers.reader import Columns, Part, decode_part
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
@@ -44,7 +45,7 @@ class ParquetRows:
         )
         for path, schema in zip(self.paths, self.files.schemas, strict=True):
             require_columns(job, self.roles, path, schema.names)
-            check_types(self.roles, path, schema)
+            check_types(self.roles, job.data.columns.prepare, path, schema)
         self.decoder = RowDecoder(job, self.roles, ids)
 
     @property
@@ -62,7 +63,7 @@ class ParquetRows:
 class ParquetCursor:
     def __init__(self, rows: ParquetRows) -> None:
         self._rows = rows
-        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.part), rows.roles.features)
+        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.part))
 
     def close(self) -> None:
         self._arrow.close()
@@ -83,13 +84,16 @@ class ParquetCursor:
         )
 
 
-def check_types(roles: Roles, path: Path, schema: Any) -> None:
+def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:
     """Raises DataError for a column of a type that its role does not allow."""
     for feature in roles.features:
         kind = schema.field(feature.name).type
         single = kind.value_type if is_list(kind) else kind
-        if not pa.types.is_integer(single) and not (feature.hashed and can_hash(single)):
-            remedy = "; set data.columns.hash = true to use strings as ids" if can_hash(single) else ""
+        may_be_hashed = can_hash(single, by_value=feature.by_value)
+        if feature.name in rules:
+            require_numbers(rules, path, feature.name, single)
+        elif not pa.types.is_integer(single) and not (feature.hashed and may_be_hashed):
+            remedy = "; set data.columns.hash = true to use strings as ids" if may_be_hashed else ""
             raise DataError(
                 f"{path}, column {feature.name}: the type is {kind}; it must be integers or lists of integers{remedy}"
             )
@@ -101,8 +105,13 @@ def check_types(roles: Roles, path: Path, schema: Any) -> None:
                 f"{path}, column {name}: the type is {kind}, and lists belong to the look-ups of a feature; set "
                 f'data.of.{name} = "FEATURE"'
             )
-        if not is_number(kind.value_type if is_list(kind) and (name in roles.weights or name in roles.of) else kind):
-            raise DataError(f"{path}, column {name}: the type is {kind}; it must be numbers")
+        has_lists = is_list(kind) and (name in roles.weights or name in roles.of)
+        require_numbers(rules, path, name, kind.value_type if has_lists else kind)
+
+
+def require_numbers(rules: Rules, path: Path, name: str, kind: Any) -> None:
+    if not is_number(kind) and not (rules.get(name, AS_IT_IS).map and can_hash(kind, by_value=True)):
+        raise DataError(f"{path}, column {name}: the type is {kind}; it must be numbers")
 
 
 def is_number(kind: Any) -> bool:
