@@ -1,6 +1,9 @@
-"""Decodes the columns of an Arrow table into the checked arrays of a batch, by the roles that the job gives them."""
+"""Decodes typed columns into the checked arrays of a batch, by the roles that the job gives them.
 
-from collections.abc import Mapping
+Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under data.columns.hash, or lists of these.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +15,8 @@ import pyarrow.compute as pc
 from rowcast.job.formats import Prepare
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.column_roles import Roles
-from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns
-from rowcast.prefetcher.readers.hashed_ids import hashed_rows
+from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns, offsets_of
+from rowcast.prefetcher.readers.hashed_ids import hashes_of, rows_of_hashes
 from rowcast.prefetcher.readers.id_check import (
     LARGEST_ID,
     MISSING,
@@ -28,6 +31,24 @@ from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.errors import DataError
 
 Rules = Mapping[str, Prepare]  # of columns
+
+
+def typed(table: Any, features: Sequence[Feature]) -> Any:
+    """Returns a pyarrow.RecordBatch with hashes in the columns of hashed features, null where an id is missing."""
+    for feature in features:
+        if feature.hashed and feature.name in table.schema.names:
+            at = table.schema.get_field_index(feature.name)
+            table = table.set_column(at, feature.name, with_hashes(table.column(at), by_value=feature.by_value))
+    return table
+
+
+def with_hashes(values: Any, *, by_value: bool) -> Any:
+    lengths = bag_lengths(values)
+    if lengths is None:
+        return hashes_of(values, by_value=by_value)
+    return pa.ListArray.from_arrays(
+        pa.array(offsets_of(lengths), pa.int32()), hashes_of(values.flatten(), by_value=by_value)
+    )
 
 
 class RowDecoder:
@@ -96,7 +117,7 @@ def feature_column(table: Any, feature: Feature, rules: Rules, location: Locatio
 
 def feature_ids(values: Any, feature: Feature, rules: Rules, location: Location) -> Ids:
     if feature.hashed:
-        return hashed_rows(values, feature.num_embeddings, by_value=feature.by_value)
+        return rows_of_hashes(values, feature.num_embeddings)
     if feature.name in rules:
         return bucket_ids(prepared(values, rules, feature.name, location), rules[feature.name].buckets)
     return integers(values, feature, location)

@@ -1,8 +1,9 @@
 """Hashes strings and numbers to rows of a table, for data.columns.hash.
 
-missing   row 0, which no value gets
-value     row 1 + xxh3_64(bytes) % (num_embeddings - 1)      bytes: a string's UTF-8, an integer's int64, little-endian
+missing   null                      row 0, which no value gets
+value     hash: xxh3_64(bytes)      row 1 + hash % (num_embeddings - 1)
 
+bytes: a string's UTF-8, an integer's int64, little-endian. Readers keep hashes; rows are made of them batch by batch.
 With data.columns.hash_by_value, text and floats that are a whole number have the bytes of this integer, other floats
 and booleans those of their text in Python.
 """
@@ -21,25 +22,31 @@ WHOLE = re.compile(rb"\s*(-?(?:0|[1-9][0-9]*))(?:\.0*)?\s*")
 
 
 def hashed_rows(values: Any, num_embeddings: int, *, by_value: bool) -> Ids:
-    return rows_of(hashes_of(values, by_value=by_value), num_embeddings)
+    """Returns the rows of a pyarrow array that `can_hash`."""
+    return rows_of_hashes(hashes_of(values, by_value=by_value), num_embeddings)
 
 
 def hashes_of(values: Any, *, by_value: bool) -> Any:
-    """Returns a pyarrow array u64 [n], null where a value is missing. `values`: a pyarrow array that `can_hash`."""
-    plain = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
-    if pa.types.is_floating(plain.type):
-        plain = pc.if_else(pc.is_nan(plain), None, plain)
-    encoded = plain.dictionary_encode()
+    """Returns uint64 hashes, null where a value is, of a pyarrow array that `can_hash`."""
+    encoded = values
+    if pa.types.is_dictionary(values.type) and (values.dictionary.null_count or len(values.dictionary) > len(values)):
+        encoded = values.dictionary_decode()
+    if pa.types.is_floating(encoded.type):
+        encoded = pc.if_else(pc.is_nan(encoded), None, encoded)
+    if not pa.types.is_dictionary(encoded.type):
+        encoded = encoded.dictionary_encode()
     texts = value_bytes(encoded.dictionary, by_value=by_value)
     hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
     return pa.array(hashes).take(encoded.indices)
 
 
-def rows_of(hashes: Any, num_embeddings: int) -> Ids:
-    """Returns i64 [n] of u64 [n]. A table of one row has only row 0."""
+def rows_of_hashes(hashes: Any, num_embeddings: int) -> Ids:
+    """Returns the rows of uint64 hashes. A table of one row has only row 0."""
     if num_embeddings == 1:
         return np.zeros(len(hashes), np.int64)
-    rows: Ids = (hashes.fill_null(0).to_numpy() % np.uint64(num_embeddings - 1)).astype(np.int64) + 1
+    number = np.uint64(num_embeddings - 1)
+    plain = (hashes.fill_null(0) if hashes.null_count else hashes).to_numpy()
+    rows: Ids = (plain - plain // number * number).view(np.int64) + 1  # numpy vectorizes division, not the remainder
     if hashes.null_count:
         rows[hashes.is_null().to_numpy(zero_copy_only=False)] = 0
     return rows

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder, typed
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
@@ -79,7 +79,7 @@ class CsvRows:
         self.layout = CsvLayout(
             header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
         )
-        self.dense_names, self.decoder = roles.dense, RowDecoder(job, roles, ids)
+        self.dense_names, self.features, self.decoder = roles.dense, roles.features, RowDecoder(job, roles, ids)
         self.index = TextIndex(self.paths, lines_folder(job))
         self.bounds = cumulative(rows_of_files(self.index, self.paths))
 
@@ -108,7 +108,8 @@ class CsvCursor(TextCursor):
         span = range(own.line(within.start), own.line(within.stop - 1) + 1)
         blocks = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
         decoded = [decode(self.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks]
-        [table] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
+        [whole] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
+        table = typed(whole, own.features)
         dense, ids = own.decoder.dense(table, self._location(lines)), own.decoder.ids(table, self._location(lines))
         return Batch.of(ids, dense)
 

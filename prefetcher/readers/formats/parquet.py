@@ -63,7 +63,7 @@ class ParquetRows:
 class ParquetCursor:
     def __init__(self, rows: ParquetRows) -> None:
         self._rows = rows
-        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.part))
+        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.part), rows.roles.features)
 
     def close(self) -> None:
         self._arrow.close()

@@ -9,7 +9,7 @@ needs rows of a group decompresses all its requested columns.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet as pq
 
+from rowcast.prefetcher.readers.arrow_rows import typed
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
+from rowcast.prefetcher.readers.id_check import Feature
 from rowcast.runtime.errors import DataError
 
 RECORD_BATCH_ROWS = 32768  # read at once, at most
@@ -60,10 +62,10 @@ class RecordBatch(NamedTuple):
 
 
 class ArrowCursor:
-    """Reads the given columns; holds one file open and the record batches of the last `hold`."""
+    """Reads the given columns, typed; holds one file open and the record batches of the last `hold`."""
 
-    def __init__(self, files: ParquetFiles, columns: list[str]) -> None:
-        self._files, self._columns = files, columns
+    def __init__(self, files: ParquetFiles, columns: list[str], features: Sequence[Feature]) -> None:
+        self._files, self._columns, self._features = files, columns, features
         self._file: pq.ParquetFile | None = None
         self._group: RowGroup | None = None  # of the open file
         self._batches: Iterator[Any] = iter(())  # of the group
@@ -119,7 +121,7 @@ class ArrowCursor:
             for content in self._batches:
                 start, self._next_row = self._next_row, self._next_row + content.num_rows
                 if row < self._next_row:
-                    return RecordBatch(group.file, start, content)
+                    return RecordBatch(group.file, start, typed(content, self._features))
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path}: the Parquet file is damaged ({first_line(error)}); write it again") from None
         raise DataError(f"{path}: row group {group.number} ends before its last row; write the file again")
