@@ -58,6 +58,10 @@ class Model:
         """As `Snapshot.bags`, of the present version."""
         return self._now.bags(feature, ids, offsets, weights)
 
+    def dense_features(self, columns: Mapping[str, Any]) -> F32:
+        """As `Snapshot.dense_features`, of the present version."""
+        return self._now.dense_features(columns)
+
     def dense(self) -> dict[str, Any]:
         """As `Snapshot.dense`, of the present version."""
         return self._now.dense()

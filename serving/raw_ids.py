@@ -5,6 +5,7 @@ hash of text         the same, but CSV has no integers there
 hash by value        text, integers, floats and booleans: the same with data.columns.hash_by_value
 remainder            of Criteo's hashes, 0 to 2**32 - 1, by num_embeddings; missing: row 0
 unsigned remainder   the same of all bits of an integer, as in npy files
+buckets              of numbers, prepared as in training: `readers/prepare.py`
 row                  the id is the row; data.on_invalid_id decides about others and missing ones
 """
 
@@ -12,13 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.hashed_ids import can_hash, hashed_rows
 from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, Feature, job_features
+from rowcast.prefetcher.readers.prepare import Rules, bucket_ids, prepared
 from rowcast.runtime.arrays import I64
+from rowcast.runtime.errors import DataError
 from rowcast.serving import index_loops
 from rowcast.serving.version_file import IdRule, Rule
 
@@ -33,7 +37,9 @@ def id_rules(job: Job) -> tuple[IdRule, ...]:
         IdRule(
             feature=feature.name,
             table=feature.table,
-            rule=rule_of(data.format, feature, unsigned=data.hash),
+            rule="buckets"
+            if feature.name in data.columns.prepare
+            else rule_of(data.format, feature, unsigned=data.hash),
             on_invalid=data.on_invalid_id,
         )
         for feature in job_features(job)
@@ -53,12 +59,14 @@ def divided_by(rule: IdRule) -> int:
     return DIVISIONS.get(rule.rule, index_loops.AS_IS)
 
 
-def rows_of(rule: IdRule, num_embeddings: int, ids: Any) -> I64:
+def rows_of(rule: IdRule, num_embeddings: int, ids: Any, prepare: Rules) -> I64:
     """Returns rows i64 [n]. `ids`: a numpy or pyarrow array, or a list; None, null and -2**63 are missing.
 
     Raises ValueError, with the feature's name.
     """
     values = arrow_of(rule, ids)
+    if rule.rule == "buckets":
+        return bucket_ids(prepared_numbers(values, prepare, rule.feature), prepare[rule.feature].buckets)
     if rule.rule in HASHES:
         by_value = rule.rule == "hash by value"
         if not can_hash(values.type, by_value=by_value) or (
@@ -72,6 +80,15 @@ def rows_of(rule: IdRule, num_embeddings: int, ids: Any) -> I64:
         return unsigned_remainders(rule, num_embeddings, values)
     found = integers(rule, values)
     return remainders(rule, num_embeddings, found) if rule.rule == "remainder" else checked(rule, num_embeddings, found)
+
+
+def prepared_numbers(values: Any, prepare: Rules, name: str) -> npt.NDArray[Any]:
+    """Returns numbers [n], prepared as in training. `values`: as for `pa.array`. Raises ValueError with the name."""
+    try:
+        given = values if isinstance(values, pa.Array) else pa.array(values)
+        return prepared(given, prepare, name, lambda i: f"value {i}")
+    except (pa.ArrowException, DataError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def arrow_of(rule: IdRule, ids: Any) -> Any:

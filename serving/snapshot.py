@@ -16,7 +16,14 @@ from safetensors.numpy import load
 from rowcast.job.file import parse_manifest_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec
-from rowcast.prefetcher.readers.id_check import check_dense, check_offsets, lookup_location, require_weights
+from rowcast.prefetcher.readers.id_check import (
+    check_dense,
+    check_offsets,
+    dense_names,
+    lookup_location,
+    require_weights,
+)
+from rowcast.prefetcher.readers.prepare import Rules
 from rowcast.prefetcher.stores.elements import rounded, widened
 from rowcast.prefetcher.stores.first_values import table_initializer
 from rowcast.prefetcher.stores.store import ABSENT
@@ -39,7 +46,7 @@ from rowcast.serving.index_loops import (
     touch,
     words_of,
 )
-from rowcast.serving.raw_ids import divided_by, rows_of
+from rowcast.serving.raw_ids import divided_by, prepared_numbers, rows_of
 from rowcast.serving.row_layout import row_layout
 from rowcast.serving.version_file import (
     CHECK_BYTES,
@@ -208,9 +215,10 @@ class Feature:
     number: int  # of the version's features
     division: int  # `divided_by`
     is_weighted: bool  # whether training multiplied its rows by weights
+    prepare: Rules
 
     def rows(self, ids: Any) -> I64:
-        return rows_of(self.rule, self.view.table.num_embeddings, ids)
+        return rows_of(self.rule, self.view.table.num_embeddings, ids, self.prepare)
 
 
 def looked_up(features: list[Feature], given: list[I64], rules: list[int], words: U64, counts: Counts) -> list[F32]:
@@ -251,7 +259,7 @@ class Snapshot:
         """`versions`: newest first, the last is whole."""
         self.version = versions[0].file
         self.versions = versions
-        self._counts = counts
+        self._counts, self._prepare = counts, job.prepare
         self.tables = {table.name: TableView(table, job.seed, versions) for table in job.tables}
         self._features = {
             rule.feature: Feature(
@@ -260,6 +268,7 @@ class Snapshot:
                 number=number,
                 division=divided_by(rule),
                 is_weighted=rule.feature in job.weighted,
+                prepare=job.prepare,
             )
             for number, rule in enumerate(self.version.ids)
         }
@@ -328,6 +337,20 @@ class Snapshot:
         out = np.empty((len(bounds) - 1, found.shape[1]), np.float32)
         pool(found, bounds, own, view.table.pooling == "mean", out)
         return out
+
+    def dense_features(self, columns: Mapping[str, Any]) -> F32:
+        """Returns n samples' dense features in the model's order, f32 [n, num_dense], prepared as in training.
+
+        `columns`: n numbers, or texts that the job maps, for each column of data.columns.dense, as in the training
+        data; None or NaN is missing. Raises KeyError for a column that is not given, ValueError for a value that
+        training would have refused.
+        """
+        names = self.job.data.columns.dense or dense_names(self.version.num_dense)
+        own = [prepared_numbers(columns[name], self._prepare, name) for name in names]
+        try:
+            return check_dense(np.stack(own, axis=1), names, lambda i: f"sample {i}")
+        except (DataError, ValueError) as error:
+            raise ValueError(str(error)) from None
 
     def dense(self) -> dict[str, Any]:
         """Returns the dense weights of the same step under the model's names, as numpy arrays. Do not change them."""

@@ -23,9 +23,10 @@ import xxhash
 
 from rowcast.job.checks import check_tables
 from rowcast.job.embedding_tables import Table
-from rowcast.job.formats import Columns
+from rowcast.job.formats import Columns, Prepare
 from rowcast.job.schema import JobSection
 from rowcast.job.tables import TableSpec, specs_of
+from rowcast.prefetcher.readers.prepare import Rules
 from rowcast.runtime.checkpoint_manifest import CHECKSUM, Position, check_position
 from rowcast.runtime.disk import Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError
@@ -242,6 +243,7 @@ class ServedJob:
     seed: int
     tables: tuple[TableSpec, ...]
     weighted: frozenset[str]  # features that were trained with weights
+    prepare: Rules  # of columns
 
 
 class ServedTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -252,9 +254,14 @@ def served_job(content: dict[str, Any]) -> ServedJob:
     """Raises ValueError."""
     try:
         tables: list[Table] = [*msgspec.convert(content["tables"], tuple[ServedTable, ...])]
-        columns = Columns(weights=content["data"]["columns"]["weights"])
+        given = content["data"]["columns"]
+        prepare = msgspec.convert(
+            given.get("prepare", {}), dict[str, Prepare]
+        )  # versions of an earlier rowcast have none
+        columns = Columns(weights=given["weights"])
         check_tables(tables, columns)
         seed = JobSection(seed=content["job"]["seed"], run_dir="any").seed
     except (LookupError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"not a job ({type(error).__name__}: {error})") from None
-    return ServedJob(seed=seed, tables=specs_of(tables, frozenset()), weighted=frozenset(columns.weights))
+    tables_of = specs_of(tables, frozenset())
+    return ServedJob(seed=seed, tables=tables_of, weighted=frozenset(columns.weights), prepare=prepare)

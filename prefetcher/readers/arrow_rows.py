@@ -3,7 +3,7 @@
 Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under data.columns.hash, or lists of these.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rowcast.job.formats import Prepare
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns, offsets_of
@@ -26,11 +25,9 @@ from rowcast.prefetcher.readers.id_check import (
     check_dense,
     check_labels,
 )
-from rowcast.prefetcher.readers.prepare import bucket_ids, numbers_of, prepared
+from rowcast.prefetcher.readers.prepare import Rules, bucket_ids, numbers_of, prepared
 from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.errors import DataError
-
-Rules = Mapping[str, Prepare]  # of columns
 
 
 def typed(table: Any, features: Sequence[Feature]) -> Any:

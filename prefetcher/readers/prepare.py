@@ -21,9 +21,10 @@ from rowcast.runtime.arrays import F64
 from rowcast.runtime.errors import DataError
 
 AS_IT_IS = Prepare()
+Rules = Mapping[str, Prepare]  # of columns
 
 
-def prepared(values: Any, rules: Mapping[str, Prepare], name: str, location: Location) -> npt.NDArray[Any]:
+def prepared(values: Any, rules: Rules, name: str, location: Location) -> npt.NDArray[Any]:
     """Returns numbers [n] of a pyarrow array [n]. Raises DataError for a value that the column's rule cannot take."""
     rule = rules.get(name, AS_IT_IS)
     own = mapped(values, rule.map, name, location) if rule.map else numbers_of(values)

@@ -62,12 +62,32 @@ def hashed(text: bytes) -> int:
             pa.array([2**64 - 1, 7], pa.uint64()),
             [hashed(b"\xff" * 8), hashed(b"\7" + b"\0" * 7)],
         ),
+        *(
+            (
+                job_of(form, columns={"hash": True, "hash_by_value": True}),
+                ids,
+                [hashed(b"\7" + b"\0" * 7), hashed(b"a"), 0],
+            )
+            for form in ("csv", "parquet")
+            for ids in (["7", "a", None], ["7.0", "a", None])
+        ),
+        (job_of("csv", columns={"hash": True, "hash_by_value": True}), [7.0, np.nan], [hashed(b"\7" + b"\0" * 7), 0]),
+        (
+            job_of("csv", columns={"prepare": {"cat_0": {"map": {"x": 5, "y": -1}, "buckets": [0, 5, 9]}}}),
+            ["x", None, "y"],
+            [3, 0, 1],
+        ),
+        (
+            job_of("parquet", columns={"prepare": {"cat_0": {"buckets": [0, 5]}}}),
+            [-1, 0, 4.5, 5, None],
+            [1, 2, 2, 3, 0],
+        ),
         (job_of("synthetic"), [], []),
     ],
 )
 def test_raw_ids_become_rows_by_the_rule_of_training(job: Job, ids: Any, rows: list[int]) -> None:
     [rule] = id_rules(job)
-    assert rows_of(rule, 10, ids).tolist() == rows
+    assert rows_of(rule, 10, ids, job.data.columns.prepare).tolist() == rows
 
 
 @pytest.mark.parametrize(
@@ -79,6 +99,7 @@ def test_raw_ids_become_rows_by_the_rule_of_training(job: Job, ids: Any, rows: l
         (job_of("parquet"), [None], "missing"),
         (job_of("parquet"), [1.5], "double"),
         (job_of("csv", columns={"hash": True}), [1], "int64"),
+        (job_of("csv", columns={"prepare": {"cat_0": {"map": {"x": 5}, "buckets": [0]}}}), ["x", "z"], "z"),
         *((job_of("parquet", columns={"hash": True}), one, type(one).__name__) for one in ("u17", b"u17", {"u17": 1})),
         (job_of("parquet", columns={"hash": True}), 17, "int"),
     ],
@@ -86,7 +107,23 @@ def test_raw_ids_become_rows_by_the_rule_of_training(job: Job, ids: Any, rows: l
 def test_ids_that_training_would_have_refused_are_refused(job: Job, ids: Any, named: Any) -> None:
     [rule] = id_rules(job)
     with pytest.raises(ValueError, match=facts("cat_0", named)):
-        rows_of(rule, 10, ids)
+        rows_of(rule, 10, ids, job.data.columns.prepare)
+
+
+def test_dense_features_are_prepared_as_in_training(tmp_path: Path) -> None:
+    prepare = {"price": {"fill": 1, "log1p": True}, "side": {"map": {"left": -1}}, "year": {"standardize": [1990, 10]}}
+    columns = {"dense": ["price", "side", "year"], "prepare": prepare}
+    run = ServedRun(serving_job(tmp_path / "run", format="parquet", path="x", columns=columns, synthetic=None))
+    run.checkpoint()
+    publish(run, tmp_path / "served")
+    model, given = Model(tmp_path / "served"), {"year": [2000, 1985], "price": [None, 0.5], "side": ["left", "left"]}
+    expected = np.array([[np.log1p(1), -1, 1], [np.log1p(0.5), -1, -0.5]], np.float32)
+    assert model.dense_features(given).tobytes() == expected.tobytes()
+    for changed, named in (({"side": ["up", "left"]}, "up"), ({"price": [-2, 0]}, "-2"), ({"year": [None, 1]}, "nan")):
+        with pytest.raises(ValueError, match=facts(*changed, named)):
+            model.dense_features(given | changed)
+    with pytest.raises(KeyError, match="year"):
+        model.dense_features({"price": [1], "side": ["left"]})
 
 
 @pytest.mark.parametrize("feature", ["user", "item", "weighed"])

@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, Rules, is_list
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
 from rowcast.prefetcher.readers.id_check import IdCheck, row_location
-from rowcast.prefetcher.readers.prepare import AS_IT_IS
+from rowcast.prefetcher.readers.prepare import AS_IT_IS, Rules
 from rowcast.prefetcher.readers.reader import Columns, Part, decode_part
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
