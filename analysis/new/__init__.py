@@ -1,1 +1,1 @@
-"""Implements `prefetcher new`, which writes a job file for data."""
+"""Implements `rowcast new`, which writes a job file for data."""

@@ -1,52 +1,46 @@
-"""Looks at every row of files of CSV and Parquet: what each column holds, its exceptions, range and distinct values.
+"""What each column of a file holds: kinds of values, exceptions with their places, range, distinct values.
 
-Memory does not grow with the data: a share of the values' hashes is kept, and halved whenever there are too many.
-Errors are those of a run.
+Every value is looked at as the text that CSV has for it, and whole numbers by their value, so a frame has one set of
+facts in all formats: integers with empty cells, with nulls, and pandas' 35.0 beside NaN are whole numbers with missing
+values. Memory does not grow with the data: of distinct values a share of the hashes is kept, and of rows a sample.
 """
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import xxhash
 
-from rowcast.analysis.progress import AnalysisProgress, Tick
-from rowcast.job.formats import FORMATS
 from rowcast.prefetcher.readers.arrow_rows import bag_lengths, is_list, lookup_location
-from rowcast.prefetcher.readers.column_roles import require_single
-from rowcast.prefetcher.readers.data_files import data_files, is_gzip
-from rowcast.prefetcher.readers.formats.csv import CsvLayout, beginning, decode, split_cells
+from rowcast.prefetcher.readers.formats.csv import split_cells
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell
-from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
-from rowcast.prefetcher.readers.hashed_ids import can_hash, value_bytes
 from rowcast.prefetcher.readers.id_check import Location
-from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, first_lines, open_text, whole_lines
 from rowcast.runtime.arrays import F64, I64, U64, Bools
-from rowcast.runtime.errors import ConfigError, DataError
 
 Kind = Literal["integer", "number", "time", "text", "other"]
-Hashes = U64
-TEXT = "text"  # the type of every column of CSV
-DELIMITERS = (",", ";", "\t", "|")
-LIST_SEPARATOR = "|"
-PARQUET_ROWS = 65536  # read together
 MOST_HASHES = 2**18  # kept per column
+MOST_SAMPLED = 2**16  # rows of a sample; between half as many and all
+MOST_VALUES = 64  # of which a label can be made
 FEW = 0.1  # this share of a column's cells or less are exceptions to the kind of the others
 PADDED = r"^\s*-?0\d+\s*$"  # zip codes and other numbers that are never added
 INTEGER, NUMBER = r"^\s*-?\d+\s*$", r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+WHOLE = r"^\s*(-?(?:0|[1-9][0-9]*))\.0*\s*$"  # 35.0, but not 00501
 # other cells in a column of numbers: none there, or with a comma or a unit
 NO_NUMBER = (
     r"^(?i:\s*([-+]?(nan|inf|infinity)|null|none|na|n/a|#n/a|\\n|-|\?)\s*"
     r"|[^\w.,#]{0,4}-?\d+([., ']\d{3})*([.,]\d+)?[^\w.,#]{0,4})$"
 )
-TIME = r"^(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})([ T].*)?$"
+MONTH = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
+TIME = (
+    r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})|\d{1,2}:\d{2}(:\d{2})?"
+    rf"|(\w{{3}}, )?\d{{1,2}}[- ]{MONTH}[- ,]+\d{{2,4}}|{MONTH} \d{{1,2}},? \d{{4}})([ T].*)?$"
+)
+BRACKETS = "[]"  # the separator of lists such as [1, 2]
+PAIR = r"^[^:]+:-?(\d+\.?\d*|\.\d+)$"  # key:weight
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,27 +69,36 @@ class Exceptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnFacts:
     name: str
-    kind: Kind
-    type: str  # as in Parquet, or TEXT
+    kind: Kind  # of whole numbers `integer`, however they are written
+    type: str  # in the file, for messages
+    separator: str  # of the items of a cell; "" if cells are no lists
     is_list: bool
     num_values: int  # values of lists count one by one, missing ones not at all
     missing: Exceptions
-    odd: Exceptions  # of CSV: cells that are no number, in a column of timestamps no timestamp
-    fractions: Exceptions  # of CSV: numbers that are not written as integers
+    odd: Exceptions  # cells that are no number, in a column of timestamps no timestamp
+    fractions: Exceptions  # numbers that are not whole
     not_binary: Exceptions  # cells that are no label
     binary: str  # what labels are called in this column
     distinct: int  # of values; an estimate beyond 262,144
-    low: float  # of integers and numbers; 0 without values
+    values: dict[str, int]  # each value and how often it occurs; empty if there are more than 64
+    low: float  # of numbers; 0 without values
     high: float
-    mean: float
     whole: bool  # every number is integral
     words: bool  # True and False
-    padded: bool  # of CSV: integers that begin with 0
+    padded: bool  # integers that begin with 0
+    plain: bool  # every number is written as an integer
+    num_spaces: int  # in all text
+    pairs: bool  # most values are a key and a weight
+    numbers: F64  # of a sample of the rows; NaN where there is none, and empty for lists
+
+    @property
+    def is_flag(self) -> bool:
+        numbers = self.kind == "integer" and not self.is_list and not self.odd.count
+        return numbers and self.low >= 0 and self.high <= 1
 
     @property
     def is_binary(self) -> bool:
-        numbers = self.kind in ("integer", "number") and self.whole and not self.is_list
-        return numbers and not self.missing.count and not self.odd.count and (self.low, self.high) == (0, 1)
+        return self.is_flag and not self.missing.count and (self.low, self.high) == (0, 1)
 
     @property
     def num_cells(self) -> int:
@@ -106,17 +109,17 @@ class Distinct:
     """Estimates the number of distinct hashes from those whose low bits are 0, with more bits as their number grows."""
 
     def __init__(self) -> None:
-        self._kept: Hashes = np.zeros(0, np.uint64)
+        self._kept: U64 = np.zeros(0, np.uint64)
         self._bits = 0
 
-    def add(self, hashes: Hashes) -> None:
+    def add(self, hashes: U64) -> None:
         self._kept = np.union1d(self._kept, self._sampled(hashes))
         while len(self._kept) > MOST_HASHES:
             self._bits += 1
             self._kept = self._sampled(self._kept)
 
-    def _sampled(self, hashes: Hashes) -> Hashes:
-        sampled: Hashes = hashes[hashes & np.uint64(2**self._bits - 1) == 0]
+    def _sampled(self, hashes: U64) -> U64:
+        sampled: U64 = hashes[hashes & np.uint64(2**self._bits - 1) == 0]
         return sampled
 
     @property
@@ -124,65 +127,74 @@ class Distinct:
         return len(self._kept) << self._bits
 
 
-class Watch:
-    """One column, added array by array. What kind a CSV column has is known at its end."""
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """Every `step`-th row; the step doubles whenever there are too many."""
 
-    def __init__(self, name: str, kind: Kind, type_name: str, separator: str | None = None) -> None:
-        """`separator`: splits a text cell into a list, if it occurs in one."""
-        self.name, self._kind, self._type, self._separator = name, kind, type_name, separator
-        self._is_list, self._padded, self._all_whole = False, False, True
-        self._num_values, self._total = 0, 0.0
+    step: int = 1
+    num_rows: int = 0
+    parts: list[Any] = field(default_factory=list)
+
+    def add(self, piece: Any) -> None:
+        self.parts.append(
+            piece.take(pa.array(range(-self.num_rows % self.step, piece.num_rows, self.step), pa.int64()))
+        )
+        self.num_rows += piece.num_rows
+        while self.num_rows > self.step * MOST_SAMPLED:
+            self.step *= 2
+            self.parts = self.table.take(pa.array(range(0, self.table.num_rows, 2), pa.int64())).to_batches()
+
+    @property
+    def table(self) -> Any:
+        return pa.Table.from_batches(self.parts).combine_chunks()
+
+
+class Watch:
+    """One column, added array by array. What kind of values it has is known at its end."""
+
+    def __init__(self, name: str, type_name: str, kind: Kind, separator: str) -> None:
+        """`kind`: of types whose values are not looked at; `separator`: splits text into lists, "" does not."""
+        self.name, self._type, self._kind, self._separator = name, type_name, kind, separator
+        self._is_list, self._padded, self._all_whole, self._plain = bool(separator), False, True, True
+        self._num_values, self._num_pairs, self._num_spaces = 0, 0, 0
         self._range: tuple[float, float] | None = None
-        self._cells = dict.fromkeys(("integer", "number", "true", "false", "no number", "time", "text"), 0)  # of CSV
+        self._cells = dict.fromkeys(("integer", "number", "true", "false", "no number", "time", "text"), 0)
         self._missing, self._missing_items, self._not_binary = Exceptions(), Exceptions(), Exceptions()
         self._not_number, self._not_time, self._fractions = Exceptions(), Exceptions(), Exceptions()
         self._not_word = Exceptions()
+        self._values: dict[str, int] = {}
         self._distinct = Distinct()
 
     def add(self, values: Any, location: Location) -> None:
         """`location(i)`: the place of row i of `values`."""
-        if self._separator and pc.any(pc.match_substring(values, self._separator)).as_py():
-            values = split_cells(values, Cell(kind="text", separator=self._separator))
         missing = self._missing
+        values = items_of(values, self._separator)
         if is_list(values.type):
             location = lookup_location(bag_lengths(values), location)
             self._is_list, values, missing = True, values.flatten(), self._missing_items
-        if pa.types.is_dictionary(values.type):
-            values = values.dictionary_decode()
+        self._plain = self._plain and not pa.types.is_floating(values.type)
+        values = as_cells(values) if self._kind == "text" else values
         if values.null_count:
             first = missing.where or location(int(np.argmax(values.is_null().to_numpy(zero_copy_only=False))))
             missing.count, missing.where = missing.count + values.null_count, first
         self._num_values += len(values) - values.null_count
-        if self._kind == "other" or len(values) == values.null_count:
-            return
-        counted = values.drop_null().value_counts()
-        own, counts = counted.field("values"), counted.field("counts").to_numpy()
-        tally = partial(self._tally, values, own, counts, location)
-        if self._type == TEXT:
-            self._add_cells(own, counts, tally)
-        elif self._kind in ("integer", "number"):
-            numbers = as_floats(own)
-            tally(missing, ~np.isfinite(numbers))  # training refuses NaN too
-            self._num_values -= int(counts[~np.isfinite(numbers)].sum())
-            self._add_numbers(numbers[np.isfinite(numbers)], counts[np.isfinite(numbers)])
-            tally(self._not_binary, np.isfinite(numbers) & ~np.isin(numbers, (0, 1)))
-        else:
-            tally(self._not_binary, np.ones(len(own), bool))
-        if can_hash(own.type, by_value=False):
-            texts = value_bytes(own, by_value=False)
-            self._distinct.add(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
+        if self._kind == "text" and len(values) > values.null_count:
+            counted = values.drop_null().value_counts()
+            own, counts = counted.field("values"), counted.field("counts").to_numpy()
+            self._add_cells(own, counts, partial(self._tally, values, own, counts, location))
 
     def _tally(self, values: Any, own: Any, counts: I64, location: Location, to: Exceptions, odd: Bools) -> None:
         to.add(values, own, counts, odd, location)
 
     def _add_cells(self, own: Any, counts: I64, tally: Callable[[Exceptions, Bools], None]) -> None:
-        """Sorts distinct cells of CSV by what they look like."""
-        is_number, is_integer = matches(own, NUMBER), matches(own, INTEGER)
-        is_true, is_false = one_of(own, TRUE), one_of(own, FALSE)
-        is_time, is_no_number = matches(own, TIME), matches(own, NO_NUMBER) & ~is_number
-        numbers = own.filter(pa.array(is_number)).cast(pa.string())
-        floats = as_floats(pc.utf8_trim_whitespace(numbers).cast(pa.float64()))
-        self._add_numbers(floats, counts[is_number])
+        """Sorts distinct cells by what they look like."""
+        is_written_whole, cells = matches(own, INTEGER), by_value(own)
+        is_number, is_integer = matches(cells, NUMBER), matches(cells, INTEGER)
+        is_true, is_false = one_of(cells, TRUE), one_of(cells, FALSE)
+        is_time, is_no_number = matches(cells, TIME), matches(cells, NO_NUMBER) & ~is_number
+        floats = numbers_of(cells.filter(pa.array(is_number)))
+        self._plain = self._plain and bool(is_written_whole[is_integer].all())
+        self._add_numbers(floats)
         is_text = ~(is_number | is_true | is_false | is_time | is_no_number)
         for kind, of_kind in zip(
             self._cells,
@@ -190,7 +202,9 @@ class Watch:
             strict=True,
         ):
             self._cells[kind] += int(counts[of_kind].sum())
-        self._padded = self._padded or bool(matches(own, PADDED).any())
+        self._padded = self._padded or bool(matches(cells, PADDED).any())
+        self._num_pairs += int(counts[matches(cells, PAIR) & ~is_time].sum())
+        self._num_spaces += int(pc.count_substring(cells, " ").to_numpy() @ counts)
         is_binary = np.zeros(len(own), bool)
         is_binary[is_number] = np.isin(floats, (0, 1))
         tally(self._not_binary, ~is_binary)
@@ -198,12 +212,16 @@ class Watch:
         tally(self._not_number, ~is_number)
         tally(self._not_time, ~is_time)
         tally(self._fractions, is_number & ~is_integer)
+        texts = cells.to_pylist()
+        self._distinct.add(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
+        if len(self._values) <= MOST_VALUES:
+            for text, count in zip(texts[: MOST_VALUES + 1], counts.tolist(), strict=False):
+                self._values[shown(text)] = self._values.get(shown(text), 0) + count
 
-    def _add_numbers(self, numbers: F64, counts: I64) -> None:
+    def _add_numbers(self, numbers: F64) -> None:
         if len(numbers):
             low, high = self._range or (np.inf, -np.inf)
             self._range = min(low, float(numbers.min())), max(high, float(numbers.max()))
-            self._total += float(numbers @ counts)
             self._all_whole = self._all_whole and bool((numbers == np.floor(numbers)).all())
 
     def _kind_of_cells(self) -> tuple[Kind, Exceptions]:
@@ -218,16 +236,19 @@ class Watch:
             return "number", self._not_number
         return ("time", self._not_time) if cells["time"] >= enough else ("text", self._not_number)
 
-    def column(self) -> ColumnFacts:
+    def column(self, sample: Any) -> ColumnFacts:
+        """`sample`: values of some of its rows."""
         trues, falses = self._cells["true"], self._cells["false"]
         words = 0 < trues + falses == self._num_values
         mostly_words = 0 < trues + falses >= (1 - FEW) * self._num_values
-        kind, odd = self._kind_of_cells() if self._type == TEXT else (self._kind, Exceptions())
+        kind, odd = self._kind_of_cells() if self._kind == "text" else (self._kind, Exceptions())
         low, high = (float(not falses), float(trues > 0)) if words else self._range or (0.0, 0.0)
+        has_numbers = self._kind == "text" and not self._is_list
         return ColumnFacts(
             name=self.name,
             kind=kind if self._num_values else "other",
             type=self._type,
+            separator=self._separator,
             is_list=self._is_list,
             num_values=self._num_values,
             missing=self._missing_items if self._is_list else self._missing,
@@ -236,17 +257,54 @@ class Watch:
             not_binary=self._not_word if mostly_words else self._not_binary,
             binary="yes nor no" if mostly_words else "0 nor 1",
             distinct=self._distinct.count,
+            values=self._values if len(self._values) <= MOST_VALUES else {},
             low=low,
             high=high,
-            mean=(trues if words else self._total) / max(1, self._num_values),
             whole=self._all_whole,
             words=words,
             padded=self._padded,
+            plain=self._plain and not words,
+            num_spaces=self._num_spaces,
+            pairs=self._num_pairs > (1 - FEW) * self._num_values,
+            numbers=numbers_of(as_cells(sample)) if has_numbers else np.zeros(0),
         )
 
 
+def items_of(values: Any, separator: str) -> Any:
+    """Splits text into lists by a separator; "" leaves it."""
+    if not separator or is_list(values.type):
+        return values
+    cells = values.cast(pa.binary())
+    if separator == BRACKETS:
+        cells, separator = pc.replace_substring_regex(cells, r"""[\[\]'" ]""", ""), ","
+    return split_cells(cells, Cell(kind="text", separator=separator))
+
+
+def as_cells(values: Any) -> Any:
+    """Returns values as the bytes of CSV; NaN is null."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if pa.types.is_floating(values.type):
+        values = pc.if_else(pc.is_nan(values), None, values)
+    return values if pa.types.is_binary(values.type) else values.cast(pa.string()).cast(pa.binary())
+
+
+def by_value(cells: Any) -> Any:
+    """35.0 becomes 35; other text stays as it is."""
+    return pc.replace_substring_regex(cells, WHOLE, r"\1")
+
+
+def numbers_of(cells: Any) -> F64:
+    """Returns f64 [n]: numbers, True as 1 and False as 0, NaN for other cells."""
+    is_number = pa.array(matches(cells, NUMBER))
+    floats = pc.if_else(is_number, cells, None).cast(pa.string())
+    own: F64 = np.array(pc.utf8_trim_whitespace(floats).cast(pa.float64()), np.float64)
+    own[one_of(cells, TRUE)], own[one_of(cells, FALSE)] = 1, 0
+    return own
+
+
 def matches(cells: Any, pattern: str) -> Bools:
-    mask: Bools = pc.match_substring_regex(cells, pattern).to_numpy(zero_copy_only=False)
+    mask: Bools = pc.match_substring_regex(cells, pattern).fill_null(False).to_numpy(zero_copy_only=False)
     return mask
 
 
@@ -257,158 +315,3 @@ def one_of(cells: Any, words: tuple[str, ...]) -> Bools:
 
 def shown(value: Any) -> str:
     return (value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value))[:40]
-
-
-def as_floats(numbers: Any) -> F64:
-    floats: F64 = numbers.cast(pa.float64(), safe=False).to_numpy()
-    return floats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSet:
-    path: str  # as given
-    format: Literal["csv", "parquet"]
-    delimiter: str
-    files: list[Path]  # in reading order, with those that have no row
-    num_rows: int
-    columns: list[ColumnFacts]
-
-    def named(self, name: str) -> ColumnFacts | None:
-        return next((column for column in self.columns if column.name == name), None)
-
-
-def look_at(path: str, progress: AnalysisProgress) -> DataSet:
-    """Reads every row of the files. Raises ConfigError for a path of neither kind, DataError for files that a run would
-    refuse."""
-    names = {kind: FORMATS[kind].file_names for kind in ("csv", "parquet")} | {
-        "tsv": r".*\.tsv",
-        "tsv.gz": r".*\.tsv\.gz",
-    }
-    every = data_files(path, "--data", "|".join(names.values()), by_name=False, apart="")
-    files = {
-        kind: [own for own in every if re.fullmatch(f"(?i:{pattern})", own.name)] for kind, pattern in names.items()
-    }
-    for kind in ("tsv", "tsv.gz"):  # a job must name these, as its reader takes `.csv` from a folder
-        if not files["csv"] and not files["parquet"] and files[kind]:
-            path, files["csv"] = f"{path}/*.{kind}" if Path(path).is_dir() else path, files[kind]
-    if not files["csv"] and not files["parquet"]:
-        raise ConfigError(
-            f"--data {path}: neither CSV (.csv, .tsv, .csv.gz) nor Parquet (.parquet, .pq); rename it, or write the "
-            "job yourself: docs/job-file.md"
-        )
-    if files["csv"] and files["parquet"]:
-        raise ConfigError(
-            f"--data {path}: the folder has CSV and Parquet files; name files of one kind, for example {path}/*.csv"
-        )
-    begin = partial(progress.begin, "looking at every row, in pieces")
-    return look_at_csv(path, files["csv"], begin) if files["csv"] else look_at_parquet(path, files["parquet"], begin)
-
-
-def look_at_csv(path: str, files: list[Path], begin: Callable[[int | None], Tick]) -> DataSet:
-    sizes = [None if is_gzip(file) else -(-file.stat().st_size // CHUNK_BYTES) for file in files]
-    tick = begin(None if None in sizes else sum(size or 0 for size in sizes))
-    first_line = next(filter(None, (first_lines(file)[0] for file in files)), b"")
-    delimiter = max(DELIMITERS, key=lambda each: first_line.count(each.encode()))
-    filled, header, first_row = beginning(files, delimiter)
-    require_names(filled[0], header, first_row)
-    layout = CsvLayout(header=header, delimiter=delimiter, cells={name: Cell(kind="text") for name in header})
-    watches = [Watch(name, "integer", TEXT, LIST_SEPARATOR if delimiter != LIST_SEPARATOR else None) for name in header]
-    num_rows = 0
-    for file in filled:
-        line = 1
-        with open_text(file) as stream:
-            for text in whole_lines(stream, file):
-                rows = text.partition(b"\n")[2] if line == 1 else text
-                rows = rows + b"\n" if rows and not rows.endswith(b"\n") else rows
-                num_lines = rows.count(b"\n")
-                first = line + (line == 1)
-                if num_lines:
-                    piece = decode(rows, num_lines, layout, lines_of(file, first))
-                    require_lines(rows, lines_of(file, first))
-                    for watch in watches:
-                        watch.add(piece[watch.name], lines_of(file, first))
-                line, num_rows = first + num_lines, num_rows + num_lines
-                tick()
-    return DataSet(
-        path=path,
-        format="csv",
-        delimiter=delimiter,
-        files=files,
-        num_rows=num_rows,
-        columns=[watch.column() for watch in watches],
-    )
-
-
-def require_names(path: Path, header: list[str], first_row: dict[str, str]) -> None:
-    """Raises DataError if the first line looks as the second does, and not like names."""
-    if len(header) == 1:
-        raise DataError(
-            f"{path}, line 1: the header {header[0][:40]!r} names one column; separate columns by a comma, semicolon, "
-            "tab or |"
-        )
-    values = [name for name in header if looks_like_a_value(name)]
-    alike = all(not cell or looks_like_a_value(name) == looks_like_a_value(cell) for name, cell in first_row.items())
-    if values and alike and header != [str(number) for number in range(len(header))]:
-        raise DataError(
-            f"{path}, line 1: the header holds values, such as {values[0][:40]!r}; add a line above with the names of "
-            "the columns"
-        )
-
-
-def looks_like_a_value(cell: str) -> bool:
-    return any(re.match(pattern, cell) for pattern in (NUMBER, TIME))
-
-
-def require_lines(rows: bytes, location: Location) -> None:
-    """Raises DataError for an empty line, in which the fast parser sees missing values."""
-    whole = b"\n" + rows.replace(b"\r", b"")
-    if (at := whole.find(b"\n\n")) >= 0:
-        raise DataError(f"{location(whole[:at].count(bytes([10])))}: the line is empty; remove it")
-
-
-def lines_of(file: Path, first: int) -> Location:
-    """Names lines for errors; the first is line `first` of the file."""
-    return lambda i: f"{file}, line {first + i}"
-
-
-def rows_of(file: Path, first: int) -> Location:
-    return lambda i: f"{file}, row {first + i}"
-
-
-def look_at_parquet(path: str, files: list[Path], begin: Callable[[int | None], Tick]) -> DataSet:
-    found = ParquetFiles(files)
-    tick = begin(sum(-(-int(count) // PARQUET_ROWS) for count in np.diff(found.bounds)))
-    watches = [Watch(field.name, kind_of(field.type), str(field.type)) for field in found.schemas[0]]
-    for file, schema in zip(found.paths, found.schemas, strict=True):
-        require_single(file, schema.names, schema.names)
-        lacking = [watch.name for watch in watches if watch.name not in schema.names]
-        if lacking:
-            raise DataError(
-                f"{file}: column {lacking[0]} is missing, but {found.paths[0]} has it; give all files the same columns"
-            )
-        first = 0
-        with pq.ParquetFile(file) as opened:
-            for piece in opened.iter_batches(batch_size=PARQUET_ROWS):
-                for watch in watches:
-                    watch.add(piece[watch.name], rows_of(file, first))
-                first += piece.num_rows
-                tick()
-    return DataSet(
-        path=path,
-        format="parquet",
-        delimiter=",",
-        files=files,
-        num_rows=found.num_rows,
-        columns=[watch.column() for watch in watches],
-    )
-
-
-def kind_of(kind: Any) -> Kind:
-    single = kind.value_type if is_list(kind) else kind
-    if pa.types.is_integer(single) or pa.types.is_boolean(single):
-        return "integer"
-    if pa.types.is_floating(single):
-        return "number"
-    if pa.types.is_temporal(single):
-        return "time"
-    return "text" if can_hash(single, by_value=False) else "other"

@@ -1,4 +1,4 @@
-"""`prefetcher new`: looks at files and writes a job for them that runs as it is, with a comment for every choice."""
+"""`rowcast new`: looks at files and writes a job for them that runs as it is, with a reason for every choice."""
 
 import json
 import re
@@ -8,17 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
+from rich.cells import cell_len
 from typer import Option
 
 from rowcast.analysis.advise.advise import AdviseOptions, advise_job
-from rowcast.analysis.new.columns import LIST_SEPARATOR, DataSet, look_at
-from rowcast.analysis.new.roles import ChosenRoles, Ids, Wish, choose
+from rowcast.analysis.new.files import DataSet, look_at
+from rowcast.analysis.new.labels import poor_evaluation
+from rowcast.analysis.new.roles import Choice, ChosenRoles, Wish, choose
 from rowcast.analysis.progress import AnalysisProgress, ProgressBar
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import parse_job
+from rowcast.job.formats import Prepare
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.data_files import listed_files
-from rowcast.runtime.errors import RowcastError, printable
+from rowcast.prefetcher.readers.prepare import AS_IT_IS
+from rowcast.runtime.errors import ConfigError, RowcastError, printable
 from rowcast.runtime.telemetry.format_numbers import plural
 
 WHOLE_RUN_ROWS = 1_000_000  # of larger data, as many from the start decide the capacity
@@ -28,39 +33,56 @@ LEAST_CAPACITY = "1MiB"
 EMBEDDING_DIM = 16
 LEAST_STEPS = 100  # per epoch, if batches of at least 32 allow it
 LARGEST_BATCH, SMALLEST_BATCH = 2048, 32
-LARGE = 100.0  # a dense value this large is better scaled
+WIDEST = 40  # characters of a column of the table that is printed
 
 
 def new(
-    data: Annotated[str, Option(help="A file, folder or glob of CSV with a header, or Parquet.", metavar="PATH")],
+    data: Annotated[
+        str, Option(help="A file, folder or glob: text with columns, JSON lines, or Parquet.", metavar="PATH")
+    ],
     label: Annotated[
-        str | None, Option(help="The column of the label.", show_default="by name, or the only 0/1 column")
+        str,
+        Option(help="The label: a column of 0 and 1, 'rating>=4', or 'label=2'.", show_default="by names and values"),
+    ] = "",
+    dense: Annotated[str, Option(help="Columns that are dense features.", metavar="A,B,...")] = "",
+    ids: Annotated[str, Option(help="Columns that are ids.", metavar="A,B,...")] = "",
+    names: Annotated[
+        str, Option(help="The names of all columns, for a file without a header.", metavar="A,B,...")
+    ] = "",
+    lists: Annotated[
+        list[str] | None,
+        Option(help="A column of lists and the separator of their items; '[]' for [1, 2].", metavar="NAME=SEP"),
     ] = None,
-    dense: Annotated[str | None, Option(help="Columns that are dense features.", metavar="A,B,...")] = None,
-    ids: Annotated[str | None, Option(help="Columns that are ids.", metavar="A,B,...")] = None,
 ) -> None:
     """Writes the job file to stdout and the choices to stderr. Raises ConfigError and DataError."""
     wish = Wish(label=label, dense=split(dense), ids=split(ids))
     with ProgressBar() as progress:
-        found = look_at(data, progress)
-        chosen = choose(found, wish)
-        capacity, why = advised_capacity(found, chosen, progress)
+        found = look_at(data, split(names), dict(map(separator, lists or [])), progress)
+    chosen = choose(found, wish)
+    capacity, why = advised_capacity(found, chosen)
     sys.stdout.write(job_text(found, chosen, capacity, why))
     sys.stdout.flush()
     sys.stderr.write("".join(f"{printable(line)}\n" for line in summary(found, chosen)))
 
 
-def split(names: str | None) -> list[str]:
-    return [name.strip() for name in (names or "").split(",") if name.strip()]
+def split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgress) -> tuple[str, str]:
+def separator(given: str) -> tuple[str, str]:
+    name, is_given, own = given.rpartition("=") if not given.endswith("==") else (given[:-2], "=", "=")
+    if not is_given:
+        raise ConfigError(f"--lists {given}: give a column and a separator, such as --lists 'genres=|'")
+    return name, own
+
+
+def advised_capacity(data: DataSet, chosen: ChosenRoles) -> tuple[str, str]:
     job = parse_job(tomllib.loads(job_text(data, chosen, FIRST_CAPACITY, "")), "the new job")
     max_steps = None
     if data.num_rows > WHOLE_RUN_ROWS:
         job, max_steps = with_values(job, {"data": {"eval_fraction": 0.0}}), WHOLE_RUN_ROWS // batch_size(data)
     try:
-        advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), progress, MEMORY_SHARE)
+        advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), AnalysisProgress(), MEMORY_SHARE)
     except RowcastError as error:
         return FIRST_CAPACITY, f"a guess, because `prefetcher advise` failed: {' '.join(str(error).split())}"
     if parse_bytes(advice.recommended.capacity) < parse_bytes(LEAST_CAPACITY):
@@ -71,38 +93,62 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles, progress: AnalysisProgr
     return advice.recommended.capacity, "by `prefetcher advise`, which also shows larger and smaller capacities"
 
 
-def summary(data: DataSet, chosen: ChosenRoles) -> list[str]:
-    ids = (
-        f"{ids.column.name} ({ids.num_embeddings:,} "
-        f"rows{', hashed' if ids.hashed else ''}{', lists' if ids.column.is_list else ''})"
-        for ids in chosen.ids
-    )
-    lines = [
-        f"{plural(data.num_rows, 'row')} in {listed_files(data.path, data.files, '')}",
-        f"label     {chosen.label.name}, 1 in {100 * chosen.label.mean:.3g} % of the rows",
-        f"dense     {', '.join(column.name for column in chosen.dense) or 'none'}",
-        f"ids       {', '.join(ids)}",
-    ]
-    lines += [f"note      {name}: {why}" for name, why in chosen.notes.items()]
-    lines += [f"left out  {name}: {why}" for name, why in chosen.left_out.items()]
-    return [
-        *lines,
-        "Change these with --label, --dense and --ids. With the output in job.toml, continue with",
-        "  rowcast check --config job.toml",
-        "  rowcast train --config job.toml",
-    ]
+def summary(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
+    yield f"{plural(data.num_rows, 'row')} in {listed_files(data.path, data.files, '')}"
+    label = chosen.label
+    rows: list[tuple[str, ...]] = [(own.column.name, own.role, becomes(own), reason(own)) for own in chosen.choices]
+    doubtful = sum(bool(own.instead) for own in chosen.choices)
+    rows = [row for _, row in sorted(zip(chosen.choices, rows, strict=True), key=lambda pair: not pair[0].instead)]
+    rows.insert(doubtful, (label.name, "label", share_of_ones(chosen), label.why))
+    rows.insert(0, ("column", "role", "becomes", "because"))
+    widths = [min(WIDEST, max(cell_len(row[i]) for row in rows)) for i in range(3)]
+    for row in rows:
+        yield "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, [*widths, 0], strict=True))
+    if poor := poor_evaluation(data, label):
+        yield f"Before you train: {poor}"
+    yield "Change these with --label, --dense, --ids and --lists. With the output in job.toml, continue with"
+    yield "  rowcast check --config job.toml"
+    yield "  rowcast train --config job.toml"
+
+
+def reason(choice: Choice) -> str:
+    return f"{choice.why}; {choice.instead} decides otherwise" if choice.instead else choice.why
+
+
+def share_of_ones(chosen: ChosenRoles) -> str:
+    return f"1 in {100 * chosen.label.ones.mean():.3g} % of the rows"
+
+
+def becomes(choice: Choice) -> str:
+    if choice.role == "ids":
+        return f"{choice.num_embeddings:,} rows{', hashed' * choice.hashed}{', lists' * choice.column.is_list}"
+    return ", ".join(rules_of(choice.prepare)) if choice.role == "dense" else ""
+
+
+def rules_of(prepare: Prepare) -> list[str]:
+    return [f"{name} = {value}" for name, value in given_rules(prepare).items()]
+
+
+def given_rules(prepare: Prepare) -> dict[str, str]:
+    """The keys that differ from the default, as TOML."""
+    rules = {name: own for name, own in msgspec.structs.asdict(prepare).items() if own != getattr(AS_IT_IS, name)}
+    return {
+        name: f"{{ {', '.join(f'{key(one)} = {value:g}' for one, value in own.items())} }}"
+        if isinstance(own, dict)
+        else json.dumps(own)
+        for name, own in rules.items()
+    }
 
 
 def job_text(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -> str:
-    return (
-        "\n".join([*head(data), *columns(data, chosen), *tables(chosen), *rest(chosen, capacity, why_capacity)]) + "\n"
-    )
+    shape = [] if data.shape.kind == "criteo-tsv" else [*columns(data, chosen)]
+    return "\n".join([*head(data, chosen), *shape, *tables(chosen), *rest(chosen, capacity, why_capacity)]) + "\n"
 
 
 def name_of(data: DataSet) -> str:
     """`data/clicks-*.csv.gz` -> clicks"""
     path = Path(data.path)
-    stem = re.sub(r"(?i)\.(csv|tsv|parquet|pq)(\.gz)?$", "", path.name)
+    stem = re.sub(r"(?i)\.[a-z]+(\.gz)?$", "", path.name)
     return (
         re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_")
         or re.sub(r"[^A-Za-z0-9]+", "_", path.absolute().parent.name).strip("_")
@@ -115,52 +161,58 @@ def batch_size(data: DataSet) -> int:
     return min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << (fitting.bit_length() - 1)))
 
 
-def head(data: DataSet) -> Iterator[str]:
+def head(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     looked_at = f"{plural(data.num_rows, 'row')} in {plural(len(data.files), 'file')}"
     pages = "Every key: docs/job-file.md; columns: docs/data.md."
-    yield f"# Written by `prefetcher new` after a look at {looked_at}. {pages}"
+    yield f"# Written by `rowcast new` after a look at {looked_at}. {pages}"
     yield "[job]"
     yield f"name = {quoted(name_of(data))}"
     yield f"run_dir = {quoted(f'runs/{name_of(data)}')}"
     yield ""
     yield "[data]"
-    yield f"format = {quoted(data.format)}"
+    yield f"format = {quoted(data.shape.kind)}"
     yield f"path = {quoted(data.path)}"
     yield f"batch_size = {batch_size(data)}"
     yield "epochs = 1"
     yield "eval_fraction = 0.1  # the last tenth of the rows, in the files' order, is for evaluation"
     yield 'shuffle = "window:65536"  # the other rows are shuffled within blocks of this many'
+    if data.shape.kind != "criteo-tsv" and not all(own.hashed for own in chosen.of("ids")):
+        yield 'on_invalid_id = "zero"  # an id beyond its table, such as a new one, uses row 0; "error" ends the run'
     yield ""
 
 
 def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
+    shape, ids, label = data.shape, chosen.of("ids"), chosen.label
     yield "[data.columns]"
-    yield f"label = {quoted(chosen.label.name)}  # {100 * chosen.label.mean:.3g} % are 1"
-    yield f"dense = {names([column.name for column in chosen.dense])}"
-    for column in chosen.dense:
-        reach = max(abs(column.low), abs(column.high))
-        if reach > LARGE:
-            span = f"from {column.low:g} to {column.high:g}"
-            advice = "its logarithm or a scaled value gives a better model"
-            yield f"# {printable(column.name)} ranges {span} and is used as it is; {advice}"
-    hashed = [ids.column.name for ids in chosen.ids if ids.hashed]
-    if hashed:
-        yield f"hash = {names(hashed)}  # text, and integers with gaps or missing values; a missing one is row 0"
-    for name, note in chosen.notes.items():
-        yield f"# {printable(name)}: {printable(note)}"
-    lists = [ids.column.name for ids in chosen.ids if ids.column.is_list]
-    if lists and data.format == "csv":
-        yield f"lists = {{ {', '.join(f'{key(name)} = {quoted(LIST_SEPARATOR)}' for name in lists)} }}"
-    if data.delimiter != ",":
-        yield f"delimiter = {quoted(data.delimiter)}"
-    for name, why in chosen.left_out.items():
-        yield f"# left out: {printable(name)} ({printable(why)})"
+    if shape.names:
+        yield f"names = {names(list(shape.names))}  # the file has no header"
+    if shape.delimiter != ",":
+        yield f"delimiter = {quoted(shape.delimiter)}"
+    yield f"label = {quoted(label.name)}  # {label.text}: {share_of_ones(chosen)}"
+    yield f"dense = {names([own.column.name for own in chosen.of('dense')])}"
+    if hashed := [own.column.name for own in ids if own.hashed]:
+        yield f"hash = {names(hashed)}  # a missing id is row 0"
+        yield "hash_by_value = true  # 35, 35.0 and an integer 35 are one id; 00501 is text"
+    if lists := [own.column for own in ids if own.column.separator]:
+        yield f"lists = {{ {', '.join(f'{key(own.name)} = {quoted(own.separator)}' for own in lists)} }}"
+    for own in chosen.choices:
+        if own.instead or own.role == "left out" or own.column.odd.count:
+            yield f"# {own.role}: {printable(own.column.name)} ({printable(own.why)})" + f"; {own.instead}" * bool(
+                own.instead
+            )
     yield ""
+    prepares = {label.name: label.prepare} | {own.column.name: own.prepare for own in chosen.choices}
+    if any(prepare != AS_IT_IS for prepare in prepares.values()):
+        yield "[data.columns.prepare]  # in this order: map, fill, least, log1p, standardize, at_least"
+        yield from (
+            f"{key(name)} = {{ {', '.join(rules_of(own))} }}" for name, own in prepares.items() if own != AS_IT_IS
+        )
+        yield ""
 
 
 def tables(chosen: ChosenRoles) -> Iterator[str]:
     taken: set[str] = set()
-    for ids in chosen.ids:
+    for ids in chosen.of("ids"):
         yield "[[tables]]"
         yield f"name = {quoted(table_name(ids.column.name, taken))}"
         yield f"num_embeddings = {ids.num_embeddings}  # {size_reason(ids)}"
@@ -175,7 +227,7 @@ def rest(chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]
     yield "[model]"
     yield 'kind = "dlrm"'
     yield f"bottom_mlp = [64, {EMBEDDING_DIM}]" + (
-        "" if chosen.dense else "  # a learned vector, because there are no dense features"
+        "" if chosen.of("dense") else "  # a learned vector, because there are no dense features"
     )
     yield "top_mlp = [128, 64, 1]"
     yield ""
@@ -187,7 +239,7 @@ def rest(chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]
     yield f"capacity = {quoted(capacity)}  # {why_capacity}"
 
 
-def size_reason(ids: Ids) -> str:
+def size_reason(ids: Choice) -> str:
     if ids.hashed:
         return f"{ids.column.distinct:,} distinct values; more rows give fewer collisions"
     return f"ids go up to {ids.column.high:,.0f}"

@@ -1,251 +1,367 @@
-"""The role of each column in a model: label, dense feature, ids, or none. docs/data.md explains the rules."""
+"""The role of each column: label, dense feature, ids, or none. RULES is the whole of it; docs/data.md explains it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
-from rowcast.analysis.new.columns import FEW, TEXT, ColumnFacts, DataSet
-from rowcast.prefetcher.readers.id_check import EVERY_WHOLE
-from rowcast.runtime.errors import ConfigError, listed, nearest
+import numpy as np
 
-ID_NAME = r"(?i:.*ids?|cat_\d+)"
-NUMBER_NAME = r"(?i:(|.*[_\W])(un|pre|in)?(bid|paid|valid|void|aid|kid|solid|liquid|fluid|acid|covid)s?|int_\d+)"
-TIME_NAME, FIRST_SECOND = r"(?i:.*(time|date|epoch|stamp)|(.*_)?(ts|at))", 1e8
+from rowcast.analysis.new import names
+from rowcast.analysis.new.columns import FEW, ColumnFacts
+from rowcast.analysis.new.files import DataSet
+from rowcast.analysis.new.labels import Label, contents, known, label_of, option
+from rowcast.job.formats import Prepare
+from rowcast.prefetcher.readers.prepare import AS_IT_IS
+from rowcast.runtime.arrays import F64
+from rowcast.runtime.errors import ConfigError
+
+Role = Literal["dense", "ids", "left out"]
+
+# Values
 EXACT = 2.0**53  # beyond, a float cannot tell neighbouring integers apart: no one measured them
-LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y")
 FEW_FRACTIONS = 0.01  # in a column of integers that are ids
-FILLED = 0.5  # integers that fill this share of the range from 0 are taken for ids
-UNIQUE, LEAST_ROWS = 0.9, 100  # with this share of distinct values in this many rows or more, ids carry no information
+FILLED = 0.5  # integers that fill this share of the range from 0 are numbered things; the lower half, counts
+UNIQUE, MANY_ROWS = 0.9, 5000  # with this share of distinct values in as many rows, ids carry no information
+FEWEST_UNIQUE = 5  # rows that tell a number of rows by its name; 20 times as many without
+MOST_CODES, LEAST_REPEATS = 4096, 3  # codes are few, and each is seen this often
+CHANCE = 1e-3  # that a column is 1 only where the label is
+HEAVY = 10.0  # the 99th percentile over the median (+ 1) of counts, from which a logarithm helps
 ROWS_A_VALUE = 10  # rows per value in a table of hashed ids: about a tenth of the values share their row with another
 LEAST_HASHED = 100
 
 
+class Case(NamedTuple):
+    """What a rule looks at."""
+
+    c: ColumnFacts
+    name: str  # without spaces and type
+    typed: str  # RecBole's type: token, token_seq, float, float_seq or ""
+    words: list[str]
+    data: DataSet
+    label: Label
+
+
+class Rule(NamedTuple):
+    role: Role
+    holds: Callable[[Case], bool]
+    why: str  # filled with what `told` has
+    instead: str = ""  # the option that chooses otherwise; a choice with one is doubtful
+
+
+AT_ONCE = "a timestamp is not a feature; docs/data.md makes hour and weekday of it"
+RULES = (
+    Rule("left out", lambda k: not k.c.num_values, "it has no values"),
+    Rule("left out", lambda k: k.c.kind == "other", "{type} cannot be read"),
+    Rule("left out", lambda k: is_index(k), "it numbers the rows, as the index of pandas does"),
+    Rule("left out", lambda k: k.c.kind == "time", AT_ONCE + "{odd_time}"),
+    Rule("left out", lambda k: bool(clock_of(k)), "{clock}: " + AT_ONCE, "--ids"),
+    Rule("left out", lambda k: k.typed == "float_seq" or (k.c.is_list and k.c.kind == "number" and not k.c.whole),
+         "lists of numbers are not features; for weights of ids use data.columns.weights"),
+    Rule("left out", lambda k: is_constant(k.c), "every value is the same"),
+    Rule("left out", lambda k: k.c.is_flag and (k.words[:1] == ["is"] or any(map(is_event, k.words))),
+         "by its name another label, which is unknown when {label} is predicted", "--dense"),
+    Rule("left out", lambda k: tells_label(k), "it tells {label}: {tells}", "--dense"),
+    Rule("left out", lambda k: k.c.pairs, "pairs key:weight; write keys and weights as two columns of lists", "--ids"),
+    Rule("left out", lambda k: is_row_number(k), "every row has a value of its own", "--ids"),
+    Rule("left out", lambda k: is_unique(k), "nearly every row has a value of its own", "--ids"),
+
+    Rule("ids", lambda k: k.typed.startswith("token"), "its type is {typed}"),
+    Rule("ids", lambda k: k.c.is_list, "lists of {items}"),
+    Rule("ids", lambda k: is_prose(k), "text with spaces, whose words repeat little", "--lists"),
+    Rule("ids", lambda k: k.c.kind == "text" and 0 < k.c.odd.count < 0.5 * k.c.num_values,
+         "{odd}; hashed as text"),
+    Rule("ids", lambda k: k.c.kind == "text", "text"),
+
+    # numbers from here on
+    Rule("ids", lambda k: bool(k.c.odd.count) and (is_named_id(k) or is_code(k)), "{odd}; hashed as text"),
+    Rule("left out", lambda k: bool(k.c.odd.count), "{odd}; {remedy}", "--ids"),
+    Rule("dense", lambda k: k.typed == "float", "its type is float"),
+    Rule("left out", lambda k: is_nearly_whole(k.c) and (is_named_id(k) or is_numbered(k.c)), "{fractions}", "--dense"),
+    Rule("dense", lambda k: not k.c.whole, "numbers with fractions"),
+    Rule("ids", lambda k: is_named_id(k), "by its name"),
+    Rule("ids", lambda k: re.fullmatch(names.CODE, k.name) is not None, "codes, by its name"),
+    Rule("dense", lambda k: k.c.is_flag, "0 and 1"),
+    Rule("dense", lambda k: is_measure(k), "a measure or a count, by its name"),
+    Rule("ids", lambda k: is_code(k), "codes, by its name"),
+    Rule("ids", lambda k: k.c.padded, "numbers that begin with 0"),
+    Rule("ids", lambda k: max(-k.c.low, k.c.high) > EXACT, "whole numbers beyond 2**53"),
+    Rule("ids", lambda k: is_numbered(k.c), "whole numbers from 0 on that leave few gaps"),
+    Rule("ids", lambda k: k.c.name in shared_numbering(k), "the columns {stem} share one numbering"),
+    Rule("dense", lambda k: is_count(k.c), "whole numbers, most of them small: a count"),
+    Rule("ids", lambda k: repeats(k.c) and has_gaps(k.c), "{distinct} whole numbers with gaps, as codes", "--dense"),
+    Rule("dense", lambda k: True, "whole numbers"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    label: str | None = None
-    dense: Sequence[str] = ()
-    ids: Sequence[str] = ()
+    label: str
+    dense: Sequence[str]
+    ids: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ids:
+class Choice:
+    """What becomes of a column, and why. `hashed` and `num_embeddings` are of ids, `prepare` of dense features."""
+
     column: ColumnFacts
-    hashed: bool
-    num_embeddings: int
+    role: Role
+    why: str
+    instead: str  # the option that chooses otherwise; "" where there is little doubt
+    hashed: bool = False
+    num_embeddings: int = 0
+    prepare: Prepare = AS_IT_IS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenRoles:
-    label: ColumnFacts
-    dense: list[ColumnFacts]
-    ids: list[Ids]
-    left_out: dict[str, str]  # column -> reason
-    notes: dict[str, str]  # column of ids -> its exceptions
+    label: Label
+    choices: list[Choice]
+
+    def of(self, role: Role) -> list[Choice]:
+        return [own for own in self.choices if own.role == role]
 
 
 def choose(data: DataSet, wish: Wish) -> ChosenRoles:
     """Raises ConfigError if a wish cannot be met, or no label or no ids are found."""
-    for option, names in (
-        ("--label", [wish.label] if wish.label else []),
-        ("--dense", wish.dense),
-        ("--ids", wish.ids),
-    ):
-        for name in names:
-            if data.named(name) is None:
-                known = [column.name for column in data.columns]
-                raise ConfigError(
-                    f"{option} {name}: {data.path} has no such column{nearest(name, known)}; it has {listed(known)}"
-                )
-    label = label_of(data, wish)
-    dense, ids, left_out = [], [], dict[str, str]()
-    for column in data.columns:
-        if column.name == label.name:
-            continue
-        if column.name in wish.ids:
-            ids.append(as_ids(data, column))
-        elif column.name in wish.dense:
-            dense.append(column)
-            require_dense(column)
-        elif (why := useless(data, column)) is not None:
-            left_out[column.name] = why
-        elif is_ids(column):
-            ids.append(as_ids(data, column))
-        elif (why := no_numbers(column)) is not None:
-            left_out[column.name] = why
-        else:
-            dense.append(column)
-    if not ids:
-        raise ConfigError(f"{data.path}: no column looks like ids (text, lists, integers); name some with --ids")
-    notes = {own.column.name: note for own in ids if (note := odd_ids(own.column)) is not None}
-    return ChosenRoles(label=label, dense=dense, ids=ids, left_out=left_out, notes=notes)
+    dense, ids = (
+        [known(data, given, name) for name in names] for given, names in (("--dense", wish.dense), ("--ids", wish.ids))
+    )
+    label = label_of(data, wish.label)
+    choices = [
+        chosen(case_of(data, label, column), column in dense, column in ids)
+        for column in data.columns
+        if column.name != label.name
+    ]
+    if not any(own.role == "ids" for own in choices):
+        raise ConfigError(f"{data.path}: no column looks like ids (text, lists, codes); name some with --ids")
+    return ChosenRoles(label=label, choices=choices)
 
 
-def label_of(data: DataSet, wish: Wish) -> ColumnFacts:
-    if wish.label is not None:
-        column = data.named(wish.label)
-        assert column is not None, "its name was looked up"
-        if not column.is_binary:
-            raise ConfigError(
-                f"--label {column.name}: a label is 0 or 1 in every row, and this column holds {no_label(column)}"
-            )
-        return column
-    binary = [column for column in data.columns if column.is_binary]
-    named = [column for name in LABEL_NAMES for column in data.columns if column.name.strip().lower() == name]
-    by_name = [column for column in named if column.is_binary]
-    if by_name:
-        return by_name[0]
-    nearly = [column for column in named if is_nearly_binary(column)]
-    if len(binary) == 1 and not nearly:
-        return binary[0]
-    if binary and not nearly:
-        names = [column.name for column in binary]
-        raise ConfigError(
-            f"{data.path}: {len(names)} columns hold 0 and 1 ({listed(names)}); say which is the label: --label "
-            f"{names[0]}"
-        )
-    held = "; ".join(f"{column.name} holds {no_label(column)}" for column in named)
-    other = f"--label {binary[0].name} takes another column" if binary else "--label names another column"
-    raise ConfigError(
-        f"{data.path}: no column holds 0 and 1 in every row, as a label does{held and f' ({held})'}; correct "
-        f"it, or {other}"
+def chosen(case: Case, is_dense: bool, is_ids: bool) -> Choice:
+    c, rule = case.c, next(own for own in RULES if own.holds(case))
+    if is_dense:
+        require_dense(c)
+        rule = Rule("dense", rule.holds, "by --dense")
+    if is_ids:
+        if (c.kind in ("time", "other") and c.type != "text") or not c.num_values:
+            raise ConfigError(f"--ids {c.name}: ids are text or integers, and the column's type is {c.type}")
+        rule = Rule("ids", rule.holds, "by --ids")
+    why, value = rule.why.format_map(told(case)), c.name + "= " * (rule.instead == "--lists")
+    instead = rule.instead and option(rule.instead, value)
+    if rule.role == "ids":
+        hashed = is_hashed(c)
+        size = ROWS_A_VALUE * c.distinct + 1 if hashed else with_room(int(c.high) + 1)
+        return Choice(
+            column=c, role="ids", why=why, instead=instead, hashed=hashed,
+            num_embeddings=max(LEAST_HASHED * hashed, rounded_up(size)),
+        )  # fmt: skip
+    return Choice(
+        column=c, role=rule.role, why=why, instead=instead, prepare=scaling(c) if rule.role == "dense" else AS_IT_IS
     )
 
 
-def is_nearly_binary(column: ColumnFacts) -> bool:
-    """Whether the column is meant as the label: two values, or few others than 0 and 1."""
-    return column.distinct == 2 or column.not_binary.count + column.missing.count <= FEW * column.num_cells
+def case_of(data: DataSet, label: Label, column: ColumnFacts) -> Case:
+    name, _, typed = column.name.strip().partition(":")
+    is_typed = typed in ("token", "token_seq", "float", "float_seq")
+    name = name if is_typed else column.name.strip()
+    words = [own.lower() for own in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+    return Case(column, name, typed if is_typed else "", words, data, label)
 
 
-def no_label(column: ColumnFacts) -> str:
-    """What the column holds, and the first cells that are no label."""
-    found = [contents(column)]
-    if column.missing.count:
-        found.append(column.missing.of(column.num_cells, "missing"))
-    if column.not_binary.count and not column.words:
-        repeats = column.not_binary.value == column.name
-        found.append(
-            column.not_binary.of(column.num_cells, f"neither {column.binary}")
-            + (", which repeats the header: remove such lines" if repeats else "")
-        )
-    return "; ".join(found)
+def told(case: Case) -> dict[str, str]:
+    """What the reasons of rules name."""
+    c, label = case.c, case.label
+    odd = c.odd.of(c.num_cells, "no timestamp" if c.kind == "time" else "no number") if c.odd.count else ""
+    larger = f"its numbers are larger, or smaller, in all rows where {label.text} is 1"
+    return {
+        "type": c.type,
+        "typed": case.typed,
+        "label": label.text,
+        "odd": odd,
+        "odd_time": odd and f"; {odd}",
+        "remedy": "write a decimal point, no separators or units"
+        if re.search(r"\d", c.odd.value)
+        else "pandas.read_csv reads NULL and N/A as missing; write Parquet with it",
+        "clock": clock_of(case),
+        "stem": stem_of(c),
+        "distinct": f"{c.distinct:,}",
+        "items": "text" if c.kind == "text" else "whole numbers",
+        "fractions": c.fractions.of(c.num_cells, "no integer") + "; correct it" if c.fractions.count else "",
+        "tells": f"it is 1 only where {label.text} is 1" if c.is_flag else larger,
+    }
 
 
-def contents(column: ColumnFacts) -> str:
-    if column.kind in ("integer", "number"):
-        return f"{'lists of ' if column.is_list else ''}values from {column.low:g} to {column.high:g}"
-    return column.type
+def last_word(case: Case) -> str:
+    return next((word for word in reversed(case.words) if not word.isdigit()), "")
 
 
-def useless(data: DataSet, column: ColumnFacts) -> str | None:
-    if column.kind == "time" or is_clock(column):
-        odd = f"; {column.odd.of(column.num_cells, 'no timestamp')}" if column.odd.count else ""
-        return f"a timestamp is not a feature; docs/data.md shows how to make hour and weekday of it{odd}"
-    if column.kind == "other":
-        return f"{column.type} cannot be read" if column.num_values else "it has no values"
-    if column.kind == "number" and column.is_list:
-        return "lists of numbers are not features; for weights of ids use data.columns.weights"
-    if column.kind == "number" and column.whole and is_named_id(column) and column.type != TEXT:
-        return f"ids are integers or text, and the type is {column.type}; in pandas, .astype('Int64') writes integers"
-    constant = column.low == column.high and not (column.missing.count or column.odd.count)
-    if column.kind in ("integer", "number") and constant:
-        return "every value is the same"
-    if column.kind == "text" and column.distinct < 2 and not column.missing.count:
-        return "every value is the same"
-    many = column.num_values >= LEAST_ROWS and column.distinct > UNIQUE * column.num_values
-    if many and not column.is_list and is_ids(column):
-        return f"nearly every row has a value of its own; --ids {column.name} uses it anyway"
-    return None
+def is_named_id(case: Case) -> bool:
+    return re.fullmatch(names.ID, case.name) is not None and not re.fullmatch(names.NO_ID, case.name)
 
 
-def is_clock(column: ColumnFacts) -> bool:
-    """Whether integers are seconds since 1970, or parts of them, by name and size."""
-    return column.kind == "integer" and column.low >= FIRST_SECOND and re.fullmatch(TIME_NAME, column.name) is not None
+def is_code(case: Case) -> bool:
+    return re.fullmatch(names.CODE_WORD, last_word(case)) is not None
 
 
-def is_ids(column: ColumnFacts) -> bool:
-    """Text, lists, integers named like ids, beyond 2^53 or with zeros before them, and integers that fill their range,
-    as numbered things do; 0 and 1 are a number."""
-    if column.kind == "text" or column.is_list:
-        return True
-    if column.kind not in ("integer", "number") or column.words or is_flag(column):
+def is_measure(case: Case) -> bool:
+    return (
+        any(re.fullmatch(own, case.name) for own in (names.MEASURE, names.NO_ID))
+        or re.fullmatch(names.FIRST_OF_MEASURE, case.words[0] if case.words else "") is not None
+        or re.fullmatch(names.MEASURE_WORD, last_word(case)) is not None
+        or "per" in case.words
+    )
+
+
+def is_event(word: str) -> bool:
+    return re.fullmatch(names.SECOND_LABEL, word) is not None
+
+
+def is_nearly_whole(c: ColumnFacts) -> bool:
+    return not c.whole and c.fractions.count <= FEW_FRACTIONS * c.num_values
+
+
+def repeats(c: ColumnFacts) -> bool:
+    return c.distinct <= MOST_CODES and c.num_values >= LEAST_REPEATS * c.distinct
+
+
+def is_constant(c: ColumnFacts) -> bool:
+    return c.distinct < 2 and not (c.missing.count or c.odd.count or c.is_list)
+
+
+def is_index(case: Case) -> bool:
+    return re.fullmatch(names.INDEX, case.name) is not None and is_increasing(case.c)
+
+
+def is_increasing(c: ColumnFacts) -> bool:
+    return c.kind == "integer" and not c.missing.count and len(c.numbers) > 1 and bool((np.diff(c.numbers) > 0).all())
+
+
+def is_row_number(case: Case) -> bool:
+    """Whether the column numbers or names the rows."""
+    c, num_rows = case.c, case.data.num_rows
+    unique = c.kind in ("integer", "text") and not c.is_list and c.distinct >= 0.99 * num_rows and not c.missing.count
+    named = re.fullmatch(names.ROW, case.name) is not None
+    least = FEWEST_UNIQUE if named else 20 * FEWEST_UNIQUE
+    return unique and num_rows >= least and (named or (is_increasing(c) and not is_measure(case)))
+
+
+def is_unique(case: Case) -> bool:
+    c = case.c
+    ids = c.kind == "text" or (c.whole and is_named_id(case))
+    return ids and not c.is_list and c.num_values >= MANY_ROWS and c.distinct > UNIQUE * c.num_values
+
+
+def is_prose(case: Case) -> bool:
+    c = case.c
+    return c.kind == "text" and c.distinct > 0.2 * c.num_values and c.num_spaces >= c.num_values
+
+
+def clock_of(case: Case) -> str:
+    """What kind of time a column of numbers is; "" if none."""
+    c = case.c
+    if c.kind not in ("integer", "number") or c.is_list or is_named_id(case) or not c.low > 0:
+        return ""
+    texts = [f"{number:.12g}" for number in np.unique(c.numbers[np.isfinite(c.numbers)])[:1000]]
+    named = re.fullmatch(names.TIME, case.name) is not None
+    of = (
+        what
+        for what, form, by_name in names.CLOCKS
+        if (named or not by_name) and all(re.fullmatch(form, own) for own in texts)
+    )
+    return next(of, "")
+
+
+def tells_label(case: Case) -> bool:
+    """Whether numbers are 1 only where the label is 1, or all larger or all smaller where it is 1."""
+    c, ones = case.c, case.label.ones
+    if c.kind not in ("integer", "number") or c.is_list or c.odd.count or len(c.numbers) != len(ones):
         return False
-    return column.whole and (is_named_id(column) or (column.kind == "integer" and is_numbered(column)))
+    if c.is_flag:
+        own = c.numbers == 1
+        return not (own & ~ones).any() and ones.mean() ** own.sum() < CHANCE
+    where, other = (numbers[np.isfinite(numbers)] for numbers in (c.numbers[ones], c.numbers[~ones]))
+    if min(len(where), len(other)) < 2 * FEWEST_UNIQUE:
+        return False
+    return bool(where.min() > other.max() or where.max() < other.min())
 
 
-def is_flag(column: ColumnFacts) -> bool:
-    return column.whole and column.low >= 0 and column.high <= 1
+def measured(c: ColumnFacts) -> F64:
+    """Numbers of the sample; -1 means missing where others are codes."""
+    own: F64 = c.numbers[np.isfinite(c.numbers) & (c.numbers != -1)]
+    return own
 
 
-def is_named_id(column: ColumnFacts) -> bool:
-    name = column.name.strip()
-    return re.fullmatch(ID_NAME, name) is not None and not re.fullmatch(NUMBER_NAME, name)
+def is_numbered(c: ColumnFacts) -> bool:
+    """Whether integers fill their range from 0 on, as numbered things do."""
+    return c.low >= 0 and c.distinct >= FILLED * (c.high + 1)
 
 
-def is_numbered(column: ColumnFacts) -> bool:
-    """Whether integers are ids by their values."""
-    fills = column.low >= 0 and column.distinct >= FILLED * (column.high + 1)
-    return (fills or column.padded or max(-column.low, column.high) > EXACT) and not re.fullmatch(
-        NUMBER_NAME, column.name.strip()
+def has_gaps(c: ColumnFacts) -> bool:
+    own = measured(c)
+    return len(own) > 0 and c.distinct < FILLED * (own.max() - own.min() + 1)
+
+
+def is_count(c: ColumnFacts) -> bool:
+    """Whether the smaller half of the values fills its range from about 0 on, and the larger half does not."""
+    own = measured(c)
+    if not len(own) or own.min() > 1:
+        return False
+    lower = own[own <= np.median(own)]
+    return bool(len(np.unique(lower)) >= FILLED * (lower.max() - lower.min() + 1))
+
+
+def stem_of(c: ColumnFacts) -> str:
+    return re.sub(r"\d+", "*", c.name)
+
+
+def shared_numbering(case: Case) -> list[str]:
+    """The columns of one name but for its number, if their ranges are disjoint and they are three or more."""
+    stem = stem_of(case.c)
+    own = [c for c in case.data.columns if stem_of(c) == stem and c.kind == "integer" and "*" in stem]
+    own.sort(key=lambda c: c.low)
+    apart = all(after.low > before.high for before, after in pairwise(own))
+    return [c.name for c in own] if len(own) > 2 and apart else []
+
+
+def is_hashed(c: ColumnFacts) -> bool:
+    """Integers from 0 up that leave few gaps are rows; everything else is hashed."""
+    sparse = c.distinct < FILLED / 5 * (c.high + 1) and c.high >= 1000
+    rows = c.kind == "integer" and c.plain and not (c.missing.count or c.padded or c.low < 0 or sparse)
+    return not rows
+
+
+def scaling(c: ColumnFacts) -> Prepare:
+    """How a dense feature gets a mean of 0 and a deviation of 1; 0 and 1 stay, but for missing ones."""
+    own = c.numbers[np.isfinite(c.numbers)]
+    if c.is_flag:
+        return Prepare(fill=0.0) if c.missing.count else AS_IT_IS
+    middle, most = np.percentile(own, [50, 99])
+    heavy = bool(c.low >= -FEW * max(most, 1) and most > HEAVY * (max(middle, 0) + 1))
+    fill = (0.0 if heavy else short(float(middle))) if c.missing.count else None
+    filled = np.append(own, np.full(len(c.numbers) - len(own), fill or 0.0)) if fill is not None else own
+    scaled = np.log1p(np.maximum(filled, 0)) if heavy else filled
+    spread = float(scaled.std())
+    return Prepare(
+        fill=fill,
+        least=0.0 if heavy and c.low < 0 else None,
+        log1p=heavy,
+        standardize=(short(float(scaled.mean())), short(spread)) if spread else None,
     )
 
 
-def as_ids(data: DataSet, column: ColumnFacts) -> Ids:
-    """Integers from 0 up are row numbers, in tables a little larger than needed; everything else is hashed."""
-    if column.kind not in ("integer", "text") and not (data.format == "csv" and column.num_values):
-        raise ConfigError(f"--ids {column.name}: ids are text or integers, and the column's type is {column.type}")
-    sparse = column.distinct < FILLED / 5 * (column.high + 1) and column.high >= 1000
-    if column.kind == "integer" and not (column.missing.count or column.words or column.low < 0 or sparse):
-        return Ids(column=column, hashed=False, num_embeddings=rounded_up(with_room(int(column.high) + 1)))
-    return Ids(
-        column=column, hashed=True, num_embeddings=max(LEAST_HASHED, rounded_up(ROWS_A_VALUE * column.distinct + 1))
-    )
-
-
-def odd_ids(column: ColumnFacts) -> str | None:
-    """Cells that hash to other rows than the same numbers written as the others are."""
-    few = column.odd.count < column.num_values * (1 if column.kind == "number" else 0.5)
-    if column.kind in ("number", "text") and column.odd.count and few:
-        return column.odd.of(column.num_cells, "no number; every cell is hashed as text")
-    if column.kind == "number" and 0 < column.fractions.count < column.num_values:
-        return column.fractions.of(
-            column.num_cells, "not written as an integer, and 12.0 and 12 hash to two rows; write all alike"
-        )
-    return None
-
-
-def no_numbers(column: ColumnFacts) -> str | None:
-    """Why the column cannot be a dense feature, with the first cell that is in the way."""
-    if column.odd.count:
-        written = " (write a decimal point, no separators or units)" if re.search(r"\d", column.odd.value) else ""
-        empty = f"; {column.missing.of(column.num_cells, 'missing')}" if column.missing.count else ""
-        return (
-            f"{column.odd.of(column.num_cells, 'no number')}{empty}; correct it{written}, or --ids {column.name} "
-            "hashes every cell as text"
-        )
-    if column.missing.count:
-        return (
-            f"{column.missing.of(column.num_cells, 'missing')}; replace it first, for example by 0 (docs/data.md, "
-            "Missing values)"
-        )
-    if column.whole and (largest := max(-column.low, column.high)) > EVERY_WHOLE:
-        return f"fp32 changes whole numbers beyond 2**24, and it has up to {largest:.0f}; scale it, or use --ids"
-    few = not column.whole and 0 < column.fractions.count <= FEW_FRACTIONS * column.num_values
-    if few and (is_named_id(column) or is_numbered(column)):
-        return (
-            f"{column.fractions.of(column.num_cells, 'no integer')}; correct it, or --dense {column.name} takes the "
-            "column as numbers"
-        )
-    return None
+def short(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 def require_dense(column: ColumnFacts) -> None:
-    if column.kind not in ("integer", "number") or column.is_list:
+    if column.kind not in ("integer", "number") or column.is_list or column.odd.count:
         raise ConfigError(
             f"--dense {column.name}: a dense feature is a number, and this column holds {contents(column)}"
             + (f"; {column.odd.of(column.num_cells, 'no number')}" if column.odd.count else "")
         )
-    if (why := no_numbers(column)) is not None:
-        raise ConfigError(f"--dense {column.name}: {why}")
 
 
 def with_room(count: int) -> int:

@@ -15,7 +15,7 @@ SUBCOMMANDS = {
     ),
     "new": Subcommand(
         f"{ANALYSIS}.new.new:new",
-        "Look at a table of samples and write a job file for it to stdout: prefetcher new --data clicks.csv > job.toml",
+        "Look at a table of samples and write a job file for it to stdout: rowcast new --data clicks.csv > job.toml",
     ),
     "simulate": Subcommand(
         f"{ANALYSIS}.simulate.command:simulate",

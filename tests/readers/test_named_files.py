@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowcast.analysis.new.columns import look_at
+from rowcast.analysis.new.files import look_at
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
@@ -109,7 +109,7 @@ class Folder:
                 found.append(str(refused.value))
             if self.format in ("csv", "parquet"):
                 with pytest.raises(kind) as refused:
-                    look_at(path, AnalysisProgress())
+                    look_at(path, [], {}, AnalysisProgress())
                 found.append(str(refused.value).replace("--data", "data.path"))
         return found
 
@@ -216,7 +216,7 @@ def part_without_rows(folder: Folder) -> None:
         folder.file(5).write_bytes(b"")
     assert folder.ids() == folder.ids(split="eval", eval_path=str(folder.path)) == [5, 6, 7]
     if folder.format in ("csv", "parquet"):
-        found = look_at(str(folder.path), AnalysisProgress())
+        found = look_at(str(folder.path), [], {}, AnalysisProgress())
         assert (found.num_rows, len(found.files)) == (3, len(list(folder.path.iterdir())))
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowcast.analysis.new.columns import look_at
+from rowcast.analysis.new.files import look_at
 from rowcast.analysis.progress import AnalysisProgress
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
@@ -229,5 +229,5 @@ def test_two_columns_of_one_name_are_refused_if_the_job_uses_them(name: str, tmp
     sentence = f"{path}: 2 columns are named {name}; rename all but one of them"
     assert refusal(DataError, path, columns=columns) == sentence
     with pytest.raises(DataError) as refused:
-        look_at(str(path), AnalysisProgress())
+        look_at(str(path), [], {}, AnalysisProgress())
     assert str(refused.value) == sentence

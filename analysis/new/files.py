@@ -1,0 +1,350 @@
+"""Finds out by its content what a file is, and reads it in pieces of columns. What cannot be read is named as what it
+is, with the line of Python that makes Parquet of it.
+"""
+
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pa_json
+import pyarrow.parquet as pq
+
+from rowcast.analysis.new.columns import (
+    BRACKETS,
+    FEW,
+    NO_NUMBER,
+    NUMBER,
+    PAIR,
+    TIME,
+    ColumnFacts,
+    Kind,
+    Sample,
+    Watch,
+    as_cells,
+    items_of,
+    matches,
+)
+from rowcast.analysis.progress import AnalysisProgress, Tick
+from rowcast.job.formats import FORMATS
+from rowcast.prefetcher.readers.arrow_rows import is_list
+from rowcast.prefetcher.readers.column_roles import require_single
+from rowcast.prefetcher.readers.data_files import data_files, is_gzip, no_rows
+from rowcast.prefetcher.readers.formats.csv import CsvLayout, beginning, decode
+from rowcast.prefetcher.readers.formats.csv_line import Cell, fields_of
+from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
+from rowcast.prefetcher.readers.id_check import Location
+from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, whole_lines
+from rowcast.runtime.errors import ConfigError, DataError
+
+FileKind = Literal["csv", "jsonl", "parquet", "criteo-tsv"]
+PARQUET_ROWS = 65536  # read together
+BEGINNING = 2**16  # bytes that tell what a file is
+DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|txt|dat|data|inter)(\.gz)?)"  # of a folder
+DELIMITERS = ("\t", ",", ";", "|")
+CRITEO_NAMES = ["label", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))]
+CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
+FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with spaces or commas is no list
+
+# what a file of another kind begins with; what it is; the Python that makes Parquet of it
+PANDAS, NUMPY = "import pandas as pd", "import numpy as np, pandas as pd"
+OTHER_KINDS = (
+    (rb"\x89HDF\r\n", "HDF5 (.h5)", "import h5py, pandas as pd",
+     "pd.DataFrame({{name: list(own[:]) for name, own in h5py.File({path}).items()}}).to_parquet({out})"),
+    (rb"\x93NUMPY", "a NumPy array (.npy)", NUMPY,
+     "pd.DataFrame(np.load({path})).rename(columns=str).to_parquet({out})"),
+    (rb"BZh9", "compressed by bzip2", PANDAS, 'pd.read_csv({path}, compression="bz2").to_parquet({out})'),
+    (rb"\xfd7zXZ", "compressed by xz", PANDAS, 'pd.read_csv({path}, compression="xz").to_parquet({out})'),
+    (rb"\x28\xb5\x2f\xfd", "compressed by zstd", PANDAS, 'pd.read_csv({path}, compression="zstd").to_parquet({out})'),
+    (rb"\xff\xfe|\xfe\xff", "text in UTF-16, not UTF-8", PANDAS,
+     'pd.read_csv({path}, encoding="utf-16").to_parquet({out})'),
+    (rb"ARROW1|\xff\xff\xff\xff", "Arrow (Feather)", PANDAS, "pd.read_feather({path}).to_parquet({out})"),
+    (rb"ORC", "ORC", PANDAS, "pd.read_orc({path}).to_parquet({out})"),
+    (rb"\x80[\x02-\x05]", "a Python pickle", PANDAS, "pd.read_pickle({path}).to_parquet({out})"),
+    (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord", "import pandas as pd, tfrecord",
+     "pd.DataFrame(tfrecord.tfrecord_loader({path}, None)).to_parquet({out})"),
+    (rb"\s*<", "a web page, or XML", PANDAS, "pd.read_html({path})[0].to_parquet({out})"),
+    (rb"\s*\{\s*\"", "JSON lines", PANDAS, "pd.read_json({path}, lines=True).to_parquet({out})"),
+    (rb"\s*\[\s*\{", "a JSON array", PANDAS, "pd.read_json({path}).to_parquet({out})"),
+    (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)",
+     f"{PANDAS}; lines = [line.split() for line in open({{path}})]",
+     'pd.DataFrame({{"label": [float(own[0]) for own in lines], '
+     '"features": [[one.split(":")[-2] for one in own[1:]] for own in lines]}}).to_parquet({out})'),
+)  # fmt: skip
+ZIPPED = {  # a name in the archive -> the same
+    r".*\.npy": ("NumPy arrays (.npz)", NUMPY,
+                 "pd.DataFrame({{name: list(own) for name, own in np.load({path}).items()}}).to_parquet({out})"),
+    r"xl/.*": ("an Excel file (.xlsx)", PANDAS, "pd.read_excel({path}).to_parquet({out})"),
+    r".*": ("a zip archive", PANDAS, 'pd.read_csv({path}, compression="zip").to_parquet({out})'),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a file is, and where the names of its columns come from."""
+
+    kind: FileKind
+    delimiter: str = ","
+    names: Sequence[str] = ()  # of a file without a header
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSet:
+    path: str  # as given
+    shape: Shape
+    files: list[Path]  # in reading order, with those that have no row
+    num_rows: int
+    columns: list[ColumnFacts]
+    sample: Any  # a table of some rows, of all if they are few; text as it is in the file
+    step: int  # rows for each row of the sample
+
+    def named(self, name: str) -> ColumnFacts | None:
+        """Finds a column by its name, or by its name without spaces around it and without RecBole's type."""
+        spellings: tuple[Callable[[str], str], ...] = (str, str.strip, lambda own: own.strip().partition(":")[0])
+        found = (column for spelling in spellings for column in self.columns if spelling(column.name) == name)
+        return next(found, None)
+
+
+def look_at(path: str, names: Sequence[str], lists: dict[str, str], progress: AnalysisProgress) -> DataSet:
+    """Reads every row of the files. `lists`: separators of some columns' items. Raises ConfigError for a path without
+    data, DataError for files of another kind, and for those that a run would refuse."""
+    every = data_files(path, "--data", DATA_NAMES, by_name=False, apart="")
+    kinds = {file: kind for file in every if (kind := kind_of_file(file))}
+    if not kinds:
+        raise no_rows(every)
+    if len(set(kinds.values())) > 1:
+        first, other = (
+            next(file for file in kinds if kinds[file] == kind) for kind in list(dict.fromkeys(kinds.values()))[:2]
+        )
+        raise ConfigError(
+            f"--data {path}: {first.name} is {kinds[first]} and {other.name} is {kinds[other]}; name files of one "
+            f"kind, for example '{path}/*{first.suffix}'"
+        )
+    [kind], what = set(kinds.values()), "looking at every row, in pieces"
+    shape = shape_of_text(next(iter(kinds)), names) if kind == "csv" else Shape(kind=kind)
+    if Path(path).is_dir() and not all(re.fullmatch(FORMATS[shape.kind].file_names, own.name) for own in every):
+        path = f"{path}/*{''.join(every[0].suffixes)}"
+    read = parquet_pieces if kind == "parquet" else json_pieces if kind == "jsonl" else partial(text_pieces, shape)
+    return watched(path, shape, every, read(list(kinds), partial(progress.begin, what)), lists)
+
+
+def watched(
+    path: str, shape: Shape, files: list[Path], pieces: Iterator[tuple[Any, Location]], lists: dict[str, str]
+) -> DataSet:
+    """Looks at pieces (a record batch, the places of its rows)."""
+    watches, sample = list[Watch](), Sample()
+    for piece, location in pieces:
+        if not watches:
+            kinds = {own.name: (str(own.type), kind_of(own.type)) for own in piece.schema}
+            watches = [
+                Watch(name, *own, lists.get(name, separator_of(name, piece[name]))) for name, own in kinds.items()
+            ]
+        for watch in watches:
+            watch.add(piece[watch.name], location)
+        sample.add(piece)
+    table = sample.table
+    return DataSet(
+        path=path, shape=shape, files=files, num_rows=sample.num_rows, sample=table, step=sample.step,
+        columns=[watch.column(table[watch.name].combine_chunks()) for watch in watches],
+    )  # fmt: skip
+
+
+def kind_of_file(file: Path) -> FileKind | None:
+    """None for a file of no row. Raises DataError for a file of a kind that is not read."""
+    begin = beginning_of(file)
+    for first, what, imports, code in OTHER_KINDS:
+        if re.match(first, begin, re.DOTALL):
+            raise another_kind(file, what, imports, code)
+    if begin.startswith(b"PK\x03\x04"):
+        inside = zipfile.ZipFile(file).namelist()
+        raise another_kind(
+            file, *next(own for name, own in ZIPPED.items() if any(re.fullmatch(name, one) for one in inside))
+        )
+    if begin.startswith(b"PAR1"):
+        return "parquet"
+    text = begin.removeprefix(b"\xef\xbb\xbf").strip()
+    return None if not text else "jsonl" if re.match(rb'\{\s*"', text) else "csv"
+
+
+def beginning_of(file: Path) -> bytes:
+    """The first bytes, decompressed. Raises DataError."""
+    with file.open("rb") as stream:
+        begin = stream.read(BEGINNING)
+    try:
+        return zlib.decompressobj(31).decompress(begin, BEGINNING) if begin.startswith(b"\x1f\x8b") else begin
+    except zlib.error as error:
+        raise DataError(f"{file}: the gzip file is damaged ({error}); restore it") from None
+
+
+def another_kind(file: Path, what: str, imports: str, code: str) -> DataError:
+    path, out = repr(str(file)), repr(str(file.with_suffix(".parquet")))
+    return DataError(
+        f"{file}: the file is {what}; make Parquet of it in Python, and give that: {imports.format(path=path)}; "
+        f"{code.format(path=path, out=out)}"
+    )
+
+
+def shape_of_text(file: Path, names: Sequence[str]) -> Shape:
+    """Raises DataError for a header that is none."""
+    text = beginning_of(file).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
+    lines = text.splitlines()[: 20 if len(text) < BEGINNING else -1]
+    if not names and re.fullmatch(CRITEO_LINE, lines[0]):
+        return Shape(kind="criteo-tsv", delimiter="\t", names=CRITEO_NAMES)
+    delimiter = delimiter_of([line for line in lines if line])
+    cells = split_line(lines[0], delimiter)
+    if not names:
+        require_names(file, cells, split_line(lines[1], delimiter) if len(lines) > 1 else [])
+    elif len(names) != len(cells):
+        raise ConfigError(
+            f"--names gives {len(names)} names, and {file} has {len(cells)} columns, the first row {lines[0][:80]!r}"
+        )
+    return Shape(kind="csv", delimiter=delimiter, names=names)
+
+
+def delimiter_of(lines: list[str]) -> str:
+    """The delimiter that all lines have equally often, or else the first line has most often."""
+    counts = {own: [line.count(own) for line in lines] for own in DELIMITERS}
+    even = [own for own in counts if len(set(counts[own])) == 1 and counts[own][0]]
+    return max(even or counts, key=lambda own: counts[own][0])
+
+
+def split_line(line: str, delimiter: str) -> list[str]:
+    if delimiter == " ":
+        return line.split()
+    return line.split(delimiter) if len(delimiter) > 1 else fields_of(line, delimiter, strict=False)
+
+
+def require_names(file: Path, header: list[str], first_row: list[str]) -> None:
+    """Raises DataError if the first line looks as the second does, and not like names."""
+    if len(header) == 1:
+        raise DataError(
+            f"{file}, line 1: {header[0][:40]!r} is one column; separate columns by a comma, semicolon, tab, |, :: or "
+            "spaces"
+        )
+    values = [name for name in header if looks_like_a_value(name)]
+    pairs = zip(header, first_row, strict=False)
+    alike = all(not cell or looks_like_a_value(name) == looks_like_a_value(cell) for name, cell in pairs)
+    if values and alike and header != [str(number) for number in range(len(header))]:
+        given = ",".join(["label", *(f"c{number}" for number in range(1, len(header)))])
+        raise DataError(
+            f"{file}, line 1: there is no header; name the {len(header)} columns in their order, for example --names "
+            f"{given}; the first row is {' '.join(header)[:120]!r}"
+        )
+
+
+def looks_like_a_value(cell: str) -> bool:
+    return any(re.match(pattern, cell) for pattern in (NUMBER, TIME))
+
+
+def text_pieces(shape: Shape, files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
+    sizes = [None if is_gzip(file) else -(-file.stat().st_size // CHUNK_BYTES) for file in files]
+    tick = begin(None if None in sizes else sum(size or 0 for size in sizes))
+    filled, header, _ = (files, list(shape.names), {}) if shape.names else beginning(files, shape.delimiter)
+    layout = CsvLayout(header=header, delimiter=shape.delimiter, cells={name: Cell(kind="text") for name in header})
+    for file in filled:
+        line = 1
+        with open_text(file) as stream:
+            for text in whole_lines(stream, file):
+                rows = text.partition(b"\n")[2] if line == 1 and not shape.names else text
+                rows = rows + b"\n" if rows and not rows.endswith(b"\n") else rows
+                first, num_lines = line + (line == 1 and not shape.names), rows.count(b"\n")
+                if num_lines:
+                    require_lines(rows, lines_of(file, first))
+                    yield decode(rows, num_lines, layout, lines_of(file, first)), lines_of(file, first)
+                line = first + num_lines
+                tick()
+
+
+def require_lines(rows: bytes, location: Location) -> None:
+    """Raises DataError for an empty line, in which the fast parser sees missing values."""
+    whole = b"\n" + rows.replace(b"\r", b"")
+    if (at := whole.find(b"\n\n")) >= 0:
+        raise DataError(f"{location(whole[:at].count(bytes([10])))}: the line is empty; remove it")
+
+
+def lines_of(file: Path, first: int) -> Location:
+    """Names lines for errors; the first is line `first` of the file."""
+    return lambda i: f"{file}, line {first + i}"
+
+
+def rows_of(file: Path, first: int) -> Location:
+    return lambda i: f"{file}, row {first + i}"
+
+
+def json_pieces(files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
+    tick = begin(None)
+    for file in files:
+        first = 1
+        with open_text(file) as stream:
+            try:
+                for piece in pa_json.open_json(stream, pa_json.ReadOptions(block_size=CHUNK_BYTES)):
+                    yield piece, lines_of(file, first)
+                    first += piece.num_rows
+                    tick()
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{file}, from line {first} on: {error}") from None
+
+
+def parquet_pieces(files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
+    found = ParquetFiles(files)
+    tick, names = begin(sum(-(-int(count) // PARQUET_ROWS) for count in np.diff(found.bounds))), found.schemas[0].names
+    for file, schema in zip(found.paths, found.schemas, strict=True):
+        require_single(file, schema.names, schema.names)
+        lacking = [name for name in names if name not in schema.names]
+        if lacking:
+            raise DataError(
+                f"{file}: column {lacking[0]} is missing, but {found.paths[0]} has it; give all files the same columns"
+            )
+        first = 0
+        with pq.ParquetFile(file) as opened:
+            for piece in opened.iter_batches(batch_size=PARQUET_ROWS, columns=names):
+                yield piece, rows_of(file, first)
+                first += piece.num_rows
+                tick()
+
+
+def kind_of(kind: Any) -> Kind:
+    """`text`: the values decide."""
+    single = kind.value_type if is_list(kind) or pa.types.is_dictionary(kind) else kind
+    if pa.types.is_temporal(single):
+        return "time"
+    return "other" if pa.types.is_decimal(single) or pa.types.is_nested(single) or pa.types.is_null(single) else "text"
+
+
+def separator_of(name: str, values: Any) -> str:
+    """The separator of the items in a column's cells, or "": decided by how often its parts repeat."""
+    _, _, typed = name.strip().partition(":")
+    if typed in ("token", "float", "token_seq", "float_seq") or is_list(values.type):
+        return " " * typed.endswith("_seq")
+    if kind_of(values.type) != "text" or pa.types.is_primitive(values.type):
+        return ""
+    cells = as_cells(values).drop_null().unique()
+    cells = cells.filter(pc.greater(pc.binary_length(cells), 0))
+    plain = matches(cells, NUMBER) | matches(cells, TIME) | matches(cells, NO_NUMBER)
+    if not len(cells) or plain.mean() > 1 - FEW:
+        return ""
+    if matches(cells, r"^\s*\[.*\]\s*$").mean() > 1 - FEW:
+        return BRACKETS
+    return next((own for own in ("^", "|", ";", ",", " ") if are_lists(cells, own)), "")
+
+
+def are_lists(cells: Any, separator: str) -> bool:
+    """`cells`: distinct ones."""
+    parts = items_of(cells, separator).flatten().drop_null()
+    if len(parts) == len(cells):
+        return False
+    own = parts.unique()
+    if matches(own, r"^-?\d+$").all() or matches(own, PAIR).mean() > 1 - FEW:
+        return True
+    if separator in "^|":
+        return not matches(own, r"^\s|\s$").any()
+    if separator == " ":
+        return len(own) * FEWEST_REPEATS <= len(cells) or len(own) < len(cells) <= 2 * FEWEST_REPEATS
+    return len(own) < (1 - FEW) * len(parts) and not matches(own, r"^\s|\s$").any()
