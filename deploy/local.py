@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import product
 from pathlib import Path
+from signal import SIGKILL
 from typing import Annotated, Any, Literal, get_args
 
 import typer
@@ -72,7 +73,7 @@ def run_both(
     job: Job, of_prefetcher: list[str], command: Literal["run", "eval"], of_trainer: list[str], signals: Signals
 ) -> None:
     """Runs `prefetcher run` and `trainer <command>`, with these arguments, to their end. Raises the error of the one
-    that failed first."""
+    that failed first. After an interrupt it waits until both have stopped in order; a second one kills them."""
     require_one_host(job)
     make_folder(job.run_dir)
     if signals.stop_reason is not None:
@@ -83,7 +84,17 @@ def run_both(
     ]
     for rank, (role, child) in product(range(job.ranks.count), zip(get_args(Role), children, strict=True)):
         note_start(pair_folder(job.run_dir, rank, job.ranks.count), role, child.process.pid)
-    first = ended_together(children, meanwhile=StopsChildren(signals, children).advance)
+    stops = StopsChildren(signals, children)
+    try:
+        first = ended_together(children, meanwhile=stops.advance)
+    except KeyboardInterrupt:  # in a process whose signals are not ours
+        signals.stop_reason = "an interrupt"
+        try:
+            ended_together(children, meanwhile=stops.advance)
+        finally:
+            for child in children:
+                child.signal(SIGKILL)
+        raise
     if first is not None:
         raise ended_badly(first)
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -75,22 +75,28 @@ def beside(out: Path) -> TemporaryDirectory[str]:
 
 def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence[str]) -> Job:
     """Returns the job of the checkpoint, on other data. Raises ConfigError."""
-    content = without_removed(msgspec.to_builtins(checkpoint.job))
-    own, ranks, form = content["data"], content["ranks"], format_of(content["data"]["format"])
-    if not form.has_files and own["format"] in FORMATS:
-        raise ConfigError(f'--run {run} was trained on data.format = "{own["format"]}", which has no files to score')
-    if form.has_files:
+    content = scoring_content(checkpoint, run, str(data))
+    form, known = content["data"]["format"], format_of(content["data"]["format"])
+    if not known.has_files and form in FORMATS:
+        raise ConfigError(f'--run {run} was trained on data.format = "{form}", which has no files to score')
+    if known.has_files:
         require_data(data)
+    for override in overrides:
+        apply_override(content, override)
+    return parse_job(content, f"the job of {run}")
+
+
+def scoring_content(checkpoint: Manifest, run: Path, data: str) -> dict[str, Any]:
+    content = without_removed(msgspec.to_builtins(checkpoint.job))
+    own, ranks = content["data"], content["ranks"]
     content["job"]["run_dir"] = str(run)
-    own |= {"path": str(data), "eval_path": str(data), "eval_fraction": 0.0, "order": None, "hot": None}
-    if form.named_columns:
+    own |= {"path": data, "eval_path": data, "eval_fraction": 0.0, "order": None, "hot": None}
+    if format_of(own["format"]).named_columns:
         own["columns"]["label_values"] = "none"
     ranks |= {"parts": ranks["parts"] or ranks["count"], "count": 1, "per_host": None}
     content["transport"]["endpoint"] = "ipc"
     content["metrics"] |= {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"}  # another run may have the job's
-    for override in overrides:
-        apply_override(content, override)
-    return parse_job(content, f"the job of {run}")
+    return content
 
 
 def num_rows(scores: Path) -> int:

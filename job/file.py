@@ -17,9 +17,9 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import Role, note_refusal, pair_folder
 
 
-def load_job(path: Path, overrides: tuple[str, ...] = ()) -> Job:
+def load_job(path: str | Path, overrides: tuple[str, ...] = ()) -> Job:
     """Reads and checks a job file; `overrides` are `section.key=value` in TOML's notation. Raises ConfigError."""
-    content = read_content(path)
+    content = read_content(Path(path))
     for override in overrides:
         apply_override(content, override)
     return parse_job(content, str(path))
@@ -51,17 +51,24 @@ def read_content(path: Path) -> dict[str, Any]:
 def apply_override(content: dict[str, Any], override: str) -> None:
     """Sets one `section.key=value`; a value that is not TOML is taken as a string. Raises ConfigError."""
     name, equals, text = override.partition("=")
-    *sections, key = name.strip().split(".")
-    if not equals or not sections:
+    if not equals:
         raise ConfigError(f"--set {override}: write section.key=value")
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    set_key(content, name.strip(), value)
+
+
+def set_key(content: dict[str, Any], name: str, value: Any) -> None:
+    """`name`: section.key. Raises ConfigError."""
+    *sections, key = name.split(".")
+    if not sections:
+        raise ConfigError(f"{name} is no section.key, such as optimizer.sparse.lr")
     for section in sections:
         content = content.setdefault(section, {})
         if not isinstance(content, dict):
-            raise ConfigError(f"--set {override}: {section} is not a section; only section.key=value can be set")
+            raise ConfigError(f"{name}: {section} is not a section; only section.key can be set")
     content[key] = value
 
 

@@ -1,7 +1,12 @@
 """Train recommendation models whose embedding tables do not fit on the device, bit for bit as if they did.
 
-Two commands train a job file: `prefetcher run --config job.toml` and `trainer run --config job.toml`. Your own training
-script needs one line instead:
+A job file describes a run. `rowcast train --config job.toml` trains it, and so does this:
+
+    train                    returns the Run
+    load                     returns the Run of a run directory
+    Run                      predict(frame), losses, evaluations, job, model()
+
+Your own training script needs one line instead:
 
     import rowcast
 
@@ -25,13 +30,14 @@ script needs one line instead:
     ranks_among              ranks of positives among candidates, for evaluations of next-item models
     Sequences                the rows of a feature that is not pooled (`pooling = "none"`), as the model receives them
 
-docs/adopt.md and docs/connect.md walk through them.
+docs/python.md, docs/adopt.md and docs/connect.md walk through them.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rowcast.deploy.run import Run, load, train
     from rowcast.job.schema import Job
     from rowcast.prefetcher.readers.draws import draws
     from rowcast.protocol.batch import Batch
@@ -53,14 +59,17 @@ __all__ = [
     "JaggedTensor",
     "Job",
     "Loader",
+    "Run",
     "Sequences",
     "adopt",
     "ahead",
     "ahead_calls",
     "connect",
     "draws",
+    "load",
     "ranks_among",
     "tables",
+    "train",
 ]
 
 MODULES = {
@@ -72,19 +81,24 @@ MODULES = {
     "JaggedTensor": "rowcast.trainer.adopt.connect.batch",
     "Job": "rowcast.job.schema",
     "Loader": "rowcast.trainer.adopt.connect.loader",
+    "Run": "rowcast.deploy.run",
     "Sequences": "rowcast.trainer.models.sequences",
     "adopt": "rowcast.trainer.adopt.adopt",
     "ahead": "rowcast.trainer.adopt.adopt",
     "ahead_calls": "rowcast.trainer.adopt.adopt",
     "connect": "rowcast.trainer.adopt.connect.loader",
     "draws": "rowcast.prefetcher.readers.draws",
+    "load": "rowcast.deploy.run",
     "ranks_among": "rowcast.trainer.models.evaluate",
     "tables": "rowcast.trainer.adopt.mapped_tables",
+    "train": "rowcast.deploy.run",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used, so that a command can refuse a job file without importing torch."""
+    if name == "__version__":
+        return import_module("rowcast.runtime.telemetry.metrics").rowcast_version()
     if name not in MODULES:
         raise AttributeError(f"module 'rowcast' has no attribute {name!r}")
     return getattr(import_module(MODULES[name]), name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, RowcastError
 from rowcast.runtime.machine import stat_of
 from rowcast.runtime.process import Signals
 from rowcast.runtime.stops import AT_SUDDEN_EXIT, PASSED_ON, held
@@ -168,6 +168,7 @@ def failed(children: list[Child], replaced: Callable[[Child], Child | None]) -> 
 
 
 def ended_badly(child: Child) -> RowcastError:
-    error = RowcastError(child.describe_exit())
-    error.exit_code = child.code or 1
+    code = child.code or 1
+    error = ERRORS_BY_EXIT_CODE.get(code, RowcastError)(child.describe_exit())
+    error.exit_code = code
     return error

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,7 +14,11 @@ from rowcast.runtime.errors import closest
 from rowcast.runtime.process import run_command
 
 COMMANDS = ("rowcast", "prefetcher", "trainer")  # each has a module here, with its SUBCOMMANDS
-SETTINGS: dict[str, bool] = {"add_completion": False, "pretty_exceptions_enable": False}
+SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,27 @@ def command_line(process: str, help: str, subcommands: Mapping[str, Subcommand])
             name, known, rest = super().resolve_command(ctx, args)
             return name, known if name is None else imported(process or name, name, subcommands[name]), rest
 
-    app = typer.Typer(cls=Group, help=help, no_args_is_help=True, **SETTINGS)  # type: ignore[arg-type]
+    app = typer.Typer(cls=Group, no_args_is_help=True, **SETTINGS)
+    app.callback(help=help)(root)
     for name, subcommand in subcommands.items():
         app.command(name, help=subcommand.help)(lambda: None)
     return app
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from rowcast.runtime.telemetry.metrics import rowcast_version  # no other start of a command needs it
+
+        typer.echo(f"rowcast {rowcast_version()}")
+        raise typer.Exit
+
+
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def nearest_command(name: str, own: Mapping[str, Subcommand]) -> str:
@@ -65,6 +86,6 @@ def imported(process: str, name: str, subcommand: Subcommand) -> Any:
             raise typer.Exit(subcommand.until_stopped(process, real(**arguments)))
         raise typer.Exit(run_command(process, partial(real, **arguments)))
 
-    app = typer.Typer(**SETTINGS)  # type: ignore[arg-type]
+    app = typer.Typer(**SETTINGS)
     app.command(name, help=subcommand.help)(call)
     return typer.main.get_command(app)

@@ -64,20 +64,12 @@ class JobModel:
                 "0 or 1; give the model a method loss(outputs, labels), or remove it"
             )
         self.ranks = own_ranks(self.model)  # of the outputs' positives, i64 [P]
-        self._own_logits: Callable[[Any], Tensor] | None = (
-            None if self.own_loss is None else getattr(self.model, "logits", None)
-        )
-        # what a value of `logits` is: a column of `rowcast score` has this name
-        is_logit = self.own_loss is None or self._own_logits is not None
-        self.score_name = str(getattr(self.model, "score_name", "logit" if is_logit else "score"))
         self.optimizer = build_dense_optimizer(job, self.model.parameters())
-        self._linear = tuple(table.linear for table in job.tables for _ in table.features)
-        self._inputs = ModelInputs(job, self.model)
+        self._pass = ForwardPass(job, self.model)
+        self.logits, self.score_name = self._pass.logits, self._pass.score_name
         self._settings = job.optimizer.dense
         self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
         self._full_batch = job.data.batch_size // parts
-        self._autocasts = job.model.precision == "bf16"
-        self._device = device
         torch.manual_seed(job.job.seed)
 
     def forward(self, dense: Tensor, rows: Sequence[Embedded], inputs: Mapping[str, Tensor], *, training: bool) -> Any:
@@ -87,26 +79,15 @@ class JobModel:
         arrays by name. Computes gradients if they are enabled. Raises ConfigError if the model takes no arrays."""
         self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
-        rows = self._inputs.rows(rows)
-        named = self._inputs.arguments(inputs, rows)
-        own = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocasts):
-            # a graph cannot read the addresses of its inputs, so they are aligned here and not in the model's hook
-            outputs = (
-                self.model(*own, **named) if compiled is None else compiled(*align_inputs(self.model, own), **named)
-            )
-        return as_fp32(outputs) if self._autocasts else outputs
+        if compiled is None:
+            return self._pass(self.model, dense, rows, inputs)
+        # a graph cannot read the addresses of its inputs, so they are aligned here and not in the model's hook
+        return self._pass(lambda *own, **named: compiled(*align_inputs(self.model, own), **named), dense, rows, inputs)
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         """Returns f32 [], the batch's mean, from the outputs of `forward` and labels f32 [B] or [B, T]. Raises
         ConfigError."""
         return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
-
-    def logits(self, outputs: Any) -> Any:
-        """Returns the values to compare with labels: the model's `logits` of its outputs, or the outputs themselves.
-
-        Not f32 [B] if the model has no `logits` and `forward` returned something else."""
-        return outputs if self._own_logits is None else self._own_logits(outputs)
 
     def step(self, train_step: int) -> None:
         """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""
@@ -115,6 +96,36 @@ class JobModel:
             group["lr"] = learning_rate(self._settings, train_step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+class ForwardPass:
+    """Calls the job's model, compiled or not: arranges rows and arrays, splits linear weights off, sets precision."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self._linear = tuple(table.linear for table in job.tables for _ in table.features)
+        self._inputs = ModelInputs(job, model)
+        self._autocasts = job.model.precision == "bf16"
+        has_loss = own_loss(model) is not None
+        self._own_logits: Callable[[Any], Any] | None = getattr(model, "logits", None) if has_loss else None
+        # what a value of `logits` is: a column of `rowcast score` has this name
+        self.score_name = str(getattr(model, "score_name", "score" if has_loss and not self._own_logits else "logit"))
+
+    def __call__(
+        self, model: Callable[..., Any], dense: Tensor, rows: Sequence[Embedded], inputs: Mapping[str, Tensor]
+    ) -> Any:
+        """As `JobModel.forward`."""
+        rows = self._inputs.rows(rows)
+        named = self._inputs.arguments(inputs, rows)
+        own = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
+        with torch.autocast(dense.device.type, torch.bfloat16, enabled=self._autocasts):
+            outputs = model(*own, **named)
+        return as_fp32(outputs) if self._autocasts else outputs
+
+    def logits(self, outputs: Any) -> Any:
+        """Returns the values to compare with labels: the model's `logits` of its outputs, or the outputs themselves.
+
+        Not f32 [B] if the model has no `logits` and `forward` returned something else."""
+        return outputs if self._own_logits is None else self._own_logits(outputs)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,0 +1,203 @@
+"""A run that has been trained, in Python: `rowcast.load("runs/clicks")`. One process, no sockets."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rowcast.deploy.frames import FRAME, open_frame
+from rowcast.deploy.local import run_both
+from rowcast.deploy.score import scoring_content
+from rowcast.job.file import parse_job, parse_manifest_job, read_content, set_key
+from rowcast.job.schema import Job
+from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.prefetcher.checkpoints.export import CheckpointRows
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.saved_rows import SavedRows
+from rowcast.prefetcher.readers.columns import bag_offsets
+from rowcast.prefetcher.stores.store import Records
+from rowcast.protocol.batch import Batch
+from rowcast.protocol.parts import belonging, part_of
+from rowcast.runtime.arrays import F32
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.machine import threads_of_run, usable_cores
+from rowcast.runtime.process import Signals
+from rowcast.trainer.device.cuda import choose_device
+from rowcast.trainer.device.streams import on_device
+from rowcast.trainer.kernels import part_of as field_of
+from rowcast.trainer.models.job_model import set_precision
+from rowcast.trainer.models.model_state import restore_model
+from rowcast.trainer.models.trained import Bags, TrainedModel, arguments
+from rowcast.trainer.report.results import REPORT
+from rowcast.trainer.report.score_file import probabilities
+from rowcast.trainer.run.machine import refuse_fewer_threads, set_threads
+
+
+def load(folder: str | Path) -> "Run":
+    """Opens the run in a run directory, with its newest whole checkpoint. Raises as `Run`."""
+    return Run(folder)
+
+
+def train(job: str | Path | Job, **settings: Any) -> "Run":
+    """Trains a job as `rowcast train` does, in child processes, and returns its run.
+
+    job: a job file, or a Job. settings: keys of it, `**{"optimizer.sparse.lr": 0.05}`. The children write to the
+    terminal, or to the notebook, and to `<run_dir>/prefetcher.log`. An interrupt stops them in order, and the same call
+    continues the run. Raises the error of `rowcast train`, a `RowcastError`."""
+    content, source = (job.content(), "job") if isinstance(job, Job) else (read_content(Path(job)), str(job))
+    for name, value in settings.items():
+        set_key(content, name, value)
+    checked = parse_job(content, source)
+    with TemporaryDirectory(prefix="rowcast-") as folder:
+        config = Path(folder) / "job.json"
+        config.write_bytes(msgspec.json.encode(checked.content()))
+        run_both(checked, given := ["--config", str(config)], "run", given, Signals())
+    return Run(checked.run_dir)
+
+
+class Run:
+    """A run with the newest whole checkpoint that it had when it was loaded. Raises the errors of `rowcast score`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Reads the checkpoint once, to find damage. Raises ConfigError if there is none, DataError."""
+        self.folder = Path(folder)
+        checkpoints = Checkpoints(self.folder, Disk())
+        self._root, self._manifest = checkpoints.root, checkpoints.choose(None)
+        self.train_steps = self._manifest.train_steps  # before the checkpoint
+        self.job = parse_manifest_job(self._manifest.job, str(self.folder))
+        self._groups = group_specs(self.job)
+
+    @property
+    def losses(self) -> F32:
+        """Returns the loss of each train step, f32 [steps]."""
+        return self._state["losses"].numpy()
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Returns each evaluation: its `train_step` and metrics, by the names in report.json."""
+        saved, report = self._state["evaluations"].numpy().tobytes(), self.folder / REPORT
+        # the last one may end after the last checkpoint; a run that goes on has no report
+        ended = msgspec.json.decode(report.read_bytes()).get("evaluations", []) if report.exists() else []
+        return max(list(msgspec.json.decode(saved)), ended, key=len)
+
+    def predict(self, frame: Any) -> F32:
+        """Returns what `rowcast score` writes for the file that the frame came from: a logit of each sample, f32 [n]
+        or, with T labels, [n, T].
+
+        frame: a pandas or polars frame, an Arrow table, or a dict of arrays or lists, with the columns of the data;
+        labels are not needed. Raises ConfigError for a missing column, DataError for a value."""
+        job, found = self._scoring_job, [torch.zeros((0, *self.job.data.columns.label_shape))]
+        reader, parts, of = open_frame(job, frame), job.ranks.num_parts, belonging(job)
+        with as_trained(job, self._manifest.machine.threads) as device, torch.no_grad():
+            model = self._model(()).eval().to(device)
+            for batch in reader.batches("eval", 0):
+                small, tables = self._small(batch)
+                tables = [weights.to(device) for weights in tables]
+                cut = (part_of(small, number, parts, of) for number in range(parts))
+                calls = (arguments(part, job.features, device) for part in cut if part.size)
+                found += [model.scores(tables, *call).float().cpu() for call in calls]
+        return torch.cat(found).numpy()
+
+    def probabilities(self, frame: Any) -> F32:
+        """Returns what `rowcast score --probability` writes, as `predict`. Raises ConfigError if outputs are no
+        logits."""
+        if (name := self._model(()).score_name) != "logit":
+            raise ConfigError(f"the model's outputs are called {name!r}, not logits, so they have no probabilities")
+        return probabilities(self.predict(frame))
+
+    def inputs(self, frame: Any) -> tuple[Tensor, dict[str, Bags], dict[str, Tensor]]:
+        """Returns a frame as the arguments of `model()`, on the CPU. Raises as `predict`."""
+        data = replace(self._scoring_job.data, batch_size=2**31 - 1)
+        [batch] = open_frame(replace(self._scoring_job, data=data), frame).batches("eval", 0)
+        return arguments(batch, self.job.features, torch.device("cpu"))
+
+    def model(self) -> TrainedModel:
+        """Returns the trained model with all rows of its tables, on the CPU, to be saved, exported or trained on."""
+        rows = CheckpointRows(self._root, self._manifest.layers, self.job.job.seed)
+        tables = {
+            table.name: torch.cat([weights_of(group, records) for _, records in blocks])
+            for group in self._groups
+            for table, blocks in rows.tables(group)
+        }
+        return self._model([tables[table.name] for table in self.job.tables])
+
+    def _model(self, tables: Sequence[Tensor]) -> TrainedModel:
+        model = TrainedModel(self.job, len(self._dense_columns), tables)
+        restore_model(model.model, self._state)
+        return model
+
+    @cached_property
+    def _state(self) -> dict[str, Tensor]:
+        """The model state of the checkpoint. Raises ConfigError."""
+        if self._manifest.dense is None:
+            raise ConfigError(
+                f"{self.folder}: {self._manifest.name} was imported without dense weights; train it first"
+            )
+        return load_file(self._root / self._manifest.dense.file)
+
+    @cached_property
+    def _dense_columns(self) -> list[str]:
+        """Those that it was trained on."""
+        was, named = self._manifest.trained_on, self.job.data.columns.dense
+        return list(was.dense_columns) if was is not None else named or []
+
+    @cached_property
+    def _scoring_job(self) -> Job:
+        content = scoring_content(self._manifest, self.folder, str(FRAME))
+        content["data"]["columns"]["dense"] = self._dense_columns
+        return parse_job(content, f"the job of {self.folder}")
+
+    @cached_property
+    def _saved(self) -> list[SavedRows]:
+        return [SavedRows(self._root, self._manifest, group, self.job.job.seed) for group in self._groups]
+
+    def _small(self, batch: Batch) -> tuple[Batch, list[Tensor]]:
+        """Returns tables of the distinct rows of a batch, and the batch with the places of its ids in them."""
+        ids, tables, first = np.empty_like(batch.ids), list[Tensor](), 0
+        starts = bag_offsets(batch.ids, batch.offsets)[:: batch.size]
+        of_group = {table.index: g for g, group in enumerate(self._groups) for table in group.tables}
+        for t, table in enumerate(self.job.tables):
+            own = slice(starts[first], starts[first := first + len(table.features)])
+            rows, ids[own] = np.unique(batch.ids[own], return_inverse=True)
+            g = of_group[t]
+            tables.append(weights_of(self._groups[g], self._saved[g].records(make_keys(t, rows))))
+        return dataclasses.replace(batch, ids=ids), tables
+
+
+def weights_of(group: GroupSpec, records: Records) -> Tensor:
+    """Returns the weights of records, [n, width] in the tables' dtype."""
+    return field_of(torch.from_numpy(np.ascontiguousarray(records)), group.parts[0])
+
+
+@contextmanager
+def as_trained(job: Job, threads: int) -> Iterator[torch.device]:
+    """Computes as `rowcast score` does: on the job's device, in as many threads, with its precision. All this, and
+    torch's random state, is as before afterwards. `threads`: of the run, 0 if it recorded none. Raises ConfigError."""
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads = threads_of_run(job.trainer.threads, job.first_threads(usable_cores()), threads, trains=False)
+    refuse_fewer_threads(threads, os.environ)
+    try:
+        device = choose_device(job.trainer.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        with torch.random.fork_rng(), on_device(device):
+            set_threads(threads)
+            set_precision(job.model.precision, device)
+            torch.manual_seed(job.job.seed)
+            yield device
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])

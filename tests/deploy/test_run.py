@@ -1,0 +1,293 @@
+"""`rowcast.load` and `rowcast.train`: what a run gives in Python has the bits of the commands."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet as pq
+
+import rowcast
+from rowcast.runtime.arrays import F32
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.trainer.report.report_json import read_report
+from tests.support.data_files import CATS, INTS, click_log, write_tsv
+from tests.support.facts import facts
+from tests.support.jobs import job_content, table, write_job
+
+ROOT = Path(__file__).parents[2]
+NUM_ROWS = 301  # no whole number of batches
+
+
+def clicks(seed: int) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    tags = [rng.integers(0, 30, n).tolist() for n in rng.integers(0, 4, NUM_ROWS)]
+    return pd.DataFrame(
+        {
+            "user": [None if number == 7 else f"u{number}" for number in rng.integers(0, 90, NUM_ROWS)],
+            "price": rng.random(NUM_ROWS),
+            "label": rng.integers(0, 2, NUM_ROWS),
+            "item": rng.integers(0, 50, NUM_ROWS),
+            "code": rng.integers(0, 10**9, NUM_ROWS),
+            "tags": tags,
+            "shares": [rng.random(len(own)).tolist() for own in tags],
+            "buy": rng.integers(0, 2, NUM_ROWS),
+        }
+    )
+
+
+def as_text(frame: pd.DataFrame) -> pd.DataFrame:
+    joined = {name: ["|".join(map(str, own)) for own in frame[name]] for name in ("tags", "shares")}
+    return frame.assign(**joined)
+
+
+def write(frame: pd.DataFrame, path: Path) -> None:
+    if path.suffix == ".csv":
+        as_text(frame).to_csv(path, index=False)
+    elif path.suffix == ".tsv":
+        write_tsv(frame, path)
+    else:
+        frame.to_parquet(path)
+
+
+COLUMNS: dict[str, Any] = {"dense": ["price"], "hash": ["user", "code"]}
+WEIGHTED = {"lists": {"tags": "|"}, "weights": {"tags": "shares"}}
+TABLES = [table("users", 60, 4, "user"), table("items", 50, 4, "item"), table("codes", 900, 8, "code")]
+TABLES += [table("all_tags", 30, 4, "tags")]
+WIDE = {"kind": "wide-deep", "bottom_mlp": None, "top_mlp": [1]}
+OPTIONS = {"num_experts": 2, "expert_mlp": [6, 5], "tower_mlp": [3]}
+MMOE = {"kind": "examples.mmoe:build", "options": OPTIONS, "bottom_mlp": None, "top_mlp": None}
+KINDS: dict[str, dict[str, Any]] = {
+    "csv": {
+        "data": {"columns": COLUMNS | WEIGHTED},
+        "tables": [own | {"linear": True} for own in TABLES],
+        "model": WIDE,
+    },
+    "parquet": {
+        "data": {"columns": COLUMNS | {"labels": ["label", "buy"]}},
+        "tables": [own | {"dtype": "bf16", "pooling": "mean"} for own in TABLES],
+        "model": MMOE,
+        "ranks": {"parts": 4},
+    },
+    "tsv": {"tables": [table("late", 40, 4, "cat_3", "cat_0"), table("last", 7, 4, "cat_25")]},
+}
+FORMATS = {"tsv": "criteo-tsv"}
+
+
+class Trained:
+    """A run of each kind, what it was trained on, and new samples with what `rowcast score` says of them."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, frame = folder, click_log if kind == "tsv" else clicks
+        self.new = frame(seed=2)
+        write(frame(seed=1), folder / f"clicks.{kind}")
+        write(self.new, folder / f"new.{kind}")
+        sections = {**KINDS[kind]}
+        sections["data"] = {
+            **sections.get("data", {}),
+            "format": FORMATS.get(kind, kind),
+            "path": str(folder / f"clicks.{kind}"),
+            "eval_fraction": 0.2,
+            "synthetic": None,
+        }
+        content = job_content(folder / "run", eval={"every": 3}, **sections)
+        self.config = write_job(folder / "job.toml", content)
+        self.run = rowcast.train(self.config)
+        self.scores = self.scored(folder / f"new.{kind}")
+
+    def scored(self, data: Path, *options: str) -> F32:
+        out = self.folder / f"scores{len(list(self.folder.glob('scores*')))}.parquet"
+        command = ["score", f"--run={self.folder / 'run'}", f"--data={data}", f"--out={out}", *options]
+        subprocess.run([sys.executable, "-m", "rowcast", *command], check=True, cwd=ROOT, capture_output=True)
+        columns = [column.to_numpy() for column in pq.read_table(out).columns]
+        return np.stack(columns, axis=1) if len(columns) > 1 else columns[0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    known: dict[str, Trained] = {}
+
+    def of(kind: str) -> Trained:
+        if kind not in known:
+            known[kind] = Trained(tmp_path_factory.mktemp(kind), kind)
+        return known[kind]
+
+    return of
+
+
+def same(found: F32, expected: F32) -> bool:
+    return found.dtype == np.float32 and found.shape == expected.shape and found.tobytes() == expected.tobytes()
+
+
+FRAMES: dict[str, Callable[[pd.DataFrame], Any]] = {
+    "pandas": lambda frame: frame,
+    "table": lambda frame: pa.Table.from_pandas(frame),
+    "batch": lambda frame: pa.RecordBatch.from_pandas(frame),
+    "dict": lambda frame: {name: frame[name].tolist() for name in frame},
+    "other order, no labels": lambda frame: frame[
+        [name for name in reversed(frame.columns) if name not in ("label", "buy")]
+    ],
+    "text": as_text,
+}
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prediction_has_the_bits_of_the_score_of_the_file(
+    kind: str, frame: str, trained: Callable[[str], Trained]
+) -> None:
+    own = trained(kind)
+    if frame == "text" and kind != "csv":
+        pytest.skip("lists are text in CSV only")
+    assert same(own.run.predict(FRAMES[frame](own.new)), own.scores)
+
+
+def test_a_frame_of_polars_is_one_too(trained: Callable[[str], Trained]) -> None:
+    polars = pytest.importorskip("polars")
+    for kind in ("csv", "parquet"):
+        own = trained(kind)
+        assert same(own.run.predict(polars.from_pandas(own.new)), own.scores)
+
+
+def test_hashes_of_criteo_may_be_digits_or_numbers(trained: Callable[[str], Trained]) -> None:
+    own = trained("tsv")
+    digits = {name: [None if pd.isna(value) else f"{value:08x}" for value in own.new[name]] for name in CATS}
+    assert same(own.run.predict(digits | {name: own.new[name] for name in INTS}), own.scores)
+
+
+def test_probabilities_are_those_of_the_command(trained: Callable[[str], Trained]) -> None:
+    own = trained("parquet")
+    assert same(own.run.probabilities(own.new), own.scored(own.folder / "new.parquet", "--probability"))
+
+
+def test_nothing_of_the_process_changes(trained: Callable[[str], Trained]) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(before[1] + 1)
+    trained("csv").run.predict(trained("csv").new)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (before[1] + 1, before[2])
+    torch.set_num_threads(before[1])
+
+
+def test_losses_and_evaluations_are_those_of_the_report(trained: Callable[[str], Trained]) -> None:
+    run = trained("csv").run
+    report = read_report(run.folder / "report.json")
+    assert same(run.losses, np.fromfile(run.folder / "losses.f32", np.float32))
+    assert len(run.losses) == run.train_steps == report.train_steps == 4
+    assert [own["train_step"] for own in run.evaluations] == [own.train_step for own in report.evaluations] == [3, 4]
+    assert run.evaluations[-1]["auc"] == report.auc
+    assert run.job.features == ["user", "item", "code", "tags"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_predicts_alone_and_can_be_saved(
+    kind: str, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    own = trained(kind)
+    model = own.run.model().eval()
+    inputs = own.run.inputs(own.new)
+    with torch.no_grad():
+        np.testing.assert_allclose(model(*inputs).numpy(), own.scores, rtol=1e-5, atol=1e-6)
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert torch.equal(again(*inputs), model(*inputs))
+    tables = {name: tuple(own.shape) for name, own in model.named_parameters() if name.startswith("table_")}
+    assert tables["table_users" if kind != "tsv" else "table_late"] == {"csv": (60, 5), "tsv": (40, 4)}.get(
+        kind, (60, 4)
+    )
+    model(*inputs).sum().backward()
+    assert all(own.grad is not None for own in model.parameters())
+
+
+REFUSED = [
+    ("csv", lambda own: own.drop(columns="item"), ConfigError, facts("feature item", "the frame", "price")),
+    ("csv", lambda own: own.assign(item="abc"), DataError, facts("the frame", "column item", "abc")),
+    ("parquet", lambda own: own.assign(item="abc"), DataError, facts("the frame", "column item", "integers")),
+    ("parquet", lambda own: own.assign(item=99), DataError, facts("the frame, row 0", "column item", "99", "50")),
+    ("csv", lambda own: own.assign(price=np.nan), DataError, facts("the frame, row 0", "column price", "finite")),
+    ("csv", lambda own: own.assign(price=pd.Timestamp("2024-01-01")), DataError, facts("column price", "numbers")),
+    ("csv", lambda own: own.assign(user=pd.Timestamp("2024-01-01")), DataError, facts("column user", "text")),
+    ("csv", lambda own: own.assign(user=[1, "a", *[None] * (NUM_ROWS - 2)]), DataError, facts("user", "type")),
+    ("csv", lambda own: own.to_numpy(), DataError, facts("ndarray", "pandas", "dict")),
+    ("tsv", lambda own: own.assign(cat_0="xyz"), DataError, facts("column cat_0", "8 digits")),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "error", "sentence"), REFUSED, ids=range(len(REFUSED)))
+def test_a_wrong_frame_is_refused_with_one_sentence(
+    kind: str,
+    wrong: Callable[[pd.DataFrame], Any],
+    error: type[Exception],
+    sentence: str,
+    trained: Callable[[str], Trained],
+) -> None:
+    own = trained(kind)
+    with pytest.raises(error, match=sentence):
+        own.run.predict(wrong(own.new))
+
+
+def test_an_empty_frame_has_no_predictions(trained: Callable[[str], Trained]) -> None:
+    assert trained("csv").run.predict(trained("csv").new[:0]).shape == (0,)
+    assert trained("parquet").run.predict(trained("parquet").new[:0]).shape == (0, 2)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=facts(str(tmp_path), "no checkpoint")):
+        rowcast.load(tmp_path)
+
+
+def test_settings_are_keys_of_the_job_and_make_another_run(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    own = trained("csv")
+    settings = {"optimizer.sparse.lr": 0.05, "job.run_dir": str(tmp_path / "other")}
+    other = rowcast.train(own.run.job, **settings)
+    assert (other.folder, other.job.optimizer.sparse.lr) == (tmp_path / "other", 0.05)
+    assert other.losses[0] == own.run.losses[0]
+    assert other.losses[-1] != own.run.losses[-1]
+    with pytest.raises(ConfigError, match=facts("optimizer.sparse", "rate")):
+        rowcast.train(own.config, **{"optimizer.sparse.rate": 0.05})
+    with pytest.raises(ConfigError, match=facts("finished after 4 train steps")):
+        rowcast.train(own.config)
+
+
+def test_the_error_of_a_child_is_the_packages_own(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    bad = as_text(trained("csv").new).assign(item="abc")
+    bad.to_csv(tmp_path / "bad.csv", index=False)
+    with pytest.raises(DataError, match=facts("bad.csv", "column item", "abc")):
+        rowcast.train(trained("csv").config, **{"data.path": str(tmp_path / "bad.csv"), "job.run_dir": str(tmp_path)})
+
+
+def test_an_interrupt_stops_both_processes_in_order(tmp_path: Path) -> None:
+    config = write_job(tmp_path / "job.toml", job_content(tmp_path / "run"))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    timer = threading.Thread(target=interrupt_when, args=(tmp_path / "run" / "losses.f32",))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        rowcast.train(config)
+    timer.join()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    run = rowcast.load(tmp_path / "run")
+    assert len(run.losses) == run.train_steps > 0
+    assert not list(Path("/dev/shm").glob(f"rowcast-*-{os.getpid()}-*"))
+
+
+def interrupt_when(path: Path) -> None:
+    """Once it has content."""
+    while not (path.exists() and path.stat().st_size):
+        threading.Event().wait(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_every_command_tells_its_version() -> None:
+    for command in ("rowcast", "rowcast.prefetcher", "rowcast.trainer"):
+        told = subprocess.run([sys.executable, "-m", command, "--version"], capture_output=True, text=True, check=True)
+        assert told.stdout == f"rowcast {rowcast.__version__}\n"
