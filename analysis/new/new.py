@@ -30,7 +30,7 @@ WHOLE_RUN_ROWS = 1_000_000  # of larger data, as many from the start decide the 
 MEMORY_SHARE = 0.25
 FIRST_CAPACITY = "64MiB"  # until the capacity is known
 LEAST_CAPACITY = "1MiB"
-EMBEDDING_DIM = 16
+EMBEDDING_DIM, SMALL_DIM, SMALL_ROWS = 16, 8, 20_000  # rows that are too few to train wide vectors
 LEAST_STEPS = 100  # per epoch, if batches of at least 32 allow it
 LARGEST_BATCH, SMALLEST_BATCH = 2048, 32
 WIDEST = 40  # characters of a column of the table that is printed
@@ -142,7 +142,10 @@ def given_rules(prepare: Prepare) -> dict[str, str]:
 
 def job_text(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -> str:
     shape = [] if data.shape.kind == "criteo-tsv" else [*columns(data, chosen)]
-    return "\n".join([*head(data, chosen), *shape, *tables(chosen), *rest(chosen, capacity, why_capacity)]) + "\n"
+    return (
+        "\n".join([*head(data, chosen), *shape, *tables(data, chosen), *rest(data, chosen, capacity, why_capacity)])
+        + "\n"
+    )
 
 
 def name_of(data: DataSet) -> str:
@@ -159,6 +162,10 @@ def name_of(data: DataSet) -> str:
 def batch_size(data: DataSet) -> int:
     fitting = max(1, int(0.9 * data.num_rows) // LEAST_STEPS)
     return min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << (fitting.bit_length() - 1)))
+
+
+def embedding_dim(data: DataSet) -> int:
+    return SMALL_DIM if data.num_rows < SMALL_ROWS else EMBEDDING_DIM
 
 
 def head(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
@@ -210,23 +217,23 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
         yield ""
 
 
-def tables(chosen: ChosenRoles) -> Iterator[str]:
+def tables(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     taken: set[str] = set()
     for ids in chosen.of("ids"):
         yield "[[tables]]"
         yield f"name = {quoted(table_name(ids.column.name, taken))}"
         yield f"num_embeddings = {ids.num_embeddings}  # {size_reason(ids)}"
-        yield f"embedding_dim = {EMBEDDING_DIM}"
+        yield f"embedding_dim = {embedding_dim(data)}"
         yield f"features = {names([ids.column.name])}"
         if ids.column.is_list:
             yield 'pooling = "sum"  # of the rows of one list'
         yield ""
 
 
-def rest(chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]:
+def rest(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]:
     yield "[model]"
     yield 'kind = "dlrm"'
-    yield f"bottom_mlp = [64, {EMBEDDING_DIM}]" + (
+    yield f"bottom_mlp = [64, {embedding_dim(data)}]" + (
         "" if chosen.of("dense") else "  # a learned vector, because there are no dense features"
     )
     yield "top_mlp = [128, 64, 1]"
