@@ -198,12 +198,12 @@ def shape_of_text(file: Path, names: Sequence[str]) -> Shape:
     if not names and re.fullmatch(CRITEO_LINE, lines[0]):
         return Shape(kind="criteo-tsv", delimiter="\t", names=CRITEO_NAMES)
     delimiter = delimiter_of([line for line in lines if line])
-    cells = split_line(lines[0], delimiter)
+    rows = [split_line(line, delimiter) for line in lines if line]
     if not names:
-        require_names(file, cells, split_line(lines[1], delimiter) if len(lines) > 1 else [])
-    elif len(names) != len(cells):
+        require_names(file, rows)
+    elif len(names) != len(rows[0]):
         raise ConfigError(
-            f"--names gives {len(names)} names, and {file} has {len(cells)} columns, the first row {lines[0][:80]!r}"
+            f"--names gives {len(names)} names, and {file} has {len(rows[0])} columns, the first row {lines[0][:80]!r}"
         )
     return Shape(kind="csv", delimiter=delimiter, names=names)
 
@@ -221,22 +221,37 @@ def split_line(line: str, delimiter: str) -> list[str]:
     return line.split(delimiter) if len(delimiter) > 1 else fields_of(line, delimiter, strict=False)
 
 
-def require_names(file: Path, header: list[str], first_row: list[str]) -> None:
-    """Raises DataError if the first line looks as the second does, and not like names."""
+def require_names(file: Path, rows: list[list[str]]) -> None:
+    """Raises DataError if the first of some rows looks as the second does, and not like names."""
+    header = rows[0]
     if len(header) == 1:
         raise DataError(
             f"{file}, line 1: {header[0][:40]!r} is one column; separate columns by a comma, semicolon, tab, |, :: or "
             "spaces"
         )
-    values = [name for name in header if looks_like_a_value(name)]
-    pairs = zip(header, first_row, strict=False)
-    alike = all(not cell or looks_like_a_value(name) == looks_like_a_value(cell) for name, cell in pairs)
-    if values and alike and header != [str(number) for number in range(len(header))]:
-        given = ",".join(["label", *(f"c{number}" for number in range(1, len(header)))])
+    values = [looks_like_a_value(name) for name in header]
+    pairs = zip(values, rows[min(1, len(rows) - 1)], strict=False)
+    alike = all(not cell or is_value == looks_like_a_value(cell) for is_value, cell in pairs)
+    if not any(values) or not alike or header == [str(number) for number in range(len(header))]:
+        return
+    lengths = [len(row) for row in rows]
+    if min(lengths) < 0.9 * max(lengths):
         raise DataError(
-            f"{file}, line 1: there is no header; name the {len(header)} columns in their order, for example --names "
-            f"{given}; the first row is {' '.join(header)[:120]!r}"
+            f"{file}: the first lines have {min(lengths)} to {max(lengths)} cells, so it is no table; write the cells "
+            "that vary in number as one column of lists, in Parquet"
         )
+    raise DataError(
+        f"{file}, line 1: there is no header; name the {len(header)} columns in their order, for example --names "
+        f"{','.join(example_names(rows))}; the first row is {' '.join(header)[:120]!r}"
+    )
+
+
+def example_names(rows: list[list[str]]) -> list[str]:
+    names = [f"c{number}" for number in range(1, len(rows[0]) + 1)]
+    labels = [i for i in (0, len(names) - 1) if {row[i].strip() for row in rows if len(row) > i} <= {"0", "1"}]
+    if labels:
+        names[labels[0]] = "label"
+    return ["user", "item", "rating", "timestamp"][: len(names)] if len(names) in (3, 4) and not labels else names
 
 
 def looks_like_a_value(cell: str) -> bool:

@@ -12,10 +12,12 @@ from rowcast.job.formats import Prepare
 from rowcast.prefetcher.readers.prepare import AS_IT_IS, prepared
 from rowcast.runtime.arrays import Bools
 from rowcast.runtime.errors import ConfigError, listed, nearest
+from rowcast.runtime.telemetry.format_numbers import plural
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "is_clicked", "clk", "target", "y", "ctr", "income")
 RATING_NAMES = ("rating", "ratings", "stars", "score", "overall", "review_score")
 YES = r"(?i)\s*(1|1\.0|\+1|yes|y|true|t|pos|positive|click|clicked|won|win|good|like|buy|>.*)\s*"
+MOST_STARS = 11  # different numbers of a rating
 FEWEST = 10  # rows of each class, for an evaluation that says something
 TAIL = 0.1  # of the rows, for evaluation
 
@@ -110,12 +112,11 @@ def number(text: str, value: str) -> float:
 
 
 def likely_labels(data: DataSet) -> list[ColumnFacts]:
-    """Columns of ratings by their names, then those of two values, the last first."""
-    rated = [column for column in data.columns if bare(column) in RATING_NAMES]
-    return [
-        *rated,
-        *(column for column in reversed(data.columns) if len(column.values) == 2 and not column.missing.count),
-    ]
+    """Columns of ratings by their names, then those of two values, then those of few numbers; the last first."""
+    own = [column for column in reversed(data.columns) if not column.missing.count and not column.is_list]
+    rated = [column for column in own if bare(column) in RATING_NAMES]
+    few = [column for column in own if column.kind in ("integer", "number") and 2 < column.distinct <= MOST_STARS]
+    return [*rated, *(column for column in own if len(column.values) == 2), *few]
 
 
 def otherwise(data: DataSet, columns: list[ColumnFacts]) -> str:
@@ -138,7 +139,7 @@ def expression(column: ColumnFacts) -> str:
         return f"{column.name}=1" * ("1" in column.values)
     if column.odd.count or column.kind == "text" or not column.high > column.low:
         return ""
-    bound = column.low + 0.75 * (column.high - column.low)
+    bound = 0.75 * column.high if column.low >= 0 else 0.5 * (column.low + column.high)
     return f"{column.name}>={np.ceil(bound) if column.whole or column.high > 2 else 0.5 * (column.low + column.high):g}"
 
 
@@ -178,9 +179,9 @@ def poor_evaluation(data: DataSet, label: Label) -> str:
     rarer = min(tail.sum(), (~tail).sum()) * data.step
     if not len(tail) or rarer >= FEWEST:
         return ""
-    found = f"only about {rarer:,}" if data.step > 1 else f"only {rarer}" if rarer else "no"
+    found = f"only {'about ' * (data.step > 1)}{plural(int(rarer), 'row')}" if rarer else "no row"
     return (
-        f"the last tenth, {data.num_rows - first:,} rows, is for evaluation and has {found} row with {label.text} = "
+        f"the last tenth, {data.num_rows - first:,} rows, is for evaluation and has {found} with {label.text} = "
         f"{int(tail.sum() <= (~tail).sum())}: its AUC says {'little' if rarer else 'nothing'}; shuffle the rows of the "
         "file, or name other rows with data.eval_path"
     )

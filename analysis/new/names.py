@@ -14,7 +14,7 @@ TIME = r"(?i:.*(time|date|epoch|stamp|datetime)|(.*[_\W])?(ts|at|dt|day|hour|cre
 CODE_WORD = (
     r"cat|category|categorical|code|type|class|segment|group|level|brand|customer|user|item|product|sku|gender|sex|job"
     r"|occupation|zip|zipcode|postal|postcode|city|country|region|state|province|device|os|browser|channel|campaign|ad"
-    r"|advertiser|adgroup|site|domain|app|shop|store|seller|vendor|slot|tag|genre|key|hash|version|status|model"
+    r"|advertiser|adgroup|pos|position|site|domain|app|shop|store|seller|vendor|slot|tag|genre|key|hash|version|status|model"
     r"|publisher|author|artist|album|visitor|session|network|carrier"
 )
 MEASURE_WORD = (

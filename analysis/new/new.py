@@ -122,7 +122,9 @@ def share_of_ones(chosen: ChosenRoles) -> str:
 def becomes(choice: Choice) -> str:
     if choice.role == "ids":
         return f"{choice.num_embeddings:,} rows{', hashed' * choice.hashed}{', lists' * choice.column.is_list}"
-    return ", ".join(rules_of(choice.prepare)) if choice.role == "dense" else ""
+    own = choice.prepare
+    said = (("missing {own.fill:g}", own.fill is not None), ("log(1 + x)", own.log1p), ("scaled", own.standardize))
+    return ", ".join(text.format(own=own) for text, is_so in said if is_so)
 
 
 def rules_of(prepare: Prepare) -> list[str]:

@@ -78,13 +78,13 @@ RULES = (
     Rule("ids", lambda k: bool(k.c.odd.count) and (is_named_id(k) or is_code(k)), "{odd}; hashed as text"),
     Rule("left out", lambda k: bool(k.c.odd.count), "{odd}; {remedy}", "--ids"),
     Rule("dense", lambda k: k.typed == "float", "its type is float"),
-    Rule("left out", lambda k: is_nearly_whole(k.c) and (is_named_id(k) or is_numbered(k.c)), "{fractions}", "--dense"),
+    Rule("left out", lambda k: is_nearly_whole(k), "{fractions}", "--dense"),
     Rule("dense", lambda k: not k.c.whole, "numbers with fractions"),
     Rule("ids", lambda k: is_named_id(k), "by its name"),
     Rule("ids", lambda k: re.fullmatch(names.CODE, k.name) is not None, "codes, by its name"),
+    Rule("ids", lambda k: is_code(k), "codes, by its name"),
     Rule("dense", lambda k: k.c.is_flag, "0 and 1"),
     Rule("dense", lambda k: is_measure(k), "a measure or a count, by its name"),
-    Rule("ids", lambda k: is_code(k), "codes, by its name"),
     Rule("ids", lambda k: k.c.padded, "numbers that begin with 0"),
     Rule("ids", lambda k: max(-k.c.low, k.c.high) > EXACT, "whole numbers beyond 2**53"),
     Rule("ids", lambda k: is_numbered(k.c), "whole numbers from 0 on that leave few gaps"),
@@ -203,7 +203,7 @@ def is_named_id(case: Case) -> bool:
 
 
 def is_code(case: Case) -> bool:
-    return re.fullmatch(names.CODE_WORD, last_word(case)) is not None
+    return re.fullmatch(names.CODE_WORD, last_word(case)) is not None and not is_measure(case)
 
 
 def is_measure(case: Case) -> bool:
@@ -219,8 +219,11 @@ def is_event(word: str) -> bool:
     return re.fullmatch(names.SECOND_LABEL, word) is not None
 
 
-def is_nearly_whole(c: ColumnFacts) -> bool:
-    return not c.whole and c.fractions.count <= FEW_FRACTIONS * c.num_values
+def is_nearly_whole(case: Case) -> bool:
+    """Whether numbers would be ids without a few that are not whole."""
+    c = case.c
+    ids = is_named_id(case) or is_code(case) or (is_numbered(c) and c.high > 1 and not is_measure(case))
+    return ids and not c.whole and c.fractions.count <= FEW_FRACTIONS * c.num_values
 
 
 def repeats(c: ColumnFacts) -> bool:
@@ -264,7 +267,8 @@ def clock_of(case: Case) -> str:
     c = case.c
     if c.kind not in ("integer", "number") or c.is_list or is_named_id(case) or not c.low > 0:
         return ""
-    texts = [f"{number:.12g}" for number in np.unique(c.numbers[np.isfinite(c.numbers)])[:1000]]
+    numbers = np.unique(c.numbers[np.isfinite(c.numbers)])[:1000].tolist()
+    texts = [str(int(number) if number.is_integer() else number) for number in numbers]
     named = re.fullmatch(names.TIME, case.name) is not None
     of = (
         what
@@ -277,7 +281,7 @@ def clock_of(case: Case) -> str:
 def tells_label(case: Case) -> bool:
     """Whether numbers are 1 only where the label is 1, or all larger or all smaller where it is 1."""
     c, ones = case.c, case.label.ones
-    if c.kind not in ("integer", "number") or c.is_list or c.odd.count or len(c.numbers) != len(ones):
+    if c.kind not in ("integer", "number") or c.is_list or c.odd.count or is_named_id(case) or is_code(case):
         return False
     if c.is_flag:
         own = c.numbers == 1
