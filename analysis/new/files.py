@@ -74,7 +74,7 @@ OTHER_KINDS = (
     (rb"\s*\{\s*\"", "JSON lines", PANDAS, "pd.read_json({path}, lines=True).to_parquet({out})"),
     (rb"\s*\[\s*\{", "a JSON array", PANDAS, "pd.read_json({path}).to_parquet({out})"),
     (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)",
-     f"{PANDAS}; lines = [line.split() for line in open({{path}})]",
+     "import pandas as pd, pathlib; lines = [line.split() for line in pathlib.Path({path}).read_text().splitlines()]",
      'pd.DataFrame({{"label": [float(own[0]) for own in lines], '
      '"features": [[one.split(":")[-2] for one in own[1:]] for own in lines]}}).to_parquet({out})'),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from rowcast.runtime.telemetry.format_numbers import plural
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "is_clicked", "clk", "target", "y", "ctr", "income")
 RATING_NAMES = ("rating", "ratings", "stars", "score", "overall", "review_score")
-YES = r"(?i)\s*(1|1\.0|\+1|yes|y|true|t|pos|positive|click|clicked|won|win|good|like|buy|>.*)\s*"
+YES = r"(?i)\s*(yes|y|true|t|pos|positive|click|clicked|won|win|good|like|buy|>.*)\s*"
 MOST_STARS = 11  # different numbers of a rating
 FEWEST = 10  # rows of each class, for an evaluation that says something
 TAIL = 0.1  # of the rows, for evaluation
@@ -132,8 +132,9 @@ def expression(column: ColumnFacts) -> str:
     if column.missing.count or column.is_list or column.kind not in ("integer", "number", "text"):
         return ""
     if len(column.values) == 2:
-        rare, high = min(column.values, key=lambda own: column.values[own]), f"{column.high:g}"
-        one = next((own for own in column.values if re.fullmatch(YES, own)), rare if column.kind == "text" else high)
+        rare = min(column.values, key=lambda own: column.values[own])
+        yes = next((own for own in column.values if re.fullmatch(YES, own)), rare)
+        one = yes if column.kind == "text" else f"{column.high:g}"
         return f"{column.name}={one}"
     if is_nearly_binary(column):
         return f"{column.name}=1" * ("1" in column.values)
