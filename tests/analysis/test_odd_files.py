@@ -160,7 +160,7 @@ FILES = [
             OneSentence(code=2, says=("{path}, line 501", "'clicked'", "header"))),
     # headers
     OddFile("no header", lambda: b"".join(lines()[1:]),
-            OneSentence(code=4, says=("{path}, line 1", "no header", "--names label,c1,c2,c3", "'u"))),
+            OneSentence(code=4, says=("{path}, line 1", "no header", "--names c1,c2,c3,label", "'u"))),
     OddFile("a header and no row", lambda: lines()[0],
             OneSentence(code=4, says=("{path} holds no row",))),
     OddFile("an empty file", lambda: b"", OneSentence(code=4, says=("{path} holds no row",))),
@@ -246,7 +246,7 @@ MORE = [  # that nobody had named
     OddFile("columns without names", lambda: csv(clicks().set_axis(["0", "1", "2", "3"], axis=1)),
             RightJob(label="3", dense=("2",), hashed=("0",), numbered=("1",))),
     OddFile("no header, and a value twice", lambda: b"u1,7,7,1\n" + b"".join(lines()[1:]),
-            OneSentence(code=4, says=("{path}", "no header", "--names label,c1,c2,c3"))),
+            OneSentence(code=4, says=("{path}", "no header", "--names c1,c2,c3,label"))),
     OddFile("another separator", lambda: csv(clicks()).replace(b",", b"::"),
             OneSentence(code=4, says=("{path}, line 1", "'user::item::price::clicked'", "one column"))),
     OddFile("zeros before digits in bytes that are no text", lambda: csv(clicks(user=["0\x00", "\x00"] * 500)),
