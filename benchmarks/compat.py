@@ -8,7 +8,7 @@ CI runs one set of versions. Here are the two ends:
     high    whatever pip takes today: the newest of everything
 
 Each end gets an environment of its own, made anew in `build/compat-<end>`. In it run the tests of `FOLDERS`, in which
-warnings are errors, `prefetcher check`, which says the versions, and the demo. A torch with CUDA's libraries, which pip
+warnings are errors, `rowcast check`, which says the versions, and the demo. A torch with CUDA's libraries, which pip
 takes on Linux, needs 6 GB an end; no device is needed. An interpreter is a command or a path; where it is missing, `uv`
 is asked if it is installed. Only the standard library is used, so any Python 3.11 or newer can run this.
 

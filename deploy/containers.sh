@@ -194,7 +194,7 @@ up() { # COUNT: starts compose and waits until the prefetcher was ready so often
 
 export_and_keep() { # VOLUME FOLDER
     quietly podman run --rm --network=none --read-only --volume="$1:/runs" rowcast:cpu \
-        prefetcher export --run /runs/container --out /runs/model.safetensors
+        rowcast export --run /runs/container --out /runs/model.safetensors
     mkdir "$2"
     local name
     for name in "${RESULTS[@]}"; do cp "$(runs_of "$1")/$name" "$2/"; done

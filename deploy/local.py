@@ -24,7 +24,7 @@ from typer import Option
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.runtime.children import Child, StopsChildren, ended_badly, ended_together, start_child
-from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, Timeline
+from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, TensorBoard, Timeline
 from rowcast.runtime.errors import ConfigError, advice
 from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import Role, note_start, pair_folder
@@ -41,6 +41,7 @@ def train(
     ] = False,
     source: Source = None,
     timeline: Timeline = False,
+    tensorboard: TensorBoard = None,
     evaluate: Annotated[
         bool, Option("--eval", help="Evaluate the newest checkpoint on the evaluation batches; train nothing.")
     ] = False,
@@ -48,14 +49,15 @@ def train(
     """Run the prefetcher and the trainer of a job on this host."""
     of_both = {"--fresh": fresh, "--timeline": timeline}
     of_training = {"--max-steps": max_steps, "--from": source, "--fresh": fresh}
+    events: dict[str, object] = {"--tensorboard": tensorboard}
 
     def run(signals: Signals) -> None:
-        if evaluate and (given := flags(of_training)):
+        if evaluate and (given := flags(of_training | events)):
             raise ConfigError(f"--eval trains nothing, but {given[0]} is about training; remove one of them")
         job = load_job(config, tuple(overrides or ()))
         shared = ["--config", str(config), *(f"--set={override}" for override in overrides or ()), *flags(of_both)]
         own = flags({**of_training, "--fresh": False, "--eval": evaluate})
-        run_both(job, [*shared, *own], "eval" if evaluate else "run", shared, signals)
+        run_both(job, [*shared, *own], "eval" if evaluate else "run", [*shared, *flags(events)], signals)
 
     return run
 

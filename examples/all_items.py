@@ -1,6 +1,6 @@
 """Ranks the positives of a next-item model among all items, however many there are, in a bounded memory.
 
-    prefetcher export --run runs/sasrec --out sasrec.safetensors
+    rowcast export --run runs/sasrec --out sasrec.safetensors
     python -m examples.all_items --config examples/sasrec.toml --export sasrec.safetensors --items 3413 --memory 64
 
 The job's data.eval_path has the histories and positives (examples/next_item.py). The item table stays in the file: rows

@@ -154,7 +154,7 @@ class Data(Section, frozen=True, kw_only=True):
     # `hot-blocks:20`: samples with all ids in `hot` alternate with other samples, in 20 blocks of each per epoch
     # (criteo-npy and synthetic); both kinds stay in the order of `shuffle`, see [orders.md](orders.md)
     order: str | None = None
-    # `order`: a file of hot rows, written by `prefetcher profile --out`; `cache.pin` may name the same file or a
+    # `order`: a file of hot rows, written by `rowcast profile --out`; `cache.pin` may name the same file or a
     # different one
     hot: str | None = None
     # what happens to an id that is outside its table or missing (null in Parquet, an empty cell in CSV): `error` stops
@@ -221,7 +221,7 @@ class Data(Section, frozen=True, kw_only=True):
             )
         if self.hot is None:
             raise ValueError(
-                f'order = {self.order!r} needs hot = "...", the hot rows; `prefetcher profile --out` writes them'
+                f'order = {self.order!r} needs hot = "...", the hot rows; `rowcast profile --out` writes them'
             )
 
     @property

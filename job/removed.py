@@ -13,19 +13,19 @@ LAST_COMMIT = "4c36c62"  # the last that had them
 NO_VERIFY = "checksums cover rows on disk and on Redis, and `make exact` tests a machine"
 NO_TRACES = "the data is read again, which gives the same batches"
 REMOVED = {  # name -> what replaces it
-    "simulate --rates": "`simulate --ranks` counts rows and bytes, and `prefetcher estimate` models a step's time",
+    "simulate --rates": "`simulate --ranks` counts rows and bytes, and `rowcast estimate` models a step's time",
     "run --verify": NO_VERIFY,
     "run --verify-share": NO_VERIFY,
     "train --verify": NO_VERIFY,
     "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
-    "profile --plot": "`prefetcher profile` tells the hot rows, `simulate --plot` the hit ratios, `advise` the curve",
+    "profile --plot": "`rowcast profile` tells the hot rows, `simulate --plot` the hit ratios, `advise` the curve",
     "advise --samples": "--max-steps reads the first steps, and the whole run is surer",
     "profile --confidence": "shares are counted on samples that did not choose the rows; a larger --sample is surer",
     "profile --samples": "--sample gives the share of an epoch to read",
     "profile --max-steps": "it went with `profile --plot`; --sample says how much to read",
     "estimate --plot": "the line of the bottleneck names the critical path's tasks",
-    "estimate --advised": "`prefetcher advise` prints the sections; put them into the job file or give them by --vary",
-    "estimate --compare": "`prefetcher estimate --run` prints the same ms of each task as `--rates`",
+    "estimate --advised": "`rowcast advise` prints the sections; put them into the job file or give them by --vary",
+    "estimate --compare": "`rowcast estimate --run` prints the same ms of each task as `--rates`",
     "store.kind = mapped": 'store.kind = "tiered" keeps the rows of coming steps in store.memory, the others on disk',
     "run --save-trace": NO_TRACES,
     "simulate --save-trace": NO_TRACES,

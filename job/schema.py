@@ -122,7 +122,7 @@ class Cache(Section, frozen=True, kw_only=True):
     capacity: Size
     # which rows leave the device: {kinds}; the others exist for comparison and train to the same bits
     policy: Policy = "lookahead"
-    # a file of rows that never leave the device once fetched; `prefetcher profile --out` writes one
+    # a file of rows that never leave the device once fetched; `rowcast profile --out` writes one
     pin: str | None = None
     # maps a group to its exact capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide
     # the rest

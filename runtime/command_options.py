@@ -23,7 +23,8 @@ Source = Annotated[
     Option("--from", help="Begin a new run with the model of another run, or of an exported file.", metavar="RUN|FILE"),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON and nothing else.")]
-Timeline = Annotated[bool, Option("--timeline", help="Record a timeline for `prefetcher timeline`.")]
+Timeline = Annotated[bool, Option("--timeline", help="Record a timeline for `rowcast timeline`.")]
+TensorBoard = Annotated[Path | None, Option(help="Write TensorBoard event files to this folder.", metavar="DIR")]
 LogLevel = Annotated[str, Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, Option("--log-json", help="Log JSON lines.")]
 

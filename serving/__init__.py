@@ -1,4 +1,4 @@
-"""Serves what was trained: `prefetcher publish` writes versions of a model to a folder, `Model` reads them."""
+"""Serves what was trained: `rowcast publish` writes versions of a model to a folder, `Model` reads them."""
 
 from rowcast.serving.model import Model
 

@@ -1,4 +1,4 @@
-"""Implements `prefetcher publish`."""
+"""Implements `rowcast publish`."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -16,7 +16,7 @@ TRIES = 5  # versions may be removed between CURRENT and their opening
 
 UNBOUND = (
     "{}: an earlier rowcast wrote these versions without checksums of those they stand on, so a version that another "
-    "one has replaced is not noticed; the next `prefetcher publish` writes a whole version"
+    "one has replaced is not noticed; the next `rowcast publish` writes a whole version"
 )
 
 
@@ -99,7 +99,7 @@ class Model:
             named = read_current(self._folder)
             if not named.number:
                 raise DataError(
-                    f"{self._folder} holds no version yet; `prefetcher publish --to {self._folder}` writes one"
+                    f"{self._folder} holds no version yet; `rowcast publish --to {self._folder}` writes one"
                 )
             try:
                 found = open_snapshot(self._folder, named, before, self._check, self._counts)

@@ -123,7 +123,7 @@ class OpenVersion:
         if not is_index(index, table.num_rows):
             raise DataError(
                 f"{self.path / table.index.name}: not an index of {table.num_rows} rows, though its checksum is right; "
-                "`prefetcher publish --check` writes a whole version"
+                "`rowcast publish --check` writes a whole version"
             )
         return index
 
@@ -416,7 +416,7 @@ def check_chain(folder: Path, files: list[VersionFile]) -> ServedJob:
             if own != needed:
                 raise DataError(
                     f"{path}: {name} is {own}, but version {newest.number} needs {needed}; copy both from one folder, "
-                    "or write a whole version by `prefetcher publish --check`"
+                    "or write a whole version by `rowcast publish --check`"
                 )
         for table, spec in zip(file.tables, job.tables, strict=True):
             if table.num_rows > spec.num_embeddings:

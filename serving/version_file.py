@@ -176,7 +176,7 @@ def read_version(folder: Path, named: Named) -> VersionFile:
     if found.checksum != (named.checksum or found.checksum):
         raise DataError(
             f"{path}: the version has checksum {found.checksum}, but what names it says {named.checksum}: another "
-            "version took its place; `prefetcher publish --check` writes a whole version"
+            "version took its place; `rowcast publish --check` writes a whole version"
         )
     return found
 
@@ -193,7 +193,7 @@ def read_current(folder: Path) -> Named:
         raise unreadable(path, error) from None
     match = CURRENT_TEXT.fullmatch(content.decode("ascii", "replace"))
     if match is None:
-        raise DataError(f"{path}: {content[:40]!r} names no version; run `prefetcher publish --check`")
+        raise DataError(f"{path}: {content[:40]!r} names no version; run `rowcast publish --check`")
     return Named(int(match[1]), match[2] or "")
 
 
@@ -221,7 +221,7 @@ def check_file(folder: Path, file: CheckedFile) -> None:
         if own != expected:
             raise DataError(
                 f"{path}: block {number} of {CHECK_BYTES} bytes has checksum {own}, but version.json says {expected}; "
-                "`prefetcher publish --check` writes a whole version"
+                "`rowcast publish --check` writes a whole version"
             )
 
 
@@ -230,7 +230,7 @@ def check_size(folder: Path, file: CheckedFile) -> None:
     size = path.stat().st_size
     if size != file.nbytes:
         raise DataError(
-            f"{path}: {size} bytes, but version.json says {file.nbytes}; `prefetcher publish --check` writes a whole "
+            f"{path}: {size} bytes, but version.json says {file.nbytes}; `rowcast publish --check` writes a whole "
             "version"
         )
 

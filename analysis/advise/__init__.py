@@ -1,1 +1,1 @@
-"""Implements `prefetcher advise`, which recommends a cache size."""
+"""Implements `rowcast advise`, which recommends a cache size."""

@@ -1,4 +1,4 @@
-"""Reads the data for `prefetcher advise`: all batches of a run. Keeps only followed rows.
+"""Reads the data for `rowcast advise`: all batches of a run. Keeps only followed rows.
 
 Of a job that several ranks share, the rows of rank 0's shard are observed, and of the other shards how many rows a
 batch touches. If the format allows it, only ids are read. Batches that repeat in the same order (an epoch without a

@@ -146,7 +146,7 @@ def sections(chosen: ChosenValues, tier: TierAdvice | None) -> dict[str, dict[st
 def reasons(job: Job, chosen: ChosenValues, choice: Choice, tier: TierAdvice | None) -> dict[str, str]:
     found = {
         "cache.capacity": capacity_reason(chosen, choice),
-        "cache.policy": "keeps the rows of coming steps; `prefetcher simulate` compares it with others",
+        "cache.policy": "keeps the rows of coming steps; `rowcast simulate` compares it with others",
         "lookahead.depth": (
             f"the rows of a step take {chosen.travel_ms:.2g} ms to the device and back; {chosen.depth} steps of "
             f"{chosen.step_ms:g} ms in flight cover that and even out busy ones"

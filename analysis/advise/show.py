@@ -1,4 +1,4 @@
-"""Says the results of `prefetcher advise`: the data read, the curve, its precision, sections to paste."""
+"""Says the results of `rowcast advise`: the data read, the curve, its precision, sections to paste."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -103,7 +103,7 @@ def tier_sentences(tier: TierAdvice, step_ms: float) -> Iterator[str]:
     elif tier.server is not None:
         yield f"The servers were not measured, so waits are unknown: {tier.server.why_not}"
     if not tier.budgets:
-        yield "No memory that this machine has is enough for this store; see `prefetcher check`"
+        yield "No memory that this machine has is enough for this store; see `rowcast check`"
     elif tier.recommended is None and tier.budgets[-1].waits is not None:
         yield (
             f"Every one of these waits for the {cold_tier(tier)} {100 * MOST_WAITING:g} % of the time or longer: use "
@@ -132,7 +132,7 @@ def sentences(advice: Advice) -> Iterator[str]:
     yield f"Limit: at {here} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms per step"
     yield cores_text(advice.cores, advice.assumed.step_ms)
     yield assumptions(advice.assumed)
-    yield "Memory: `prefetcher check` with these sections compares what both processes need with what is free"
+    yield "Memory: `rowcast check` with these sections compares what both processes need with what is free"
 
 
 def cores_text(need: CoresNeed, step_ms: float) -> str:
@@ -176,7 +176,7 @@ def notes(job: Job, advice: Advice) -> Iterator[str]:
     if ranks.count > 1:
         yield (
             f"All numbers are of one of {ranks.count} ranks, the first. The capacity holds the batches of the rank "
-            "that owns most of them. Exchanges between ranks take time of their own: `prefetcher simulate --ranks`"
+            "that owns most of them. Exchanges between ranks take time of their own: `rowcast simulate --ranks`"
         )
     if assumed.plan_ms > assumed.step_ms:
         yield (

@@ -1,1 +1,1 @@
-"""`prefetcher check`: compares a job file with its data and this machine."""
+"""`rowcast check`: compares a job file with its data and this machine."""

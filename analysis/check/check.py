@@ -1,4 +1,4 @@
-"""`prefetcher check`: compares a job file with its data and this machine before anything is trained.
+"""`rowcast check`: compares a job file with its data and this machine before anything is trained.
 
 Every check runs, whatever the others found; checks of the data say nothing if it does not open. An error would keep a
 run from starting or end it; a warning might.

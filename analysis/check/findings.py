@@ -1,4 +1,4 @@
-"""Defines the findings of `prefetcher check`."""
+"""Defines the findings of `rowcast check`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

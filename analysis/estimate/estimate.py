@@ -1,4 +1,4 @@
-"""Implements `prefetcher estimate`: a step's time and its bottleneck, from rates or from a recorded run.
+"""Implements `rowcast estimate`: a step's time and its bottleneck, from rates or from a recorded run.
 
 With rates, a step's tasks take this long, each on an exclusive core; the walk divides the cores:
 

@@ -84,13 +84,13 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles) -> tuple[str, str]:
     try:
         advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), AnalysisProgress(), MEMORY_SHARE)
     except RowcastError as error:
-        return FIRST_CAPACITY, f"a guess, because `prefetcher advise` failed: {' '.join(str(error).split())}"
+        return FIRST_CAPACITY, f"a guess, because `rowcast advise` failed: {' '.join(str(error).split())}"
     if parse_bytes(advice.recommended.capacity) < parse_bytes(LEAST_CAPACITY):
         return (
             LEAST_CAPACITY,
-            f"`prefetcher advise` recommends {advice.recommended.capacity}; this leaves room for larger batches",
+            f"`rowcast advise` recommends {advice.recommended.capacity}; this leaves room for larger batches",
         )
-    return advice.recommended.capacity, "by `prefetcher advise`, which also shows larger and smaller capacities"
+    return advice.recommended.capacity, "by `rowcast advise`, which also shows larger and smaller capacities"
 
 
 def summary(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:

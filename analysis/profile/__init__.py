@@ -1,1 +1,1 @@
-"""Implements `prefetcher profile`, which finds the most looked-up rows and what pinning them would cover."""
+"""Implements `rowcast profile`, which finds the most looked-up rows and what pinning them would cover."""

@@ -1,4 +1,4 @@
-"""`prefetcher profile`: which rows are worth pinning, and what they would cover.
+"""`rowcast profile`: which rows are worth pinning, and what they would cover.
 
     half of the sample --> look-ups of each row --> hot rows of each budget --> pin file of the largest
     the other half                                      --> share of look-ups and of whole inputs covered
@@ -320,7 +320,7 @@ def share_text(share: float | None) -> str:
 def write_pins(path: Path, job: Job, profile: Profile, rows: Mapping[str, I64]) -> None:
     budget = profile.budgets[-1]
     facts = {
-        "made_by": "prefetcher profile",
+        "made_by": "rowcast profile",
         "job": job.job.name,
         "budget": budget.budget,
         "picked_samples": str(profile.picked_samples),

@@ -1,1 +1,1 @@
-"""`prefetcher simulate`: the traffic of other policies, capacities and horizons."""
+"""`rowcast simulate`: the traffic of other policies, capacities and horizons."""

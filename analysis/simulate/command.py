@@ -1,4 +1,4 @@
-"""`prefetcher simulate`, for one trainer or, with --ranks, for several that share each batch."""
+"""`rowcast simulate`, for one trainer or, with --ranks, for several that share each batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

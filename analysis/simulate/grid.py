@@ -101,7 +101,7 @@ def check_order(data: Data, shuffle: str) -> None:
             "window:65536"
         )
     if "+" in shuffle and data.hot is None:
-        raise ConfigError(f"--shuffle {shuffle} needs data.hot, the hot rows; `prefetcher profile --out` writes them")
+        raise ConfigError(f"--shuffle {shuffle} needs data.hot, the hot rows; `rowcast profile --out` writes them")
 
 
 def can_have(format: str, shuffle: str) -> bool:

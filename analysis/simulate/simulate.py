@@ -1,4 +1,4 @@
-"""`prefetcher simulate`: counts the rows that a run would move with other policies, capacities, horizons, batch sizes
+"""`rowcast simulate`: counts the rows that a run would move with other policies, capacities, horizons, batch sizes
 and orders, before it is trained.
 
     data set --batches--> scan: the distinct rows of each step      once a batch size and order

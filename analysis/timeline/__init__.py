@@ -1,1 +1,1 @@
-"""`prefetcher timeline`: the recordings of both processes (`--timeline`) on one clock."""
+"""`rowcast timeline`: the recordings of both processes (`--timeline`) on one clock."""

@@ -1,4 +1,4 @@
-"""`prefetcher timeline`: puts the recordings of a run into one file for Perfetto, and prints a summary."""
+"""`rowcast timeline`: puts the recordings of a run into one file for Perfetto, and prints a summary."""
 
 import re
 from collections.abc import Iterator

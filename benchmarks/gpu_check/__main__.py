@@ -23,7 +23,7 @@ whole: what do both processes do?
     live-large     batch 65,536: both processes; tables in host memory
     live           batch 16,384
     equality       both processes train to the bits of all rows on the device, at three capacities
-    rates          what the device does, for `prefetcher estimate`: build/gpu-check-device-rates.json
+    rates          what the device does, for `rowcast estimate`: build/gpu-check-device-rates.json
     peers          FBGEMM's managed caching, where it is installed
     more-kernels   the other cases of `kernels`
     recovery       a trainer, a prefetcher or both are killed and started again

@@ -1,4 +1,4 @@
-"""What this device does, as `trainer rates` measures it: a file that makes it a device of `prefetcher estimate`."""
+"""What this device does, as `trainer rates` measures it: a file that makes it a device of `rowcast estimate`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""`prefetcher export`, `import` and `verify`."""
+"""`rowcast export`, `import` and `verify`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +53,7 @@ def import_(
         Path,
         Option(
             "--from",
-            help="A run directory, or a safetensors file as `prefetcher export` writes it.",
+            help="A run directory, or a safetensors file as `rowcast export` writes it.",
             metavar="RUN|FILE",
         ),
     ],

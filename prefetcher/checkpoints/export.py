@@ -1,4 +1,4 @@
-"""Implements `prefetcher export`: writes a checkpoint as one safetensors file.
+"""Implements `rowcast export`: writes a checkpoint as one safetensors file.
 
 It writes table after table, a block of rows at a time.
 

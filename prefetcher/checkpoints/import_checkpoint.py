@@ -1,10 +1,10 @@
-"""Implements `prefetcher import` and `prefetcher run --from`: starts a run from another run or an exported file.
+"""Implements `rowcast import` and `prefetcher run --from`: starts a run from another run or an exported file.
 
 Both make one checkpoint before the run's first train step, from one of
 
 - the newest checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses; its count
   of train steps continues
-- or a file as `prefetcher export` writes it:
+- or a file as `rowcast export` writes it:
 
 embedding_bags.<table>.weight     required; f32, f16 or bf16 [num_embeddings, embedding_dim]; converted to the table's
 optimizer.<table>.master          weights before rounding; if missing, the weights above as they are in the file
@@ -154,7 +154,7 @@ def tables_of(job: Job) -> Iterator[str]:
 
 
 class ExportedFile:
-    """A file that `prefetcher export` wrote. Raises ConfigError if it does not exist, DataError if it is not one."""
+    """A file that `rowcast export` wrote. Raises ConfigError if it does not exist, DataError if it is not one."""
 
     position = Position()
 
@@ -165,7 +165,7 @@ class ExportedFile:
         except OSError as error:
             raise ConfigError(
                 f"--from {path} cannot be read ({error.strerror}); name a run directory, or a "
-                "file that `prefetcher export` wrote"
+                "file that `rowcast export` wrote"
             ) from None
 
     @property

@@ -3,7 +3,7 @@
     <table>       i64 [n], row numbers, ascending            one tensor per table with pinned rows
     __metadata__  format, version, checksum of the tensors, and where the rows came from
 
-`prefetcher profile` writes them, `cache.pin` names one, and `data.hot` names one whose rows make samples hot. The
+`rowcast profile` writes them, `cache.pin` names one, and `data.hot` names one whose rows make samples hot. The
 numbers count within a table, so a file fits any job whose tables have these names, in any order and of any width.
 """
 
@@ -82,11 +82,11 @@ def read_pins(path: Path, key: str = "cache.pin") -> dict[str, I64]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except OSError as error:
         raise ConfigError(
-            f"{where}: cannot be read ({error.strerror or error}); make it with `prefetcher profile --out`"
+            f"{where}: cannot be read ({error.strerror or error}); make it with `rowcast profile --out`"
         ) from None
     except SafetensorError as error:
         raise DataError(
-            f"{where}: not a whole pin file ({error}); make it again with `prefetcher profile --out`"
+            f"{where}: not a whole pin file ({error}); make it again with `rowcast profile --out`"
         ) from None
     check_facts(where, facts)
     for name, own in tensors.items():
@@ -98,7 +98,7 @@ def read_pins(path: Path, key: str = "cache.pin") -> dict[str, I64]:
 
 def check_facts(where: str, facts: Mapping[str, str]) -> None:
     if facts.get("format") != PIN_FORMAT:
-        raise DataError(f"{where}: a safetensors file, but not a pin file; make one with `prefetcher profile --out`")
+        raise DataError(f"{where}: a safetensors file, but not a pin file; make one with `rowcast profile --out`")
     if facts.get("version") != PIN_VERSION:
         raise DataError(
             f"{where}: pin file version {facts.get('version')}, but this version reads {PIN_VERSION}; "

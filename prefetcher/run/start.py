@@ -1,4 +1,4 @@
-"""What the prefetcher of a run decides before its first step, and refuses. `prefetcher check` asks the same."""
+"""What the prefetcher of a run decides before its first step, and refuses. `rowcast check` asks the same."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The commands. They stand above all rooms, and import that of a subcommand when it is called."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
@@ -13,7 +13,7 @@ from rowcast.job.removed import removed_option
 from rowcast.runtime.errors import closest
 from rowcast.runtime.process import run_command
 
-COMMANDS = ("rowcast", "prefetcher", "trainer")  # each has a module here, with its SUBCOMMANDS
+COMMANDS = ("trainer", "prefetcher", "rowcast")  # each has a module here, with its SUBCOMMANDS; the last is advised
 SETTINGS: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -30,8 +30,8 @@ class Subcommand:
     until_stopped: Callable[[str, Callable[..., int | None]], int] | None = None
 
 
-def command_line(process: str, help: str, subcommands: Mapping[str, Subcommand]) -> typer.Typer:
-    """`process`: named in messages; "" for the subcommand's own name."""
+def command_line(process: str, help: str, subcommands: Mapping[str, Subcommand], shown: Collection[str]) -> typer.Typer:
+    """`process`: named in messages; "" for the subcommand's own name. `shown`: in the help."""
 
     class Group(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -45,7 +45,7 @@ def command_line(process: str, help: str, subcommands: Mapping[str, Subcommand])
     app = typer.Typer(cls=Group, no_args_is_help=True, **SETTINGS)
     app.callback(help=help)(root)
     for name, subcommand in subcommands.items():
-        app.command(name, help=subcommand.help)(lambda: None)
+        app.command(name, help=subcommand.help, hidden=name not in shown)(lambda: None)
     return app
 
 

@@ -11,7 +11,7 @@ SUBCOMMANDS = {
     ),
     "rates": Subcommand(
         "rowcast.analysis.estimate.rates.measure:rates",
-        "Measure this device for `prefetcher estimate --rates`: kernels, copies, and the host's share of a step.",
+        "Measure this device for `rowcast estimate --rates`: kernels, copies, and the host's share of a step.",
     ),
     "eval": Subcommand(
         "rowcast.trainer.run.command:evaluate",
@@ -21,5 +21,8 @@ SUBCOMMANDS = {
     ),
 }
 app = command_line(
-    "trainer", "The device side of rowcast: trains the model on the steps that the prefetcher sends.", SUBCOMMANDS
+    "trainer",
+    "The device side of rowcast: trains the model on the steps that the prefetcher sends.",
+    SUBCOMMANDS,
+    SUBCOMMANDS,
 )

@@ -1,4 +1,4 @@
-"""Records the work and waits of a process's stages as Chrome trace events, for Perfetto and `prefetcher timeline`.
+"""Records the work and waits of a process's stages as Chrome trace events, for Perfetto and `rowcast timeline`.
 
     a stage's thread --- add: one event ---> queue --- every FLUSH_S, on its own thread ---> timeline.<process>.json
 

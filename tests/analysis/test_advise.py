@@ -1,4 +1,4 @@
-"""`prefetcher advise`: its estimates against the exact simulation of known data, its choice, and what it prints."""
+"""`rowcast advise`: its estimates against the exact simulation of known data, its choice, and what it prints."""
 
 import io
 import tomllib
@@ -438,7 +438,7 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
         "No stalls",
         "Limit: ",
         "a step takes 10 ms (--step-ms)",
-        "`prefetcher check`",
+        "`rowcast check`",
         "Every row was followed",
     ):
         assert part in text

@@ -1,4 +1,4 @@
-"""`prefetcher check`: every finding is provoked, with what it says to change."""
+"""`rowcast check`: every finding is provoked, with what it says to change."""
 
 import fcntl
 import json

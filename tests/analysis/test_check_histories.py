@@ -1,4 +1,4 @@
-"""What `prefetcher check` says of histories that are cut, and of times that fall."""
+"""What `rowcast check` says of histories that are cut, and of times that fall."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`prefetcher check` of a job that several ranks share."""
+"""`rowcast check` of a job that several ranks share."""
 
 import socket
 from pathlib import Path

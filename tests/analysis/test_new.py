@@ -110,7 +110,7 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
         "  rowcast check --config job.toml",
         "  rowcast train --config job.toml",
     ]
-    assert 'capacity = "1MiB"  # `prefetcher advise` recommends ' in text
+    assert 'capacity = "1MiB"  # `rowcast advise` recommends ' in text
 
 
 def trained(job: Job) -> list[np.float32]:
@@ -180,7 +180,7 @@ def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(
     monkeypatch.setattr(new_command, "advise_job", fail)
     path = write_csv(tmp_path, clicks())
     assert new(path)[0].endswith(
-        'capacity = "64MiB"  # a guess, because `prefetcher advise` failed: no room to follow rows\n'
+        'capacity = "64MiB"  # a guess, because `rowcast advise` failed: no room to follow rows\n'
     )
     assert new_job(tmp_path, path).cache.capacity == "64MiB"
 

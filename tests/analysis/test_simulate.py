@@ -338,7 +338,7 @@ def test_each_order_is_read_with_each_batch_size_and_compared_with_its_own_bound
         (
             "synthetic",
             "full+hot-blocks:3",
-            "--shuffle full+hot-blocks:3 needs data.hot, the hot rows; `prefetcher profile --out` writes them",
+            "--shuffle full+hot-blocks:3 needs data.hot, the hot rows; `rowcast profile --out` writes them",
         ),
         (
             "parquet",

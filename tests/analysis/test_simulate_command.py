@@ -1,4 +1,4 @@
-"""`prefetcher simulate` as a command: what it prints where, what it refuses, what it draws."""
+"""`rowcast simulate` as a command: what it prints where, what it refuses, what it draws."""
 
 import os
 from pathlib import Path

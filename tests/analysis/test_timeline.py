@@ -1,4 +1,4 @@
-"""`prefetcher timeline`: two recordings made by hand, and the page that is made of them."""
+"""`rowcast timeline`: two recordings made by hand, and the page that is made of them."""
 
 from pathlib import Path
 

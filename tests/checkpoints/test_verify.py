@@ -1,4 +1,4 @@
-"""`prefetcher verify` says of every checkpoint whether it is whole, and what is damaged."""
+"""`rowcast verify` says of every checkpoint whether it is whole, and what is damaged."""
 
 from pathlib import Path
 

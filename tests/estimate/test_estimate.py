@@ -165,7 +165,7 @@ def test_rates_of_another_job_are_refused_and_a_kernel_that_is_missing_is_named(
         (["--rates=a", "--run=b"], facts("--rates FILE", "--run DIR")),
         (["--rates=a", "--change=step=1"], facts("--vary", "--change")),
         (["--run=b", "--vary=a=1"], facts("--vary", "--change")),
-        (["--rates=a", "--advised"], facts("--advised", "prefetcher advise")),
+        (["--rates=a", "--advised"], facts("--advised", "rowcast advise")),
         (["--rates=a", "--compare=b"], facts("--compare", "--run")),
     ],
 )

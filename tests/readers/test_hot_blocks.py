@@ -153,7 +153,7 @@ def test_synthetic_samples_have_hot_blocks_too(tmp_path: Path) -> None:
 def test_a_file_of_hot_rows_that_does_not_fit_is_refused_by_its_key(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     (tmp_path / "hot").unlink()
-    with pytest.raises(ConfigError, match=facts("data.hot", "cannot be read", "prefetcher profile")):
+    with pytest.raises(ConfigError, match=facts("data.hot", "cannot be read", "rowcast profile")):
         list(open_reader(job).batches("train", 0))
     save_pins(tmp_path / "hot", {"other": np.arange(3)}, {})
     with pytest.raises(ConfigError, match=facts("data.hot", "table other")):

@@ -320,7 +320,7 @@ def test_a_request_of_26_tables_sees_one_version_and_never_an_older_one(tmp_path
 
 
 def test_a_folder_without_a_version_and_a_run_without_a_checkpoint(run: ServedRun, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=facts("served", "prefetcher publish")):
+    with pytest.raises(DataError, match=facts("served", "rowcast publish")):
         Model(tmp_path / "served")
     assert publisher_of(run, tmp_path / "served").publish() is None
 

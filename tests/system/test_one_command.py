@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.command_line import prefetcher, rowcast
+from rowcast.command_line import prefetcher, rowcast, trainer
 from rowcast.trainer.report.report_json import read_report
 from tests.support.processes import Session
 
@@ -25,6 +25,12 @@ def test_one_command_trains_evaluates_and_goes_on_from_a_run(session: Session) -
     assert "begins with" in (next_day / "prefetcher.log").read_text()
 
 
+def test_old_names_of_commands_work_and_are_not_advertised() -> None:
+    help = CliRunner().invoke(prefetcher.app, ["-h"])
+    assert "simulate" not in help.stdout
+    assert {"export", "simulate", "new"} < prefetcher.SUBCOMMANDS.keys() & rowcast.SUBCOMMANDS.keys()
+
+
 def test_options_of_training_do_not_go_with_eval(session: Session) -> None:
     assert (
         session.start("train", "--eval", "--max-steps=3").ended().refused(2)
@@ -36,7 +42,8 @@ def test_options_of_training_do_not_go_with_eval(session: Session) -> None:
     ("app", "typed", "answer"),
     [
         (rowcast.app, "trian", "the nearest is train"),
-        (rowcast.app, "simulate", "the nearest is prefetcher simulate"),
+        (rowcast.app, "simulte", "the nearest is simulate"),
+        (trainer.app, "simulate", "the nearest is rowcast simulate"),
         (prefetcher.app, "evla", "the nearest is trainer eval"),
         (prefetcher.app, "xyzzy", "no command 'xyzzy' "),
     ],

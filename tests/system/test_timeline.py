@@ -47,8 +47,8 @@ class RecordedRun:
     pair: Pair
     steps: list[StepLife]
     events: list[Event]
-    said: str  # by `prefetcher timeline`
-    planned: list[Planned]  # by `prefetcher estimate`
+    said: str  # by `rowcast timeline`
+    planned: list[Planned]  # by `rowcast estimate`
     estimated: str  # it said
     report: Report
 

@@ -44,8 +44,7 @@ def readable() -> Iterator[None]:
     except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, OverflowError) as error:
         sentence = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise DataError(
-            f"the model state of the checkpoint cannot be read ({sentence}); run `prefetcher verify` on the run "
-            "directory"
+            f"the model state of the checkpoint cannot be read ({sentence}); run `rowcast verify` on the run directory"
         ) from None
 
 

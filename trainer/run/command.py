@@ -12,7 +12,7 @@ from typer import Option
 from rowcast.job.file import load_own_job
 from rowcast.job.schema import Job
 from rowcast.runtime.children import stop_with_parent
-from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Probability, Timeline
+from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Probability, TensorBoard, Timeline
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import note_start, pair_folder
@@ -52,9 +52,7 @@ def run(
         ),
     ] = False,
     timeline: Timeline = False,
-    tensorboard: Annotated[
-        Path | None, Option(help="Write TensorBoard event files to this folder.", metavar="DIR")
-    ] = None,
+    tensorboard: TensorBoard = None,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> Callable[[Signals], None]:

@@ -1,1 +1,1 @@
-"""`trainer rates`: measures this device for `prefetcher estimate`."""
+"""`trainer rates`: measures this device for `rowcast estimate`."""

@@ -1,4 +1,4 @@
-"""`trainer rates`: measures what this device does with a job's kernels, for `prefetcher estimate`.
+"""`trainer rates`: measures what this device does with a job's kernels, for `rowcast estimate`.
 
 Shapes lie around the job's own. Each is timed several times, in random rounds over all shapes. A shared machine is
 slower for seconds at a time: so these fall on a few measurements of many shapes, and the medians leave them out.

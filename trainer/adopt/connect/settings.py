@@ -366,7 +366,7 @@ class ScriptTables:
             )
         if self.has_job_file and not self._is_launched:
             raise RuntimeError(
-                "the prefetcher of this job file has the tables: give it a file by `prefetcher import --from` before "
+                "the prefetcher of this job file has the tables: give it a file by `rowcast import --from` before "
                 "it is started, or let connect start it, by connect(ebc, dataset)"
             )
         self.write_job_file()

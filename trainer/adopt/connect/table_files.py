@@ -107,7 +107,7 @@ def run_prefetcher_command(*arguments: str) -> None:
 
 
 def exported(job: Job, *source: str) -> Path:
-    """`source`: options of `prefetcher export` that name what it exports."""
+    """`source`: options of `rowcast export` that name what it exports."""
     out = job.run_dir / EXPORTED
     run_prefetcher_command("export", *source, "--out", str(out))
     return out
