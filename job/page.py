@@ -20,7 +20,8 @@ BEGINNING = """# The job file
 
 Both processes read the same TOML file. An unknown key, a wrong type or an impossible value ends them with one
 sentence. `--set section.key=value` on the command line of both overrides a key. Sizes take units (`"64MiB"`), and so
-do durations (`"60s"`, `"500ms"`, `"5m"`). `examples/` has complete files.
+do durations (`"60s"`, `"500ms"`, `"5m"`). `examples/` has complete files. A relative path, of data or of `job.run_dir`,
+begins in the folder in which the command is started, wherever the job file is.
 
 A key that names kinds in front of its meaning exists only for these. `python -m rowcast.job.page` makes this page from
 `job/`.

@@ -19,8 +19,16 @@ from rowcast.job.embedding_tables import Table
 from rowcast.job.schema import Job, digest
 from rowcast.job.section import Section, default_of, defaults_of_other_kinds, keys_of
 from rowcast.job.types import shown
-from rowcast.runtime.checkpoint_manifest import DataFile, Manifest, ManifestOfVersion3, TrainingData
-from rowcast.runtime.errors import Mismatch, instead
+from rowcast.runtime.checkpoint_manifest import (
+    DataFile,
+    Manifest,
+    ManifestOfVersion3,
+    TrainingData,
+    newest_checkpoint,
+    readable,
+)
+from rowcast.runtime.errors import ConfigError, Mismatch, instead
+from rowcast.runtime.run_directory import RunDirectory
 
 # where the data is and how often it is read; of data.hot the rows count, wherever they are, and of files their order
 NOT_COUNTED = ("data.path", "data.by_name", "data.eval_path", "data.epochs", "data.hot", "data.copies")
@@ -58,6 +66,21 @@ def check_can_evaluate(checkpoint: Manifest, job: Job, dense_names: Sequence[str
             f"the checkpoint after {checkpoint.train_steps} train steps in {job.run_dir} is of another model: "
             f"{first_of(found)}; evaluate it with the job file that made it, on any data with its columns"
         )
+
+
+def refuse_finished(directory: RunDirectory, job: Job, max_steps: int | None) -> None:
+    """Raises ConfigError if the run is complete and this job would train no further step; names changed settings."""
+    completion, newest = directory.completion(), newest_checkpoint(directory.path)
+    if completion is None or completion.leaves_more(job.data.epochs, max_steps):
+        return
+    manifest = None if newest is None else readable(newest)
+    if manifest is not None and (found := differing_settings(manifest, job)):
+        raise ConfigError(
+            f"the run in {directory.path} finished after {completion.train_steps} train steps, and {first_of(found)}; "
+            "to train another model with this, add --set job.run_dir=ANOTHER; to train it in place of this one, add "
+            "--fresh"
+        )
+    directory.refuse_complete(job.data.epochs, max_steps)
 
 
 def differing_settings(checkpoint: Manifest, job: Job) -> list[str]:

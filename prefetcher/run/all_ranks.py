@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from rowcast.job.schema import Job
+from rowcast.job.training_identity import refuse_finished
 from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import OwnShard
@@ -90,7 +91,7 @@ class AllRanks:
                 shard = OwnShard(number=0, count=self._job.ranks.count)
                 settle_run(self._job, self._options, Checkpoints(self._job.run_dir, Disk()), directory, shard)
             elif self._options.mode == "train" and not self._options.fresh:
-                directory.refuse_complete(self._job.data.epochs, self._options.max_steps)
+                refuse_finished(directory, self._job, self._options.max_steps)
             if self._signals.stop_reason is not None:
                 return False
             self._children.extend(self._start(name) for name in self._names)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rowcast.job.schema import Job
+from rowcast.job.training_identity import refuse_finished
 from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_into, open_source
@@ -77,7 +78,7 @@ def newest_of_run(
     if options.fresh:
         carry_out(checkpoints.begin_fresh(shard))
         return first_checkpoint(job, options, checkpoints)
-    directory.refuse_complete(job.data.epochs, options.max_steps)
+    refuse_finished(directory, job, options.max_steps)
     return checkpoints.newest_valid() or first_checkpoint(job, options, checkpoints)
 
 

@@ -255,8 +255,11 @@ def test_settings_are_keys_of_the_job_and_make_another_run(trained: Callable[[st
     assert other.losses[-1] != own.run.losses[-1]
     with pytest.raises(ConfigError, match=facts("optimizer.sparse", "rate")):
         rowcast.train(own.config, **{"optimizer.sparse.rate": 0.05})
-    with pytest.raises(ConfigError, match=facts("finished after 4 train steps")):
+    with pytest.raises(ConfigError, match=facts("finished after 4 train steps", "--fresh", "raise that")):
         rowcast.train(own.config)
+    changed = facts("optimizer.sparse.lr is 0.05, and was 0.1", "--set job.run_dir", "--fresh")
+    with pytest.raises(ConfigError, match=changed):
+        rowcast.train(own.config, **{"optimizer.sparse.lr": 0.05})
 
 
 def test_the_error_of_a_child_is_the_packages_own(trained: Callable[[str], Trained], tmp_path: Path) -> None:

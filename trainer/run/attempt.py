@@ -17,6 +17,7 @@ from rich.console import Console
 from rowcast.job.file import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
+from rowcast.job.training_identity import refuse_finished
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.attempts import Attempts, RankPatience
 from rowcast.protocol.messages import Welcome
@@ -308,7 +309,7 @@ class TrainerRun:
             get_logger().info("the run had ended before this trainer was started again")
             return
         if trains and not self.fresh:
-            of_run.refuse_complete(self.job.data.epochs)
+            refuse_finished(of_run, self.job, None)
         if self._timeline:
             self.counters.timeline = stack.enter_context(Timeline(self.folder, "trainer", self._launch.rank))
         build = build_info("trainer", self.job.job.name)
