@@ -168,7 +168,7 @@ def hints(report: Report) -> Iterator[str]:
     if (report.first_loss or 0.0) > HIGH_LOSS:
         yield (
             f"the first loss was {report.first_loss:,.1f}, and small logits have 0.7; scale dense features, or take "
-            "their logarithms"
+            "their logarithms (data.columns.prepare)"
         )
     labelled: tuple[Report | TaskEvaluation, ...] = report.tasks or (report,)
     for found in labelled:
