@@ -6,7 +6,7 @@ values. Memory does not grow with the data: of distinct values a share of the ha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -31,9 +31,10 @@ INTEGER, NUMBER = r"^\s*-?\d+\s*$", r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\
 WHOLE = r"^\s*(-?(?:0|[1-9][0-9]*))\.0*\s*$"  # 35.0, but not 00501
 # other cells in a column of numbers: none there, or with a comma or a unit
 NO_NUMBER = (
-    r"^(?i:\s*([-+]?(nan|inf|infinity)|null|none|na|n/a|#n/a|\\n|-|\?)\s*"
+    r"^(?i:\s*([-+]?(inf|infinity)|null|none|na|n/a|#n/a|\\n|-|\?)\s*"
     r"|[^\w.,#]{0,4}-?\d+([., ']\d{3})*([.,]\d+)?[^\w.,#]{0,4})$"
 )
+NAN = r"^\s*(?i:nan)\s*$"  # in a column of numbers a missing one, as the reader takes it
 MONTH = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
 TIME = (
     r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})|\d{1,2}:\d{2}(:\d{2})?"
@@ -66,7 +67,7 @@ class Exceptions:
         return f"{share} {'is' if self.count == 1 else 'are'} {what}, the first {first}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ColumnFacts:
     name: str
     kind: Kind  # of whole numbers `integer`, however they are written
@@ -158,10 +159,10 @@ class Watch:
         self._is_list, self._padded, self._all_whole, self._plain = bool(separator), False, True, True
         self._num_values, self._num_pairs, self._num_spaces = 0, 0, 0
         self._range: tuple[float, float] | None = None
-        self._cells = dict.fromkeys(("integer", "number", "true", "false", "no number", "time", "text"), 0)
+        self._cells = dict.fromkeys(("integer", "number", "nan", "true", "false", "no number", "time", "text"), 0)
         self._missing, self._missing_items, self._not_binary = Exceptions(), Exceptions(), Exceptions()
         self._not_number, self._not_time, self._fractions = Exceptions(), Exceptions(), Exceptions()
-        self._not_word = Exceptions()
+        self._not_word, self._nan = Exceptions(), Exceptions()
         self._values: dict[str, int] = {}
         self._distinct = Distinct()
 
@@ -172,7 +173,7 @@ class Watch:
         if is_list(values.type):
             location = lookup_location(bag_lengths(values), location)
             self._is_list, values, missing = True, values.flatten(), self._missing_items
-        self._plain = self._plain and not pa.types.is_floating(values.type)
+        self._plain = self._plain and (pa.types.is_integer(values.type) or pa.types.is_binary(values.type))
         values = as_cells(values) if self._kind == "text" else values
         if values.null_count:
             first = missing.where or location(int(np.argmax(values.is_null().to_numpy(zero_copy_only=False))))
@@ -195,10 +196,11 @@ class Watch:
         floats = numbers_of(cells.filter(pa.array(is_number)))
         self._plain = self._plain and bool(is_written_whole[is_integer].all())
         self._add_numbers(floats)
-        is_text = ~(is_number | is_true | is_false | is_time | is_no_number)
+        is_nan = matches(cells, NAN)
+        is_text = ~(is_number | is_nan | is_true | is_false | is_time | is_no_number)
         for kind, of_kind in zip(
             self._cells,
-            (is_integer, is_number & ~is_integer, is_true, is_false, is_no_number, is_time, is_text),
+            (is_integer, is_number & ~is_integer, is_nan, is_true, is_false, is_no_number, is_time, is_text),
             strict=True,
         ):
             self._cells[kind] += int(counts[of_kind].sum())
@@ -209,7 +211,8 @@ class Watch:
         is_binary[is_number] = np.isin(floats, (0, 1))
         tally(self._not_binary, ~is_binary)
         tally(self._not_word, ~(is_true | is_false))
-        tally(self._not_number, ~is_number)
+        tally(self._not_number, ~is_number & ~is_nan)
+        tally(self._nan, is_nan)
         tally(self._not_time, ~is_time)
         tally(self._fractions, is_number & ~is_integer)
         texts = cells.to_pylist()
@@ -227,8 +230,8 @@ class Watch:
     def _kind_of_cells(self) -> tuple[Kind, Exceptions]:
         """The kind, and the cells that are no numbers, or no timestamps where most are."""
         cells, enough = self._cells, (1 - FEW) * self._num_values
-        numbers = cells["integer"] + cells["number"]
-        if self._num_values in (cells["integer"], cells["true"] + cells["false"]):
+        numbers = cells["integer"] + cells["number"] + cells["nan"]
+        if self._num_values in (cells["integer"] + cells["nan"], cells["true"] + cells["false"]):
             return "integer", Exceptions()
         if numbers == self._num_values:
             return "number", Exceptions()
@@ -244,14 +247,20 @@ class Watch:
         kind, odd = self._kind_of_cells() if self._kind == "text" else (self._kind, Exceptions())
         low, high = (float(not falses), float(trues > 0)) if words else self._range or (0.0, 0.0)
         has_numbers = self._kind == "text" and not self._is_list
+        missing, num_values = self._missing_items if self._is_list else self._missing, self._num_values
+        if kind in ("integer", "number") and (count := self._nan.count):
+            missing, num_values = (
+                replace(missing, count=missing.count + count, where=missing.where or self._nan.where),
+                num_values - count,
+            )
         return ColumnFacts(
             name=self.name,
-            kind=kind if self._num_values else "other",
+            kind=kind if num_values else "other",
             type=self._type,
             separator=self._separator,
             is_list=self._is_list,
-            num_values=self._num_values,
-            missing=self._missing_items if self._is_list else self._missing,
+            num_values=num_values,
+            missing=missing,
             odd=odd,
             fractions=self._fractions,
             not_binary=self._not_word if mostly_words else self._not_binary,

@@ -2,7 +2,7 @@
 `user_id`, `userId` and `C14` (c, 14).
 """
 
-ID = r"(?i:.*ids?)"
+ID = r"(?i:.*ids?\W*)"
 NO_ID = r"(?i:(|.*[_\W])(un|pre|in)?(bid|paid|valid|void|aid|kid|solid|liquid|fluid|acid|covid)s?)"
 ROW = r"(?i:id|row|index|idx|uuid|guid|(request|impression|event|sample|row|log|record|instance)_?id)"
 INDEX = r"|Unnamed: \d+|__index_level_\d+__"  # that pandas writes

@@ -30,6 +30,7 @@ CHANCE = 1e-3  # that a column is 1 only where the label is
 HEAVY = 10.0  # the 99th percentile over the median (+ 1) of counts, from which a logarithm helps
 ROWS_A_VALUE = 10  # rows per value in a table of hashed ids: about a tenth of the values share their row with another
 LEAST_HASHED = 100
+CRITEO = Prepare(fill=0.0, log1p=True)  # that its reader does
 
 
 class Case(NamedTuple):
@@ -158,9 +159,8 @@ def chosen(case: Case, is_dense: bool, is_ids: bool) -> Choice:
             column=c, role="ids", why=why, instead=instead, hashed=hashed,
             num_embeddings=max(LEAST_HASHED * hashed, rounded_up(size)),
         )  # fmt: skip
-    return Choice(
-        column=c, role=rule.role, why=why, instead=instead, prepare=scaling(c) if rule.role == "dense" else AS_IT_IS
-    )
+    prepare = AS_IT_IS if rule.role != "dense" else CRITEO if case.data.shape.kind == "criteo-tsv" else scaling(c)
+    return Choice(column=c, role=rule.role, why=why, instead=instead, prepare=prepare)
 
 
 def case_of(data: DataSet, label: Label, column: ColumnFacts) -> Case:
