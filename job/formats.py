@@ -271,7 +271,13 @@ class Format:
 
 
 FORMATS = {
-    "criteo-tsv": Format(f"{READERS}.criteo_tsv", file_names=r"(.*\.(tsv|txt)|day_\d+)(\.gz)?", one_label=True),
+    "criteo-tsv": Format(
+        f"{READERS}.criteo_tsv",
+        file_names=r"(.*\.(tsv|txt)|day_\d+)(\.gz)?",
+        random_access=True,
+        in_columns=True,
+        one_label=True,
+    ),
     "criteo-npy": Format(
         f"{READERS}.criteo_npy",
         note="the torchrec day layout",
@@ -280,7 +286,14 @@ FORMATS = {
         in_columns=True,
     ),
     "parquet": Format(f"{READERS}.parquet", file_names=r".*\.(parquet|pq)", in_columns=True, named_columns=True),
-    "csv": Format(f"{READERS}.csv", file_names=r".*\.csv(\.gz)?", named_columns=True, text_cells=True),
+    "csv": Format(
+        f"{READERS}.csv",
+        file_names=r".*\.csv(\.gz)?",
+        random_access=True,
+        in_columns=True,
+        named_columns=True,
+        text_cells=True,
+    ),
     "synthetic": Format(f"{READERS}.synthetic", has_files=False, random_access=True),
 }
 # data.format = "package.module:factory"; the factory decides the order of the batches

@@ -108,7 +108,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "order of a stream": (
         {"data": {"format": "parquet", "path": "x", "order": "hot-blocks:20", "hot": "hot"}},
-        'needs random access, which parquet does not have; use "criteo-npy" or "synthetic"',
+        'needs random access, which parquet does not have; use "criteo-tsv" or',
     ),
     "order of own code": (
         {"data": {"format": "own.data:make", "order": "hot-blocks:20", "hot": "hot"}},

@@ -17,12 +17,11 @@ import numpy as np
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.data_files import files_of, is_gzip
 from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.runtime.errors import ConfigError
 
-DECODED_ROWS = 32768  # rows per block when a streamed file is decoded
+DECODED_ROWS = 32768  # rows per block when a Parquet file is decoded
 FULL_SHUFFLE_SHARE = 32  # shuffling n rows takes about as long as reading n / 32
 
 
@@ -91,15 +90,11 @@ def read_drawn(job: Job, reader: Reader, wanted: Iterator[Drawn], *, split: Kind
 
 def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:
     window = job.data.shuffle_window if split == "train" else None
-    if not can_share(job) or is_compressed(job, split):
+    if not can_share(job):
         return float("inf")
     if window == 0:
         return (reader.num_samples(split) or 0) / FULL_SHUFFLE_SHARE
     return 0 if format_of(job.data.format).random_access else max(DECODED_ROWS, window or 0)
-
-
-def is_compressed(job: Job, split: Kind) -> bool:
-    return any(map(is_gzip, files_of(job, "eval_path" if split == "eval" and job.data.eval_path else "path")))
 
 
 def reader_for_another_pass(job: Job, reader: Reader) -> Reader:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -138,6 +138,28 @@ def listed_files(path: str, files: Sequence[Path], order: str) -> str:
 def no_rows(paths: Sequence[Path]) -> DataError:
     named = f"{paths[0]} holds" if len(paths) == 1 else f"{paths[0]} and {plural(len(paths) - 1, 'more file')} hold"
     return DataError(f"{named} no row; give at least one file with rows")
+
+
+class FileState(NamedTuple):
+    """What differs, as a rule, if a file does."""
+
+    nbytes: int
+    mtime_ns: int
+    inode: int
+
+
+def file_state(path: Path) -> FileState:
+    """Raises ConfigError."""
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    return FileState(now.st_size, now.st_mtime_ns, now.st_ino)
+
+
+def path_text(path: Path) -> str:
+    """Returns the absolute path in characters that JSON can hold."""
+    return os.fsencode(os.path.abspath(path)).decode("utf-8", "replace")
 
 
 def is_gzip(path: Path) -> bool:

@@ -9,7 +9,7 @@ file holds a lock; others wait for it and map the same bits.
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +19,9 @@ import xxhash
 
 from rowcast.job.formats import Data
 from rowcast.job.schema import Job, digest
-from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import files_of
-from rowcast.prefetcher.readers.line_index import counting_lock, file_state, path_text
+from rowcast.prefetcher.readers.columns import Ids, bag_offsets
+from rowcast.prefetcher.readers.data_files import file_state, files_of, path_text
+from rowcast.prefetcher.readers.folder_lock import folder_lock
 from rowcast.prefetcher.readers.pin_files import check_tables, checksum, read_pins
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import RowOrder
@@ -73,7 +73,10 @@ def hot_samples(job: Job, num_rows: int) -> HotSamples:
     bits = load_bits(folder / "hot-samples", made_from, num_rows)
     if bits is not None:
         return HotSamples(num_rows=num_rows, bits=bits)
-    with counting_lock(folder) if job.run_dir.is_dir() else nullcontext():
+    if job.run_dir.is_dir():
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+    with folder_lock(folder / "lock", "hot-samples*"):
         bits = load_bits(folder / "hot-samples", made_from, num_rows)  # another process may have written them meanwhile
         if bits is None:
             bits = np.concatenate([np.zeros(0, np.uint8), *(np.packbits(own) for own in passes(job, hot))])
@@ -91,10 +94,12 @@ def passes(job: Job, hot: Mapping[str, I64]) -> Iterator[Bools]:
     for decode in open_reader(plain_job, stream_columns(job)[0]).pending("train", 0):
         batch = decode()
         assert isinstance(batch, Lookups), "a stream of ids gives ids"
-        assert batch.offsets is None, f"{job.data.format} is read row by row, and has one id for each feature"
+        offsets = bag_offsets(batch.ids, batch.offsets)
         are_hot = np.ones(batch.size, np.bool_)
-        for ids, rows in zip(batch.ids.reshape(len(features), batch.size), features, strict=True):
-            are_hot &= contained(ids, rows)
+        for f, rows in enumerate(features):
+            ends = offsets[f * batch.size : (f + 1) * batch.size + 1]
+            cold = np.cumsum(~contained(batch.ids[ends[0] : ends[-1]], rows))
+            are_hot &= np.diff(np.append(0, cold)[ends - ends[0]]) == 0
         yield are_hot
 
 
@@ -112,7 +117,7 @@ def contained(ids: I64, rows: I64) -> Bools:
 
 
 def origin(job: Job, hot_rows: str, num_rows: int) -> bytes:
-    files = [(path_text(own), *file_state(own)) for own in files_of(job, "path")]
+    files = [(path_text(own), *file_state(own)[:2]) for own in files_of(job, "path")]
     read = msgspec.to_builtins([job.tables, in_file_order(job.data), job.job.seed])
     return digest([read, hot_rows, files, num_rows]).encode()
 

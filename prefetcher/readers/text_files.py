@@ -1,28 +1,20 @@
-"""Reads any lines of text files, plain or gzip by their first bytes.
-
-    file  | chunk 0 | chunk 1 | chunk 2 | ...    chunks of whole lines, found in one pass at the first opening
-                      a b c d e                  one of them in memory, with the starts of its lines
-                        b   d   -> "b\\nd\\n"      the requested lines
-
-A plain file is read from the requested chunk; a gzip file is decompressed up to it.
-"""
+"""Reads text files, plain or gzip by their first bytes, once and in order, in pieces of whole lines."""
 
 import gzip
+import io
+import re
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
-import numpy as np
+import xxhash
 
-from rowcast.prefetcher.readers.columns import Ids, as_slice
-from rowcast.prefetcher.readers.data_files import cumulative, is_gzip, no_rows
-from rowcast.prefetcher.readers.line_index import Pieces, forget, kept_pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
 CHUNK_BYTES = 4 * 2**20
+MOST_LINE_BYTES = 3  # a line's limit in CHUNK_BYTES, as `whole_lines` allows
 OTHER_FILES = {  # first bytes -> what the file is, and what to do
     b"PK\x03\x04": "a zip archive (or an Excel file); unpack it, or save it as CSV",
     b"PAR1\x15": "Parquet; name it .parquet",
@@ -32,168 +24,93 @@ OTHER_FILES = {  # first bytes -> what the file is, and what to do
     b"\xfd7zXZ": "compressed by xz; unpack it, or compress it with gzip",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; unpack it, or compress it with gzip",
 }
-MAX_CHUNKS = 3  # limit of a chunk in CHUNK_BYTES: a line of up to two before it ends, and the lines after it
 
 
-class Chunk(NamedTuple):
-    path: Path
-    first_line: int  # of the file, from 0
+class Piece(NamedTuple):
+    first_line: int  # of the file, from 1
     num_lines: int
-    offset: int  # bytes, uncompressed
-    nbytes: int
+    text: bytes  # each line with its end
 
 
-class TextIndex:
-    """The lines of all files, counted from 0 over all of them."""
+class HashedFile(io.RawIOBase):
+    """A file that is read once, from its start; hashes and counts the bytes on the disk."""
 
-    def __init__(self, paths: list[Path], kept_in: Path | None = None) -> None:
-        """Reads every file once, or, if the counts are kept in a folder, only files that changed since.
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._hasher = xxhash.xxh3_128()
+        self.nbytes = 0
 
-        Raises ConfigError for a file that cannot be read, DataError for one that is torn, or if all are empty.
-        """
-        counts = (
-            map(count_lines, paths)
-            if kept_in is None
-            else kept_pieces(paths, kept_in, count_lines, MAX_CHUNKS * CHUNK_BYTES)
-        )
-        self.chunks = [chunk for path, pieces in zip(paths, counts, strict=True) for chunk in chunks_of(path, pieces)]
-        if not self.chunks:
-            raise no_rows(paths)
-        self._bounds = cumulative([chunk.num_lines for chunk in self.chunks])
-        self._kept_in = kept_in
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        nbytes = self._file.readinto(buffer) or 0
+        self._hasher.update(memoryview(buffer)[:nbytes])
+        self.nbytes += nbytes
+        return nbytes
 
     @property
-    def num_lines(self) -> int:
-        return self._bounds[-1]
-
-    def chunk_of(self, line: int) -> int:
-        return bisect_right(self._bounds, line) - 1
-
-    def first_line(self, chunk: int) -> int:
-        return self._bounds[chunk]
-
-    def location(self, line: int) -> str:
-        index = self.chunk_of(line)
-        chunk = self.chunks[index]
-        return f"{chunk.path}, line {chunk.first_line + line - self._bounds[index] + 1}"
-
-    def ends_file(self, chunk: int) -> bool:
-        return chunk + 1 == len(self.chunks) or self.chunks[chunk + 1].first_line == 0
-
-    def differs(self, chunk: int, found: int) -> DataError:
-        """Returns the error for a chunk whose lines changed since they were counted. Makes the next start recount
-        them."""
-        path, first_line, num_lines, *_ = self.chunks[chunk]
-        if self._kept_in is not None:
-            forget(path, self._kept_in)
-        now = "others" if found == num_lines else found
-        return DataError(
-            f"{path}: the {num_lines} lines from line {first_line + 1} on are {now} now; "
-            "leave the file as it is while it is read"
-        )
-
-
-class Lines(NamedTuple):
-    """A chunk in memory."""
-
-    first: int  # line, counted over all files
-    text: bytes
-    starts: Ids  # [n + 1] bytes: the start of each line, and the end of the last
-
-
-class TextCursor:
-    """Reads lines; holds one file open, and the chunks of the last call."""
-
-    def __init__(self, index: TextIndex) -> None:
-        self._index = index
-        self._held: dict[int, Lines] = {}
-        self._open: tuple[Path, IO[bytes]] | None = None
+    def digest(self) -> str:
+        """xxh3_128 of the bytes so far, 32 hex digits."""
+        return self._hasher.hexdigest()
 
     def close(self) -> None:
-        self._held = {}
-        if self._open is not None:
-            self._open[1].close()
-        self._open = None
-
-    def lines(self, numbers: Ids, within: range) -> bytes:
-        chunks = range(self._index.chunk_of(within.start), self._index.chunk_of(within.stop - 1) + 1)
-        self._held = {chunk: self._held[chunk] if chunk in self._held else self._read(chunk) for chunk in chunks}
-        held = list(self._held.values())
-        run = as_slice(numbers)
-        return (
-            scattered_lines(held, run)
-            if isinstance(run, np.ndarray)
-            else b"".join(line_run(lines, run) for lines in held)
-        )
-
-    def _read(self, index: int) -> Lines:
-        chunk = self._index.chunks[index]
-        text = read_at(self._stream(chunk.path), chunk)
-        is_cut = len(text) < chunk.nbytes or not (text.endswith(b"\n") or self._index.ends_file(index))
-        text = text if text.endswith(b"\n") or not text else text + b"\n"
-        starts = np.append(0, np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n")) + 1)
-        if is_cut or len(starts) - 1 != chunk.num_lines:
-            raise self._index.differs(index, len(starts) - 1)
-        return Lines(self._index.first_line(index), text, starts)
-
-    def _stream(self, path: Path) -> IO[bytes]:
-        if self._open is None or self._open[0] != path:
-            self.close()
-            self._open = path, open_text(path)
-        return self._open[1]
+        self._file.close()
+        super().close()
 
 
-def line_run(lines: Lines, run: slice) -> bytes:
-    last = len(lines.starts) - 1
-    start, stop = min(max(run.start - lines.first, 0), last), min(max(run.stop - lines.first, 0), last)
-    return lines.text[lines.starts[start] : lines.starts[stop]]
-
-
-def scattered_lines(held: list[Lines], numbers: Ids) -> bytes:
-    chunks = np.searchsorted([lines.first for lines in held], numbers, side="right") - 1
-    starts, stops = np.empty_like(numbers), np.empty_like(numbers)
-    for index, lines in enumerate(held):
-        here = chunks == index
-        own = numbers[here] - lines.first
-        starts[here], stops[here] = lines.starts[own], lines.starts[own + 1]
-    bounds = zip(chunks.tolist(), starts.tolist(), stops.tolist(), strict=True)
-    return b"".join([held[chunk].text[start:stop] for chunk, start, stop in bounds])
-
-
-def count_lines(path: Path) -> Pieces:
-    """Counts lines in one pass. Raises DataError if the compression is cut off."""
-    with open_text(path) as stream:
-        return [(text.count(b"\n") + (not text.endswith(b"\n")), len(text)) for text in whole_lines(stream, path)]
-
-
-def chunks_of(path: Path, pieces: Pieces) -> Iterator[Chunk]:
-    line = offset = 0
-    for num_lines, nbytes in pieces:
-        yield Chunk(path=path, first_line=line, num_lines=num_lines, offset=offset, nbytes=nbytes)
-        line, offset = line + num_lines, offset + nbytes
-
-
-def open_text(path: Path) -> IO[bytes]:
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[bytes]]:
     """Raises ConfigError for a file that cannot be read, DataError for one that is neither text nor gzip."""
+    with open_hashed(path) as file, text_of(file, path) as stream:
+        yield stream
+
+
+def open_hashed(path: Path) -> HashedFile:
+    """Raises ConfigError for a file that cannot be read."""
     try:
-        require_text(path)
-        return cast(IO[bytes], gzip.open(path) if is_gzip(path) else path.open("rb"))
+        return HashedFile(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def require_text(path: Path) -> None:
-    with path.open("rb") as file:
-        start = file.read(max(map(len, OTHER_FILES)))
-    for first_bytes, what in OTHER_FILES.items():
-        if start.startswith(first_bytes):
-            raise DataError(f"{path}: the file is {what}")
+@contextmanager
+def text_of(file: HashedFile, path: Path) -> Iterator[IO[bytes]]:
+    """Raises DataError for a file that is neither text nor gzip."""
+    with io.BufferedReader(file) as plain:
+        start = plain.peek()
+        for first_bytes, what in OTHER_FILES.items():
+            if start.startswith(first_bytes):
+                raise DataError(f"{path}: the file is {what}")
+        yield cast(IO[bytes], gzip.GzipFile(fileobj=plain) if start.startswith(b"\x1f\x8b") else plain)
+
+
+def pieces(stream: IO[bytes], path: Path) -> Iterator[Piece]:
+    """Yields all lines but empty ones at the end of the file."""
+    line, ends = 1, b""  # ends: of the empty lines since the last that is not
+    for block in whole_lines(stream, path):
+        text = block.removeprefix(b"\xef\xbb\xbf") if line == 1 else block
+        stop = len(text)
+        while text[stop - 1 : stop] in (b"\r", b"\n"):
+            stop -= 1
+        after = text[stop:]
+        cut = after.find(b"\n") + 1 if stop else 0
+        if not re.fullmatch(rb"(\r?\n)*", after[cut:]):
+            cut = len(after)  # a carriage return within a line, which the format refuses
+        if stop + cut:
+            lines, ends = ends + text[: stop + cut], after[cut:]
+            lines = lines if lines.endswith(b"\n") else lines + b"\n"
+            num_lines = lines.count(b"\n")
+            yield Piece(line, num_lines, lines)
+            line += num_lines
+        else:
+            ends += after
 
 
 def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
     """Yields the stream's bytes in blocks of about CHUNK_BYTES that end at a line end."""
     rest = b""
-    while data := read(stream, path, CHUNK_BYTES):
+    while data := read(stream, path):
         end = data.rfind(b"\n") + 1
         if end:
             yield rest + data[:end]
@@ -204,17 +121,15 @@ def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
         yield rest
 
 
+def read(stream: IO[bytes], path: Path) -> bytes:
+    with whole_gzip(path):
+        return stream.read(CHUNK_BYTES)
+
+
 def first_lines(path: Path) -> tuple[bytes, bytes]:
     """Returns a file's first two lines with their line ends; b"" for one that it does not have."""
     with open_text(path) as stream, whole_gzip(path):
-        return stream.readline(MAX_CHUNKS * CHUNK_BYTES), stream.readline(MAX_CHUNKS * CHUNK_BYTES)
-
-
-def read(stream: IO[bytes], path: Path, nbytes: int, offset: int | None = None) -> bytes:
-    with whole_gzip(path):
-        if offset is not None and stream.tell() != offset:
-            stream.seek(offset)
-        return stream.read(nbytes)
+        return stream.readline(MOST_LINE_BYTES * CHUNK_BYTES), stream.readline(MOST_LINE_BYTES * CHUNK_BYTES)
 
 
 @contextmanager
@@ -223,7 +138,3 @@ def whole_gzip(path: Path) -> Iterator[None]:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: the gzip file is truncated or damaged ({error}); fetch it again") from None
-
-
-def read_at(stream: IO[bytes], chunk: Chunk) -> bytes:
-    return read(stream, chunk.path, chunk.nbytes, chunk.offset)

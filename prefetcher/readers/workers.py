@@ -22,10 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection, get_context, parent_process, resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import structlog
+from structlog.typing import EventDict, WrappedLogger
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, stream_columns
@@ -73,6 +77,13 @@ class EndOfBatches:
     """All batches were sent."""
 
 
+class LogLine(NamedTuple):
+    """What the child logs; the parent's set-up shows it."""
+
+    level: str
+    values: dict[str, Any]
+
+
 Message = Delivery | EndOfBatches | RowcastError
 
 
@@ -95,6 +106,7 @@ def decode(share: DecoderShare, pipe: connection.Connection) -> None:
     ignore_group_signals()
     threading.Thread(target=exit_with_parent, daemon=True, name="exit-with-parent").start()
     sender = ArraySender(pipe)
+    structlog.configure(processors=[partial(pass_on, sender)])
     try:
         try:
             send_share(share, sender)
@@ -102,6 +114,11 @@ def decode(share: DecoderShare, pipe: connection.Connection) -> None:
             sender.send(error)
     except BrokenPipeError:  # the parent has closed its end
         return
+
+
+def pass_on(sender: ArraySender, logger: WrappedLogger, level: str, values: EventDict) -> EventDict:
+    sender.send(LogLine(level, dict(values)))
+    raise structlog.DropEvent
 
 
 def send_share(share: DecoderShare, sender: ArraySender) -> None:
@@ -232,13 +249,15 @@ class Decoder:
 
     def _message(self, arrays: ArrayReceiver) -> SourceInfo | Message:
         try:
-            message: SourceInfo | Message = arrays.receive()
+            while isinstance(message := arrays.receive(), LogLine):
+                getattr(get_logger(), message.level)(**message.values)
         except (EOFError, OSError):
             return self._death()
         except Exception as error:  # noqa: BLE001 - unpickling can raise anything, and a silent receiver would hang the run
             return RowcastError(f"the decoding process sent an unreadable message ({type(error).__name__}: {error})")
         self._num_received += isinstance(message, Delivery)
-        return message
+        received: SourceInfo | Message = message
+        return received
 
     def _enqueue(self, arrival: Message) -> None:
         while not self._closing.is_set():

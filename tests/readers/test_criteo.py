@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import block_permutation
 from rowcast.protocol.batch import Batch
-from rowcast.runtime.errors import ConfigError, DataError
-from tests.support.data_files import BATCH_SIZE, all_samples, click_log, good, make_job, write_day, write_tsv
+from rowcast.runtime.errors import ConfigError
+from tests.support.data_files import all_samples, click_log, good, make_job, write_day, write_tsv
 from tests.support.facts import facts
 
 
@@ -57,31 +56,10 @@ def test_gzip_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path: Path) ->
     assert all(other == plain for other in others)
 
 
-@pytest.mark.parametrize("left", [0, 4])
-def test_a_file_that_shrinks_during_a_run_is_refused(left: int, tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [good()] * 10)
-    reader = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0))
-    write(path, [good()] * left)
-    with pytest.raises(DataError, match=facts("10 lines", "line 1", left)):
-        list(reader.batches("train", 0))
-
-
 def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("hello")
     with pytest.raises(ConfigError, match=facts("data.path", "folder", "(tsv|txt)")):
         open_reader(make_job("criteo-tsv", path=str(tmp_path)))
-
-
-@pytest.mark.parametrize("shuffle", ["none", "window:20"])
-def test_every_batch_before_that_of_a_bad_line_is_given(shuffle: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [good()] * 40 + [good(label="x")] + [good()] * 19)
-    batches = open_reader(make_job("criteo-tsv", path=str(path), eval_fraction=0.0, shuffle=shuffle)).batches(
-        "train", 0
-    )
-    place = 40 if shuffle == "none" else 40 + block_permutation(5, 0, 2, 20).tolist().index(0)
-    assert [next(batches).size for _ in range(place // BATCH_SIZE)] == [BATCH_SIZE] * (place // BATCH_SIZE)
-    with pytest.raises(DataError, match=facts(path, "line 41", "column label", "'x'")):
-        next(batches)
 
 
 @pytest.mark.parametrize("columns", [{"cat_0": ""}, {"cat_0": "", "cat_3": "", "cat_25": ""}])

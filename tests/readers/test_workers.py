@@ -23,12 +23,10 @@ from tests.readers.polling import (
     wait_until,
 )
 from tests.support.data_files import (
-    click_log,
     make_job,
     same_batch,
     with_workers,
     write_day,
-    write_tsv,
 )
 from tests.support.facts import facts
 from tests.support.inline_source import InlineSource
@@ -107,15 +105,15 @@ def test_the_first_error_of_the_data_is_told_although_others_are_met_earlier(
 
 
 def test_batches_of_others_are_not_even_checked(tmp_path: Path) -> None:
-    write_tsv(click_log(100), tmp_path / "a.tsv")
-    lines = (tmp_path / "a.tsv").read_bytes().split(b"\n")
-    lines[30] = b"2" + lines[30][1:]
-    (tmp_path / "a.tsv").write_bytes(b"\n".join(lines))
-    job = make_job("criteo-tsv", path=str(tmp_path))
+    write_day(tmp_path, "day_0", 100)
+    labels = np.load(tmp_path / "day_0_labels.npy", mmap_mode="r+")
+    labels[30] = 2
+    labels.flush()
+    job = make_job("criteo-npy", path=str(tmp_path))
     for index in range(11):
         share = DecoderShare(job=job, columns="all", max_steps=None, start=None, index=index, num_decoders=11)
         if index == 30 // 8:
-            with pytest.raises(DataError, match="line 31, column"):
+            with pytest.raises(DataError, match="row 30, column label"):
                 list(decode_share(share, open_reader(job)))
         else:
             assert [own.step for own in decode_share(share, open_reader(job))] == list(range(index, 13, 11))

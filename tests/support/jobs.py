@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rowcast.job.file import parse_job
@@ -16,9 +17,12 @@ def table(name: str, num_embeddings: int, embedding_dim: int, *features: str, **
     return {**shape, "features": list(features) or [name], **more}
 
 
+FOLDER = TemporaryDirectory(
+    prefix="rowcast-tests-"
+)  # beside run directories that no test looks at, readers keep columns
 TABLES = [table("t", 2000, 4, "cat_0", "cat_1")]
 LEAST: dict[str, Any] = {
-    "job": {"run_dir": "unused", "seed": 1},
+    "job": {"run_dir": f"{FOLDER.name}/unused", "seed": 1},
     "data": {"format": "synthetic"},
     "tables": TABLES,
     "model": {"kind": "tests.support.batches:small_model"},

@@ -4,13 +4,8 @@ Any field except the label may be empty.
 
     dense = log(max(x, 0) + 1) in float64, rounded to float32; empty = 0
     id    = hash mod num_embeddings, unsigned; empty = 0
-
-Opening a data set counts its lines, so a truncated file is refused before the first step; a run keeps the counts for
-its next start (`line_index.py`). Only lines of requested batches are decoded. Each worker finds all line ends of a
-file, which is cheap beside decoding, and decompresses all of a gzip file, which is not.
 """
 
-from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,9 @@ import pyarrow as pa
 from pyarrow import csv
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.columns import Floats, Ids
+from rowcast.prefetcher.readers.column_rows import ColumnRows
+from rowcast.prefetcher.readers.columns import Ids
+from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
@@ -30,15 +27,13 @@ from rowcast.prefetcher.readers.id_check import (
     numbered_columns,
     refuse_weights,
 )
-from rowcast.prefetcher.readers.line_index import lines_folder
+from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
-from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex
-from rowcast.protocol.batch import Batch
-from rowcast.runtime.arrays import U16
+from rowcast.protocol.batch import Lookups, Samples
+from rowcast.runtime.arrays import F32, U16, U32
 
 DENSE = [f"int_{i}" for i in range(NUM_DENSE)]
 SPARSE = [f"cat_{i}" for i in range(NUM_SPARSE)]
-LINES_AT_ONCE = 8192  # decoded together, to fit the processor's cache
 INVALID = 0xFFFF
 
 
@@ -54,64 +49,57 @@ def hex_pairs() -> U16:
 HEX_PAIRS = hex_pairs()
 
 
-def open_reader(job: Job) -> RowReader:
+def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path or a feature that is not cat_0 to cat_25, DataError for an empty or torn
     file."""
     refuse_weights(job)
     numbered_columns(job, NUM_SPARSE, "Criteo TSV")
-    return open_files(job, IdCheck(job), partial(TsvRows, job))
+    return open_files(job, IdCheck(job), partial(rows_of, job, columns))
 
 
-class TsvRows:
-    dense_names = dense_names(NUM_DENSE)
-
-    def __init__(self, job: Job, paths: list[Path]) -> None:
-        self.columns = numbered_columns(job, NUM_SPARSE, "Criteo TSV")
-        self.moduli = np.array([feature.num_embeddings for feature in job_features(job)], np.int64)
-        self.paths = paths
-        self.index = TextIndex(paths, lines_folder(job))
-
-    @property
-    def num_rows(self) -> int:
-        return self.index.num_lines
-
-    def cursor(self) -> AbstractContextManager["TsvCursor"]:
-        return closing(TsvCursor(self))
+def rows_of(job: Job, part: Columns, paths: list[Path]) -> ColumnRows:
+    names: dict[Columns, list[str]] = {"dense": ["label", *DENSE], "ids": job.features}
+    names["all"] = [*names["dense"], *names["ids"]]
+    columns = [*names["dense"], *dict.fromkeys(SPARSE[i] for i in sorted(map(SPARSE.index, job.features)))]
+    rules = TextRules(known=["criteo-tsv", columns], header_lines=0, columns=partial(decode, columns))
+    moduli = [feature.num_embeddings for feature in job_features(job)]
+    decoder = TsvDecoder(job.features, moduli)
+    return ColumnRows(CopiedFiles(job, paths, rules), names[part], decoder, dense_names(NUM_DENSE), part)
 
 
-class TsvCursor(TextCursor):
-    def __init__(self, rows: TsvRows) -> None:
-        super().__init__(rows.index)
-        self._rows = rows
+class TsvDecoder:
+    def __init__(self, features: list[str], moduli: list[int]) -> None:
+        self._features, self._moduli = features, moduli
 
-    def take(self, rows: Ids, within: range) -> Batch:
-        parts = [self._decode(rows[at : at + LINES_AT_ONCE], within) for at in range(0, len(rows), LINES_AT_ONCE)]
-        labels, dense, ids = zip(*parts, strict=True)
-        return Batch(
-            dense=np.concatenate(dense), labels=np.concatenate(labels), ids=np.concatenate(ids, axis=1).ravel()
+    def dense(self, table: Any, location: Location) -> Samples:
+        return Samples(
+            dense=np.stack([table[name].to_numpy() for name in DENSE], axis=1), labels=table["label"].to_numpy()
         )
 
-    def _decode(self, rows: Ids, within: range) -> tuple[Floats, Floats, Ids]:
-        """Returns labels [n], dense [n, 13], ids [F, n]."""
-        lines = self.lines(rows, within)
-        labels, dense, hashes = decode(
-            lines, len(rows), self._rows.columns, lambda i: self._rows.index.location(int(rows[i]))
-        )
-        return labels, dense, remainders(hashes, self._rows.moduli)
+    def lengths(self, table: Any) -> dict[str, Ids]:
+        return {}
+
+    def ids(self, table: Any, location: Location) -> Lookups:
+        columns = zip((table[name].to_numpy() for name in self._features), self._moduli, strict=True)
+        ids = np.concatenate([remainder(column, modulus) for column, modulus in columns])
+        return Lookups(size=table.num_rows, ids=ids)
 
 
-def decode(lines: bytes, num_lines: int, columns: list[int], location: Location) -> tuple[Floats, Floats, Ids]:
-    """Returns labels [n], dense [n, 13], hashes [len(columns), n] of whole lines; `location(i)` names the i-th. Raises
-    DataError."""
+def decode(names: list[str], lines: bytes, num_lines: int, location: Location) -> Any:
+    """Returns a pyarrow.RecordBatch of typed columns: f32, and of hashes u32, with 0 for a missing one."""
     try:
-        table = parse(lines, num_lines, ["label", *DENSE, *dict.fromkeys(SPARSE[i] for i in columns)])
-        hashes = hash_columns([table[SPARSE[i]].chunk(0) for i in columns])
+        table = parse(lines, num_lines, names)
+        sparse = [name for name in names if name in SPARSE]
+        hashes = hash_columns([table[name].chunk(0) for name in sparse])
     except (pa.ArrowInvalid, ValueError) as error:
         raise refuse_line(lines, location, str(error)) from None
     labels = table["label"].to_numpy()
     if table["label"].null_count or not ((labels == 0) | (labels == 1)).all():
         raise refuse_line(lines, location, "a label is not 0 or 1")
-    return labels.astype(np.float32), dense_columns([table[name] for name in DENSE]), hashes
+    dense = {name: logarithms(table[name].chunk(0)) for name in DENSE}
+    return pa.RecordBatch.from_pydict(
+        {"label": labels.astype(np.float32), **dense, **dict(zip(sparse, hashes, strict=True))}
+    )
 
 
 def parse(lines: bytes, num_lines: int, columns: list[str]) -> Any:
@@ -131,8 +119,8 @@ def parse(lines: bytes, num_lines: int, columns: list[str]) -> Any:
     return table
 
 
-def hash_columns(columns: list[Any]) -> Ids:
-    """Turns columns of 8 hex digits or nothing into i64 [columns, n], 0 to 2^32 - 1. Raises ValueError for others."""
+def hash_columns(columns: list[Any]) -> U32:
+    """Turns columns of 8 hex digits or nothing into u32 [columns, n], 0 to 2^32 - 1. Raises ValueError for others."""
     num_rows = len(columns[0])
     offsets = np.stack(
         [np.frombuffer(own.buffers()[1], np.int32)[own.offset : own.offset + num_rows + 1] for own in columns]
@@ -148,16 +136,20 @@ def hash_columns(columns: list[Any]) -> Ids:
     pairs = HEX_PAIRS.take(np.concatenate(texts).view("<u2"))
     if (pairs == INVALID).any():
         raise ValueError("a hash holds a character that is not a hex digit")
-    hashes = np.zeros(lengths.shape, np.int64)
+    hashes = np.zeros(lengths.shape, np.uint32)
     hashes[present] = pairs.astype(np.uint8).view(">u4")
     return hashes
 
 
-def remainders(hashes: Ids, moduli: Ids) -> Ids:
-    """Reduces each column modulo its modulus. Divides, because numpy vectorizes division but not the remainder."""
-    return np.stack([column - column // modulus * modulus for column, modulus in zip(hashes, moduli, strict=True)])
+def remainder(hashes: U32, modulus: int) -> Ids:
+    """Divides, because numpy vectorizes division but not the remainder."""
+    if modulus >= 2**32:
+        return hashes.astype(np.int64)
+    divisor = np.uint32(modulus)
+    return (hashes - hashes // divisor * divisor).astype(np.int64)
 
 
-def dense_columns(columns: list[Any]) -> Floats:
-    values = np.stack([(own.fill_null(0) if own.null_count else own).to_numpy() for own in columns])
-    return np.ascontiguousarray(np.log(np.maximum(values, 0) + 1.0).astype(np.float32).T)
+def logarithms(column: Any) -> F32:
+    values = (column.fill_null(0) if column.null_count else column).to_numpy()
+    rounded: F32 = np.log(np.maximum(values, 0) + 1.0).astype(np.float32)
+    return rounded

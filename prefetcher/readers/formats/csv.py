@@ -10,14 +10,12 @@ Cells may be quoted, but a line is a row: line breaks within quotes are refused.
 
 import csv
 import re
-from bisect import bisect_right
-from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
@@ -25,8 +23,9 @@ from pyarrow import csv as arrow_csv
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, typed
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
-from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.data_files import cumulative, no_rows
+from rowcast.prefetcher.readers.column_rows import ColumnRows
+from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
+from rowcast.prefetcher.readers.data_files import no_rows
 from rowcast.prefetcher.readers.formats.csv_line import (
     FALSE,
     TRUE,
@@ -38,14 +37,12 @@ from rowcast.prefetcher.readers.formats.csv_line import (
     refuse_line,
 )
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
-from rowcast.prefetcher.readers.line_index import lines_folder
 from rowcast.prefetcher.readers.prepare import AS_IT_IS
+from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
-from rowcast.prefetcher.readers.text_files import TextCursor, TextIndex, first_lines
-from rowcast.protocol.batch import Batch
+from rowcast.prefetcher.readers.text_files import first_lines
 from rowcast.runtime.errors import ConfigError, DataError, nearest
 
-LINES_AT_ONCE = 8192  # decoded together, as in Criteo TSV
 ARROW_TYPES = {
     "integer": pa.int64(),
     "whole": pa.int64(),
@@ -55,12 +52,12 @@ ARROW_TYPES = {
 }
 
 
-def open_reader(job: Job) -> RowReader:
+def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path or column, DataError for an empty or torn file or another header."""
     if job.data.hash:
         raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
     ids = IdCheck(job)
-    return open_files(job, ids, partial(CsvRows, job, ids))
+    return open_files(job, ids, partial(rows_of, job, ids, columns))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,51 +67,17 @@ class CsvLayout:
     cells: dict[str, Cell]  # of the columns that are read
 
 
-class CsvRows:
-    def __init__(self, job: Job, ids: IdCheck, paths: list[Path]) -> None:
-        self.paths, header, first_row = beginning(paths, job.data.columns.delimiter)
-        roles = roles_of(
-            job, self.paths[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)]
-        )
-        self.layout = CsvLayout(
-            header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row)
-        )
-        self.dense_names, self.features, self.decoder = roles.dense, roles.features, RowDecoder(job, roles, ids)
-        self.index = TextIndex(self.paths, lines_folder(job))
-        self.bounds = cumulative(rows_of_files(self.index, self.paths))
+def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
+    filled, header, first_row = beginning(paths, job.data.columns.delimiter)
+    roles = roles_of(job, filled[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)])
+    layout = CsvLayout(header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row))
 
-    @property
-    def num_rows(self) -> int:
-        return self.bounds[-1]
+    def columns(lines: bytes, num_lines: int, location: Location) -> Any:
+        return typed(decode(lines, num_lines, layout, location), roles.features)
 
-    def line(self, row: int) -> int:
-        return row + bisect_right(self.bounds, row)
-
-    def lines(self, rows: Ids) -> Ids:
-        lines: Ids = rows + np.searchsorted(self.bounds, rows, side="right")
-        return lines
-
-    def cursor(self) -> AbstractContextManager["CsvCursor"]:
-        return closing(CsvCursor(self))
-
-
-class CsvCursor(TextCursor):
-    def __init__(self, rows: CsvRows) -> None:
-        super().__init__(rows.index)
-        self._rows = rows
-
-    def take(self, rows: Ids, within: range) -> Batch:
-        own, lines = self._rows, self._rows.lines(rows)
-        span = range(own.line(within.start), own.line(within.stop - 1) + 1)
-        blocks = (lines[at : at + LINES_AT_ONCE] for at in range(0, len(lines), LINES_AT_ONCE))
-        decoded = [decode(self.lines(block, span), len(block), own.layout, self._location(block)) for block in blocks]
-        [whole] = pa.Table.from_batches(decoded).combine_chunks().to_batches()
-        table = typed(whole, own.features)
-        dense, ids = own.decoder.dense(table, self._location(lines)), own.decoder.ids(table, self._location(lines))
-        return Batch.of(ids, dense)
-
-    def _location(self, lines: Ids) -> Location:
-        return lambda i: self._rows.index.location(int(lines[i]))
+    known = msgspec.to_builtins([layout, [[feature.name, feature.by_value] for feature in roles.features if feature.hashed]])
+    files = CopiedFiles(job, filled, TextRules(known=known, header_lines=1, columns=columns))
+    return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
 def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Location) -> Any:
@@ -243,11 +206,3 @@ def require_header(path: Path, header: list[str], first: Path, expected: list[st
             )
     if header != expected:
         raise DataError(f"{path}: the columns are in another order than in {first}; give all files one header")
-
-
-def rows_of_files(index: TextIndex, paths: list[Path]) -> list[int]:
-    """Counts each file's lines without its header."""
-    num_lines = dict.fromkeys(paths, 0)
-    for chunk in index.chunks:
-        num_lines[chunk.path] += chunk.num_lines
-    return [count - 1 for count in num_lines.values()]

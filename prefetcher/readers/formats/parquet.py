@@ -5,7 +5,6 @@ labels and the dense columns; their values are used unchanged. A feature's weigh
 as long as its lists of ids. `parquet_files.py` reads the files.
 """
 
-from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import pyarrow as pa
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
-from rowcast.prefetcher.readers.columns import Ids, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.formats.parquet_files import ArrowCursor, ParquetFiles
+from rowcast.prefetcher.readers.column_rows import ColumnRows
+from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash
-from rowcast.prefetcher.readers.id_check import IdCheck, row_location
+from rowcast.prefetcher.readers.id_check import IdCheck, job_features
 from rowcast.prefetcher.readers.prepare import AS_IT_IS, Rules
-from rowcast.prefetcher.readers.reader import Columns, Part, decode_part
+from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -32,56 +31,24 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
             "data.hash: parquet ids are used as they are; remove it, or set data.columns.hash = true to hash them"
         )
     ids = IdCheck(job)
-    return open_files(job, ids, partial(ParquetRows, job, ids, columns))
+    return open_files(job, ids, partial(rows_of, job, ids, columns))
 
 
-class ParquetRows:
-    def __init__(self, job: Job, ids: IdCheck, columns: Columns, paths: list[Path]) -> None:
-        self.files, self.part = ParquetFiles(paths), columns
-        self.paths = self.files.paths
-        first = self.files.schemas[0]
-        self.roles = roles_of(
-            job, self.paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)]
-        )
-        for path, schema in zip(self.paths, self.files.schemas, strict=True):
-            require_columns(job, self.roles, path, schema.names)
-            check_types(self.roles, job.data.columns.prepare, path, schema)
-        self.decoder = RowDecoder(job, self.roles, ids)
-
-    @property
-    def dense_names(self) -> list[str]:
-        return self.roles.dense
-
-    @property
-    def num_rows(self) -> int:
-        return self.files.num_rows
-
-    def cursor(self) -> AbstractContextManager["ParquetCursor"]:
-        return closing(ParquetCursor(self))
+def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
+    files = ParquetFiles(paths, job_features(job))
+    roles = roles_in(job, files.paths, files.schemas)
+    return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
-class ParquetCursor:
-    def __init__(self, rows: ParquetRows) -> None:
-        self._rows = rows
-        self._arrow = ArrowCursor(rows.files, rows.roles.names(rows.part), rows.roles.features)
-
-    def close(self) -> None:
-        self._arrow.close()
-
-    def take(self, rows: Ids, within: range) -> Part:
-        self._arrow.hold(within)
-        decoder, paths = self._rows.decoder, self._rows.files.paths
-        files = rows_by_file(self._rows.files.bounds, rows)
-        taken = [(self._arrow.take(own), row_location(paths[own.file], own.rows)) for own in files]
-        return decode_part(
-            self._rows.part,
-            samples=lambda: join_dense(
-                files,
-                [decoder.dense(table, location) for table, location in taken],
-                [decoder.lengths(table) for table, _ in taken],
-            ),
-            lookups=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
-        )
+def roles_in(job: Job, paths: list[Path], schemas: list[Any]) -> Roles:
+    """Returns the roles of the first file's columns. Raises DataError or ConfigError for a file that does not have
+    them."""
+    first = schemas[0]
+    roles = roles_of(job, paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)])
+    for path, schema in zip(paths, schemas, strict=True):
+        require_columns(job, roles, path, schema.names)
+        check_types(roles, job.data.columns.prepare, path, schema)
+    return roles
 
 
 def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:

@@ -20,7 +20,7 @@ from pyarrow import parquet as pq
 from rowcast.prefetcher.readers.arrow_rows import typed
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
-from rowcast.prefetcher.readers.id_check import Feature
+from rowcast.prefetcher.readers.id_check import Feature, Location, row_location
 from rowcast.runtime.errors import DataError
 
 RECORD_BATCH_ROWS = 32768  # read at once, at most
@@ -34,7 +34,9 @@ class RowGroup(NamedTuple):
 class ParquetFiles:
     """The metadata of the files with rows. Raises DataError for a damaged file, or if none has rows."""
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], features: Sequence[Feature]) -> None:
+        """`features`: of the job; those under a hash become hashes."""
+        self.features = features
         found = ((path, *file_facts(path)) for path in paths)
         filled = [own for own in found if sum(own[2])]
         if not filled:
@@ -46,9 +48,11 @@ class ParquetFiles:
         self.group_bounds = cumulative([num_rows for counts in rows_of_groups for num_rows in counts])
         self.bounds = np.array(cumulative([sum(counts) for counts in rows_of_groups]), np.int64)  # of the files
 
-    @property
-    def num_rows(self) -> int:
-        return self.group_bounds[-1]
+    def cursor(self, names: Sequence[str]) -> "ArrowCursor":
+        return ArrowCursor(self, names)
+
+    def location(self, rows: FileRows) -> Location:
+        return row_location(self.paths[rows.file], rows.rows)
 
 
 class RecordBatch(NamedTuple):
@@ -64,8 +68,8 @@ class RecordBatch(NamedTuple):
 class ArrowCursor:
     """Reads the given columns, typed; holds one file open and the record batches of the last `hold`."""
 
-    def __init__(self, files: ParquetFiles, columns: list[str], features: Sequence[Feature]) -> None:
-        self._files, self._columns, self._features = files, columns, features
+    def __init__(self, files: ParquetFiles, columns: Sequence[str]) -> None:
+        self._files, self._columns = files, [*columns]
         self._file: pq.ParquetFile | None = None
         self._group: RowGroup | None = None  # of the open file
         self._batches: Iterator[Any] = iter(())  # of the group
@@ -121,7 +125,7 @@ class ArrowCursor:
             for content in self._batches:
                 start, self._next_row = self._next_row, self._next_row + content.num_rows
                 if row < self._next_row:
-                    return RecordBatch(group.file, start, typed(content, self._features))
+                    return RecordBatch(group.file, start, typed(content, self._files.features))
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path}: the Parquet file is damaged ({first_line(error)}); write it again") from None
         raise DataError(f"{path}: row group {group.number} ends before its last row; write the file again")
