@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from typer import Option
 
 from rowcast.deploy.local import run_both
@@ -41,7 +42,8 @@ def score(
         job = scoring_job(chosen, run, data, overrides or ())
         with beside(out) as folder:
             config, scores = Path(folder) / "job.json", Path(folder) / out.name
-            config.write_bytes(msgspec.json.encode(job.content()))
+            once = replace(job, data=replace(job.data, copies=folder))  # columns of text go with the folder
+            config.write_bytes(msgspec.json.encode(once.content()))
             given = ["--config", str(config)]
             kind = ["--probability"] if probability else []
             named = f"--checkpoint={chosen.name}@{chosen.checksum}"

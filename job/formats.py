@@ -142,17 +142,18 @@ class Data(Section, frozen=True, kw_only=True):
     # order in which it has begun
     by_name: bool = False
     eval_path: str | None = None  # separate evaluation data, used instead of `eval_fraction`
-    # the folder for the columns that text files become once; by default `columns` beside `job.run_dir`
+    # the folder for the columns that text files become once ([data.md](data.md#text-is-read-once)); by default
+    # `columns` beside `job.run_dir`, which runs share
     copies: str | None = None
     batch_size: Count = 2048  # samples in a batch; the last batch of an epoch may be shorter and is trained too
     epochs: Count = 1  # passes over the training data
     # the fraction of the data, from its end before any shuffle, used to evaluate
     eval_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    # `none`, `window:65536` (within blocks of 65536 rows) or `full` (not for TSV, CSV and Parquet); the order depends
+    # `none`, `window:65536` (within blocks of 65536 rows) or `full` (not for Parquet); the order depends
     # on the seed and the epoch
     shuffle: str = "none"
     # `hot-blocks:20`: samples with all ids in `hot` alternate with other samples, in 20 blocks of each per epoch
-    # (criteo-npy and synthetic); both kinds stay in the order of `shuffle`, see [orders.md](orders.md)
+    # (not for Parquet); both kinds stay in the order of `shuffle`, see [orders.md](orders.md)
     order: str | None = None
     # `order`: a file of hot rows, written by `rowcast profile --out`; `cache.pin` may name the same file or a
     # different one

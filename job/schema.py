@@ -59,8 +59,7 @@ class JobSection(Section, frozen=True, kw_only=True):
     # seeds every random number: first values of rows, dense weights, shuffles
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     # the folder that receives `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation
-    # steps too), `lines` (line counts of text files, which save the next start from counting again) and `order` (which
-    # samples are hot, for `data.order`); only one run at a time can use it
+    # steps too) and `order` (which samples are hot, for `data.order`); only one run at a time can use it
     run_dir: str
 
     def check(self) -> None:

@@ -123,7 +123,7 @@ class Progress:
         """`read`, `written`: of this file so far. Raises ConfigError if the rest will not fit."""
         read, written, now_s = self._read_bytes + read, self._written_bytes + written, time.monotonic()
         self._needed_bytes = written * max(self._total_bytes - read, 0) // read
-        if self._needed_bytes > shutil.disk_usage(folder).free:
+        if self._needed_bytes > free_bytes(folder):
             raise self.no_room(folder)
         if now_s > self._said_s + EVERY_S:
             self._said_s = now_s
@@ -135,11 +135,15 @@ class Progress:
         self._read_bytes, self._written_bytes = self._read_bytes + read, self._written_bytes + written
 
     def no_room(self, folder: Path) -> ConfigError:
-        needed, free = human_bytes(self._needed_bytes), human_bytes(shutil.disk_usage(folder).free)
+        needed, free = human_bytes(self._needed_bytes), human_bytes(free_bytes(folder))
         return ConfigError(
             f"data.copies: the columns of the data need about {needed} more in {folder}, which has {free} free; free "
             "space there, or name another folder"
         )
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 class Copy:

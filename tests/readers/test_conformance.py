@@ -110,7 +110,7 @@ SHUFFLED = pytest.mark.parametrize(
         for case in (tsv, tsv_gz, npy, bags, named, synthetic)
         for window in (1, 10, 16, 50, 1000)
     ]
-    + [(npy, "full"), (synthetic, "full")],
+    + [(case, "full") for case in (tsv, tsv_gz, npy, named, synthetic)],
 )
 
 

@@ -75,7 +75,9 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
     def columns(lines: bytes, num_lines: int, location: Location) -> Any:
         return typed(decode(lines, num_lines, layout, location), roles.features)
 
-    known = msgspec.to_builtins([layout, [[feature.name, feature.by_value] for feature in roles.features if feature.hashed]])
+    known = msgspec.to_builtins(
+        [layout, [[feature.name, feature.by_value] for feature in roles.features if feature.hashed]]
+    )
     files = CopiedFiles(job, filled, TextRules(known=known, header_lines=1, columns=columns))
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
