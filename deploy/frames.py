@@ -20,7 +20,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, bag_lengths, is_list, typed
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids, offsets_of
-from rowcast.prefetcher.readers.formats.criteo_tsv import dense_columns, hash_columns
+from rowcast.prefetcher.readers.formats.criteo_tsv import hash_columns, logarithms
 from rowcast.prefetcher.readers.formats.csv import split_cells
 from rowcast.prefetcher.readers.formats.csv_line import Cell
 from rowcast.prefetcher.readers.hashed_ids import can_hash
@@ -225,7 +225,7 @@ def is_text(kind: Any) -> bool:
 
 
 def criteo_dense(values: Any) -> Any:
-    return pa.array(dense_columns([cells_of_integers(values).cast(pa.int64())])[:, 0])
+    return pa.array(logarithms(cells_of_integers(values).cast(pa.int64())))
 
 
 def criteo_hashes(values: Any) -> Any:

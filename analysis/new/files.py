@@ -41,7 +41,7 @@ from rowcast.prefetcher.readers.formats.csv import CsvLayout, beginning, decode
 from rowcast.prefetcher.readers.formats.csv_line import Cell, fields_of
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
 from rowcast.prefetcher.readers.id_check import Location
-from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, whole_lines
+from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
 FileKind = Literal["csv", "jsonl", "parquet", "criteo-tsv"]
@@ -264,16 +264,10 @@ def text_pieces(shape: Shape, files: list[Path], begin: Callable[[int | None], T
     filled, header, _ = (files, list(shape.names), {}) if shape.names else beginning(files, shape.delimiter)
     layout = CsvLayout(header=header, delimiter=shape.delimiter, cells={name: Cell(kind="text") for name in header})
     for file in filled:
-        line = 1
         with open_text(file) as stream:
-            for text in whole_lines(stream, file):
-                rows = text.partition(b"\n")[2] if line == 1 and not shape.names else text
-                rows = rows + b"\n" if rows and not rows.endswith(b"\n") else rows
-                first, num_lines = line + (line == 1 and not shape.names), rows.count(b"\n")
-                if num_lines:
-                    require_lines(rows, lines_of(file, first))
-                    yield decode(rows, num_lines, layout, lines_of(file, first)), lines_of(file, first)
-                line = first + num_lines
+            for first, num_lines, rows in pieces(stream, file, 0 if shape.names else 1):
+                require_lines(rows, lines_of(file, first))
+                yield decode(rows, num_lines, layout, lines_of(file, first)), lines_of(file, first)
                 tick()
 
 
@@ -308,7 +302,7 @@ def json_pieces(files: list[Path], begin: Callable[[int | None], Tick]) -> Itera
 
 
 def parquet_pieces(files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
-    found = ParquetFiles(files)
+    found = ParquetFiles(files, [])
     tick, names = begin(sum(-(-int(count) // PARQUET_ROWS) for count in np.diff(found.bounds))), found.schemas[0].names
     for file, schema in zip(found.paths, found.schemas, strict=True):
         require_single(file, schema.names, schema.names)

@@ -242,13 +242,9 @@ class Copy:
         self._made, self._file = made, CheckedFile(self._path, made)
 
     def _columns(self, file: HashedFile) -> Iterator[Any]:
-        skipped = self._rules.header_lines
         with text_of(file, self.source) as stream:
-            for first_line, num_lines, text in pieces(stream, self.source):
-                rows, first = text.split(b"\n", skipped)[-1], first_line + skipped
-                if num_lines > skipped:
-                    yield self._rules.columns(rows, num_lines - skipped, partial(self._line, first))
-                skipped = 0
+            for first, num_lines, text in pieces(stream, self.source, self._rules.header_lines):
+                yield self._rules.columns(text, num_lines, partial(self._line, first))
 
     def _line(self, first: int, i: int) -> str:
         return f"{self.source}, line {first + i}"

@@ -85,8 +85,8 @@ def text_of(file: HashedFile, path: Path) -> Iterator[IO[bytes]]:
         yield cast(IO[bytes], gzip.GzipFile(fileobj=plain) if start.startswith(b"\x1f\x8b") else plain)
 
 
-def pieces(stream: IO[bytes], path: Path) -> Iterator[Piece]:
-    """Yields all lines but empty ones at the end of the file."""
+def pieces(stream: IO[bytes], path: Path, header_lines: int) -> Iterator[Piece]:
+    """Yields all lines but the first ones and empty ones at the end of the file."""
     line, ends = 1, b""  # ends: of the empty lines since the last that is not
     for block in whole_lines(stream, path):
         text = block.removeprefix(b"\xef\xbb\xbf") if line == 1 else block
@@ -100,8 +100,10 @@ def pieces(stream: IO[bytes], path: Path) -> Iterator[Piece]:
         if stop + cut:
             lines, ends = ends + text[: stop + cut], after[cut:]
             lines = lines if lines.endswith(b"\n") else lines + b"\n"
+            skipped = header_lines if line == 1 else 0
             num_lines = lines.count(b"\n")
-            yield Piece(line, num_lines, lines)
+            if num_lines > skipped:
+                yield Piece(line + skipped, num_lines - skipped, lines.split(b"\n", skipped)[-1])
             line += num_lines
         else:
             ends += after
