@@ -67,14 +67,15 @@ class Columns(Section, frozen=True, kw_only=True):
     # CSV: maps a feature to the separator between the ids in a cell (and between their weights), such as `";"`; `"[]"`
     # for cells such as `[1, 2]` or `['a', 'b']`
     lists: dict[str, str] = {}
-    delimiter: str = ","  # CSV: the separator between cells
+    # CSV: the separator between cells, one character or several, such as `"::"`; `" "`: runs of spaces
+    delimiter: str = ","
     names: list[str] = []  # CSV without a header: the names of all its columns; the first line is a row
     prepare: dict[str, Prepare] = {}  # what becomes of the values of a column
 
     def check(self) -> None:
-        if len(self.delimiter) != 1 or not self.delimiter.isascii() or self.delimiter in '"\r\n':
+        if not self.delimiter or not self.delimiter.isascii() or set(self.delimiter) & set('"\r\n'):
             raise ValueError(
-                f"delimiter = {self.delimiter!r} must be one ASCII character and neither a quote nor a line break"
+                f"delimiter = {self.delimiter!r} must be ASCII characters, at least one, without quotes and line breaks"
             )
         for feature, separator in self.lists.items():
             if not separator:

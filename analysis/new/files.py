@@ -37,8 +37,8 @@ from rowcast.job.formats import FORMATS
 from rowcast.prefetcher.readers.arrow_rows import is_list
 from rowcast.prefetcher.readers.column_roles import require_single
 from rowcast.prefetcher.readers.data_files import data_files, is_gzip, no_rows
-from rowcast.prefetcher.readers.formats.csv import CsvLayout, beginning, decode
-from rowcast.prefetcher.readers.formats.csv_line import Cell, fields_of
+from rowcast.prefetcher.readers.formats.csv import beginning, decode
+from rowcast.prefetcher.readers.formats.csv_line import Cell, CsvLayout, fields_of
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
 from rowcast.prefetcher.readers.id_check import Location
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, pieces
@@ -198,7 +198,7 @@ def shape_of_text(file: Path, names: Sequence[str]) -> Shape:
     if not names and re.fullmatch(CRITEO_LINE, lines[0]):
         return Shape(kind="criteo-tsv", delimiter="\t", names=CRITEO_NAMES)
     delimiter = delimiter_of([line for line in lines if line])
-    rows = [split_line(line, delimiter) for line in lines if line]
+    rows = [fields_of(line, delimiter, strict=False) for line in lines if line]
     if not names:
         require_names(file, rows)
     elif len(names) != len(rows[0]):
@@ -213,12 +213,6 @@ def delimiter_of(lines: list[str]) -> str:
     counts = {own: [line.count(own) for line in lines] for own in DELIMITERS}
     even = [own for own in counts if len(set(counts[own])) == 1 and counts[own][0]]
     return max(even or counts, key=lambda own: counts[own][0])
-
-
-def split_line(line: str, delimiter: str) -> list[str]:
-    if delimiter == " ":
-        return line.split()
-    return line.split(delimiter) if len(delimiter) > 1 else fields_of(line, delimiter, strict=False)
 
 
 def require_names(file: Path, rows: list[list[str]]) -> None:
@@ -261,11 +255,16 @@ def looks_like_a_value(cell: str) -> bool:
 def text_pieces(shape: Shape, files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
     sizes = [None if is_gzip(file) else -(-file.stat().st_size // CHUNK_BYTES) for file in files]
     tick = begin(None if None in sizes else sum(size or 0 for size in sizes))
-    filled, header, _ = (files, list(shape.names), {}) if shape.names else beginning(files, shape.delimiter)
-    layout = CsvLayout(header=header, delimiter=shape.delimiter, cells={name: Cell(kind="text") for name in header})
+    filled, header, _ = beginning(files, shape.delimiter, shape.names)
+    layout = CsvLayout(
+        header=header,
+        header_lines=0 if shape.names else 1,
+        delimiter=shape.delimiter,
+        cells={name: Cell(kind="text") for name in header},
+    )
     for file in filled:
         with open_text(file) as stream:
-            for first, num_lines, rows in pieces(stream, file, 0 if shape.names else 1):
+            for first, num_lines, rows in pieces(stream, file, layout.header_lines):
                 require_lines(rows, lines_of(file, first))
                 yield decode(rows, num_lines, layout, lines_of(file, first)), lines_of(file, first)
                 tick()

@@ -85,6 +85,58 @@ def test_another_delimiter(delimiter: str, tmp_path: Path) -> None:
     assert rows(path, {"delimiter": delimiter, "lists": {"b": "/"}}) == rows(write(tmp_path, LINES, "other.csv"))
 
 
+@pytest.mark.parametrize("delimiter", ["::", " ", "||"])
+def test_a_delimiter_of_several_characters_and_runs_of_spaces_have_no_quotes(delimiter: str, tmp_path: Path) -> None:
+    lines = ['1::0.5::"a::3', "0::1.5::b::4"]
+    columns = {"names": ["label", "int_0", "a", "b"], "delimiter": delimiter, "hash": ["a"], "lists": {}}
+    between = delimiter if delimiter != " " else " \t  "
+    path = write(tmp_path, [line.replace("::", between) + " " * (delimiter == " ") for line in lines])
+    found = rows(path, columns)
+    assert [row.ids for row in found] == [((hashed_row(b'"a', 10),), (3,)), ((hashed_row(b"b", 10),), (4,))]
+    assert [(row.label, row.dense) for row in found] == [(1, (0.5,)), (0, (1.5,))]
+    path = write(tmp_path, [lines[0].replace("::", delimiter), f"1{delimiter}x"])
+    assert refusal(DataError, path, columns) == f"{path}, line 2: 2 fields instead of the 4 of data.columns.names"
+
+
+def test_a_file_without_a_header_begins_with_a_row(tmp_path: Path) -> None:
+    names = {"names": LINES[0].split(",")}
+    path = write(tmp_path, LINES[1:], "other.csv")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert rows(path, names) == rows(write(tmp_path, LINES))
+    path = write(tmp_path, [*LINES[1:], "1,n/a,2,5,1"])
+    assert refusal(DataError, path, names) == f"{path}, line 5, column int_0: 'n/a' is not a number"
+
+
+@pytest.mark.parametrize(
+    ("cell", "items"),
+    [
+        ("[1, 2]", ["1", "2"]),
+        ("[ 1,2 , ]", ["1", "2"]),
+        ("[]", []),
+        ("", []),
+        ("['a', 'b c']", ["a", "b c"]),
+        ("[\"it's\", 'x, y', 'say \\\"no\\\"']", ["it's", "x, y", 'say "no"']),
+        ("[a, 'b']", ["a", "b"]),
+        ("[a,,b]", ["a", None, "b"]),
+    ],
+)
+@pytest.mark.parametrize("beside", ["[7]", "['7']"])
+def test_a_list_in_brackets_is_split_as_python_writes_it(
+    cell: str, items: list[str | None], beside: str, tmp_path: Path
+) -> None:
+    quoted = '"' + cell.replace('"', '""') + '"'
+    path = write(tmp_path, ["label,int_0,a,b", f"1,0.5,1,{quoted}", f"1,0.5,1,{beside}"])
+    found = rows(path, {"lists": {"b": "[]"}, "hash": ["b"]}, [table("scalars", 10, "a"), table("bags", 1000, "b")])
+    expected = tuple(0 if item is None else hashed_row(item.encode(), 1000) for item in items)
+    assert [row.ids[1] for row in found] == [expected, (hashed_row(b"7", 1000),)]
+
+
+def test_what_is_no_list_in_brackets_is_named(tmp_path: Path) -> None:
+    for cell, complaint in (("1|2", "'1|2' is no list such as [1, 2]"), ('"[1, x]"', f"'x' {NO_INTEGER}")):
+        path = write(tmp_path, ["label,int_0,a,b", "1,0.5,1,[3]", f"1,0.5,1,{cell}"])
+        assert refusal(DataError, path, {"lists": {"b": "[]"}}) == f"{path}, line 3, column b: {complaint}"
+
+
 @pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("yes", "no"), ("t", "f")])
 def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_path: Path) -> None:
     path = write(
@@ -226,8 +278,8 @@ def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
-        ({"delimiter": ",,"}, "delimiter = ',,' must be one ASCII character"),
-        ({"delimiter": '"'}, "delimiter = '\"' must be one ASCII character"),
+        ({"delimiter": ""}, "delimiter = '' must be ASCII characters, at least one"),
+        ({"delimiter": ',"'}, "delimiter = ',\"' must be ASCII characters, at least one, without quotes"),
         ({"lists": {"a": ""}}, "lists.a is empty; give the separator between the ids of a cell"),
         ({"lists": {"c": "|"}}, "data.columns.lists: feature c has no table"),
     ],

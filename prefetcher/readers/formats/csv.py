@@ -10,7 +10,7 @@ Cells may be quoted, but a line is a row: line breaks within quotes are refused.
 
 import csv
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,18 @@ from rowcast.prefetcher.readers.column_rows import ColumnRows
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
 from rowcast.prefetcher.readers.formats.csv_line import (
+    BRACKETED,
+    BRACKETS,
     FALSE,
+    SPACES,
     TRUE,
     Cell,
     CellKind,
+    CsvLayout,
     fields_of,
     holds,
     is_number,
+    items_of,
     refuse_line,
 )
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
@@ -43,6 +48,7 @@ from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.prefetcher.readers.text_files import first_lines
 from rowcast.runtime.errors import ConfigError, DataError, nearest
 
+SEPARATOR = "\x1f"  # between cells whose delimiter is not one character
 ARROW_TYPES = {
     "integer": pa.int64(),
     "whole": pa.int64(),
@@ -60,25 +66,24 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     return open_files(job, ids, partial(rows_of, job, ids, columns))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CsvLayout:
-    header: list[str]
-    delimiter: str
-    cells: dict[str, Cell]  # of the columns that are read
-
-
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
-    filled, header, first_row = beginning(paths, job.data.columns.delimiter)
+    columns = job.data.columns
+    filled, header, first_row = beginning(paths, columns.delimiter, columns.names)
     roles = roles_of(job, filled[0], header, lambda: [name for name, cell in first_row.items() if is_number(cell)])
-    layout = CsvLayout(header=header, delimiter=job.data.columns.delimiter, cells=cells_of(job, roles, first_row))
+    layout = CsvLayout(
+        header=header,
+        header_lines=0 if columns.names else 1,
+        delimiter=columns.delimiter,
+        cells=cells_of(job, roles, first_row),
+    )
 
-    def columns(lines: bytes, num_lines: int, location: Location) -> Any:
+    def typed_columns(lines: bytes, num_lines: int, location: Location) -> Any:
         return typed(decode(lines, num_lines, layout, location), roles.features)
 
     known = msgspec.to_builtins(
         [layout, [[feature.name, feature.by_value] for feature in roles.features if feature.hashed]]
     )
-    files = CopiedFiles(job, filled, TextRules(known=known, header_lines=1, columns=columns))
+    files = CopiedFiles(job, filled, TextRules(known=known, header_lines=layout.header_lines, columns=typed_columns))
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
@@ -87,7 +92,7 @@ def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Location) 
     try:
         return parse(lines, num_lines, layout)
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, layout.header, layout.delimiter, layout.cells, location, str(error)) from None
+        raise refuse_line(lines, layout, location, str(error)) from None
 
 
 def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
@@ -99,13 +104,17 @@ def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
     """
     cells = layout.cells
     types = {name: ARROW_TYPES["text" if cell.separator else cell.kind] for name, cell in cells.items()}
-    guard = layout.delimiter.encode() * (len(layout.header) - 1) + b"\n"
+    delimiter = layout.delimiter if layout.has_quotes else SEPARATOR
+    guard = delimiter.encode() * (len(layout.header) - 1) + b"\n"
+    separated = lines if layout.has_quotes else with_separators(lines, layout.delimiter)
     table = arrow_csv.read_csv(
-        pa.py_buffer(lines + guard),
+        pa.py_buffer(separated + guard),
         read_options=arrow_csv.ReadOptions(
-            use_threads=False, block_size=len(lines) + len(guard) + 1, column_names=layout.header
+            use_threads=False, block_size=len(separated) + len(guard) + 1, column_names=layout.header
         ),
-        parse_options=arrow_csv.ParseOptions(delimiter=layout.delimiter, ignore_empty_lines=False),
+        parse_options=arrow_csv.ParseOptions(
+            delimiter=delimiter, quote_char='"' if layout.has_quotes else False, ignore_empty_lines=False
+        ),
         convert_options=arrow_csv.ConvertOptions(
             column_types=types,
             include_columns=list(cells),
@@ -125,13 +134,33 @@ def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
     return pa.RecordBatch.from_pydict(columns)
 
 
+def with_separators(lines: bytes, delimiter: str) -> bytes:
+    """Returns the lines with one separator between cells. Raises ValueError for a cell that holds it."""
+    if SEPARATOR.encode() in lines:
+        raise ValueError(f"a cell holds {SEPARATOR!r}")
+    if delimiter != SPACES:
+        return lines.replace(delimiter.encode(), SEPARATOR.encode())
+    return re.sub(rb"[ \t]+", SEPARATOR.encode(), re.sub(rb"(?m)^[ \t]+|[ \t]+(?=\r?$)", b"", lines))
+
+
 def split_cells(texts: Any, cell: Cell) -> Any:
-    """Splits cells of text into lists; an empty item is null. Raises ArrowInvalid for an item of another kind."""
-    lists = pc.split_pattern(texts, cell.separator)
+    """Splits cells of text into lists; an empty item is null. Raises ArrowInvalid for an item of another kind, and
+    ValueError for a cell that must be a list and is none."""
+    lists = split_brackets(texts) if cell.separator == BRACKETS else pc.split_pattern(texts, cell.separator)
     items = pc.if_else(pc.equal(pc.binary_length(lists.values), 0), None, lists.values)
     if cell.kind != "text":
         items = items.cast(pa.string()).cast(ARROW_TYPES[cell.kind])
     return pa.ListArray.from_arrays(lists.offsets, items)
+
+
+def split_brackets(texts: Any) -> Any:
+    if pc.any(pc.invert(pc.match_substring_regex(texts, f"^{BRACKETED}$"))).as_py():
+        raise ValueError("a cell is no list such as [1, 2]")
+    if pc.any(pc.match_substring_regex(texts, "['\"]")).as_py():
+        found = [None if text is None else items_of(text.decode(), BRACKETS) for text in texts.to_pylist()]
+        return pa.array(found, pa.list_(pa.binary()))
+    inner = pc.replace_substring_regex(texts, f"^{BRACKETED}$", r"\1")
+    return pc.split_pattern_regex(pc.if_else(pc.equal(pc.binary_length(inner), 0), None, inner), r"\s*,\s*")
 
 
 def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
@@ -149,16 +178,23 @@ def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cel
             cells[feature.weights_column] = Cell(kind="number", separator=separator)
     for name in roles.inputs:
         separator = job.data.columns.lists.get(roles.of.get(name, ""))
-        first, _, _ = first_row.get(name, "").partition(separator or "\n")
+        first = next(iter(items_of(first_row.get(name, ""), separator or "\n")), "")
         kind = "boolean" if first in (*TRUE, *FALSE) else "whole" if holds(first, "whole") else "number"
         cells.setdefault(name, Cell(kind=kind, separator=separator))
     return cells
 
 
-def beginning(paths: list[Path], delimiter: str) -> tuple[list[Path], list[str], dict[str, str]]:
-    """Returns the files with rows, their header, and the first row's cells by column. Raises DataError for headers that
-    differ, also of files without rows, or if no file has rows."""
+def beginning(paths: list[Path], delimiter: str, names: Sequence[str]) -> tuple[list[Path], list[str], dict[str, str]]:
+    """Returns the files with rows, their header, and the first row's cells by column. `names`: the columns of files
+    without a header. Raises DataError for headers that differ, also of files without rows, or if no file has rows."""
     begun = ((path, first_lines(path)) for path in paths)
+    if names:
+        first_rows = {path: own[0].rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf") for path, own in begun}
+        rows = {path: row.decode(errors="replace") for path, row in first_rows.items() if row}
+        if not rows:
+            raise no_rows(paths)
+        cells = fields_of(next(iter(rows.values())), delimiter, strict=False)
+        return [*rows], [*names], dict(zip(names, cells, strict=False))
     lines = {path: own for path, own in begun if own[1] or own[0].strip(b"\xef\xbb\xbf\r\n ")}
     headers = {path: fields_by_line(path, own, delimiter) for path, own in lines.items()}
     for path, (header, _) in headers.items():

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +11,10 @@ from rowcast.runtime.errors import DataError
 CellKind = Literal["integer", "whole", "number", "boolean", "text"]
 TRUE = ("true", "True", "TRUE", "yes", "Yes", "YES", "t", "T", "y", "Y")
 FALSE = ("false", "False", "FALSE", "no", "No", "NO", "f", "F", "n", "N")
+SPACES = " "  # the delimiter that is a run of spaces and tabs
+BRACKETS = "[]"  # the separator of lists such as [1, 2]
+BRACKETED = r"\s*\[\s*(.*?)\s*,?\s*\]\s*"
+BRACKET_ITEM = r"""(?:^|,)\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^,]*?))\s*(?=,|$)"""
 KINDS: dict[CellKind, str] = {
     "integer": "an integer of 64 bits; set data.columns.hash = true to use strings as ids",
     "whole": "a whole number of 64 bits, as the column's first cell",
@@ -30,41 +33,55 @@ class Cell:
     required: bool = False  # an empty cell is an error
 
 
-def refuse_line(
-    lines: bytes, header: list[str], delimiter: str, cells: Mapping[str, Cell], location: Location, reason: str
-) -> DataError:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvLayout:
+    header: list[str]  # or data.columns.names
+    header_lines: int  # 0 with data.columns.names
+    delimiter: str
+    cells: dict[str, Cell]  # of the columns that are read
+
+    @property
+    def has_quotes(self) -> bool:
+        return len(self.delimiter) == 1 and self.delimiter != SPACES
+
+
+def refuse_line(lines: bytes, layout: CsvLayout, location: Location, reason: str) -> DataError:
     """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
 
     `reason` is the fast parser's message, used if no line is bad.
     """
     split = lines.removesuffix(b"\n").split(b"\n")
     for i, line in enumerate(split):
-        error = line_error(line.removesuffix(b"\r").decode("utf-8", "replace"), header, delimiter, cells)
+        error = line_error(line.removesuffix(b"\r").decode("utf-8", "replace"), layout)
         if error is not None:
             return DataError(f"{location(i)}{error}")
     return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
 
 
-def line_error(line: str, header: list[str], delimiter: str, cells: Mapping[str, Cell]) -> str | None:
+def line_error(line: str, layout: CsvLayout) -> str | None:
     """Returns the sentence after the line's number, or None for a good line."""
+    header, cells = layout.header, layout.cells
     if not line:
         return ": the line is empty; remove it"
     if "\r" in line:
         return ": there is a carriage return within the line; remove it"
     try:
-        fields = fields_of(line, delimiter, strict=True)
+        fields = fields_of(line, layout.delimiter, strict=True)
     except csv.Error as error:
         if "end of data" in str(error):
             return ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
         return f": the quotes do not match ({error}); double those within a field"
     if len(fields) != len(header):
-        broken = line.count('"') % 2
+        broken = layout.has_quotes and line.count('"') % 2
         why = "; a quoted field of an earlier line ends here: remove line breaks within fields" if broken else ""
-        return f": {len(fields)} fields instead of the header's {len(header)}{why}"
+        needed = f"the header's {len(header)}" if layout.header_lines else f"the {len(header)} of data.columns.names"
+        return f": {len(fields)} fields instead of {needed}{why}"
     for name, field in zip(header, fields, strict=True):
         if name in cells:
             if cells[name].required and not field:
                 return f", column {name}: the cell is empty; it must be 0 or 1"
+            if cells[name].separator == BRACKETS and field and not re.fullmatch(BRACKETED, field):
+                return f", column {name}: {field[:40]!r} is no list such as [1, 2]"
             bad = bad_item(field, cells[name])
             if bad is not None:
                 return f", column {name}: {bad[:40]!r} is not {KINDS[cells[name].kind]}"
@@ -72,7 +89,14 @@ def line_error(line: str, header: list[str], delimiter: str, cells: Mapping[str,
 
 
 def fields_of(line: str, delimiter: str, *, strict: bool) -> list[str]:
-    """Splits one line. Raises csv.Error. The limit of a field is the process's, so it is raised for this line only."""
+    """Splits one line. Raises csv.Error. Only a delimiter of one character has quotes.
+
+    The limit of a field is the process's, so it is raised for this line only.
+    """
+    if delimiter == SPACES:
+        return line.split()
+    if len(delimiter) > 1:
+        return line.split(delimiter)
     limit = csv.field_size_limit(max(len(line), csv.field_size_limit()))
     try:
         return next(csv.reader([line], delimiter=delimiter, strict=strict), [])
@@ -81,8 +105,18 @@ def fields_of(line: str, delimiter: str, *, strict: bool) -> list[str]:
 
 
 def bad_item(field: str, cell: Cell) -> str | None:
-    items = [field] if cell.separator is None else field.split(cell.separator)
+    items = [field] if cell.separator is None else items_of(field, cell.separator)
     return next((item for item in items if item and not holds(item, cell.kind)), None)
+
+
+def items_of(field: str, separator: str) -> list[str]:
+    """Splits a cell that is a list. Items in brackets may be quoted as in Python."""
+    if separator != BRACKETS:
+        return field.split(separator)
+    found = re.match(BRACKETED, field)
+    inner = found[1] if found else ""
+    found_items = re.finditer(BRACKET_ITEM, inner) if inner else ()
+    return [own[3] or re.sub(r"\\(.)", r"\1", own[1] or own[2] or "") for own in found_items]
 
 
 def holds(item: str, kind: CellKind) -> bool:
