@@ -296,6 +296,22 @@ FORMATS = {
         named_columns=True,
         text_cells=True,
     ),
+    "jsonl": Format(
+        f"{READERS}.jsonl",
+        note="JSON lines",
+        file_names=r".*\.(jsonl|ndjson|json)(\.gz)?",
+        random_access=True,
+        in_columns=True,
+        named_columns=True,
+    ),
+    "arrow": Format(
+        f"{READERS}.arrow",
+        note="uncompressed",
+        file_names=r".*\.(arrow|feather)",
+        random_access=True,
+        in_columns=True,
+        named_columns=True,
+    ),
     "synthetic": Format(f"{READERS}.synthetic", has_files=False, random_access=True),
 }
 # data.format = "package.module:factory"; the factory decides the order of the batches

@@ -71,7 +71,6 @@ OTHER_KINDS = (
     (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord", "import pandas as pd, tfrecord",
      "pd.DataFrame(tfrecord.tfrecord_loader({path}, None)).to_parquet({out})"),
     (rb"\s*<", "a web page, or XML", PANDAS, "pd.read_html({path})[0].to_parquet({out})"),
-    (rb"\s*\{\s*\"", "JSON lines", PANDAS, "pd.read_json({path}, lines=True).to_parquet({out})"),
     (rb"\s*\[\s*\{", "a JSON array", PANDAS, "pd.read_json({path}).to_parquet({out})"),
     (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)",
      "import pandas as pd, pathlib; lines = [line.split() for line in pathlib.Path({path}).read_text().splitlines()]",

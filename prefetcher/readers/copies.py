@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -94,10 +94,14 @@ class CopiedFiles:
         return lambda i: f"{path}, line {rows.rows[i] + first}"
 
 
-class CopyCursor:
-    """Copies are mapped, so there is nothing to hold."""
+class Takes(Protocol):
+    def take(self, rows: FileRows, names: Sequence[str]) -> Any: ...
 
-    def __init__(self, files: CopiedFiles, names: Sequence[str]) -> None:
+
+class CopyCursor:
+    """Of mapped files: there is nothing to hold."""
+
+    def __init__(self, files: Takes, names: Sequence[str]) -> None:
         self._files, self._names = files, names
 
     def hold(self, within: range) -> None:

@@ -40,8 +40,11 @@ class MappedFile:
         self._values = np.zeros((num_columns, num_batches), np.int64)
         self._nulls = np.full((num_columns, num_batches), NO_NULLS, np.int64)
 
-    def rows_of_batches(self) -> list[int]:
-        return [self.batch(index).num_rows for index in range(len(self._batches))]
+    def open(self) -> list[int]:
+        """Opens all record batches, and returns their numbers of rows. Raises ValueError for one that is compressed."""
+        for index in range(len(self._batches)):
+            self._open(index)
+        return [batch.num_rows for batch in self._batches]
 
     def take(self, rows: Ids, bounds: Ids, names: Sequence[str]) -> Any:
         """Returns a pyarrow.RecordBatch of the rows, in their order. `bounds`: of the record batches."""

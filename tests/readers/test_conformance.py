@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from pyarrow.feather import write_feather
 
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
@@ -38,6 +40,7 @@ from tests.support.data_files import (
     with_workers,
     write_csv,
     write_day,
+    write_jsonl,
     write_parquet,
     write_tsv,
 )
@@ -75,12 +78,31 @@ def bags(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
     return job, decode_parquet(paths, job)
 
 
+def arrow(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    """The rows of the Parquet files, in record batches of 7."""
+    _, expected = bags(folder)
+    for name in ("a", "b"):
+        own = pq.read_table(folder / f"{name}.parquet")
+        write_feather(own, folder / f"{name}.feather", compression="uncompressed", chunksize=7)
+        (folder / f"{name}.parquet").unlink()
+    return make_job("arrow", path=str(folder), columns=PARQUET_COLUMNS, on_invalid_id="zero", **data), expected
+
+
 def named(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
     paths = [folder / "a.csv", folder / "b.csv.gz", folder / "c.csv"]
     for seed, (path, num_rows) in enumerate(zip(paths, (50, 1, 52), strict=True), start=1):
         write_csv(path, num_rows, seed)
     job = make_job("csv", path=str(folder), columns=CSV_COLUMNS, **data)
     return job, decode_csv(paths, job)
+
+
+def lines(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
+    _, expected = named(folder, **data)
+    for name in ("a.csv", "b.csv.gz", "c.csv"):
+        write_jsonl(folder / name.replace("csv", "jsonl"), folder / name)
+        (folder / name).unlink()
+    columns = {name: own for name, own in CSV_COLUMNS.items() if name != "lists"}
+    return make_job("jsonl", path=str(folder), columns=columns, **data), expected
 
 
 def synthetic(folder: Path, **data: Any) -> tuple[Job, list[Row] | None]:
@@ -98,7 +120,9 @@ CASES: dict[str, Case] = {
     "tsv_gz": tsv_gz,
     "npy": npy,
     "bags": bags,
+    "arrow": arrow,
     "csv": named,
+    "jsonl": lines,
     "synthetic": synthetic,
     "custom": custom,
 }
@@ -107,10 +131,10 @@ SHUFFLED = pytest.mark.parametrize(
     ("case", "shuffle"),
     [
         (case, f"window:{window}")
-        for case in (tsv, tsv_gz, npy, bags, named, synthetic)
+        for case in (tsv, tsv_gz, npy, bags, arrow, named, lines, synthetic)
         for window in (1, 10, 16, 50, 1000)
     ]
-    + [(case, "full") for case in (tsv, tsv_gz, npy, named, synthetic)],
+    + [(case, "full") for case in (tsv, tsv_gz, npy, arrow, named, lines, synthetic)],
 )
 
 
@@ -147,7 +171,7 @@ def test_full_batches_hold_the_samples_of_an_independent_decode_in_order(case: C
     assert expected is None or rows == expected
 
 
-@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, named, synthetic])
+@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, arrow, named, lines, synthetic])
 def test_without_eval_fraction_all_is_for_training(case: Case, tmp_path: Path) -> None:
     job, _ = case(tmp_path, eval_fraction=0.0)
     assert sum(batch.size for batch in batches(job)) == NUM_ROWS
@@ -286,7 +310,7 @@ def workers_at(job: Job, starts: list[Position | None]) -> Iterator[tuple[int, P
             yield 1 + i, starts[i], source
 
 
-@pytest.mark.parametrize("case", [tsv, npy, bags, named])
+@pytest.mark.parametrize("case", [tsv, npy, bags, arrow, named, lines])
 def test_eval_path_is_evaluated_whole_and_leaves_all_of_path_for_training(case: Case, tmp_path: Path) -> None:
     (tmp_path / "held_out").mkdir()
     held_out, expected = case(tmp_path / "held_out")
@@ -295,7 +319,7 @@ def test_eval_path_is_evaluated_whole_and_leaves_all_of_path_for_training(case: 
     assert all_samples(batches(job, "eval")) == expected
 
 
-@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, named])
+@pytest.mark.parametrize("case", [tsv, tsv_gz, npy, bags, arrow, named, lines])
 def test_the_paths_are_those_of_the_files_read(case: Case, tmp_path: Path) -> None:
     job, _ = case(tmp_path)
     assert sorted(open_reader(job).paths) == sorted(tmp_path.iterdir())

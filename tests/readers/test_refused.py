@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.feather import write_feather
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
@@ -29,6 +30,17 @@ def tsv(line: list[str], tables: Any = None, **data: Any) -> Make:
         lines = [good()] * 17 + [line] + [good()] * 9
         (folder / "a.tsv").write_bytes("".join("\t".join(own) + "\n" for own in lines).encode("latin-1"))
         return make_job("criteo-tsv", tables, **{"path": str(folder), "eval_fraction": 0.0, **data})
+
+    return make
+
+
+def json_lines(line: str, tables: Any = None, **data: Any) -> Make:
+    """Line 18 of 27, read in short pieces."""
+    good = '{"label": 1, "int_0": 0.5, "a": 1, "b": [1, 2], "unused": {"x": []}}'
+
+    def make(folder: Path) -> Job:
+        (folder / "a.jsonl").write_text("".join(f"{own}\n" for own in [good] * 17 + [line] + [good] * 9))
+        return make_job("jsonl", tables or TABLES, **{"path": str(folder), "eval_fraction": 0.0, **data})
 
     return make
 
@@ -65,6 +77,17 @@ def parquet(tables: Any = TABLES, columns: Any = None, data: Any = None, **chang
         write_bags(folder / "1.parquet", **changed)
         own = {"path": str(folder), "eval_fraction": 0.0, "columns": columns or {}, **(data or {})}
         return make_job("parquet", tables, **own)
+
+    return make
+
+
+def arrow(compression: str = "uncompressed", **changed: Any) -> Make:
+    """A file of four rows; None leaves a column out."""
+
+    def make(folder: Path) -> Job:
+        write_bags(folder / "0.parquet", **changed)
+        write_feather(pq.read_table(folder / "0.parquet"), folder / "0.arrow", compression=compression)
+        return make_job("arrow", TABLES, path=str(folder), eval_fraction=0.0)
 
     return make
 
@@ -112,6 +135,32 @@ DATA: dict[str, tuple[Make, str]] = {
         "a line is longer than 1000 bytes",
     ),
     "tsv, truncated gzip": (cut(gzipped, "a.tsv.gz", lambda own: own[:-500]), facts("a.tsv.gz", "gzip", "truncated")),
+    "json, an empty line": (json_lines(""), r"a\.jsonl, line 18: the line is empty; remove it"),
+    "json, two objects": (json_lines('{"a": 1}{"a": 2}\n'), r"line 18: the line is no JSON \(Extra data"),
+    "json, no object": (json_lines("[1]"), r"line 18: '\[1\]' is no object; give each sample as an object"),
+    "json, no JSON": (json_lines('{"a": 1,}'), r"line 18: the line is no JSON \(.*property name"),
+    "json, text for an id": (
+        json_lines('{"label": 1, "int_0": 1, "a": "x", "b": []}'),
+        'line 18, column a: "x" is not an integer of 64 bits, as in the first lines',
+    ),
+    "json, a fraction in a list": (
+        json_lines('{"label": 1, "int_0": 1, "a": 1, "b": [1, 2.5]}'),
+        "line 18, column b: 2.5 is not an integer",
+    ),
+    "json, no list": (json_lines('{"label": 1, "int_0": 1, "a": 1, "b": 5}'), "line 18, column b: 5 is no list"),
+    "json, true for a number": (
+        json_lines('{"label": true, "int_0": 1, "a": 1}'),
+        "line 18, column label: true is not a number",
+    ),
+    "json, NaN": (json_lines('{"label": 1, "int_0": NaN, "a": 1}'), "line 18, column int_0: "),
+    "json, no label": (json_lines('{"int_0": 1, "a": 1}'), "line 18, column label: label nan is not 0 or 1"),
+    "json, an id": (
+        json_lines('{"label": 1, "int_0": 1, "a": 10, "b": []}'),
+        r"line 18, column a: id 10 is outside table scalars \(num_embeddings = 10\)",
+    ),
+    "arrow, an id": (arrow(a=pa.array([1, 2, 10, 3])), r"0\.arrow, row 2, column a: id 10 is outside table scalars"),
+    "arrow, compressed": (arrow("lz4"), r"0\.arrow: no uncompressed Arrow file \(it is compressed\); write it with"),
+    "arrow, torn": (cut(arrow(), "0.arrow", lambda own: own[:-20]), r"0\.arrow: no uncompressed Arrow file \("),
     "npy, a label of 2": (npy("labels", put(7, 0, 2)), facts("row 7", "column label", "label 2.0")),
     "npy, fewer rows": (npy("sparse", lambda a: a[:-1]), "dense, sparse and labels have 20, 19 and 20 rows"),
     "npy, doubles": (npy("dense", np.float64), "_dense.npy holds float64; it must hold float32"),

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import json
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -239,6 +240,21 @@ def write_csv(path: Path, num_rows: int, seed: int = 3) -> None:
     text = pd.DataFrame(rows).to_csv(index=False, lineterminator="\r\n" if seed % 2 else "\n").encode()
     text = text if seed % 3 else text.removesuffix(b"\n")
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def write_jsonl(path: Path, source: Path) -> None:
+    """The rows of a file that `write_csv` wrote, typed, with some keys left out where a cell is empty."""
+    with gzip.open(source, "rt", newline="") if source.suffix == ".gz" else source.open(newline="") as file:
+        rows = [typed_row(record) for record in csv.DictReader(file)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def typed_row(record: dict[str, str]) -> dict[str, Any]:
+    lists = {name: [float(item) for item in record[name].split("|") if item] for name in ("cat_0", "cat_0_weights")}
+    numbers = {"int_10": float(record["int_10"]), "int_2": int(record["int_2"]), "cat_25": int(record["cat_25"])}
+    row = {"click": record["click"] == "True", **numbers, **lists, "cat_0": [int(item) for item in lists["cat_0"]]}
+    return row | ({"cat_3": record["cat_3"]} if record["cat_3"] else {})
 
 
 CSV_COLUMNS = {"label": "click", "weights": {"cat_0": "cat_0_weights"}, "lists": {"cat_0": "|"}, "hash": ["cat_3"]}
