@@ -43,7 +43,7 @@ def train(
     timeline: Timeline = False,
     tensorboard: TensorBoard = None,
     evaluate: Annotated[
-        bool, Option("--eval", help="Evaluate the newest checkpoint on the evaluation batches; train nothing.")
+        bool, Option("--eval", help="Evaluate the newest or best checkpoint on the evaluation batches; train nothing.")
     ] = False,
 ) -> Callable[[Signals], None]:
     """Run the prefetcher and the trainer of a job on this host."""

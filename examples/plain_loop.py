@@ -7,6 +7,7 @@ With --parts M each batch is cut into M contiguous slices. Their gradients are a
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.parts import belonging, part_of, part_seed
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.models import Embedded, Sequences
+from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
 
 # the row optimizers of torch.optim; row-wise Adagrad, which it lacks, is below
@@ -112,9 +114,16 @@ Gradients = Sequence[Tensor | None]
 
 
 def part_gradients(
-    job: Job, side: JobModel, tables: Sequence[PlainTable], scheduled: ScheduledBatch, parts: int, part: int
+    job: Job,
+    side: JobModel,
+    tables: Sequence[PlainTable],
+    metrics: EvalMetrics,
+    scheduled: ScheduledBatch,
+    parts: int,
+    part: int,
 ) -> Gradients:
-    """Runs one part: its loss and the gradients of rows and dense weights, by its share of the batch's samples."""
+    """Runs one part: its loss and the gradients of rows and dense weights, by its share of the batch's samples. Counts
+    an evaluation's."""
     batch, training = part_of(scheduled.batch, part, parts, belonging(job)), scheduled.kind == "train"
     trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
     if batch.size == 0:
@@ -126,6 +135,7 @@ def part_gradients(
         inputs = {name: torch.tensor(array) for name, array in batch.inputs.items()}
         outputs = side.forward(torch.tensor(batch.dense), embeddings, inputs, training=training)
     if not training:
+        side.count(metrics, outputs, torch.tensor(batch.labels), part)
         return [None] * (1 + len(trained))
     loss, share = side.loss(outputs, torch.tensor(batch.labels)), torch.tensor(batch.size / scheduled.batch.size)
     torch.autograd.backward(loss, share)
@@ -155,8 +165,8 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def run_plain_loop(
     job: Job, start: dict[str, Tensor], batches: Iterable[ScheduledBatch], parts: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains on `batches`; returns the loss of each train step, and the tables, row state and dense weights after the
-    last.
+    """Trains on `batches`, or until eval.patience ends it; returns the loss of each train step, and the tables, row
+    state and dense weights after the last.
     """
     tensors = {name: tensor.clone() for name, tensor in start.items()}
     tables = [
@@ -167,9 +177,20 @@ def run_plain_loop(
     side, losses = JobModel(job, num_dense=first.batch.dense.shape[1], parts=parts), []
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
+    metrics = EvalMetrics(parts=parts, num_labels=len(job.data.columns.labels))
+    lowest, num_worse, kind = math.inf, 0, "train"
     for scheduled in itertools.chain([first], batches):
-        loss, *gradients = add_up(range(parts), partial(part_gradients, job, side, tables, scheduled, parts))
-        if scheduled.kind == "train":
+        if (kind, scheduled.kind) == ("eval", "train"):
+            evaluation = metrics.close().result(scheduled.train_step, job.data.columns.labels, job.eval.ranks)
+            assert evaluation is not None, "an evaluation has samples"
+            assert evaluation.logloss is not None, "an evaluation has samples"
+            num_worse = 0 if evaluation.logloss < lowest else num_worse + 1
+            lowest = min(lowest, evaluation.logloss)
+            if 0 < job.eval.patience == num_worse:
+                break
+        kind = scheduled.kind
+        loss, *gradients = add_up(range(parts), partial(part_gradients, job, side, tables, metrics, scheduled, parts))
+        if kind == "train":
             assert loss is not None, "a batch has samples"
             for weight, gradient in zip(trained, gradients, strict=True):
                 weight.grad = gradient

@@ -110,6 +110,12 @@ MAX_RANK = 1024  # an evaluation counts each rank below it
 class Eval(Section, frozen=True, kw_only=True):
     # train steps between evaluations; every epoch ends with one in any case, and with 0 there are no others
     every: Annotated[int, Meta(ge=0)] = 0
+    # training ends once this many evaluations in a row have had no lower loss than the best one before them; with 0 it
+    # does not; see [recovery.md](recovery.md#training-ends-early)
+    patience: Annotated[int, Meta(ge=0)] = 0
+    # `best`: each evaluation has a checkpoint, and that of the lowest loss stays on disk; scores, exports, versions and
+    # `--eval` are of it. A run continues from the newest
+    keep: Literal["newest", "best"] = "newest"
     # the k of HR@k, NDCG@k and MRR@k that are shown if the model ranks its positives, see
     # [models.md](models.md#ranks-of-positives)
     ranks: list[Annotated[int, Meta(ge=1, le=MAX_RANK)]] = msgspec.field(default_factory=lambda: [1, 10, 50])

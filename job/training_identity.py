@@ -71,7 +71,7 @@ def check_can_evaluate(checkpoint: Manifest, job: Job, dense_names: Sequence[str
 def refuse_finished(directory: RunDirectory, job: Job, max_steps: int | None) -> None:
     """Raises ConfigError if the run is complete and this job would train no further step; names changed settings."""
     completion, newest = directory.completion(), newest_checkpoint(directory.path)
-    if completion is None or completion.leaves_more(job.data.epochs, max_steps):
+    if completion is None or completion.leaves_more(job.data.epochs, job.eval.patience, max_steps):
         return
     manifest = None if newest is None else readable(newest)
     if manifest is not None and (found := differing_settings(manifest, job)):
@@ -80,7 +80,7 @@ def refuse_finished(directory: RunDirectory, job: Job, max_steps: int | None) ->
             "to train another model with this, add --set job.run_dir=ANOTHER; to train it in place of this one, add "
             "--fresh"
         )
-    directory.refuse_complete(job.data.epochs, max_steps)
+    directory.refuse_complete(job.data.epochs, job.eval.patience, max_steps)
 
 
 def differing_settings(checkpoint: Manifest, job: Job) -> list[str]:

@@ -15,7 +15,7 @@ from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
@@ -314,6 +314,7 @@ class Flush(Message, frozen=True, kw_only=True):
     span: ArraySpan | None
     checkpoint: bool  # the model state follows the rows, in `Saved`
     reason: str
+    evaluated: bool = False  # the evaluation before it, if there is one, is over
 
     @property
     def kind(self) -> str:
@@ -360,6 +361,7 @@ class Saved(DensePiece, frozen=True, kw_only=True):
     """The model state at a barrier, sent after the last of its rows."""
 
     barrier: int
+    is_best: bool = False  # of all evaluations, the one of this model has the lowest loss
 
     @property
     def kind(self) -> str:
@@ -468,6 +470,7 @@ class StopRequest(Message, frozen=True, kw_only=True):
     # plans continue to this step, which no prefetcher has planned, so that all ranks stop there; None: plans end at
     # once
     after_step: int | None = None
+    finished: bool = False  # the run is complete: its evaluations have ended it
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

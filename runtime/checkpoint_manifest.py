@@ -35,7 +35,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eval_batch: int | None = None  # batches of the current evaluation before it; None outside an evaluation
 
 
-MANIFEST_VERSION = 6
+MANIFEST_VERSION = 7
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
@@ -165,11 +165,15 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     dense: DenseFile | None  # None after an import without dense weights
     ahead: tuple[BatchChecksum, ...] = ()  # a restart must read these batches
     machine: Machine = UNRECORDED  # of its trainer; not recorded after an import, and before version 6
+    # the name of the checkpoint of the best evaluation so far; "" without `eval.keep = "best"`, and before version 7
+    best: str = ""
 
     def __post_init__(self) -> None:
         check_position(self.position)
         if not self.shards:
             raise ValueError("a checkpoint has at least one shard")
+        if self.best and not FOLDER_NAME.fullmatch(self.best):
+            raise ValueError(f"the best checkpoint {self.best!r} is not the name of one")
         names = [file.file for file in self.files]
         if len(set(names)) < len(names):
             raise ValueError(f"{max(names, key=names.count)} is named twice")
@@ -237,7 +241,13 @@ class ManifestOfVersion3(Manifest, frozen=True, kw_only=True):
         return not self.training_digest
 
 
-KINDS: dict[int, type[Manifest]] = {3: ManifestOfVersion3, 4: Manifest, 5: Manifest, MANIFEST_VERSION: Manifest}
+KINDS: dict[int, type[Manifest]] = {
+    3: ManifestOfVersion3,
+    4: Manifest,
+    5: Manifest,
+    6: Manifest,
+    MANIFEST_VERSION: Manifest,
+}
 
 
 def check_position(position: Position) -> None:

@@ -31,15 +31,24 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     train_steps: int
     epochs: int  # data.epochs at that time
     max_steps: int | None = None  # --max-steps if that ended the run; None if the data did
+    patience: int = 0  # eval.patience if that ended the run
+    reason: str = ""  # as the trainer says, if eval.patience ended the run
 
     @property
-    def cause(self) -> str:
-        return f"data.epochs = {self.epochs}" if self.max_steps is None else f"--max-steps {self.max_steps}"
+    def cause(self) -> tuple[str, str]:
+        """What ended the run, and the key or option that changes it."""
+        if self.patience:
+            return self.reason, "eval.patience"
+        if self.max_steps is None:
+            return f"data.epochs = {self.epochs}", "data.epochs"
+        return f"--max-steps {self.max_steps}", "--max-steps"
 
-    def leaves_more(self, epochs: int, max_steps: int | None) -> bool:
-        """Returns whether a run of `epochs` epochs and at most `max_steps` train steps would train further."""
+    def leaves_more(self, epochs: int, patience: int, max_steps: int | None) -> bool:
+        """Returns whether a run with these settings, of at most `max_steps` train steps, would train further."""
         if max_steps is not None and max_steps <= self.train_steps:
             return False
+        if self.patience:
+            return not 0 < patience <= self.patience
         return epochs > self.epochs or self.max_steps is not None
 
 
@@ -122,15 +131,16 @@ class RunDirectory:
                 f"{path}: cannot be read ({error}); remove it if the run in {self.path} is not complete"
             ) from None
 
-    def refuse_complete(self, epochs: int, max_steps: int | None = None) -> None:
-        """Raises ConfigError if the run here is complete and `epochs` and `max_steps` add no train steps.
+    def refuse_complete(self, epochs: int, patience: int, max_steps: int | None = None) -> None:
+        """Raises ConfigError if the run here is complete and these settings add no train steps.
 
         A run that was killed or stopped continues."""
         completion = self.completion()
-        if completion is not None and not completion.leaves_more(epochs, max_steps):
+        if completion is not None and not completion.leaves_more(epochs, patience, max_steps):
+            cause, key = completion.cause
             raise ConfigError(
-                f"the run in {self.path} finished after {completion.train_steps} train steps ({completion.cause}); "
-                "to train it further raise that; to train its model on other data, set another job.run_dir and add "
+                f"the run in {self.path} finished after {completion.train_steps} train steps ({cause}); to train it "
+                f"further raise {key}; to train its model on other data, set another job.run_dir and add "
                 f"--from {self.path}; to train a new model in its place add --fresh (in a script: fresh=True): "
                 "it replaces this one with its first checkpoint"
             )

@@ -109,7 +109,8 @@ class Publisher:
                     self._damage = str(error)
 
     def publish(self, *, fresh: bool = False) -> VersionFile | None:
-        """Writes the newest checkpoint; None if it is published already, or if there is none yet.
+        """Writes the newest checkpoint, or that of the best evaluation if the run keeps it; None if it is published
+        already, or if there is none yet.
 
         `fresh`: the folder may hold versions of another run. Raises ConfigError, DataError, and RowcastError if the
         disk fails.
@@ -138,7 +139,9 @@ class Publisher:
     def _newest(self) -> Manifest | None:
         checkpoints = Checkpoints(self._run_dir, Disk())
         self._root = checkpoints.root
-        return next(filter(None, map(checkpoints.readable, checkpoints.candidates())), None)
+        manifests = filter(None, map(checkpoints.readable, checkpoints.candidates()))
+        chosen = (checkpoints.readable(manifest.best) if manifest.best else manifest for manifest in manifests)
+        return next(filter(None, chosen), None)
 
     def _publish(self, manifest: Manifest, *, fresh: bool) -> VersionFile | None:
         current = self._current()

@@ -156,7 +156,7 @@ def check_threads(job: Job) -> Iterator[Finding]:
 
 def used_by(job: Job) -> str | None:
     try:
-        RunDirectory(job.run_dir, "prefetcher").refuse_complete(job.data.epochs)
+        RunDirectory(job.run_dir, "prefetcher").refuse_complete(job.data.epochs, job.eval.patience)
     except ConfigError as refusal:
         return str(refusal)
     if (job.run_dir / "report.json").exists() and not any((job.run_dir / "checkpoints").glob("step-*")):

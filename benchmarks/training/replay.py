@@ -104,6 +104,8 @@ class Peer:
 
 
 class Losses:
+    evaluations = ()
+
     def __init__(self) -> None:
         self.losses: list[np.float32] = []
 

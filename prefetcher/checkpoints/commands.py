@@ -84,8 +84,10 @@ def table_of(found: list[Examined]) -> Table:
     for heading in ("step", "train steps", "shards", "layers", "rows", "bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
+    best = next((manifest.best for _, manifest, _ in found if manifest is not None), "")
     for name, manifest, damage in found:
-        table.add_row(name, *facts_of(manifest), "damaged" if damage else "whole")
+        state = "damaged" if damage else "whole"
+        table.add_row(name, *facts_of(manifest), f"{state}, best" if name == best else state)
     return table
 
 

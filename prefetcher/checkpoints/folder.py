@@ -18,7 +18,7 @@ A fresh run replaces an earlier run once it has a checkpoint:
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 from rowcast.job.file import parse_manifest_job
@@ -259,10 +259,15 @@ class Checkpoints:
         return None
 
     def choose(self, chosen: str | None) -> Manifest:
-        """Returns a checkpoint with all its files whole. `chosen`: its name, maybe with @ and its checksum; None: the
-        newest. Raises ConfigError if there is none, DataError if it is damaged or was replaced."""
+        """Returns a checkpoint with all its files whole. `chosen`: its name, maybe with @ and its checksum; None: that
+        of the best evaluation if the run keeps it, else the newest. Raises ConfigError if there is none, DataError if
+        it is damaged or was replaced."""
         name, _, checksum = (chosen or "").partition("@")
-        examined = self.examined(self.back_from(name))
+        names = self.back_from(name)
+        newest = self.readable(names[0])
+        if not name and newest is not None and newest.best:
+            names = self.back_from(newest.best)
+        examined = self.examined(names)
         _, manifest, damage = next(examined)
         if manifest is None or damage:
             whole = next((name for name, _, damage in examined if not damage), None)
@@ -304,13 +309,14 @@ class Checkpoints:
                 yield True
 
     def keep(self, n: int, newest: Manifest, shard: OwnShard = ALONE) -> Steps:
-        """Drops all but `newest` and the n - 1 of its run before it; then removes files that no manifest names, and the
-        run that this one replaced. Of several ranks, only rank 0 calls it, while others may write to the folder of
-        `newest` and later ones."""
+        """Drops all but `newest`, the n - 1 of its run before it, and what these name as the best; then removes files
+        that no manifest names, and the run that this one replaced. Of several ranks, only rank 0 calls it, while others
+        may write to the folder of `newest` and later ones."""
         own = (folder.name for folder in self._folders(self.root) if self._is_own(folder, newest.run_id))
         older = (self.readable(name) for name in own if name < newest.name)
-        kept = {newest.name, *[manifest.name for manifest in older if manifest is not None][: n - 1]}
-        yield from self._remove(self.root, newest.run_id, kept, "" if shard.count == 1 else newest.name)
+        kept = [newest, *islice(filter(None, older), n - 1)]
+        names = {name for manifest in kept for name in (manifest.name, manifest.best)}
+        yield from self._remove(self.root, newest.run_id, names, "" if shard.count == 1 else newest.name)
         if not self.are_fresh:
             yield from self.remove_earlier()
 

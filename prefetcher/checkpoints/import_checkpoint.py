@@ -2,8 +2,8 @@
 
 Both make one checkpoint before the run's first train step, from one of
 
-- the newest checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses; its count
-  of train steps continues
+- the newest or best checkpoint of another run: rows and their state, dense weights, their optimizer's state, losses;
+  its count of train steps continues
 - or a file as `rowcast export` writes it:
 
 embedding_bags.<table>.weight     required; f32, f16 or bf16 [num_embeddings, embedding_dim]; converted to the table's
@@ -13,7 +13,7 @@ optimizer.<table>.<state>         row state; if missing, its initial value
 """
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO
@@ -28,14 +28,13 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out, softly
-from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.row_files import merged
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, FiniteRows, elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.runtime.checkpoint_manifest import Manifest, Position
+from rowcast.runtime.checkpoint_manifest import Manifest, Position, checked_file
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.run_directory import RunDirectory
@@ -43,6 +42,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 BLOCK_ROWS = 65536
 TABLE_PREFIXES = ("embedding_bags.", "optimizer.")  # of names of rows and their state
+OF_EVALUATIONS = ("evaluations", "metrics.")
 ROW_TYPES: dict[str, RowType] = {words: dtype for dtype, words in DTYPES.items()}
 
 
@@ -108,17 +108,14 @@ def open_source(job: Job, path: Path) -> "Source":
 
 
 class EarlierRun:
-    """The newest checkpoint of a run with the job's tables, model and kinds of optimizers. Its data may differ."""
+    """The newest or best checkpoint of a run with the job's tables, model and kinds of optimizers. Its data may
+    differ."""
 
     def __init__(self, job: Job, run_dir: Path) -> None:
         """Raises ConfigError if there is no checkpoint or its rows are not the job's, DataError if all are damaged."""
         self.path = run_dir
         checkpoints = Checkpoints(run_dir, Disk())
         self._root, self._manifest = checkpoints.root, checkpoints.choose(None)
-        if self._manifest.position.eval_batch is not None and not self._manifest.finished:
-            raise ConfigError(
-                f"--from {run_dir}: that run was stopped within an evaluation; continue it to a checkpoint after that"
-            )
         earlier = parse_manifest_job(self._manifest.job, f"{self._root / self._manifest.name}/manifest.json")
         if earlier.job.seed != job.job.seed:
             raise ConfigError(
@@ -140,7 +137,11 @@ class EarlierRun:
         return merged(self._root, group, self._manifest.layers)
 
     def dense_content(self) -> Iterator[bytes]:
-        return dense_content(self._root, self._manifest)
+        """Leaves out evaluations, which are of the earlier run's samples."""
+        if self._manifest.dense is not None:
+            path = checked_file(self._root, self._manifest.dense)
+            found = read_header(path).items()
+            yield from selected(path, {name: own for name, own in found if not name.startswith(OF_EVALUATIONS)})
 
 
 def tables_of(job: Job) -> Iterator[str]:
@@ -254,14 +255,17 @@ class ExportedFile:
         return elements
 
     def dense_content(self) -> Iterator[bytes]:
-        dense = self.dense
-        if not dense:
-            return
-        header, _ = make_header({f"{MODEL}{name}": tensor for name, tensor in dense.items()})
-        yield header
-        with self.path.open("rb") as file:
-            for tensor in dense.values():
-                yield from read_blocks(file, tensor)
+        if self.dense:
+            yield from selected(self.path, {f"{MODEL}{name}": tensor for name, tensor in self.dense.items()})
+
+
+def selected(path: Path, tensors: Mapping[str, PlacedTensor]) -> Iterator[bytes]:
+    """Yields a safetensors file of these tensors of the file `path`."""
+    header, _ = make_header(tensors)
+    yield header
+    with path.open("rb") as file:
+        for tensor in tensors.values():
+            yield from read_blocks(file, tensor)
 
 
 Source = EarlierRun | ExportedFile

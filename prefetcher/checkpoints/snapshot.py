@@ -56,7 +56,8 @@ class BarrierCheckpointer:
             return False
         crash_point("dense piece taken")
         if is_last:
-            self._writer.finish(f"{message.checksum:016x}", self._collected(self._freeze()))
+            is_best = isinstance(message, Saved) and message.is_best
+            self._writer.finish(f"{message.checksum:016x}", self._collected(self._freeze()), is_best=is_best)
         return True
 
     def _freeze(self) -> list[FrozenRows]:

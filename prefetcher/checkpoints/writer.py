@@ -62,6 +62,7 @@ class Complete(NamedTuple):
 
     dense_checksum: str | None  # xxh3_64 of all dense pieces; None if there are none
     rows: Iterable[RowBlock]  # read as they are written
+    is_best: bool  # see `Saved`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,13 +146,13 @@ class CheckpointWriter:
         self._put(content)
         return True
 
-    def finish(self, dense_checksum: str | None, rows: Iterable[RowBlock]) -> None:
+    def finish(self, dense_checksum: str | None, rows: Iterable[RowBlock], *, is_best: bool = False) -> None:
         """Ends the checkpoint. The dense file must have this xxh3_64 (16 hex digits); None: it has no dense file.
 
         `rows`: rows of the shard that changed since the newest checkpoint, groups in order, keys ascending within a
         group. `advance` reads them as it writes; the writer owns their arrays. With several shards, the checksum is of
         the model state of the shard's trainer."""
-        self._put(Complete(dense_checksum, rows))
+        self._put(Complete(dense_checksum, rows, is_best))
         self._complete = True
 
     def abandon(self) -> None:
@@ -215,7 +216,8 @@ class CheckpointWriter:
                 "move that folder elsewhere and start again"
             )
         yield from self._make_folder(folder)
-        dense, model_state, blocks = yield from self._receive(folder)
+        dense, complete = yield from self._receive(folder)
+        model_state, blocks = complete.dense_checksum, complete.rows
         rows = RowFiles(self._disk, folder, self._shard.tag)
         for index, keys, records in blocks:
             yield from rows.add(self._groups[index], keys, records)
@@ -225,7 +227,7 @@ class CheckpointWriter:
         yield from self._sync_folders(folder)
         self._count([*rows.files, *(file for layer in shard.layers for file in layer.files), dense], folder)
         if self._shard.count == 1:
-            manifest = self._manifest(start, (shard,), dense)
+            manifest = self._manifest(start, (shard,), dense, complete)
             yield from publish(self._disk, folder, manifest)
             return manifest
         assert model_state is not None, "the trainer of each rank says what model state it has"
@@ -237,11 +239,14 @@ class CheckpointWriter:
             self._checkpoints.taken_over()
             return manifest
         found = yield from gather_shards(self._disk, folder, own, lambda: self._attempt_is_over)
-        manifest = self._manifest(start, tuple(file.shard for file in found), dense)
+        manifest = self._manifest(start, tuple(file.shard for file in found), dense, complete)
         yield from publish(self._disk, folder, manifest)
         return manifest
 
-    def _manifest(self, start: CheckpointStart, shards: tuple[ShardLayers, ...], dense: DenseFile | None) -> Manifest:
+    def _manifest(
+        self, start: CheckpointStart, shards: tuple[ShardLayers, ...], dense: DenseFile | None, complete: Complete
+    ) -> Manifest:
+        best = folder_name(start.position) if complete.is_best else "" if self.newest is None else self.newest.best
         return seal(
             Manifest(
                 version=MANIFEST_VERSION,
@@ -255,6 +260,7 @@ class CheckpointWriter:
                 dense=dense,
                 ahead=start.ahead,
                 machine=self.machine(),
+                best=best if self._job.eval.keep == "best" else "",
             )
         )
 
@@ -285,9 +291,8 @@ class CheckpointWriter:
             self._disk.sync_folder(path)
             yield True
 
-    def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, str | None, Iterable[RowBlock]]]:
-        """Writes the dense file. Returns it, the checksum that its trainer sent, and the rows. Only rank 0 gets pieces
-        of a dense file."""
+    def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, Complete]]:
+        """Writes the dense file. Returns it and what `finish` was given. Only rank 0 gets pieces of a dense file."""
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
             dense: HashedFile | None = None
@@ -304,7 +309,7 @@ class CheckpointWriter:
                 assert item.dense_checksum is None or self._shard.number, (
                     f"no dense piece came, but its checksum {item.dense_checksum}"
                 )
-                return None, item.dense_checksum, item.rows
+                return None, item
             dense.sync()
             crash_point("dense file synced")
             yield True
@@ -314,7 +319,7 @@ class CheckpointWriter:
                 f"but the trainer sent {item.dense_checksum}"
             )
         file = DenseFile(file=f"{folder.name}/{path.name}", nbytes=dense.nbytes, checksum=dense.checksum)
-        return file, item.dense_checksum, item.rows
+        return file, item
 
     def _layers(self, written: list[RowFile], folder: Path) -> Generator[bool, None, tuple[RowLayer, ...]]:
         """Returns the layers of the shard. What was just written stays the newest; only older layers are merged."""

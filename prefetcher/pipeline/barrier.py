@@ -3,7 +3,7 @@
     thread      method                        writes
     fetcher     advance                       state, finished, _flush, _restore
     write-back  take_dense                    _dense (takes), _copied, _saved_barriers
-    mail        cut_short, accept_dense       _cut, _dense (appends)
+    mail        cut_short, accept_dense       early_end, _dense (appends)
 
 A barrier is an entry of the plan stream. Every step before it is done and home before the first `Flush` is sent, and no
 later plan is read before the barrier's checkpoint has frozen its rows. So both rings are empty when it begins and ends.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream, Stall, reached
+from rowcast.prefetcher.pipeline.fetcher import EarlyEnd, Fetcher, PlannedBarrier, PlanStream, Stall, reached
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.protocol.dense_pieces import DensePieces
@@ -32,7 +32,6 @@ from rowcast.protocol.plan import (
     saved_stamp,
 )
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
-from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.stages import StateTable
@@ -122,7 +121,7 @@ class PrefetcherBarrier:
         """`rings`: fetch and back. `takes_model_state`: whether its trainer sends it at a checkpoint, and not only a
         checksum. `tier`: the stores' counters."""
         self.state = TABLE.after(PrefetcherState.RESTORING, PrefetcherEvent.RESTORED)
-        self.finished = False  # the data had ended at the last barrier
+        self.finished = False  # the run was complete at the last barrier
         self._plans = plans
         self._fetcher = fetcher
         self._writeback = writeback
@@ -135,7 +134,7 @@ class PrefetcherBarrier:
         self._restore: DensePieces | None = None
         self._flush: deque[tuple[ArrayBlock, Piece]] = deque()  # of the list of dirty slots, to be sent
         self._saves = False  # a checkpoint follows the flush
-        self._cut: tuple[Position, str] | None = None  # where training continues, whatever barriers say; and why
+        self.early_end: EarlyEnd | None = None
         self._dense: deque[Saved | Replica] = deque()  # pieces are in the ring
         self._copied: tuple[Saved | Replica, bytes] | None = (
             None  # a piece copied from the ring that the checkpointer lacks
@@ -158,10 +157,10 @@ class PrefetcherBarrier:
 
     # the mail's thread
 
-    def cut_short(self, position: Position, reason: str) -> None:
-        """The trainer skips the steps after `position`: no later barrier counts them as trained, and the run stops.
-        Must be called before the fetcher learns that one of these steps is done."""
-        self._cut = position, reason
+    def cut_short(self, end: EarlyEnd) -> None:
+        """No barrier counts steps after `end` as trained, and the run stops. Must be called before the fetcher learns
+        that one of these steps is done."""
+        self.early_end = end
 
     def accept_dense(self, message: Saved | Replica) -> None:
         """Queues a message of the model state. Raises RemoteProtocolError if this rank's trainer may not send it."""
@@ -241,7 +240,7 @@ class PrefetcherBarrier:
     def _barrier(self) -> PlannedBarrier:
         barrier = self._plans[0]
         assert isinstance(barrier, PlannedBarrier), "the barrier must stay the next entry until it is done"
-        return barrier if self._cut is None else barrier.cut(*self._cut)
+        return barrier if self.early_end is None else barrier.cut(self.early_end)
 
     @property
     def _plan(self) -> BarrierPlan:
@@ -299,6 +298,7 @@ class PrefetcherBarrier:
             span=piece.arrays,
             checkpoint=self._saves,
             reason=plan.reason,
+            evaluated=self._barrier.evaluated,
         )
         self._flush.popleft()
         self._counters.flush(message)

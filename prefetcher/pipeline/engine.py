@@ -150,7 +150,7 @@ class PrefetcherEngine:
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
                 StepDone: self._step_done,
-                StopRequest: lambda message: self.planning.stop(message.reason, message.next_step, message.after_step),
+                StopRequest: self._stop_for_trainer,
                 Bye: self._bye,
             }
         )
@@ -269,6 +269,9 @@ class PrefetcherEngine:
         self.hello = hello
         self.conversation.send(self.welcome)
         self.fetcher.connected = True
+
+    def _stop_for_trainer(self, message: StopRequest) -> None:
+        self.planning.stop(message.reason, message.next_step, message.after_step, finished=message.finished)
 
     def _step_done(self, message: StepDone) -> None:
         self.fetcher.step_done(message.step)

@@ -36,12 +36,23 @@ class PlannedBarrier:
     last: bool  # no entry follows
     ahead: tuple[BatchChecksum, ...]  # of the batches that follow
     fault: RowcastError | None  # raised once the barrier's checkpoint is durable: the batch after it is bad
+    evaluated: bool  # the evaluation before it is over
 
-    def cut(self, position: Position, reason: str) -> "PlannedBarrier":
-        """Returns this barrier for a run that stops at `position`: its checkpoint is at that position or earlier."""
-        if self.position.step <= position.step:
+    def cut(self, end: "EarlyEnd") -> "PlannedBarrier":
+        """Returns this barrier for a run that ends early: its checkpoint is there or earlier."""
+        if self.position.step < end.position.step or (self.position.step == end.position.step and not end.finished):
             return self
-        return replace(self, position=position, plan=replace(self.plan, reason=reason, finished=False), fault=None)
+        plan = replace(self.plan, reason=end.reason, finished=end.finished)
+        return replace(self, position=end.position, plan=plan, fault=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyEnd:
+    """The trainer skips the steps after `position`."""
+
+    position: Position  # where training continues, whatever barriers say
+    reason: str
+    finished: bool  # the run is complete
 
 
 PlanStream = deque[Plan | PlannedBarrier]  # the planning thread appends, the fetcher's takes

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
-from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream
+from rowcast.prefetcher.pipeline.fetcher import EarlyEnd, Fetcher, PlannedBarrier, PlanStream
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.source import Source
@@ -59,6 +59,7 @@ class PlanningStage:
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
+        planner.evaluating = welcome.start.eval_batch is not None
         self._stores = stores
         self._plans = plans
         self._fetcher = fetcher
@@ -79,7 +80,8 @@ class PlanningStage:
         self.pace: Pace | None = None  # converts a time between checkpoints into train steps
         self._belonging, self._announced = belonging, welcome.inputs
         self._cuts: deque[Cut] = deque()  # this rank's entries in the arrays of each batch in the horizon
-        self._position_after: dict[int, Position] = {}  # of each step that is planned and may not be done
+        # of each step that is planned and may not be done, and of the one before the first
+        self._position_after: dict[int, Position] = {welcome.start.step - 1: welcome.start}
         self.on_plan: Callable[[StepPlan], None] = lambda plan: None
         # called once, with the train steps between checkpoints
         self.on_interval: Callable[[int], None] = lambda steps: None
@@ -97,12 +99,14 @@ class PlanningStage:
         """Whether all data is planned, so that a stop would change nothing."""
         return (self._dense_ended and not self._samples) or (self._ended and not self._planner.ready())
 
-    def stop(self, reason: str, next_step: int | None = None, after_step: int | None = None) -> None:
+    def stop(
+        self, reason: str, next_step: int | None = None, after_step: int | None = None, *, finished: bool = False
+    ) -> None:
         """Makes no plan after the next turn, and a barrier after the last plan. The mail's thread calls it.
 
-        `next_step`: the trainer skips this step and all later ones, so the run continues there. Raises
-        RemoteProtocolError unless the step is in progress. `after_step`: plans continue to this step; all ranks have
-        the barrier after it. Raises RemoteProtocolError if a later one is planned.
+        `next_step`: the trainer skips this step and all later ones, so the run continues there, unless it is
+        `finished`. Raises RemoteProtocolError unless the step is in progress. `after_step`: plans continue to this
+        step; all ranks have the barrier after it. Raises RemoteProtocolError if a later one is planned.
         """
         if after_step is not None and after_step < (self.planned_through or 0):
             raise RemoteProtocolError(
@@ -110,12 +114,12 @@ class PlanningStage:
             )
         self._last_step = after_step
         if next_step is not None:
-            position = self._start if next_step == self._start.step else self._position_after.get(next_step - 1)
+            position = self._position_after.get(next_step - 1)
             if position is None:
                 raise RemoteProtocolError(
                     f"StopRequest: step {next_step} is not among the steps that are planned and not done"
                 )
-            self._barrier.cut_short(position, reason)
+            self._barrier.cut_short(EarlyEnd(position=position, reason=reason, finished=finished))
         self.stop_reason = reason
 
     def read_ids_ahead(self) -> bool:
@@ -225,12 +229,16 @@ class PlanningStage:
         return self._send_barrier("a fault in the data", last=True)
 
     def _send_barrier(self, reason: str, *, finished: bool = False, last: bool) -> bool:
+        evaluated = self._planner.evaluated
+        if evaluated:
+            self._position = self._position_after[self._next_step - 1] = self._planner.known.next.position
         barrier = PlannedBarrier(
             plan=self._planner.barrier(reason, finished),
             position=self._position,
             last=last,
             ahead=self.checksums.ahead,
             fault=self._fault if self._data_is_planned else None,
+            evaluated=evaluated or finished,
         )
         self._plans.append(barrier)
         self._barrier_sent = last

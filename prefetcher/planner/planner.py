@@ -254,6 +254,8 @@ class RowPlanner:
         self._last_planned: int | None = None
         self._num_barriers = 0
         self.checkpoint_every: CheckpointInterval = 0  # each with a `barrier`; may be set between two plans
+        self.saves_evaluations = False  # each evaluation ends with a checkpoint
+        self.evaluating = False  # the batch before the next one was an evaluation's, and no barrier came after it
         self._before: Scheduled[BatchRows] | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
@@ -304,9 +306,15 @@ class RowPlanner:
     @property
     def checkpoint_due(self) -> bool:
         """Whether the next plan must follow a checkpoint's barrier. The end of the data always has a barrier."""
-        return (
-            self._before is not None and self.ready() and is_due(self.checkpoint_every, self._before, self.known.next)
-        )
+        before = self._before
+        has_passed = before is not None and self.ready() and is_due(self.checkpoint_every, before, self.known.next)
+        return has_passed or self.evaluated
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether an evaluation that ends with a checkpoint is over."""
+        has_ended = self.evaluating and self.ready() and self.known.next.kind == "train"
+        return has_ended and self.saves_evaluations
 
     def plan(self) -> StepPlan:
         """Plans the next step.
@@ -339,7 +347,7 @@ class RowPlanner:
             groups = [group for level in self.levels for group in level.groups]
             self.known.num_batches = self._auto.grow(groups, self.known.id_bytes, self.known.num_known)
         self.known.advance()
-        self._last_planned, self._before = known.step, known
+        self._last_planned, self._before, self.evaluating = known.step, known, known.kind == "eval"
         for grouping, group_moves in zip(known.batch.groups, moves[0], strict=True):
             self.counters.count(grouping.num_lookups, group_moves)
         return StepMoves(step=known.step, after_step=after_step, levels=moves)
@@ -350,7 +358,7 @@ class RowPlanner:
         dirty = tuple(group.clean() for group in self.levels[0].groups)
         self._write_backs.settle(self._last_planned)
         self._num_barriers += 1
-        self._before = None
+        self._before, self.evaluating = None, False
         self.counters.rows_flushed += sum(map(len, dirty))
         return BarrierPlan(
             barrier=self._num_barriers - 1, after_step=self._last_planned, dirty=dirty, reason=reason, finished=finished
@@ -431,6 +439,7 @@ def job_planner(
         rank=rank,
     )
     planner.checkpoint_every = job.checkpoint.interval
+    planner.saves_evaluations = job.eval.keep == "best"
     return planner
 
 

@@ -77,7 +77,8 @@ class PrefetcherAttempt:
         newest = point.newest
         self.newest = newest  # the newest checkpoint on disk
         self._run_id = point.run_id
-        self.finished = False  # the data has ended, everything is durable and the trainer has said goodbye
+        self.finished = False  # the run is complete, everything is durable and the trainer has said goodbye
+        self.ended_early = ""  # why it is complete before the data has ended
         self._run = run
         self._job = run.job
         self._crew = crew
@@ -230,7 +231,8 @@ class PrefetcherAttempt:
         connection.drive(engine, run.on_training, self._is_over)
         if self._writer is not None:
             self.newest = self._writer.newest
-        self.finished = engine.finished and engine.barrier.finished
+        self.finished, end = engine.finished and engine.barrier.finished, engine.barrier.early_end
+        self.ended_early = end.reason if end is not None and end.finished else ""
         run.health.state = "stopped"
         self._log_end(engine)
 
@@ -428,18 +430,20 @@ class PrefetcherRun:
         # with a fresh run that has no checkpoint, the run in the directory is the earlier one
         if last.finished and not self.checkpoints.are_fresh and self.shard.number == 0:
             crash_point("run not marked complete")
-            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(self._completion(last.train_steps))
+            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(self._completion(last))
         return last.finished
 
     def _is_complete(self) -> bool:
         return RunDirectory(self.job.run_dir, "prefetcher").completion() is not None
 
-    def _completion(self, train_steps: int) -> Completion:
-        max_steps = self.options.max_steps
+    def _completion(self, last: PrefetcherAttempt) -> Completion:
+        max_steps, train_steps = self.options.max_steps, last.train_steps
         return Completion(
             train_steps=train_steps,
             epochs=self.job.data.epochs,
             max_steps=max_steps if max_steps == train_steps else None,
+            patience=self.job.eval.patience if last.ended_early else 0,
+            reason=last.ended_early,
         )
 
     def on_training(self) -> None:

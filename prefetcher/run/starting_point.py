@@ -37,7 +37,7 @@ class RunOptions:
     source: Path | None = None  # a run directory or an exported file to start from
     timeline: bool = False  # record one
     mode: Mode = "train"
-    checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: the newest
+    checkpoint: str | None = None  # eval: the name of the checkpoint to evaluate; None: see `Checkpoints.choose`
     host: int = 0  # which of the hosts that have ranks
     rank: int | None = None  # serve only this rank; None: all ranks of the host
 

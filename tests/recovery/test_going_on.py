@@ -103,7 +103,7 @@ def test_more_epochs_of_a_complete_run_are_those_of_a_longer_one(
         assert trained(session).train_steps < expected.train_steps
         refused = session.start("prefetcher").ended().refused(2)
         assert "finished after" in refused
-        assert "(data.epochs = 1); to train it further raise that" in refused
+        assert "(data.epochs = 1); to train it further raise data.epochs; " in refused
         write_small_job(session, [0], epochs=3, **more)
         assert trained(session).differs(expected) == []
         write_small_job(session, [0], epochs=2, **more)

@@ -326,9 +326,9 @@ class InProcessRun:
         self.saved: list[bytes] = []  # model states that the trainer has packed for checkpoints
         send_state = self.trainer.sender.send_state
 
-        def kept(barrier: int, content: bytes, *, whole: bool) -> None:
+        def kept(barrier: int, content: bytes, *, whole: bool, is_best: bool) -> None:
             self.saved.append(content)
-            send_state(barrier, content, whole=whole)
+            send_state(barrier, content, whole=whole, is_best=is_best)
 
         self.trainer.sender.send_state = kept  # type: ignore[method-assign]
         self.advances = [

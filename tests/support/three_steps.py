@@ -206,4 +206,5 @@ def facts(
         pids={"prefetcher": 11, "trainer": 12},
         finished=finished,
         stopped_by=stopped_by,
+        ended_early="",
     )

@@ -91,12 +91,20 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 OWN_LOSS = Evaluation(train_step=2, auc=None, logloss=2.5, is_own_loss=True, accuracy=None)
+EARLY = msgspec.structs.replace(
+    facts(),
+    evaluations=(msgspec.structs.replace(OWN_LOSS, train_step=1, logloss=2.25), OWN_LOSS),
+    ended_early="eval.patience = 1: why",
+)
 SUMMARIES: list[tuple[RunFacts, str]] = [
     (facts(), r"\ntables +16 GiB in all, 3 MiB on the device \(0.0 %\)\n"),
     (msgspec.structs.replace(facts(), table_bytes=2**20), r"\ntables +1 MiB in all, 3 MiB on the device\n"),
     (facts(tier=tier_totals()), r"\ncold tier +1,234,567 rows from it, 7 late, 45,678 to it\n"),
     (facts(tier=tier_totals()), r"\nits traffic +3 GiB read, 512 MiB written; 2 GiB of disk\n"),
     (facts(evaluation=OWN_LOSS), r"\nevaluation +loss 2.500000\n"),
+    (EARLY, r"rowcast: ended early after 2 steps in 4.0 s"),
+    (EARLY, r"\nevaluation +loss 2.500000\nbest evaluation +after 1 train steps, loss 2.250000\n"),
+    (EARLY, r"\nended early +eval.patience = 1: why\n"),
     (facts(train_steps=7), r"rowcast: finished after 7 steps \(2 of this process\) in 4.0 s"),
 ]
 

@@ -54,6 +54,8 @@ class NoModel:
 class NoResults:
     """Implements `barrier.Results`: the script keeps its losses."""
 
+    evaluations = ()
+
     def loss(self, train_step: int, loss: np.float32) -> None: ...
 
     def evaluation(self, result: Evaluation) -> None: ...

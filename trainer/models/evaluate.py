@@ -63,6 +63,25 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[TaskEvaluation, ...] = ()  # of several labels, each
 
 
+def place_of_best(evaluations: Sequence[Evaluation]) -> int:
+    """Returns the place of the first one with the lowest loss; -1 if none has a finite one."""
+    losses = [math.nan if own.logloss is None else own.logloss for own in evaluations]
+    known = [place for place, loss in enumerate(losses) if math.isfinite(loss)]
+    return min(known, key=losses.__getitem__, default=-1)
+
+
+def end_of_patience(evaluations: Sequence[Evaluation], patience: int) -> str:
+    """Returns why `eval.patience` ends training after these evaluations; "" while it does not."""
+    place = place_of_best(evaluations)
+    if not 0 < patience < len(evaluations) - place:
+        return ""
+    since = "no evaluation had a finite loss"
+    if place >= 0:
+        best = evaluations[place]
+        since = f"none had a lower loss than the one after {best.train_step} train steps, {best.logloss:.6f}"
+    return f"eval.patience = {patience}: of the last {patience} evaluations {since}"
+
+
 @dataclass(frozen=True, slots=True)
 class EvalCounts:
     """The counts of an evaluation so far. T is the number of labels per sample if there are several, else 0."""

@@ -23,7 +23,7 @@ from rowcast.protocol.parts import PREFIX, belonging
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import as_fp32, build_dense_optimizer, build_model, own_loss
 from rowcast.trainer.models.embedding import align_inputs
-from rowcast.trainer.models.evaluate import own_ranks
+from rowcast.trainer.models.evaluate import EvalMetrics, own_ranks
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 CPU = torch.device("cpu")
@@ -88,6 +88,12 @@ class JobModel:
         """Returns f32 [], the batch's mean, from the outputs of `forward` and labels f32 [B] or [B, T]. Raises
         ConfigError."""
         return mean_loss(outputs, labels) if self.own_loss is None else self.own_loss(outputs, labels)
+
+    def count(self, metrics: EvalMetrics, outputs: Any, labels: Tensor, part: int = 0) -> None:
+        """Adds the outputs of an evaluation step, or of one of its parts, to the metrics."""
+        loss = None if self.own_loss is None else self.loss(outputs, labels)
+        metrics.update(self.logits(outputs), labels, loss, part)
+        metrics.update_ranks(self.ranks(outputs))
 
     def step(self, train_step: int) -> None:
         """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""

@@ -91,9 +91,7 @@ class Runner:
 
     def count(self, step: int, outputs: Any, labels: Tensor, part: int = 0) -> None:
         """Adds the outputs of an evaluation step, or of one of its parts, to the metrics."""
-        loss = None if self._side.own_loss is None else self._side.loss(outputs, labels)
-        self._metrics.update(self._side.logits(outputs), labels, loss, part)
-        self._metrics.update_ranks(self._side.ranks(outputs))
+        self._side.count(self._metrics, outputs, labels, part)
 
     def completed(self, step: int) -> None:
         pass

@@ -59,6 +59,7 @@ def final_report(
             pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
             finished=end.finished,
             stopped_by=None if end.finished else engine.barrier.stop_reason,
+            ended_early=engine.loop.ended_by,
         ),
     )
 

@@ -297,7 +297,7 @@ def progress_line(
 
 
 def evaluation_text(found: Evaluation | Report) -> str:
-    """Formats what the newest evaluation has: a model with a custom loss may have no logits, and few have ranks."""
+    """Formats what an evaluation has: a model with a custom loss may have no logits, and few have ranks."""
     texts = [] if found.accuracy is None else [auc_text(found.auc)]
     if found.logloss is not None:
         texts.append(f"{'loss' if found.is_own_loss else 'log loss'} {found.logloss:.6f}")

@@ -11,7 +11,7 @@ from rowcast.protocol.messages import TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import LOST
-from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation, place_of_best
 from rowcast.trainer.step.metrics import TrainerCounters
 
 RECENT = 100  # losses in the average
@@ -88,6 +88,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     finished: bool
     stopped_by: str | None  # what ended the run early; None if the data ended
     evaluations: tuple[Evaluation, ...] = ()  # of the whole run
+    best_train_step: int | None = None  # of the evaluation with the lowest loss; None if none has a finite one
+    ended_early: str = ""  # why, if eval.patience ended the run
     lines_lost: int = 0  # lines that stdout or stderr of the trainers could not take
 
 
@@ -116,6 +118,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     pids: dict[str, int]
     finished: bool
     stopped_by: str | None
+    ended_early: str
 
 
 def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
@@ -123,6 +126,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
     unique_rows = counters.total("unique_rows")
     counted: dict[str, Any] = {name: counters.total(name) for name in COUNTED}
     none = Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
+    place = place_of_best(run.evaluations)
     return Report(
         steps=counters.train_steps,
         eval_steps=counters.eval_steps,
@@ -141,6 +145,7 @@ def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
         rank_imbalance=counters.mean_imbalance,
         ranks=(rank_figures(counters, run),),
         lines_lost=LOST.lines,
+        best_train_step=None if place < 0 else run.evaluations[place].train_step,
         **counted,
         **fields_of_report(run.evaluations[-1] if run.evaluations else none),
         **fields_of_report(run),

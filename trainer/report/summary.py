@@ -53,7 +53,8 @@ def rank_lines(report: Report) -> list[str]:
 def summary_title(report: Report) -> str:
     if report.eval_steps and not report.steps and report.finished:
         return f"rowcast: evaluated in {human_seconds(report.wall_s)}, after {report.train_steps:,} train steps"
-    how = "finished" if report.finished else f"stopped by {report.stopped_by or 'request'}"
+    end = "ended early" if report.ended_early else "finished"
+    how = end if report.finished else f"stopped by {report.stopped_by or 'request'}"
     here = "" if report.steps == report.train_steps else f" ({report.steps:,} of this process)"
     return f"rowcast: {how} after {report.train_steps:,} steps{here} in {human_seconds(report.wall_s)}"
 
@@ -70,6 +71,10 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     if report.logloss is not None or report.ranking:
         rows.append(("evaluation", evaluation_text(report)))
     rows += [(f"label {task.label}", task_text(task)) for task in report.tasks]
+    for best in [own for own in report.evaluations[:-1] if own.train_step == report.best_train_step]:
+        rows.append(("best evaluation", f"after {best.train_step:,} train steps, {evaluation_text(best)}"))
+    if report.ended_early:
+        rows.append(("ended early", report.ended_early))
     lost = plural(report.lines_lost, "line")
     hits = "" if report.hit_ratio is None else f", hit ratio {percent(report.hit_ratio)}"
     return [

@@ -6,7 +6,7 @@ mail    accept_flush, accept_restore, accept_end   flushes, _restores (appends, 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -21,8 +21,9 @@ from rowcast.protocol.plan import Piece, barrier_stamp, cut, dense_stamp
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.stages import StateTable
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.device.streams import Event, Streams, memory_for
-from rowcast.trainer.models.evaluate import Evaluation
+from rowcast.trainer.models.evaluate import Evaluation, end_of_patience, place_of_best
 from rowcast.trainer.models.model_state import ModelStatePieces, Tensors, pack, readable, require_finite
 from rowcast.trainer.models.model_state import unpack as read_tensors
 from rowcast.trainer.step.cache import DeviceCache
@@ -86,6 +87,10 @@ class ModelState(Protocol):
 class Results(Protocol):
     """Receives results in the order of the steps."""
 
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """All of the run."""
+
     def loss(self, train_step: int, loss: np.float32) -> None: ...
 
     def evaluation(self, result: Evaluation) -> None: ...
@@ -105,6 +110,21 @@ class TrainingState:
     job: Job
     train_steps: int  # train steps of the run issued, in this attempt or before it
     evaluating: bool = False  # an evaluation has begun and is not closed
+    ended_by: str = ""  # why no more steps are trained although there may be data
+
+    def evaluated(self, result: Evaluation) -> None:
+        self.results.evaluation(result)
+        self._judge()
+
+    def _judge(self) -> None:
+        self.ended_by = end_of_patience(self.results.evaluations, self.job.eval.patience)
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the best evaluation is one of this model."""
+        evaluations = self.results.evaluations
+        place = place_of_best(evaluations)
+        return place >= 0 and evaluations[place].train_step == self.train_steps
 
     def issue(self, streams: Streams) -> Event:
         """Issues the copies for `pack`. Called when every step is complete."""
@@ -124,6 +144,9 @@ class TrainingState:
         crash_point("model restored")
         with readable():
             self.results.restore(tensors)
+        self._judge()
+        if self.job.eval.patience and not self.results.evaluations:
+            get_logger().info("the checkpoint has no evaluations; eval.patience counts from here")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,6 +190,11 @@ class TrainerBarrier:
         self._sends_model_state = sends_model_state
         if not resumes:
             self._follow(TrainerEvent.RESTORED)
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether a barrier has come before which the evaluation is over."""
+        return bool(self.flushes) and self.flushes[0][0].evaluated
 
     @property
     def has_checkpoint(self) -> bool:
@@ -293,5 +321,5 @@ class TrainerBarrier:
         crash_point("dense side not packed")
         with self._cache.counters.shown("pack"):
             content = self._training.pack()
-        self._sender.send_state(barrier, content, whole=self._sends_model_state)
+        self._sender.send_state(barrier, content, whole=self._sends_model_state, is_best=self._training.is_best)
         return self._follow(TrainerEvent.PACKED)

@@ -110,9 +110,13 @@ class DeviceCache:
         self._check.arrays(step.step, whole)
         return derive(step.header, whole)
 
+    @property
+    def next_filled(self) -> Step | None:
+        """The next step, if its fills have all been issued. Its look-up must wait for `filled` and `copied`."""
+        return self._steps[0] if self._steps and self._steps[0].is_filled else None
+
     def take_filled(self) -> Step | None:
-        """Returns the next step whose fills have all been issued. Its look-up must wait for `filled` and `copied`."""
-        return self._steps.popleft() if self._steps and self._steps[0].is_filled else None
+        return None if self.next_filled is None else self._steps.popleft()
 
     def issued(self, step: Step) -> None:
         """Notes that the step was issued to the compute stream."""

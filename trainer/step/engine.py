@@ -113,7 +113,7 @@ class TrainerEngine:
         self.barrier = TrainerBarrier(
             self.cache, training, check, resumes=welcome.restore_bytes > 0, sends_model_state=rank.number == 0
         )
-        self.loop = TrainingLoop(self.cache, self.barrier, training, steps, welcome.depth, clock)
+        self.loop = TrainingLoop(self.cache, self.barrier, training, steps, welcome.depth, clock, send)
         self.stages: dict[str, Stage] = {
             "mail": conversation.advance,
             "loop": self.loop.advance,

@@ -24,6 +24,7 @@ With a training script (`trainer/adopt/`), the script does the work between `beg
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.protocol.messages import StepDone
+from rowcast.protocol.messages import StepDone, StopRequest
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged
@@ -78,6 +79,7 @@ class TrainingLoop:
         steps: Steps | None,
         depth: int,
         clock: PhaseClock,
+        send: Callable[[StopRequest], None],
     ) -> None:
         """`steps`: None: a training script computes them. `clock` times the steps' stream."""
         self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
@@ -90,13 +92,15 @@ class TrainingLoop:
         self._training = training
         self._computed_by = steps
         self._clock = clock
+        self._send = send
+        self.ended_by = ""  # why training has ended before its data
         pinned = streams.device.type == "cuda"
         self._losses = [torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(depth + 2)]
         self._issued: deque[Step | Closing] = deque()
 
     @property
     def finished(self) -> bool:
-        return self._barrier.state is TrainerState.ENDED and not self._issued and not self._must_close
+        return self._barrier.state is TrainerState.ENDED and not self._issued
 
     @property
     def awaits_device(self) -> bool:
@@ -137,17 +141,10 @@ class TrainingLoop:
         filled = self._cache.fill_next()  # its victims leave first: from here on the sender sends them home
         moved = copied_in or released or filled
         # if rows moved, other threads now have work; on a CPU the step would delay waking them
-        step = self.take() if self._computed_by is not None and not moved else None
-        if step is not None:
-            crash_point("step not begun")
-            self._close_evaluation_before(step)
-            self.begin(step)  # the compute stream waits until the rows are in their slots
-            loss = self._compute(step)
-            self.finish(step, loss)
-        elif not moved:
-            moved = self._barrier.advance() or self._close_evaluation_before(None)
+        if not moved and not self._is_closing:
+            moved = self._close_evaluation() or self._compute_next() or self._barrier.advance()
         reported = self._report_complete()
-        return moved or step is not None or reported
+        return moved or reported
 
     def idled(self, seconds: float) -> None:
         """Counts `seconds` without work for the main thread. Idle time before the first step is start-up, not a
@@ -193,6 +190,26 @@ class TrainingLoop:
         self.finish(step, None)
         self._training.train_steps, step.counts = trained, False
 
+    def _compute_next(self) -> bool:
+        step = None if self._computed_by is None else self.take()
+        if step is None:
+            return False
+        crash_point("step not begun")
+        if self._training.ended_by:
+            self._skip(step)
+            return True
+        self.begin(step)  # the compute stream waits until the rows are in their slots
+        loss = self._compute(step)
+        self.finish(step, loss)
+        return True
+
+    def _skip(self, step: Step) -> None:
+        """Passes over a step after the end of training; tells the prefetcher of the first one, before its StepDone."""
+        if not self.ended_by:
+            self.ended_by = self._training.ended_by
+            self._send(StopRequest(reason=self.ended_by, next_step=step.step, finished=True))
+        self.pass_over(step)
+
     def _compute(self, step: Step) -> Tensor | None:
         """Issues look-up to update; returns the tensor that the loss will be written to."""
         if step.header.kind == "eval":
@@ -204,16 +221,17 @@ class TrainingLoop:
         return loss
 
     @property
-    def _must_close(self) -> bool:
-        """Whether the data ended in an evaluation. An evaluation that a stop interrupts continues in the next
-        attempt."""
-        end = self._barrier.end
-        return end is not None and end.finished and self._training.evaluating
+    def _is_closing(self) -> bool:
+        """Whether what follows must wait for the result of an evaluation, which decides if training goes on, and if
+        the checkpoint is that of the best one."""
+        return bool(self._issued) and isinstance(self._issued[-1], Closing)
 
-    def _close_evaluation_before(self, step: Step | None) -> bool:
-        """Closes the evaluation if `step` is a train step, or None and the data has ended; returns whether it did."""
-        is_whole = self._must_close if step is None else self._training.evaluating and step.header.kind == "train"
-        if not is_whole:
+    def _close_evaluation(self) -> bool:
+        """Closes the evaluation once it is over; returns whether it did. One that a stop interrupts continues in the
+        next attempt."""
+        following = self._cache.next_filled
+        is_over = self._barrier.evaluated or (following is not None and following.header.kind == "train")
+        if not self._training.evaluating or not is_over:
             return False
         closing = Closing(counts=[], train_steps=self._training.train_steps)
         self._steps.issue_close(self._streams, closing.counts)
@@ -239,11 +257,11 @@ class TrainingLoop:
         job = self._training.job
         found = closing.counts[0].result(closing.train_steps, job.data.columns.labels, job.eval.ranks)
         if found is not None:
-            self._training.results.evaluation(found)
+            self._training.evaluated(found)
 
     def _report_step(self, step: Step) -> None:
         loss = None
-        if self._computed_by is not None:
+        if self._computed_by is not None and step.counts:
             self._computed_by.completed(step.step)
         if step.loss is not None:
             loss = np.float32(step.loss.item())

@@ -72,7 +72,7 @@ class Sender:
         self._tasks: deque[EvictTask | Parcel] = deque()
         self._copying: deque[EvictTask | Parcel] = deque()
         self._finished: deque[StepDone] = deque()
-        self._states: deque[tuple[int, DensePieces | Replica]] = deque()  # barrier, and its model state
+        self._states: deque[tuple[int, bool, DensePieces | Replica]] = deque()  # barrier, `is_best`, model state
 
     def advance(self) -> bool:
         """Sends victims home and reports their step; after a barrier's rows, the model state."""
@@ -133,12 +133,13 @@ class Sender:
         """Queues a message between the rows that have left and those that will."""
         self._tasks.append(parcel)
 
-    def send_state(self, barrier: int, content: bytes, *, whole: bool) -> None:
+    def send_state(self, barrier: int, content: bytes, *, whole: bool, is_best: bool) -> None:
         """Queues the model state, after the rows of its barrier. Not `whole`: only its checksum, as rank 0 sends the
-        same state."""
+        same state. `is_best`: as in `Saved`."""
         self._states.append(
             (
                 barrier,
+                is_best,
                 DensePieces(content, self._ring, partial(saved_stamp, barrier))
                 if whole
                 else Replica(barrier=barrier, checksum=xxhash.xxh3_64_intdigest(content)),
@@ -225,7 +226,7 @@ class Sender:
         """Sends the next piece of a checkpoint's model state, once all rows of its barrier were sent."""
         if not self._states or self.queued:
             return False
-        barrier, pieces = self._states[0]
+        barrier, is_best, pieces = self._states[0]
         if isinstance(pieces, Replica):
             self._send(pieces)
             self._states.popleft()
@@ -237,7 +238,7 @@ class Sender:
         with self._counters.shown("copy out"):
             fields = pieces.put(room)
         crash_point("Saved not sent")
-        self._send(Saved(barrier=barrier, **fields))
+        self._send(Saved(barrier=barrier, is_best=is_best, **fields))
         crash_point("Saved sent")
         if pieces.complete:
             self._states.popleft()

@@ -122,7 +122,7 @@ def may_hold_training(run_dir: Path) -> bool:
 def is_complete(job: Job, newest: Manifest, max_steps: int | None) -> bool:
     """Returns whether the run is over and the job adds no train steps. Raises ConfigError if that cannot be read."""
     completion = RunDirectory(job.run_dir, "trainer").completion()
-    return completion is not None and not completion.leaves_more(job.data.epochs, max_steps)
+    return completion is not None and not completion.leaves_more(job.data.epochs, job.eval.patience, max_steps)
 
 
 def dense_tensors(run_dir: Path, manifest: Manifest) -> Tensors:

@@ -226,7 +226,13 @@ def init_of(config: Any) -> str:
 def file_content(path: Path) -> dict[str, Any]:
     """The content of a job file. Raises ConfigError."""
     content = read_content(path)
-    for table in parse_job(content, str(path)).tables:
+    job = parse_job(content, str(path))
+    if job.eval.patience or job.eval.keep == "best":
+        raise ConfigError(
+            f"{path}: eval.patience and eval.keep are for `rowcast train`; in a script, leave the loop when its own "
+            "evaluations say so, and remove them from the job file"
+        )
+    for table in job.tables:
         if table.linear:
             raise ConfigError(
                 f"{path}: table {table.name} has linear = true, and an EmbeddingBagCollection returns one vector for "
