@@ -8,7 +8,7 @@ With --parts M each batch is cut into M contiguous slices. Their gradients are a
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -111,19 +111,14 @@ class PlainTable:
 
 
 Gradients = Sequence[Tensor | None]
+Tables = Sequence[PlainTable]
+Batches = Iterable[ScheduledBatch]
 
 
 def part_gradients(
-    job: Job,
-    side: JobModel,
-    tables: Sequence[PlainTable],
-    metrics: EvalMetrics,
-    scheduled: ScheduledBatch,
-    parts: int,
-    part: int,
+    job: Job, side: JobModel, tables: Tables, metrics: EvalMetrics, scheduled: ScheduledBatch, parts: int, part: int
 ) -> Gradients:
-    """Runs one part: its loss and the gradients of rows and dense weights, by its share of the batch's samples. Counts
-    an evaluation's."""
+    """Runs one part: its loss and the gradients of rows and dense weights, by its share of the samples; or counts."""
     batch, training = part_of(scheduled.batch, part, parts, belonging(job)), scheduled.kind == "train"
     trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
     if batch.size == 0:
@@ -162,12 +157,25 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b
 
 
+def until_patience_ends(job: Job, metrics: EvalMetrics, batches: Batches) -> Iterator[ScheduledBatch]:
+    """Ends after eval.patience evaluations in a row without a lower loss than the best one before them."""
+    lowest, num_worse, kind = math.inf, 0, "train"
+    for scheduled in batches:
+        if kind == "eval" and scheduled.kind == "train":
+            found = metrics.close().result(scheduled.train_step, job.data.columns.labels, ())
+            loss = math.nan if found is None or found.logloss is None else found.logloss
+            lowest, num_worse = (loss, 0) if loss < lowest else (lowest, num_worse + 1)
+            if num_worse == job.eval.patience > 0:
+                return
+        kind = scheduled.kind
+        yield scheduled
+
+
 def run_plain_loop(
-    job: Job, start: dict[str, Tensor], batches: Iterable[ScheduledBatch], parts: int = 1
+    job: Job, start: dict[str, Tensor], batches: Batches, parts: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Trains on `batches`, or until eval.patience ends it; returns the loss of each train step, and the tables, row
-    state and dense weights after the last.
-    """
+    state and dense weights after the last."""
     tensors = {name: tensor.clone() for name, tensor in start.items()}
     tables = [
         PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, tensors) for table in job.tables
@@ -178,19 +186,9 @@ def run_plain_loop(
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
     metrics = EvalMetrics(parts=parts, num_labels=len(job.data.columns.labels))
-    lowest, num_worse, kind = math.inf, 0, "train"
-    for scheduled in itertools.chain([first], batches):
-        if (kind, scheduled.kind) == ("eval", "train"):
-            evaluation = metrics.close().result(scheduled.train_step, job.data.columns.labels, job.eval.ranks)
-            assert evaluation is not None, "an evaluation has samples"
-            assert evaluation.logloss is not None, "an evaluation has samples"
-            num_worse = 0 if evaluation.logloss < lowest else num_worse + 1
-            lowest = min(lowest, evaluation.logloss)
-            if 0 < job.eval.patience == num_worse:
-                break
-        kind = scheduled.kind
+    for scheduled in until_patience_ends(job, metrics, itertools.chain([first], batches)):
         loss, *gradients = add_up(range(parts), partial(part_gradients, job, side, tables, metrics, scheduled, parts))
-        if kind == "train":
+        if scheduled.kind == "train":
             assert loss is not None, "a batch has samples"
             for weight, gradient in zip(trained, gradients, strict=True):
                 weight.grad = gradient

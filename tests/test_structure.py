@@ -181,9 +181,9 @@ def test_cuda_is_touched_only_by_streams_and_rings() -> None:
 
 
 def test_the_plain_loop_is_short_enough_to_be_read_as_the_promise_it_is() -> None:
-    """Its table of stock optimizers may grow; what a step does may not."""
+    """Its table of stock optimizers may grow; what a step does may not. The rule that ends training has 12 lines."""
     tree = ast.parse((ROOT / "examples" / "plain_loop.py").read_text())
     nodes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     lines = {name: node.end_lineno - node.lineno + 1 for name, node in nodes.items() if name != "main"}  # type: ignore[operator]
     assert lines["PlainTable"] + lines["run_plain_loop"] <= 110
-    assert sum(lines.values()) <= 140
+    assert sum(lines.values()) <= 145
