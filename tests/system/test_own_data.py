@@ -1,14 +1,17 @@
 """Own CSV and Parquet files with two real processes."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 
 from examples.sequence_data import NUM_CATEGORIES, make_sequences
 from rowcast.trainer.report.report_json import read_report
 from tests.support.comparisons import assert_trained_as_the_plain_loop
 from tests.support.jobs import table
+from tests.support.one_frame import TABLES, written
 from tests.support.processes import Session
 
 
@@ -66,3 +69,25 @@ def test_a_restarted_run_over_histories_has_the_bits_of_the_plain_loop(
     losses, plain = assert_trained_as_the_plain_loop(session)
     assert len(losses) == 15
     assert plain["top_activations.0.running_var"].ne(1).all(), "running means are trained"
+
+
+@pytest.mark.parametrize("way", ["csv", "no header", "jsonl", "arrow", "parquet"])
+def test_prepared_columns_of_every_format_survive_a_kill_with_the_bits_of_the_plain_loop(
+    way: str, session: Session, tmp_path: Path, one_thread: None
+) -> None:
+    session.write_job(
+        data={
+            **written(way, tmp_path),
+            **{"shuffle": "window:150", "batch_size": 16, "eval_fraction": 0.1, "synthetic": None},
+        },
+        tables=[own | {"embedding_dim": 4} for own in TABLES],
+        cache={"capacity": "400 rows"},
+        checkpoint={"every": 5},
+        prefetcher={"workers": 2},
+    )
+    prefetcher, trainer = session.start_training()
+    prefetcher.signal(signal.SIGKILL)
+    trainer.ended()
+    for process in session.start_both():
+        process.ended().quiet()
+    assert_trained_as_the_plain_loop(session)
