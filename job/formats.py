@@ -299,7 +299,7 @@ FORMATS = {
     "jsonl": Format(
         f"{READERS}.jsonl",
         note="JSON lines",
-        file_names=r".*\.(jsonl|ndjson|json)(\.gz)?",
+        file_names=r".*\.(jsonl|ndjson)(\.gz)?",
         random_access=True,
         in_columns=True,
         named_columns=True,

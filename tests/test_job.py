@@ -82,7 +82,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "run directory": ({"job": {"run_dir": ""}}, "run_dir is empty; name a folder"),
     "format": (
         {"data": {"format": "json"}},
-        "format = 'json' is not one of criteo-tsv, criteo-npy, parquet, csv, synthetic",
+        "format = 'json' is not one of criteo-tsv, criteo-npy, parquet, csv, jsonl, arrow, synthetic",
     ),
     "half a factory": ({"data": {"format": "package:"}}, "format = 'package:' is not one of"),
     "no path": ({"data": {"format": "criteo-tsv"}}, "format = 'criteo-tsv' needs path"),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.feather import write_feather
 
 from rowcast.analysis.new.files import look_at
 from rowcast.analysis.progress import AnalysisProgress
@@ -47,6 +48,15 @@ def write_parquet(path: Path, ids: Sequence[int]) -> None:
     pq.write_table(pa.table(columns if ids else {name: pa.nulls(0) for name in columns}), path)
 
 
+def write_jsonl(path: Path, ids: Sequence[int]) -> None:
+    path.write_text("".join(f'{{"label": {i % 2}, "int_0": 0.5, "cat_0": {own}}}\n' for i, own in enumerate(ids)))
+
+
+def write_arrow(path: Path, ids: Sequence[int]) -> None:
+    columns = {"label": [i % 2 for i in range(len(ids))], "int_0": [0.5] * len(ids), "cat_0": list(ids)}
+    write_feather(pa.table(columns), path, compression="uncompressed")
+
+
 def write_npy(path: Path, ids: Sequence[int]) -> None:
     """`path`: of the labels."""
     arrays: dict[str, npt.NDArray[Any]] = {
@@ -64,6 +74,8 @@ LAYOUTS: dict[str, tuple[str, str, Write]] = {  # -> format, name of a file with
     "npy": ("criteo-npy", "day_{}_labels.npy", write_npy),
     "csv": ("csv", "part-{}.csv", write_csv),
     "csv.gz": ("csv", "part.{}.csv.gz", write_csv),
+    "jsonl": ("jsonl", "part-{}.ndjson", write_jsonl),
+    "arrow": ("arrow", "part-{}.feather", write_arrow),
     "parquet": ("parquet", "part-{}-c000.snappy.parquet", write_parquet),
 }
 EVERY = pytest.mark.parametrize("layout", LAYOUTS)
