@@ -21,9 +21,9 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder, bag_lengths, is_li
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.columns import Ids, offsets_of
 from rowcast.prefetcher.readers.formats.criteo_tsv import hash_columns, logarithms
-from rowcast.prefetcher.readers.formats.csv import split_cells
+from rowcast.prefetcher.readers.formats.csv import split_cells, without_empty
 from rowcast.prefetcher.readers.formats.csv_line import Cell
-from rowcast.prefetcher.readers.hashed_ids import can_hash
+from rowcast.prefetcher.readers.hashed_ids import can_hash, is_text
 from rowcast.prefetcher.readers.id_check import IdCheck, job_features, row_location
 from rowcast.prefetcher.readers.negatives import DrawingReader, job_of_files
 from rowcast.prefetcher.readers.reader import Reader
@@ -213,15 +213,6 @@ def texts(values: Any) -> Any:
         written = [str(value) for value in coded.dictionary.to_numpy(zero_copy_only=False)]
         return pa.array([None if text == "nan" else text for text in written], pa.string()).take(coded.indices)
     raise ValueError("ids must be text or numbers; make them the text that the file of training has")
-
-
-def without_empty(values: Any) -> Any:
-    own = values.cast(pa.binary())
-    return pc.if_else(pc.equal(pc.binary_length(own), 0), None, own)
-
-
-def is_text(kind: Any) -> bool:
-    return can_hash(kind, by_value=False) and not pa.types.is_integer(kind)
 
 
 def criteo_dense(values: Any) -> Any:

@@ -64,8 +64,8 @@ class Columns(Section, frozen=True, kw_only=True):
     # with `hash`, a whole number gets one row however it is written: 35, 35.0 and an integer of Parquet; `00501` stays
     # text. `false`: the bytes of a cell count
     hash_by_value: bool = False
-    # CSV: maps a feature to the separator between the ids in a cell (and between their weights), such as `";"`; `"[]"`
-    # for cells such as `[1, 2]` or `['a', 'b']`
+    # maps a feature to the separator between the ids in a cell of text (in CSV and between their weights), such as
+    # `";"`; `"[]"` for cells such as `[1, 2]` or `['a', 'b']`
     lists: dict[str, str] = {}
     # CSV: the separator between cells, one character or several, such as `"::"`; `" "`: runs of spaces
     delimiter: str = ","
@@ -192,11 +192,12 @@ class Data(Section, frozen=True, kw_only=True):
                 f"columns.inputs belongs to format = {formats_with('named_columns')}, not {self.format!r}; remove it"
                 + (": every key of a batch is an array" if known is CUSTOM else "")
             )
-        if (self.columns.lists or self.columns.delimiter != "," or self.columns.names) and not known.text_cells:
+        if self.columns.lists and not known.named_columns:
+            belongs = f"belongs to format = {formats_with('named_columns')}"
+            raise ValueError(f"columns.lists {belongs}, not {self.format!r}; remove it")
+        if (self.columns.delimiter != "," or self.columns.names) and not known.text_cells:
             belongs = f"belong to format = {formats_with('text_cells')}"
-            raise ValueError(
-                f"columns.lists, columns.delimiter and columns.names {belongs}, not {self.format!r}; remove them"
-            )
+            raise ValueError(f"columns.delimiter and columns.names {belongs}, not {self.format!r}; remove them")
         if (self.columns.labels or self.columns.label_values != "binary") and known.one_label:
             raise ValueError(
                 f"columns.labels and columns.label_values: {self.format} has one label of 0 or 1 a sample; remove them"
@@ -268,7 +269,7 @@ class Format:
     in_columns: bool = False  # ids can be read without dense features and labels
     draws: bool = True  # data.negatives adds features to it
     named_columns: bool = False  # data.columns names the columns, including weights and hashed ids
-    text_cells: bool = False  # data.columns.delimiter and .lists separate its cells and the ids in them
+    text_cells: bool = False  # it has cells of text, which data.columns.delimiter separates
     one_label: bool = False  # the format itself has one label of 0 or 1 per sample
 
 

@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 import xxhash
 
 from rowcast.prefetcher.readers.arrow_rows import bag_lengths, is_list, lookup_location
-from rowcast.prefetcher.readers.formats.csv import split_cells
+from rowcast.prefetcher.readers.formats.csv import lists_of, without_empty
 from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell
+from rowcast.prefetcher.readers.hashed_ids import is_text
 from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.arrays import F64, I64, U64, Bools
 
@@ -40,7 +41,6 @@ TIME = (
     r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})|\d{1,2}:\d{2}(:\d{2})?"
     rf"|(\w{{3}}, )?\d{{1,2}}[- ]{MONTH}[- ,]+\d{{2,4}}|{MONTH} \d{{1,2}},? \d{{4}})([ T].*)?$"
 )
-BRACKETS = "[]"  # the separator of lists such as [1, 2]
 PAIR = r"^[^:]+:-?(\d+\.?\d*|\.\d+)$"  # key:weight
 
 
@@ -169,11 +169,13 @@ class Watch:
     def add(self, values: Any, location: Location) -> None:
         """`location(i)`: the place of row i of `values`."""
         missing = self._missing
-        values = items_of(values, self._separator)
+        written = values.type.value_type if is_list(values.type) else values.type
+        is_split = bool(self._separator) and is_text(written)
+        self._plain = self._plain and (pa.types.is_integer(written) or pa.types.is_binary(written) or is_split)
+        values = items_of(values, self._separator, self.name, location)
         if is_list(values.type):
             location = lookup_location(bag_lengths(values), location)
             self._is_list, values, missing = True, values.flatten(), self._missing_items
-        self._plain = self._plain and (pa.types.is_integer(values.type) or pa.types.is_binary(values.type))
         values = as_cells(values) if self._kind == "text" else values
         if values.null_count:
             first = missing.where or location(int(np.argmax(values.is_null().to_numpy(zero_copy_only=False))))
@@ -219,7 +221,8 @@ class Watch:
         self._distinct.add(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
         if len(self._values) <= MOST_VALUES:
             for text, count in zip(texts[: MOST_VALUES + 1], counts.tolist(), strict=False):
-                self._values[shown(text)] = self._values.get(shown(text), 0) + count
+                value = text.decode("utf-8", "replace")
+                self._values[value] = self._values.get(value, 0) + count
 
     def _add_numbers(self, numbers: F64) -> None:
         if len(numbers):
@@ -279,14 +282,11 @@ class Watch:
         )
 
 
-def items_of(values: Any, separator: str) -> Any:
-    """Splits text into lists by a separator; "" leaves it."""
+def items_of(values: Any, separator: str, name: str, location: Location) -> Any:
+    """Splits text into lists by a separator; "" leaves it. Raises DataError."""
     if not separator or is_list(values.type):
         return values
-    cells = values.cast(pa.binary())
-    if separator == BRACKETS:
-        cells, separator = pc.replace_substring_regex(cells, r"""[\[\]'" ]""", ""), ","
-    return split_cells(cells, Cell(kind="text", separator=separator))
+    return lists_of(without_empty(as_cells(values)), Cell(kind="text", separator=separator), name, location)
 
 
 def as_cells(values: Any) -> Any:

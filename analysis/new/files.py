@@ -14,11 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
 from rowcast.analysis.new.columns import (
-    BRACKETS,
     FEW,
     NO_NUMBER,
     NUMBER,
@@ -29,7 +27,6 @@ from rowcast.analysis.new.columns import (
     Sample,
     Watch,
     as_cells,
-    items_of,
     matches,
 )
 from rowcast.analysis.progress import AnalysisProgress, Tick
@@ -37,18 +34,23 @@ from rowcast.job.formats import FORMATS
 from rowcast.prefetcher.readers.arrow_rows import is_list
 from rowcast.prefetcher.readers.column_roles import require_single
 from rowcast.prefetcher.readers.data_files import data_files, is_gzip, no_rows
-from rowcast.prefetcher.readers.formats.csv import beginning, decode
-from rowcast.prefetcher.readers.formats.csv_line import Cell, CsvLayout, fields_of
+from rowcast.prefetcher.readers.formats.arrow import ArrowFiles
+from rowcast.prefetcher.readers.formats.csv import beginning, decode, split_cells
+from rowcast.prefetcher.readers.formats.csv_line import BRACKETED, BRACKETS, Cell, CsvLayout, fields_of
+from rowcast.prefetcher.readers.formats.jsonl import decode as decode_json
+from rowcast.prefetcher.readers.formats.jsonl import plain
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
 from rowcast.prefetcher.readers.id_check import Location
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
-FileKind = Literal["csv", "jsonl", "parquet", "criteo-tsv"]
+FileKind = Literal["csv", "jsonl", "parquet", "arrow", "criteo-tsv"]
+Pieces = Iterator[tuple[Any, Location]]  # record batches, and the places of their rows
+Begin = Callable[[int | None], Tick]
 PARQUET_ROWS = 65536  # read together
 BEGINNING = 2**16  # bytes that tell what a file is
-DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|txt|dat|data|inter)(\.gz)?)"  # of a folder
-DELIMITERS = ("\t", ",", ";", "|")
+DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|arrow|feather|txt|dat|data|inter)(\.gz)?)"  # of a folder
+DELIMITERS = ("\t", ",", ";", "|", "::")
 CRITEO_NAMES = ["label", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))]
 CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
 FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with spaces or commas is no list
@@ -65,7 +67,8 @@ OTHER_KINDS = (
     (rb"\x28\xb5\x2f\xfd", "compressed by zstd", PANDAS, 'pd.read_csv({path}, compression="zstd").to_parquet({out})'),
     (rb"\xff\xfe|\xfe\xff", "text in UTF-16, not UTF-8", PANDAS,
      'pd.read_csv({path}, encoding="utf-16").to_parquet({out})'),
-    (rb"ARROW1|\xff\xff\xff\xff", "Arrow (Feather)", PANDAS, "pd.read_feather({path}).to_parquet({out})"),
+    (rb"\xff\xff\xff\xff", "a stream of Arrow", "import pyarrow as pa",
+     "pa.ipc.open_stream({path}).read_all().to_pandas().to_parquet({out})"),
     (rb"ORC", "ORC", PANDAS, "pd.read_orc({path}).to_parquet({out})"),
     (rb"\x80[\x02-\x05]", "a Python pickle", PANDAS, "pd.read_pickle({path}).to_parquet({out})"),
     (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord", "import pandas as pd, tfrecord",
@@ -130,16 +133,15 @@ def look_at(path: str, names: Sequence[str], lists: dict[str, str], progress: An
     shape = shape_of_text(next(iter(kinds)), names) if kind == "csv" else Shape(kind=kind)
     if Path(path).is_dir() and not all(re.fullmatch(FORMATS[shape.kind].file_names, own.name) for own in every):
         path = f"{path}/*{''.join(every[0].suffixes)}"
-    read = parquet_pieces if kind == "parquet" else json_pieces if kind == "jsonl" else partial(text_pieces, shape)
+    by_kind = {"parquet": parquet_pieces, "arrow": arrow_pieces, "jsonl": json_pieces}
+    read = by_kind.get(kind, partial(text_pieces, shape))
     return watched(path, shape, every, read(list(kinds), partial(progress.begin, what)), lists)
 
 
-def watched(
-    path: str, shape: Shape, files: list[Path], pieces: Iterator[tuple[Any, Location]], lists: dict[str, str]
-) -> DataSet:
+def watched(path: str, shape: Shape, files: list[Path], found: Pieces, lists: dict[str, str]) -> DataSet:
     """Looks at pieces (a record batch, the places of its rows)."""
     watches, sample = list[Watch](), Sample()
-    for piece, location in pieces:
+    for piece, location in found:
         if not watches:
             kinds = {own.name: (str(own.type), kind_of(own.type)) for own in piece.schema}
             watches = [
@@ -166,8 +168,8 @@ def kind_of_file(file: Path) -> FileKind | None:
         raise another_kind(
             file, *next(own for name, own in ZIPPED.items() if any(re.fullmatch(name, one) for one in inside))
         )
-    if begin.startswith(b"PAR1"):
-        return "parquet"
+    if begin.startswith((b"PAR1", b"ARROW1")):
+        return "parquet" if begin.startswith(b"PAR1") else "arrow"
     text = begin.removeprefix(b"\xef\xbb\xbf").strip()
     return None if not text else "jsonl" if re.match(rb'\{\s*"', text) else "csv"
 
@@ -211,7 +213,8 @@ def delimiter_of(lines: list[str]) -> str:
     """The delimiter that all lines have equally often, or else the first line has most often."""
     counts = {own: [line.count(own) for line in lines] for own in DELIMITERS}
     even = [own for own in counts if len(set(counts[own])) == 1 and counts[own][0]]
-    return max(even or counts, key=lambda own: counts[own][0])
+    best = max(even or counts, key=lambda own: counts[own][0])
+    return best if counts[best][0] else " "
 
 
 def require_names(file: Path, rows: list[list[str]]) -> None:
@@ -251,7 +254,7 @@ def looks_like_a_value(cell: str) -> bool:
     return any(re.match(pattern, cell) for pattern in (NUMBER, TIME))
 
 
-def text_pieces(shape: Shape, files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
+def text_pieces(shape: Shape, files: list[Path], begin: Begin) -> Pieces:
     sizes = [None if is_gzip(file) else -(-file.stat().st_size // CHUNK_BYTES) for file in files]
     tick = begin(None if None in sizes else sum(size or 0 for size in sizes))
     filled, header, _ = beginning(files, shape.delimiter, shape.names)
@@ -285,21 +288,30 @@ def rows_of(file: Path, first: int) -> Location:
     return lambda i: f"{file}, row {first + i}"
 
 
-def json_pieces(files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
-    tick = begin(None)
+def json_pieces(files: list[Path], begin: Begin) -> Pieces:
+    tick, types = begin(None), dict[str, Any]()
     for file in files:
-        first = 1
         with open_text(file) as stream:
-            try:
-                for piece in pa_json.open_json(stream, pa_json.ReadOptions(block_size=CHUNK_BYTES)):
-                    yield piece, lines_of(file, first)
-                    first += piece.num_rows
-                    tick()
-            except pa.ArrowInvalid as error:
-                raise DataError(f"{file}, from line {first} on: {error}") from None
+            for first, num_lines, lines in pieces(stream, file, 0):
+                where = lines_of(file, first)
+                types = types or {own.name: plain(own.type) for own in decode_json({}, lines, num_lines, where).schema}
+                yield decode_json(types, lines, num_lines, where), where
+                tick()
 
 
-def parquet_pieces(files: list[Path], begin: Callable[[int | None], Tick]) -> Iterator[tuple[Any, Location]]:
+def arrow_pieces(files: list[Path], begin: Begin) -> Pieces:
+    found, tick = ArrowFiles(files, []), begin(None)
+    for file, opened in zip(found.paths, found.files, strict=True):
+        first = 0
+        reader = pa.ipc.open_file(opened.content)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)):
+            for start in range(0, batch.num_rows, PARQUET_ROWS):
+                yield batch.slice(start, PARQUET_ROWS), rows_of(file, first + start)
+                tick()
+            first += batch.num_rows
+
+
+def parquet_pieces(files: list[Path], begin: Begin) -> Pieces:
     found = ParquetFiles(files, [])
     tick, names = begin(sum(-(-int(count) // PARQUET_ROWS) for count in np.diff(found.bounds))), found.schemas[0].names
     for file, schema in zip(found.paths, found.schemas, strict=True):
@@ -337,14 +349,14 @@ def separator_of(name: str, values: Any) -> str:
     plain = matches(cells, NUMBER) | matches(cells, TIME) | matches(cells, NO_NUMBER)
     if not len(cells) or plain.mean() > 1 - FEW:
         return ""
-    if matches(cells, r"^\s*\[.*\]\s*$").mean() > 1 - FEW:
+    if matches(cells, f"^{BRACKETED}$").all():
         return BRACKETS
     return next((own for own in ("^", "|", ";", ",", " ") if are_lists(cells, own)), "")
 
 
 def are_lists(cells: Any, separator: str) -> bool:
     """`cells`: distinct ones."""
-    parts = items_of(cells, separator).flatten().drop_null()
+    parts = split_cells(cells, Cell(kind="text", separator=separator)).flatten().drop_null()
     if len(parts) == len(cells):
         return False
     own = parts.unique()

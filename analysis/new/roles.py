@@ -1,5 +1,6 @@
 """The role of each column: label, dense feature, ids, or none. RULES is the whole of it; docs/data.md explains it."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ def told(case: Case) -> dict[str, str]:
         "odd_time": odd and f"; {odd}",
         "remedy": "write a decimal point, no separators or units"
         if re.search(r"\d", c.odd.value)
-        else "pandas.read_csv reads NULL and N/A as missing; write Parquet with it",
+        else f"pandas.read_csv({case.data.path!r}).to_parquet('log.parquet') makes NULL and N/A missing values",
         "clock": clock_of(case),
         "stem": stem_of(c),
         "distinct": f"{c.distinct:,}",
@@ -347,12 +348,12 @@ def scaling(c: ColumnFacts) -> Prepare:
     fill = (0.0 if heavy else short(float(middle))) if c.missing.count else None
     filled = np.append(own, np.full(len(c.numbers) - len(own), fill or 0.0)) if fill is not None else own
     scaled = np.log1p(np.maximum(filled, 0)) if heavy else filled
-    spread = float(scaled.std())
+    mean, spread = float(scaled.mean()), float(scaled.std())
     return Prepare(
         fill=fill,
-        least=0.0 if heavy and c.low < 0 else None,
+        least=0.0 if heavy else None,
         log1p=heavy,
-        standardize=(short(float(scaled.mean())), short(spread)) if spread else None,
+        standardize=(round(mean, 3 - math.floor(math.log10(spread))), short(spread)) if spread else None,
     )
 
 

@@ -84,3 +84,7 @@ def can_hash(kind: Any, *, by_value: bool) -> bool:
         *((pa.types.is_floating, pa.types.is_boolean) if by_value else ()),
     )
     return any(test(own) for test in tests)
+
+
+def is_text(kind: Any) -> bool:
+    return can_hash(kind, by_value=False) and not pa.types.is_integer(kind)

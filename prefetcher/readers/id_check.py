@@ -33,6 +33,7 @@ class Feature:
     weights_column: str | None  # data.columns.weights
     hashed: bool  # data.columns.hash
     by_value: bool  # data.columns.hash_by_value
+    separator: str  # data.columns.lists: between ids in a cell of text; "" for one id
 
 
 def row_location(path: Path, rows: Ids) -> Location:
@@ -49,6 +50,7 @@ def job_features(job: Job) -> list[Feature]:
             weights_column=columns.weights.get(name),
             hashed=columns.is_hashed(name),
             by_value=columns.hash_by_value,
+            separator=columns.lists.get(name, ""),
         )
         for table in job.tables
         for name in table.features

@@ -288,10 +288,9 @@ def test_columns_that_no_csv_can_have_are_refused(columns: dict[str, Any], sente
     assert sentence in refusal(ConfigError, write(tmp_path, LINES), columns)
 
 
-def test_lists_and_delimiter_belong_to_csv() -> None:
-    for columns in ({"lists": {"a": "|"}}, {"delimiter": ";"}):
-        with pytest.raises(
-            ConfigError,
-            match=facts("columns.lists", "columns.delimiter", '"csv"', "'parquet'"),
-        ):
+def test_delimiter_and_names_belong_to_csv_and_lists_to_named_columns() -> None:
+    for columns in ({"delimiter": ";"}, {"names": ["a"]}):
+        with pytest.raises(ConfigError, match=facts("columns.delimiter", "columns.names", '"csv"', "'parquet'")):
             make_job("parquet", TABLES, path="x", columns=columns)
+    with pytest.raises(ConfigError, match=facts("columns.lists", '"parquet" or "csv"', "'synthetic'")):
+        make_job("synthetic", TABLES, columns={"lists": {"a": "|"}})

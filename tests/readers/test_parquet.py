@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +22,7 @@ from tests.support.data_files import (
     all_samples,
     long_job,
     make_job,
+    same_batch,
     samples_of,
     table,
     write_bags,
@@ -231,3 +233,24 @@ def test_two_columns_of_one_name_are_refused_if_the_job_uses_them(name: str, tmp
     with pytest.raises(DataError) as refused:
         look_at(str(path), [], {}, AnalysisProgress())
     assert str(refused.value) == sentence
+
+
+def test_text_with_separators_is_lists_as_in_csv(tmp_path: Path) -> None:
+    rows = {"label": [0, 1, 0, 1], "a": ["x|y", "", None, "y||z"], "b": ["['u', 'v']", "[]", "[3]", None]}
+    pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    pd.DataFrame(rows).to_csv(tmp_path / "a.csv", index=False)
+    columns = {"lists": {"a": "|", "b": "[]"}, "hash": True, "dense": []}
+    tables = [table("a", 100, "a"), table("b", 100, "b")]
+    jobs = [make_job(form, tables, path=str(tmp_path / f"a.{form}"), columns=columns) for form in ("parquet", "csv")]
+    [of_parquet], [of_csv] = (list(open_reader(job).batches("train", 0)) for job in jobs)
+    assert same_batch(of_parquet, of_csv)
+    assert len(of_parquet.ids) == 2 + 3 + 2 + 1
+
+
+def test_a_cell_that_is_no_list_is_named(tmp_path: Path) -> None:
+    pd.DataFrame({"label": [0, 1, 0], "a": ["[1]", "[2]", "3"]}).to_parquet(tmp_path / "a.parquet")
+    job = make_job(
+        "parquet", [table("a", 100, "a")], path=str(tmp_path), columns={"lists": {"a": "[]"}, "hash": True, "dense": []}
+    )
+    with pytest.raises(DataError, match=r"a\.parquet, row 2, column a: '3' is no list such as \[1, 2\]"):
+        list(open_reader(job).batches("train", 0))

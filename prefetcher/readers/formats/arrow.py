@@ -13,6 +13,7 @@ from rowcast.prefetcher.readers.column_rows import ColumnRows
 from rowcast.prefetcher.readers.columns import FileRows
 from rowcast.prefetcher.readers.copies import CopyCursor
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
+from rowcast.prefetcher.readers.formats.csv import with_lists
 from rowcast.prefetcher.readers.formats.parquet import roles_in
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location, job_features, row_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
@@ -52,7 +53,7 @@ class ArrowFiles:
 
     def take(self, rows: FileRows, names: Sequence[str]) -> Any:
         table = self.files[rows.file].take(rows.rows, self._batch_bounds[rows.file], names)
-        return typed(table, self._features)
+        return typed(with_lists(table, self._features, self.location(rows)), self._features)
 
     def location(self, rows: FileRows) -> Location:
         return row_location(self.paths[rows.file], rows.rows)

@@ -35,13 +35,15 @@ from rowcast.prefetcher.readers.formats.csv_line import (
     Cell,
     CellKind,
     CsvLayout,
+    cell_error,
     fields_of,
     holds,
     is_number,
     items_of,
     refuse_line,
 )
-from rowcast.prefetcher.readers.id_check import IdCheck, Location
+from rowcast.prefetcher.readers.hashed_ids import is_text
+from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location
 from rowcast.prefetcher.readers.prepare import AS_IT_IS
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
@@ -151,6 +153,36 @@ def split_cells(texts: Any, cell: Cell) -> Any:
     if cell.kind != "text":
         items = items.cast(pa.string()).cast(ARROW_TYPES[cell.kind])
     return pa.ListArray.from_arrays(lists.offsets, items)
+
+
+def without_empty(texts: Any) -> Any:
+    """Returns binaries; an empty cell is null, as in CSV."""
+    own = texts.cast(pa.binary())
+    return pc.if_else(pc.equal(pc.binary_length(own), 0), None, own)
+
+
+def with_lists(table: Any, features: Sequence[Feature], location: Location) -> Any:
+    """Splits the text of features with data.columns.lists, in formats with types. Raises DataError."""
+    for feature in features:
+        if feature.separator and feature.name in table.schema.names:
+            at = table.schema.get_field_index(feature.name)
+            values = table.column(at)
+            values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+            if is_text(values.type):
+                cell = Cell(kind="text" if feature.hashed else "integer", separator=feature.separator)
+                table = table.set_column(
+                    at, feature.name, lists_of(without_empty(values), cell, feature.name, location)
+                )
+    return table
+
+
+def lists_of(texts: Any, cell: Cell, name: str, location: Location) -> Any:
+    try:
+        return split_cells(texts, cell)
+    except ValueError:  # of Arrow, too
+        cells = [(text or b"").decode("utf-8", "replace") for text in texts.to_pylist()]
+        row, why = next((i, why) for i, own in enumerate(cells) if (why := cell_error(own, cell)) is not None)
+        raise DataError(f"{location(row)}, column {name}: {why}") from None
 
 
 def split_brackets(texts: Any) -> Any:

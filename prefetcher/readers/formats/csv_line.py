@@ -80,11 +80,8 @@ def line_error(line: str, layout: CsvLayout) -> str | None:
         if name in cells:
             if cells[name].required and not field:
                 return f", column {name}: the cell is empty; it must be 0 or 1"
-            if cells[name].separator == BRACKETS and field and not re.fullmatch(BRACKETED, field):
-                return f", column {name}: {field[:40]!r} is no list such as [1, 2]"
-            bad = bad_item(field, cells[name])
-            if bad is not None:
-                return f", column {name}: {bad[:40]!r} is not {KINDS[cells[name].kind]}"
+            if (found := cell_error(field, cells[name])) is not None:
+                return f", column {name}: {found}"
     return None
 
 
@@ -102,6 +99,13 @@ def fields_of(line: str, delimiter: str, *, strict: bool) -> list[str]:
         return next(csv.reader([line], delimiter=delimiter, strict=strict), [])
     finally:
         csv.field_size_limit(limit)
+
+
+def cell_error(field: str, cell: Cell) -> str | None:
+    if cell.separator == BRACKETS and field and not re.fullmatch(BRACKETED, field):
+        return f"{field[:40]!r} is no list such as [1, 2]"
+    bad = bad_item(field, cell)
+    return None if bad is None else f"{bad[:40]!r} is not {KINDS[cell.kind]}"
 
 
 def bad_item(field: str, cell: Cell) -> str | None:

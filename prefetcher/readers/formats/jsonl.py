@@ -20,6 +20,7 @@ from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.column_rows import ColumnRows
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
+from rowcast.prefetcher.readers.formats.csv import with_lists
 from rowcast.prefetcher.readers.formats.parquet import roles_in
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.reader import Columns
@@ -53,9 +54,9 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
     types = types_of(roles, found)
 
     def typed_columns(lines: bytes, num_lines: int, location: Location) -> Any:
-        return typed(decode(types, lines, num_lines, location), roles.features)
+        return typed(with_lists(decode(types, lines, num_lines, location), roles.features, location), roles.features)
 
-    hashed = [[feature.name, feature.by_value] for feature in roles.features if feature.hashed]
+    hashed = [[own.name, own.by_value, own.separator] for own in roles.features if own.hashed or own.separator]
     known = ["jsonl", {name: str(kind) for name, kind in types.items()}, hashed]
     files = CopiedFiles(job, paths, TextRules(known=known, header_lines=0, columns=typed_columns))
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)

@@ -16,7 +16,7 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.column_rows import ColumnRows
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
-from rowcast.prefetcher.readers.hashed_ids import can_hash
+from rowcast.prefetcher.readers.hashed_ids import can_hash, is_text
 from rowcast.prefetcher.readers.id_check import IdCheck, job_features
 from rowcast.prefetcher.readers.prepare import AS_IT_IS, Rules
 from rowcast.prefetcher.readers.reader import Columns
@@ -59,6 +59,8 @@ def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:
         may_be_hashed = can_hash(single, by_value=feature.by_value)
         if feature.name in rules:
             require_numbers(rules, path, feature.name, single)
+        elif feature.separator and is_text(single):
+            continue
         elif not pa.types.is_integer(single) and not (feature.hashed and may_be_hashed):
             remedy = "; set data.columns.hash = true to use strings as ids" if may_be_hashed else ""
             raise DataError(
