@@ -30,6 +30,7 @@ from rowcast.prefetcher.stores.store import Records
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.parts import belonging, part_of
 from rowcast.runtime.arrays import F32
+from rowcast.runtime.checkpoint_manifest import Manifest, checked_file
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import threads_of_run, usable_cores
@@ -40,13 +41,12 @@ from rowcast.trainer.kernels import part_of as field_of
 from rowcast.trainer.models.job_model import set_precision
 from rowcast.trainer.models.model_state import restore_model
 from rowcast.trainer.models.trained import Bags, TrainedModel, arguments
-from rowcast.trainer.report.results import REPORT
 from rowcast.trainer.report.score_file import probabilities
 from rowcast.trainer.run.machine import refuse_fewer_threads, set_threads
 
 
 def load(folder: str | Path) -> "Run":
-    """Opens the run in a run directory, with its newest whole checkpoint. Raises as `Run`."""
+    """Opens the run in a run directory, with its newest or best whole checkpoint. Raises as `Run`."""
     return Run(folder)
 
 
@@ -68,29 +68,29 @@ def train(job: str | Path | Job, **settings: Any) -> "Run":
 
 
 class Run:
-    """A run with the newest whole checkpoint that it had when it was loaded. Raises the errors of `rowcast score`."""
+    """A run with the newest whole checkpoint that it had when it was loaded, or with that of its best evaluation if it
+    keeps it. Raises the errors of `rowcast score`."""
 
     def __init__(self, folder: str | Path) -> None:
         """Reads the checkpoint once, to find damage. Raises ConfigError if there is none, DataError."""
         self.folder = Path(folder)
         checkpoints = Checkpoints(self.folder, Disk())
         self._root, self._manifest = checkpoints.root, checkpoints.choose(None)
+        self._newest = checkpoints.load(checkpoints.candidates()[0])
         self.train_steps = self._manifest.train_steps  # before the checkpoint
         self.job = parse_manifest_job(self._manifest.job, str(self.folder))
         self._groups = group_specs(self.job)
 
     @property
     def losses(self) -> F32:
-        """Returns the loss of each train step, f32 [steps]."""
-        return self._state["losses"].numpy()
+        """Returns the loss of each train step, f32 [steps], up to the newest checkpoint."""
+        return self._newest_state["losses"].numpy()
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Returns each evaluation: its `train_step` and metrics, by the names in report.json."""
-        saved, report = self._state["evaluations"].numpy().tobytes(), self.folder / REPORT
-        # the last one may end after the last checkpoint; a run that goes on has no report
-        ended = msgspec.json.decode(report.read_bytes()).get("evaluations", []) if report.exists() else []
-        return max(list(msgspec.json.decode(saved)), ended, key=len)
+        """Returns each evaluation up to the newest checkpoint: its `train_step` and metrics, by the names in
+        report.json."""
+        return list(msgspec.json.decode(self._newest_state["evaluations"].numpy().tobytes()))
 
     def predict(self, frame: Any) -> F32:
         """Returns what `rowcast score` writes for the file that the frame came from: a logit of each sample, f32 [n]
@@ -140,12 +140,17 @@ class Run:
 
     @cached_property
     def _state(self) -> dict[str, Tensor]:
-        """The model state of the checkpoint. Raises ConfigError."""
-        if self._manifest.dense is None:
-            raise ConfigError(
-                f"{self.folder}: {self._manifest.name} was imported without dense weights; train it first"
-            )
-        return load_file(self._root / self._manifest.dense.file)
+        return self._state_of(self._manifest)
+
+    @cached_property
+    def _newest_state(self) -> dict[str, Tensor]:
+        return self._state_of(self._newest)
+
+    def _state_of(self, manifest: Manifest) -> dict[str, Tensor]:
+        """The model state of a checkpoint. Raises ConfigError."""
+        if manifest.dense is None:
+            raise ConfigError(f"{self.folder}: {manifest.name} was imported without dense weights; train it first")
+        return load_file(checked_file(self._root, manifest.dense))
 
     @cached_property
     def _dense_columns(self) -> list[str]:

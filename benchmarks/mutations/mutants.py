@@ -282,7 +282,7 @@ tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there
     a stop goes on a step late
         self._position_after.get(next_step - 1) => self._position_after.get(next_step)
     steps that the trainer passes over count as trained
-        return barrier if self._cut is None else barrier.cut(*self._cut) => return barrier
+        return barrier if self.early_end is None else barrier.cut(self.early_end) => return barrier
 tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop[adagrad-multi-2]
     rows are read before their victims are home
         needed = max(needed, plan.after_step) => needed = min(needed, plan.after_step)
@@ -430,7 +430,7 @@ tests/checkpoints/test_power_loss.py::test_a_loss_of_power_at_any_moment_leaves_
         yield from self._sync_folders(folder) => yield True
 tests/checkpoints/test_writer.py::test_so_many_checkpoints_stay_and_each_of_them_is_whole
     a checkpoint more than asked for stays
-        if manifest is not None][: n - 1] => if manifest is not None][:n]
+        islice(filter(None, older), n - 1) => islice(filter(None, older), n)
 ::test_deltas_with_more_rows_than_the_base_are_merged_into_it_and_what_changed_last_stays
     the oldest value of a row wins a merge
         for layer in reversed(layers)] => for layer in layers]
@@ -596,7 +596,20 @@ tests/system/test_peers.py::test_a_prefetcher_that_fails_before_the_two_have_met
         Path(ring.path).unlink(missing_ok=True) => pass
 tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop[sgd-single-1]
     an evaluation does not end where training goes on
-        self._training.evaluating and step.header.kind == "train" => False
+        or (following is not None and following.header.kind == "train") => or False
+tests/system/test_early_end.py::test_training_ends_once_so_many_in_a_row_are_not_better
+    an evaluation that is as good as the best one is better
+        min(known, key=losses => min(reversed(known), key=losses
+::test_a_run_ends_where_the_plain_loop_does
+    a step after the end of training is trained
+        if self._training.ended_by: => if self.ended_by:
+::test_a_run_killed_at_any_time_ends_after_the_same_step_with_the_same_best_checkpoint[1-1]
+    the best checkpoint does not stay
+        for name in (manifest.name, manifest.best) => for name in (manifest.name, manifest.name)
+    an evaluation ends after its checkpoint
+        is_over = self._barrier.evaluated or => is_over =
+    a checkpoint is said to be the best whatever its evaluation
+        return place >= 0 and evaluations[place].train_step == self.train_steps => return place >= 0
 tests/telemetry/test_history.py::test_all_evaluations_come_back_from_a_checkpoint
     a run that goes on forgets its evaluations
         self.restore_evaluations(tensors) => pass
