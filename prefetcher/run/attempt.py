@@ -193,7 +193,8 @@ class PrefetcherAttempt:
             check_can_evaluate(self.newest, self._job, self._source.info().dense_names)
         elif self.newest is not None:
             check_continues(self.newest, self._job, self._training_data, measured)
-        if self._run.options.mode == "eval" and self._source.info().num_eval == 0:
+        needs_some = self._run.options.mode == "eval" or self._job.eval.patience or self._job.eval.keep == "best"
+        if needs_some and self._source.info().num_eval == 0:
             raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
 
     @cached_property

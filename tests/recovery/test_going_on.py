@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
+from rowcast.trainer.report.report_json import Report, read_report
 from tests.recovery.restarted import Outcome, end_well, outcome_of
 from tests.support.data_files import write_day
 from tests.support.jobs import job_content, write_job
@@ -153,3 +154,37 @@ def test_a_day_of_other_tables_or_another_seed_is_refused_by_name(session: Sessi
         write_job(session.config, {**content, **changed})
         assert sentence in session.start("prefetcher", f"--from={earlier}").ended().refused(2)
     assert newest_checkpoint(session.folder / "next") is None
+
+
+def ended_early(session: Session, patience: int) -> Report:
+    """Trains until evaluations after each third step end it."""
+    content = job_content(
+        session.run_dir,
+        data={**small_data(session, [0]), "epochs": 20, "eval_fraction": 0.25},
+        tables=TABLES,
+        model=MODEL,
+        optimizer=OPTIMIZER,
+        eval={"every": 3, "patience": patience, "keep": "best"},
+    )
+    write_job(session.config, content)
+    end_well(*session.start_both())
+    return read_report(session.run_dir / "report.json")
+
+
+def test_a_run_that_ended_early_is_complete_exported_by_its_best_model_and_goes_on_with_more_patience(
+    session: Session,
+) -> None:
+    report = ended_early(session, 1)
+    best, last = report.best_train_step, report.train_steps
+    assert best is not None
+    assert 0 < best < last < 20 * 9
+    assert report.ended_early.startswith("eval.patience = 1: ")
+    refused = session.start("prefetcher").ended().refused(2)
+    facts = f"after {last} train steps", "eval.patience = 1", f"after {best} train steps, 0.", "raise eval.patience;"
+    assert all(fact in refused for fact in facts), refused
+    assert f"train_steps={best} " in session.export(session.folder / "model.safetensors").stderr
+    longer = ended_early(session, 3)
+    assert longer.train_steps > last
+    assert longer.evaluations[: len(report.evaluations)] == report.evaluations
+    session.write_job(data={"eval_fraction": 0.0}, eval={"patience": 1}, job={"run_dir": str(session.folder / "none")})
+    assert "no evaluation batches" in session.start("prefetcher").ended().refused(2)
