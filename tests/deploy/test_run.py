@@ -255,7 +255,7 @@ def test_settings_are_keys_of_the_job_and_make_another_run(trained: Callable[[st
     assert other.losses[-1] != own.run.losses[-1]
     with pytest.raises(ConfigError, match=facts("optimizer.sparse", "rate")):
         rowcast.train(own.config, **{"optimizer.sparse.rate": 0.05})
-    with pytest.raises(ConfigError, match=facts("finished after 4 train steps", "--fresh", "raise that")):
+    with pytest.raises(ConfigError, match=facts("finished after 4 train steps", "--fresh", "raise data.epochs")):
         rowcast.train(own.config)
     changed = facts("optimizer.sparse.lr is 0.05, and was 0.1", "--set job.run_dir", "--fresh")
     with pytest.raises(ConfigError, match=changed):
