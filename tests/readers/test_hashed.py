@@ -6,8 +6,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 
-from rowcast.prefetcher.readers.hashed_ids import hashed_rows
+from rowcast.prefetcher.readers.hashed_ids import by_its_value, hashed_rows, hashes_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError
 from tests.support.data_files import all_samples, hashed_row, make_job, table
@@ -53,6 +54,26 @@ def test_an_integer_takes_the_row_of_its_8_little_endian_bytes_whatever_its_type
 )
 def test_a_table_of_one_row_has_row_0_only(values: Any) -> None:
     assert hashed_rows(values, 1, by_value=False).tolist() == [0] * len(values)
+
+
+def test_many_hashes_at_once_are_those_of_one_by_one() -> None:
+    numbers = [0, 1, -1, 2**63 - 1, -(2**63), *(7**i for i in range(22)), *(-(11**i) for i in range(18))]
+    found = hashes_of(pa.array([*numbers, None]), by_value=False).to_pylist()
+    assert found == [xxhash.xxh3_64_intdigest(own.to_bytes(8, "little", signed=True)) for own in numbers] + [None]
+    texts = [str(own).encode() for own in numbers] + [
+        b" 35.0 ",
+        b"35.",
+        b"\v-8\t",
+        b"00501",
+        b"-0",
+        b"1e3",
+        b"",
+        b"\xff",
+        b"\xff7",
+    ]
+    texts += [b"9" * 17, b"9" * 18, b"9" * 18 + b".00", b"9" * 19, b"9" * 20, b"7." + b"0" * 40, b"3 5", b"3\n", b"\n"]
+    by_value = hashes_of(pa.array(texts, pa.binary()), by_value=True).to_pylist()
+    assert by_value == [xxhash.xxh3_64_intdigest(by_its_value(text)) for text in texts]
 
 
 def write(folder: Path, **changed: Any) -> str:
