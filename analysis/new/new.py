@@ -170,6 +170,11 @@ def embedding_dim(data: DataSet) -> int:
     return SMALL_DIM if data.num_rows < SMALL_ROWS else EMBEDDING_DIM
 
 
+def sparse_lr(data: DataSet) -> float:
+    """Some hundred steps need a larger rate; where rows are few, it only learns them by heart."""
+    return 0.05 if SMALL_ROWS <= data.num_rows < WHOLE_RUN_ROWS else 0.02
+
+
 def head(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     looked_at = f"{plural(data.num_rows, 'row')} in {plural(len(data.files), 'file')}"
     pages = "Every key: docs/job-file.md; columns: docs/data.md."
@@ -182,7 +187,7 @@ def head(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     yield f"format = {quoted(data.shape.kind)}"
     yield f"path = {quoted(data.path)}"
     yield f"batch_size = {batch_size(data)}"
-    yield "epochs = 1"
+    yield 'epochs = 1  # for more, add [eval] with patience = 1 and keep = "best": it ends training in time'
     yield "eval_fraction = 0.1  # the last tenth of the rows, in the files' order, is for evaluation"
     yield 'shuffle = "window:65536"  # the other rows are shuffled within blocks of this many'
     if data.shape.kind != "criteo-tsv" and not all(own.hashed for own in chosen.of("ids")):
@@ -241,7 +246,7 @@ def rest(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -
     yield "top_mlp = [128, 64, 1]"
     yield ""
     yield "[optimizer]"
-    yield 'sparse = { kind = "adagrad", lr = 0.02 }'
+    yield f'sparse = {{ kind = "adagrad", lr = {sparse_lr(data)} }}'
     yield 'dense = { kind = "adam", lr = 0.001 }'
     yield ""
     yield "[cache]"
