@@ -41,6 +41,7 @@ def clicks(seed: int) -> pd.DataFrame:
             "tags": tags,
             "shares": [rng.random(len(own)).tolist() for own in tags],
             "buy": rng.integers(0, 2, NUM_ROWS),
+            "stars": rng.integers(1, 6, NUM_ROWS),
         }
     )
 
@@ -55,13 +56,15 @@ def write(frame: pd.DataFrame, path: Path) -> None:
         as_text(frame).to_csv(path, index=False)
     elif path.suffix == ".tsv":
         write_tsv(frame, path)
+    elif path.suffix == ".jsonl":
+        frame.to_json(path, orient="records", lines=True)
     else:
         frame.to_parquet(path)
 
 
 COLUMNS: dict[str, Any] = {"dense": ["price"], "hash": ["user", "code"]}
 WEIGHTED = {"lists": {"tags": "|"}, "weights": {"tags": "shares"}}
-TABLES = [table("users", 60, 4, "user"), table("items", 50, 4, "item"), table("codes", 900, 8, "code")]
+TABLES = [table("users", 60, 4, "user"), table("items", 50, 4, "item"), table("codes", 900, 4, "code")]
 TABLES += [table("all_tags", 30, 4, "tags")]
 WIDE = {"kind": "wide-deep", "bottom_mlp": None, "top_mlp": [1]}
 OPTIONS = {"num_experts": 2, "expert_mlp": [6, 5], "tower_mlp": [3]}
@@ -77,6 +80,23 @@ KINDS: dict[str, dict[str, Any]] = {
         "tables": [own | {"dtype": "bf16", "pooling": "mean"} for own in TABLES],
         "model": MMOE,
         "ranks": {"parts": 4},
+    },
+    "jsonl": {
+        "data": {
+            "columns": {
+                "label": "stars",
+                "dense": ["price"],
+                "hash": ["user", "code"],
+                "hash_by_value": True,
+                "prepare": {
+                    "stars": {"at_least": 4.0},
+                    "price": {"log1p": True, "standardize": [0.4, 0.2]},
+                    "item": {"buckets": [10.0, 20.0]},
+                },
+            }
+        },
+        "tables": TABLES,
+        "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
     },
     "tsv": {"tables": [table("late", 40, 4, "cat_3", "cat_0"), table("last", 7, 4, "cat_25")]},
 }
@@ -134,7 +154,7 @@ FRAMES: dict[str, Callable[[pd.DataFrame], Any]] = {
     "batch": lambda frame: pa.RecordBatch.from_pandas(frame),
     "dict": lambda frame: {name: frame[name].tolist() for name in frame},
     "other order, no labels": lambda frame: frame[
-        [name for name in reversed(frame.columns) if name not in ("label", "buy")]
+        [name for name in reversed(frame.columns) if name not in ("label", "buy", "stars")]
     ],
     "text": as_text,
 }
@@ -156,6 +176,21 @@ def test_a_frame_of_polars_is_one_too(trained: Callable[[str], Trained]) -> None
     for kind in ("csv", "parquet"):
         own = trained(kind)
         assert same(own.run.predict(polars.from_pandas(own.new)), own.scores)
+
+
+def test_a_number_hashed_by_its_value_is_one_id_however_it_is_stored(trained: Callable[[str], Trained]) -> None:
+    own = trained("jsonl")
+    for stored in (float, str, "category"):
+        assert same(own.run.predict(own.new.assign(code=own.new["code"].astype(stored))), own.scores)
+    missing = own.new.assign(code=own.new["code"].where(own.new.index > 0))  # pandas makes floats of the others
+    assert same(own.run.predict(missing)[1:], own.scores[1:])
+
+
+def test_numbers_hashed_as_text_are_written_as_pandas_does(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    own = trained("csv")
+    floats = own.new.assign(code=own.new["code"] + 0.5, user=own.new["item"] > 20)
+    write(floats, tmp_path / "floats.csv")
+    assert same(own.run.predict(floats), own.scored(tmp_path / "floats.csv"))
 
 
 def test_hashes_of_criteo_may_be_digits_or_numbers(trained: Callable[[str], Trained]) -> None:
