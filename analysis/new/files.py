@@ -200,6 +200,8 @@ def shape_of_text(file: Path, names: Sequence[str]) -> Shape:
         return Shape(kind="criteo-tsv", delimiter="\t", names=CRITEO_NAMES)
     delimiter = delimiter_of([line for line in lines if line])
     rows = [fields_of(line, delimiter, strict=False) for line in lines if line]
+    if lines[0].startswith("#") and len(rows[0]) != len(rows[-1]):
+        raise DataError(f"{file}, line 1: {lines[0][:40]!r} is a comment; remove it")
     if not names:
         require_names(file, rows)
     elif len(names) != len(rows[0]):
@@ -231,7 +233,7 @@ def require_names(file: Path, rows: list[list[str]]) -> None:
     if not any(values) or not alike or header == [str(number) for number in range(len(header))]:
         return
     lengths = [len(row) for row in rows]
-    if min(lengths) < 0.9 * max(lengths):
+    if len(set(lengths)) > 1:
         raise DataError(
             f"{file}: the first lines have {min(lengths)} to {max(lengths)} cells, so it is no table; write the cells "
             "that vary in number as one column of lists, in Parquet"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rowcast.analysis.new.columns import FEW, ColumnFacts
+from rowcast.analysis.new import names
+from rowcast.analysis.new.columns import FEW, NUMBER, ColumnFacts
 from rowcast.analysis.new.files import DataSet
 from rowcast.job.formats import Prepare
 from rowcast.prefetcher.readers.prepare import AS_IT_IS, prepared
@@ -54,10 +55,15 @@ def label_of(data: DataSet, wish: str) -> Label:
     if len(binary) == 1 and not nearly:
         return as_it_is(data, binary[0], "the only column of 0 and 1")
     if binary and not nearly:
-        names = [column.name for column in binary]
-        likely = f"say which is the label: {option('--label', names[-1])}"
-        raise ConfigError(f"{data.path}: {len(names)} columns hold 0 and 1 ({listed(names)}); {likely}")
+        flags = [column.name for column in binary]
+        likely = f"say which is the label: {option('--label', flags[-1])}"
+        raise ConfigError(f"{data.path}: {len(flags)} columns hold 0 and 1 ({listed(flags)}); {likely}")
     held = "; ".join(f"{column.name} holds {no_label(column)}" for column in named)
+    if named and named[0].distinct < 2 and not named[0].missing.count:
+        raise ConfigError(
+            f"{data.path}: no column holds 0 and 1 in every row, as a label does ({held}); add rows with another "
+            "value, or --label names another column"
+        )
     raise ConfigError(
         f"{data.path}: no column holds 0 and 1 in every row, as a label does{held and f' ({held})'}"
         + otherwise(data, [*named, *likely_labels(data), *reversed(binary)])
@@ -68,9 +74,9 @@ def known(data: DataSet, given: str, name: str) -> ColumnFacts:
     """Raises ConfigError for a name that no column has."""
     column = data.named(name)
     if column is None:
-        names = [own.name for own in data.columns]
+        found = [own.name for own in data.columns]
         raise ConfigError(
-            f"{given} {name}: {data.path} has no such column{nearest(name, names)}; it has {listed(names)}"
+            f"{given} {name}: {data.path} has no such column{nearest(name, found)}; it has {listed(found)}"
         )
     return column
 
@@ -93,7 +99,8 @@ def made_label(data: DataSet, name: str, relation: str, value: str) -> Label:
         if column.odd.count or column.kind not in ("integer", "number") or column.is_list:
             raise ConfigError(f"--label {text}: {column.name} holds {no_label(column)}; >= needs numbers")
     else:
-        ones = [own for own in column.values if own == value or own.strip() == value.strip()]
+        wanted = re.sub(r"\.0*$", "", value.strip()) if re.fullmatch(NUMBER, value) else value.strip()
+        ones = [own for own in column.values if own.strip() == wanted]
         if not ones:
             held = listed(list(column.values)) or f"{column.distinct:,} values, too many to list"
             raise ConfigError(f"--label {text}: {column.name} never is {value.strip()}; it holds {held}")
@@ -113,7 +120,7 @@ def number(text: str, value: str) -> float:
 
 def likely_labels(data: DataSet) -> list[ColumnFacts]:
     """Columns of ratings by their names, then those of two values, then those of few numbers; the last first."""
-    own = [column for column in reversed(data.columns) if not column.missing.count and not column.is_list]
+    own = [column for column in reversed(data.columns) if not re.fullmatch(names.ID, bare(column))]
     rated = [column for column in own if bare(column) in RATING_NAMES]
     few = [column for column in own if column.kind in ("integer", "number") and 2 < column.distinct <= MOST_STARS]
     return [*rated, *(column for column in own if len(column.values) == 2), *few]
@@ -122,7 +129,12 @@ def likely_labels(data: DataSet) -> list[ColumnFacts]:
 def otherwise(data: DataSet, columns: list[ColumnFacts]) -> str:
     """The option that makes a label of one of the columns."""
     made = [own for column in columns if (own := expression(column))]
-    return f"; {option('--label', made[0])} makes one" if made else "; --label NAME, or 'NAME>=4', takes another column"
+    if made:
+        return f"; {option('--label', made[0])} makes one"
+    return (
+        "; to learn from a log of clicks alone, add rows without a click and a column of 0 and 1; --label NAME, or "
+        "'NAME>=4', names one"
+    )
 
 
 def expression(column: ColumnFacts) -> str:

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import msgspec
@@ -82,7 +83,9 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles) -> tuple[str, str]:
     if data.num_rows > WHOLE_RUN_ROWS:
         job, max_steps = with_values(job, {"data": {"eval_fraction": 0.0}}), WHOLE_RUN_ROWS // batch_size(data)
     try:
-        advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), AnalysisProgress(), MEMORY_SHARE)
+        with TemporaryDirectory() as folder:
+            job = with_values(job, {"data": {"copies": folder}})
+            advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), AnalysisProgress(), MEMORY_SHARE)
     except RowcastError as error:
         return FIRST_CAPACITY, f"a guess, because `rowcast advise` failed: {' '.join(str(error).split())}"
     if parse_bytes(advice.recommended.capacity) < parse_bytes(LEAST_CAPACITY):
@@ -175,6 +178,11 @@ def sparse_lr(data: DataSet) -> float:
     return 0.05 if SMALL_ROWS <= data.num_rows < WHOLE_RUN_ROWS else 0.02
 
 
+def dense_lr(data: DataSet) -> float:
+    """Few rows are few steps."""
+    return 0.003 if data.num_rows < SMALL_ROWS else 0.001
+
+
 def head(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     looked_at = f"{plural(data.num_rows, 'row')} in {plural(len(data.files), 'file')}"
     pages = "Every key: docs/job-file.md; columns: docs/data.md."
@@ -247,7 +255,7 @@ def rest(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -
     yield ""
     yield "[optimizer]"
     yield f'sparse = {{ kind = "adagrad", lr = {sparse_lr(data)} }}'
-    yield 'dense = { kind = "adam", lr = 0.001 }'
+    yield f'dense = {{ kind = "adam", lr = {dense_lr(data)} }}'
     yield ""
     yield "[cache]"
     yield f"capacity = {quoted(capacity)}  # {why_capacity}"

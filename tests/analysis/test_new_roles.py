@@ -22,6 +22,7 @@ from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError
+from tests.support.data_files import same_batch
 
 NUM_ROWS = 600
 FORMS = ("csv", "tsv", "jsonl", "parquet", "arrow")
@@ -264,6 +265,18 @@ def test_a_round_trip_through_pandas_changes_no_role(name: str, tmp_path: Path) 
     assert [(own.column.name, own.role) for own in after.choices] == [
         (own.column.name, own.role) for own in before.choices
     ]
+
+
+@pytest.mark.parametrize("name", ["Criteo", "Taobao", "AliExpress"])
+def test_a_round_trip_through_pandas_changes_no_sample_of_a_job(name: str, tmp_path: Path) -> None:
+    path = write(made(name)[0], tmp_path, "csv")
+    (tmp_path / "job.toml").write_text(new(path).stdout)
+    job = load_job(tmp_path / "job.toml")
+    before = list(open_reader(job).batches("train", 0))
+    pd.read_csv(path).to_csv(path, index=False)
+    assert b".0," in path.read_bytes()
+    after = list(open_reader(job).batches("train", 0))
+    assert all(map(same_batch, before, after))
 
 
 def new(path: Path, *options: str) -> Any:
