@@ -7,7 +7,8 @@ hashed, and 2 of integers (of Criteo's format: 13 integers and 26 hashes). One p
 with shuffle = "window:65536": whole batches, or the stream of ids and then that of dense values, as a run's decoders
 do. `open` is what opening the readers takes. Processor time counts all threads, so it says how many cores a trainer
 loses, and a busy machine does not change it much. The floor is what parsing alone takes (pyarrow's CSV reader, all its
-columns as bytes or numbers), and hashing the text alone, value by value.
+columns as bytes or numbers), and hashing the text alone, value by value. Imports are not counted: a
+decoding process has them before it opens its data.
 
 For a comparison with an older version, copy this file into a check-out of it and run both in turn.
 """
@@ -16,6 +17,7 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +29,9 @@ from pyarrow import csv as arrow_csv
 from pyarrow import parquet as pq
 
 from rowcast.job.file import parse_job
+from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
+from rowcast.prefetcher.readers import workers  # noqa: F401 - a decoder's imports
 from rowcast.prefetcher.readers.draws import draws
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
 from rowcast.runtime.arrays import I64
@@ -53,6 +57,7 @@ def main() -> None:
 
 
 def measure(name: str, job: Job, num_rows: int) -> None:
+    import_module(format_of(name).module)
     readers: list[Any] = []
     open_s = seconds(lambda: readers.extend(open_reader(job, columns) for columns in stream_columns(job)))
     epochs_s = [seconds(partial(read, readers, epoch)) for epoch in range(2)]

@@ -103,7 +103,8 @@ def pieces(stream: IO[bytes], path: Path, header_lines: int) -> Iterator[Piece]:
             skipped = header_lines if line == 1 else 0
             num_lines = lines.count(b"\n")
             if num_lines > skipped:
-                yield Piece(line + skipped, num_lines - skipped, lines.split(b"\n", skipped)[-1])
+                rows = lines.split(b"\n", skipped)[-1] if skipped else lines
+                yield Piece(line + skipped, num_lines - skipped, rows)
             line += num_lines
         else:
             ends += after
@@ -115,7 +116,7 @@ def whole_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
     while data := read(stream, path):
         end = data.rfind(b"\n") + 1
         if end:
-            yield rest + data[:end]
+            yield b"".join((rest, memoryview(data)[:end]))  # one copy, not two
         elif len(rest) > CHUNK_BYTES:
             raise DataError(f"{path}: a line is longer than {CHUNK_BYTES} bytes; give a file of one sample per line")
         rest = data[end:] if end else rest + data

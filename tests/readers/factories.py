@@ -10,6 +10,7 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import Batch, Kind
+from rowcast.runtime.telemetry.logs import get_logger
 
 
 def batch(value: int = 1, **changed: Any) -> Batch:
@@ -135,6 +136,11 @@ def signalled(job: Job, number: int) -> Callable[[Kind, int], Iterator[Batch]]:
             yield batch(2)
 
     return batches
+
+
+def logging(job: Job) -> list[Batch]:
+    get_logger().warning("of the child", value=7)
+    return [batch()]
 
 
 def raising(job: Job) -> Callable[[Kind, int], Iterator[Batch]]:

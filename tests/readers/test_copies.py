@@ -233,9 +233,7 @@ def test_columns_that_do_not_fit_are_refused_with_both_numbers(
         assert not [path for path in disk.rglob("*") if path.suffix == ".partial"]
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence_but_what_it_holds_is_used(
-    tmp_path: Path, read: list[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=facts("data.copies", "a.csv", "cannot be kept in", "name a folder")):
         rows(job_in(tmp_path, copies=str(tmp_path / "file" / "columns")))

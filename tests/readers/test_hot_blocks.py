@@ -16,7 +16,7 @@ from rowcast.prefetcher.readers.schedule import RowOrder, expected_train_steps, 
 from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.arrays import I64, Bools
 from rowcast.runtime.errors import ConfigError, DataError
-from tests.support.data_files import make_job, write_day
+from tests.support.data_files import make_job, table, write_day
 from tests.support.facts import facts
 
 NUM_ROWS = 103
@@ -76,6 +76,18 @@ def reader_of(job: Job) -> RowReader:
 
 def are_hot(ids: I64) -> Bools:
     return np.asarray((ids.reshape(3, -1) < 6).all(axis=0))
+
+
+def test_a_sample_of_lists_is_hot_if_all_of_its_ids_are(tmp_path: Path) -> None:
+    bags = [[own % 9 for own in range(row, row + row % 3)] for row in range(50)]
+    lines = ["label,int_0,cat_0", *(f"1,0.5,{'|'.join(map(str, bag))}" for bag in bags)]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    save_pins(tmp_path / "hot", {"t": np.arange(6)}, {})
+    settings = {"order": "hot-blocks:1", "hot": str(tmp_path / "hot"), "columns": {"lists": {"cat_0": "|"}}}
+    job = make_job("csv", [table("t", 9, "cat_0")], path=str(tmp_path / "a.csv"), eval_fraction=0.0, **settings)
+    hot = reader_of(job).hot_samples.are_hot(0, 50)
+    assert hot.tolist() == [all(own < 6 for own in bag) for bag in bags]
+    assert 0 < hot.sum() < 50
 
 
 def test_a_sample_is_hot_if_all_of_its_ids_are(tmp_path: Path) -> None:

@@ -160,3 +160,9 @@ def test_one_worker_of_a_data_set_of_ones_own_is_no_reason_for_a_warning(opened:
     with structlog.testing.capture_logs() as logs:
         opened(make_job("tests.support.data_files:listed"))
     assert logs == []
+
+
+def test_what_a_child_logs_is_logged_by_its_parent(opened: Callable[..., WorkerSource]) -> None:
+    with structlog.testing.capture_logs() as lines:
+        opened(make_job("tests.readers.factories:logging", eval_fraction=0.0, batch_size=2)).info()
+    assert {"event": "of the child", "value": 7, "log_level": "warning"} in lines
