@@ -93,6 +93,11 @@ class ColumnFacts:
     numbers: F64  # of a sample of the rows; NaN where there is none, and empty for lists
 
     @property
+    def is_text(self) -> bool:
+        """Whether values are text in a format with types, which its reader takes for no numbers."""
+        return "string" in self.type
+
+    @property
     def is_flag(self) -> bool:
         numbers = self.kind == "integer" and not self.is_list and not self.odd.count
         return numbers and self.low >= 0 and self.high <= 1

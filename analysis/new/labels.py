@@ -10,6 +10,7 @@ from rowcast.analysis.new import names
 from rowcast.analysis.new.columns import FEW, NUMBER, ColumnFacts
 from rowcast.analysis.new.files import DataSet
 from rowcast.job.formats import Prepare
+from rowcast.prefetcher.readers.formats.csv_line import TRUE
 from rowcast.prefetcher.readers.prepare import AS_IT_IS, prepared
 from rowcast.runtime.arrays import Bools
 from rowcast.runtime.errors import ConfigError, listed, nearest
@@ -86,7 +87,9 @@ def bare(column: ColumnFacts) -> str:
 
 
 def as_it_is(data: DataSet, column: ColumnFacts, why: str) -> Label:
-    return Label(column=column, text=column.name, prepare=AS_IT_IS, why=why, ones=column.numbers == 1)
+    words = {own: float(own in (*TRUE, "1")) for own in column.values}
+    prepare = Prepare(map=words) if column.is_text else AS_IT_IS
+    return Label(column=column, text=column.name, prepare=prepare, why=why, ones=column.numbers == 1)
 
 
 def made_label(data: DataSet, name: str, relation: str, value: str) -> Label:

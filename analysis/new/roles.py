@@ -77,6 +77,8 @@ RULES = (
     Rule("ids", lambda k: k.c.kind == "text", "text"),
 
     # numbers from here on
+    Rule("left out", lambda k: k.c.is_text and not is_named_id(k) and not is_code(k) and not k.c.padded,
+         "numbers in text, of type {type}; write numbers (pandas.to_numeric)", "--ids"),
     Rule("ids", lambda k: bool(k.c.odd.count) and (is_named_id(k) or is_code(k)), "{odd}; hashed as text"),
     Rule("left out", lambda k: bool(k.c.odd.count), "{odd}; {remedy}", "--ids"),
     Rule("dense", lambda k: k.typed == "float", "its type is float"),

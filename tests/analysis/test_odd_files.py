@@ -257,6 +257,12 @@ MORE = [  # that nobody had named
     OddFile("lists in brackets",
             lambda: csv(clicks(seen=["[3, 5]", "[5]"] * 500, tags=["['a', 'b c']", "['b c']"] * 500)),
             RightJob(hashed=("user", "tags"), numbered=("item", "seen"))),
+    OddFile("JSON lines with numbers in text",
+            lambda: clicks(clicked=["0", "1"] * 500, price=lambda own: own["price"].astype(str)).to_json(
+                orient="records", lines=True).encode(),
+            RightJob(dense=(), left_out={"price": ("numbers in text", "pandas.to_numeric")}), file="clicks.jsonl"),
+    OddFile("Parquet with labels in words", lambda: as_parquet(clicks(clicked=["no", "yes"] * 500)), RightJob(),
+            file="clicks.parquet"),
     OddFile("Parquet with text lists", lambda: as_parquet(clicks(tags=["a|b", "b|c"] * 500, seen=["3^5", "5^7"] * 500)),
             RightJob(hashed=("user", "tags"), numbered=("item", "seen")), file="clicks.parquet"),
     OddFile("zeros before digits in bytes that are no text", lambda: csv(clicks(user=["0\x00", "\x00"] * 500)),
