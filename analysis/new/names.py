@@ -15,19 +15,20 @@ CODE_WORD = (
     r"cat|category|categorical|code|type|class|segment|group|level|brand|customer|user|item|product|sku|gender|sex|job"
     r"|occupation|zip|zipcode|postal|postcode|city|country|region|state|province|device|os|browser|channel|campaign|ad"
     r"|advertiser|adgroup|pos|position|site|domain|app|shop|store|seller|vendor|slot|tag|genre|key|hash|version|status|model"
-    r"|publisher|author|artist|album|visitor|session|network|carrier"
+    r"|publisher|author|artist|album|visitor|session|network|carrier|biz|business|merchant|movie|film|song|track|video"
+    r"|article|news|book|hotel|query|topic"
 )
 MEASURE_WORD = (
     r"counts?|cnt|num|number|qty|quantity|amount|amt|prices?|cost|fee|fare|tax|income|salary|wage|revenue|sales|stock"
     r"|balance|budget|gains?|loss|losses|dividends|age|years?|yr|duration|dur|length|len|size|width|height|weight"
     r"|distance|dist|depth|area|rate|ratio|pct|percent|percentage|avg|average|mean|sum|total|min|max|std|rating|score"
     r"|points|days|hours|minutes|seconds|secs|ms|weeks|months|dwell|views|clicks|visits|likes|shares|followers|lat|lon"
-    r"|latitude|longitude|temperature|probability|prob|popularity|bytes"
+    r"|latitude|longitude|temperature|probability|prob|popularity|bytes|time|elapsed|delay"
 )
 FIRST_OF_MEASURE = r"n|num|nb|nr|number|count|cnt|total|sum|avg|mean|max|min|log|std"  # the first word
 SECOND_LABEL = (  # any word
     r"click|clicked|clk|purchased?|conversion|converted|conv|cvr|buy|bought|order|ordered|pay|payment|liked?"
-    r"|follow|followed|shared?|cart|install|installed"
+    r"|follow|followed|shared?|cart|install|installed|labels?"
 )
 
 # whole numbers that are dates; whether only a name of a time makes them so
