@@ -129,9 +129,9 @@ def part_gradients(
         embeddings = [feature for table in tables for feature in table.forward(batch)]
         inputs = {name: torch.tensor(array) for name, array in batch.inputs.items()}
         outputs = side.forward(torch.tensor(batch.dense), embeddings, inputs, training=training)
-    if not training:
-        side.count(metrics, outputs, torch.tensor(batch.labels), part)
-        return [None] * (1 + len(trained))
+        if not training:
+            side.count(metrics, outputs, torch.tensor(batch.labels), part)
+            return [None] * (1 + len(trained))
     loss, share = side.loss(outputs, torch.tensor(batch.labels)), torch.tensor(batch.size / scheduled.batch.size)
     torch.autograd.backward(loss, share)
     gradients = [weight.grad for weight in trained]

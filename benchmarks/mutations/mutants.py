@@ -282,7 +282,7 @@ tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there
     a stop goes on a step late
         self._position_after.get(next_step - 1) => self._position_after.get(next_step)
     steps that the trainer passes over count as trained
-        return barrier if self.early_end is None else barrier.cut(self.early_end) => return barrier
+        return barrier if self.early_end is None else barrier.cut(*self.early_end) => return barrier
 tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop[adagrad-multi-2]
     rows are read before their victims are home
         needed = max(needed, plan.after_step) => needed = min(needed, plan.after_step)
@@ -600,7 +600,7 @@ tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_
 tests/system/test_early_end.py::test_training_ends_once_so_many_in_a_row_are_not_better
     an evaluation that is as good as the best one is better
         min(known, key=losses => min(reversed(known), key=losses
-::test_a_run_ends_where_the_plain_loop_does
+::test_a_run_ends_where_the_plain_loop_does[newest-one label-1]
     a step after the end of training is trained
         if self._training.ended_by: => if self.ended_by:
 ::test_a_run_killed_at_any_time_ends_after_the_same_step_with_the_same_best_checkpoint[1-1]

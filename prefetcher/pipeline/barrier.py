@@ -15,11 +15,11 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from rowcast.prefetcher.pipeline.fetcher import EarlyEnd, Fetcher, PlannedBarrier, PlanStream, Stall, reached
+from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream, Stall, reached
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, TierTotals, Wait
+from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, StopRequest, TierTotals, Wait
 from rowcast.protocol.plan import (
     ArrayBlock,
     BarrierPlan,
@@ -32,6 +32,7 @@ from rowcast.protocol.plan import (
     saved_stamp,
 )
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
+from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.runtime.stages import StateTable
@@ -134,7 +135,8 @@ class PrefetcherBarrier:
         self._restore: DensePieces | None = None
         self._flush: deque[tuple[ArrayBlock, Piece]] = deque()  # of the list of dirty slots, to be sent
         self._saves = False  # a checkpoint follows the flush
-        self.early_end: EarlyEnd | None = None
+        # where training continues, whatever barriers say; and the trainer's request
+        self.early_end: tuple[Position, StopRequest] | None = None
         self._dense: deque[Saved | Replica] = deque()  # pieces are in the ring
         self._copied: tuple[Saved | Replica, bytes] | None = (
             None  # a piece copied from the ring that the checkpointer lacks
@@ -157,10 +159,10 @@ class PrefetcherBarrier:
 
     # the mail's thread
 
-    def cut_short(self, end: EarlyEnd) -> None:
-        """No barrier counts steps after `end` as trained, and the run stops. Must be called before the fetcher learns
-        that one of these steps is done."""
-        self.early_end = end
+    def cut_short(self, position: Position, stop: StopRequest) -> None:
+        """The trainer skips the steps after `position`: no later barrier counts them as trained, and the run stops.
+        Must be called before the fetcher learns that one of these steps is done."""
+        self.early_end = position, stop
 
     def accept_dense(self, message: Saved | Replica) -> None:
         """Queues a message of the model state. Raises RemoteProtocolError if this rank's trainer may not send it."""
@@ -240,7 +242,7 @@ class PrefetcherBarrier:
     def _barrier(self) -> PlannedBarrier:
         barrier = self._plans[0]
         assert isinstance(barrier, PlannedBarrier), "the barrier must stay the next entry until it is done"
-        return barrier if self.early_end is None else barrier.cut(self.early_end)
+        return barrier if self.early_end is None else barrier.cut(*self.early_end)
 
     @property
     def _plan(self) -> BarrierPlan:

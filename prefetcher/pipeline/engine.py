@@ -150,7 +150,7 @@ class PrefetcherEngine:
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
                 StepDone: self._step_done,
-                StopRequest: self._stop_for_trainer,
+                StopRequest: self.planning.stop,
                 Bye: self._bye,
             }
         )
@@ -191,7 +191,7 @@ class PrefetcherEngine:
     def stop(self, reason: str) -> None:
         """Stops in order, once a trainer has connected. Ranks agree on the last step, which the trainer then sends."""
         if self.planner.rank.count == 1:
-            self.planning.stop(reason)
+            self.planning.stop(StopRequest(reason=reason))
         else:
             self.conversation.send(StopRequest(reason=reason))
 
@@ -269,9 +269,6 @@ class PrefetcherEngine:
         self.hello = hello
         self.conversation.send(self.welcome)
         self.fetcher.connected = True
-
-    def _stop_for_trainer(self, message: StopRequest) -> None:
-        self.planning.stop(message.reason, message.next_step, message.after_step, finished=message.finished)
 
     def _step_done(self, message: StepDone) -> None:
         self.fetcher.step_done(message.step)

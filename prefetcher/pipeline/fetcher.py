@@ -16,7 +16,7 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback, rows_of_table
 from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import Answer, Ask, RowSpan, StepReady
+from rowcast.protocol.messages import Answer, Ask, RowSpan, StepReady, StopRequest
 from rowcast.protocol.plan import BarrierPlan, Piece, Plan, cut, is_sampled, plan_stamp
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.arrays import Bytes
@@ -38,21 +38,12 @@ class PlannedBarrier:
     fault: RowcastError | None  # raised once the barrier's checkpoint is durable: the batch after it is bad
     evaluated: bool  # the evaluation before it is over
 
-    def cut(self, end: "EarlyEnd") -> "PlannedBarrier":
-        """Returns this barrier for a run that ends early: its checkpoint is there or earlier."""
-        if self.position.step < end.position.step or (self.position.step == end.position.step and not end.finished):
+    def cut(self, position: Position, stop: StopRequest) -> "PlannedBarrier":
+        """Returns this barrier for a run that stops at `position`: its checkpoint is at that position or earlier."""
+        if self.position.step < position.step or (self.position.step == position.step and not stop.finished):
             return self
-        plan = replace(self.plan, reason=end.reason, finished=end.finished)
-        return replace(self, position=end.position, plan=plan, fault=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyEnd:
-    """The trainer skips the steps after `position`."""
-
-    position: Position  # where training continues, whatever barriers say
-    reason: str
-    finished: bool  # the run is complete
+        plan = replace(self.plan, reason=stop.reason, finished=stop.finished)
+        return replace(self, position=position, plan=plan, fault=None)
 
 
 PlanStream = deque[Plan | PlannedBarrier]  # the planning thread appends, the fetcher's takes

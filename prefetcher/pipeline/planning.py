@@ -6,13 +6,13 @@ from typing import Protocol
 
 from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
-from rowcast.prefetcher.pipeline.fetcher import EarlyEnd, Fetcher, PlannedBarrier, PlanStream
+from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import Cut, Samples
-from rowcast.protocol.messages import Welcome
+from rowcast.protocol.messages import StopRequest, Welcome
 from rowcast.protocol.parts import Belonging, arrays_of_samples, batch_specs, check_same, samples_of
 from rowcast.protocol.plan import StepPlan, pack
 from rowcast.runtime.checkpoint_manifest import Position
@@ -99,15 +99,13 @@ class PlanningStage:
         """Whether all data is planned, so that a stop would change nothing."""
         return (self._dense_ended and not self._samples) or (self._ended and not self._planner.ready())
 
-    def stop(
-        self, reason: str, next_step: int | None = None, after_step: int | None = None, *, finished: bool = False
-    ) -> None:
+    def stop(self, request: StopRequest) -> None:
         """Makes no plan after the next turn, and a barrier after the last plan. The mail's thread calls it.
 
-        `next_step`: the trainer skips this step and all later ones, so the run continues there, unless it is
-        `finished`. Raises RemoteProtocolError unless the step is in progress. `after_step`: plans continue to this
-        step; all ranks have the barrier after it. Raises RemoteProtocolError if a later one is planned.
+        With a `next_step` the run continues there, and with an `after_step` plans continue to that one. Raises
+        RemoteProtocolError unless the first is in progress, or if one after the second is planned.
         """
+        next_step, after_step = request.next_step, request.after_step
         if after_step is not None and after_step < (self.planned_through or 0):
             raise RemoteProtocolError(
                 f"StopRequest: the last step is to be {after_step}, but step {self.planned_through} is planned"
@@ -119,8 +117,8 @@ class PlanningStage:
                 raise RemoteProtocolError(
                     f"StopRequest: step {next_step} is not among the steps that are planned and not done"
                 )
-            self._barrier.cut_short(EarlyEnd(position=position, reason=reason, finished=finished))
-        self.stop_reason = reason
+            self._barrier.cut_short(position, request)
+        self.stop_reason = request.reason
 
     def read_ids_ahead(self) -> bool:
         """Adds one batch's ids to the horizon if the planner needs them for its next plan."""

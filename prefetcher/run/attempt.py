@@ -233,7 +233,7 @@ class PrefetcherAttempt:
         if self._writer is not None:
             self.newest = self._writer.newest
         self.finished, end = engine.finished and engine.barrier.finished, engine.barrier.early_end
-        self.ended_early = end.reason if end is not None and end.finished else ""
+        self.ended_early = end[1].reason if end is not None and end[1].finished else ""
         run.health.state = "stopped"
         self._log_end(engine)
 

@@ -29,7 +29,7 @@ def run_until(last: int, checkpoints: Checkpoints) -> InProcessRun:
 
     def stop_after(plan: StepPlan) -> None:
         if plan.step == last:
-            run.prefetcher.planning.stop("test")
+            run.prefetcher.stop("test")
 
     run.prefetcher.planning.on_plan = stop_after
     return run.run()

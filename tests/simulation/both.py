@@ -124,7 +124,7 @@ class Both:
         self._happening = None
         match happening.event:
             case "stop prefetcher":
-                self.run.prefetcher.planning.stop("SIGTERM to the prefetcher")
+                self.run.prefetcher.stop("SIGTERM to the prefetcher")
             case "stop trainer":
                 if not self.run.trainer.loop.finished:
                     self.run.trainer.conversation.send(StopRequest(reason="SIGTERM to the trainer"))

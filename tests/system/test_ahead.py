@@ -162,7 +162,7 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     fetcher, planning, planner = prefetcher.fetcher, prefetcher.planning, prefetcher.planner
     last = 5 + seed
     run.advance_until(lambda: planning.planned_through == last)
-    planning.stop("a barrier in the middle")
+    prefetcher.stop("a barrier in the middle")
     assert planning.plan_next()
     planner.end()
     plan = planner.plan()

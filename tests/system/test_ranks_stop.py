@@ -101,7 +101,7 @@ def test_a_stop_is_made_wherever_it_comes(side: str, begun: int | None, last: in
 
 def stop_all_at_once(run: RankedRun) -> None:
     for pair in run.pairs:
-        pair.prefetcher.planning.stop("at once")
+        pair.prefetcher.planning.stop(StopRequest(reason="at once"))
 
 
 def test_a_request_without_an_agreement_is_seen() -> None:
@@ -132,6 +132,8 @@ def test_one_rank_of_several_parts_stops_at_once() -> None:
 def test_a_last_step_that_is_planned_already_is_refused() -> None:
     run = new_run(seed=2)
     planning = run.pairs[0].prefetcher.planning
-    run.when(lambda: (planning.planned_through or 0) > 3, lambda: planning.stop("late", after_step=2))
+    run.when(
+        lambda: (planning.planned_through or 0) > 3, lambda: planning.stop(StopRequest(reason="late", after_step=2))
+    )
     with pytest.raises(RemoteProtocolError, match="the last step is to be 2, but step"):
         run.run()

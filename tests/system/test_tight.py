@@ -123,7 +123,7 @@ def assert_slots_hold_the_stores_rows(run: InProcessRun) -> None:
 
 def stop(run: InProcessRun, by: str) -> None:
     if by == "prefetcher":
-        run.prefetcher.planning.stop("a test")
+        run.prefetcher.stop("a test")
     else:
         run.trainer.conversation.send(StopRequest(reason="a test"))
 
