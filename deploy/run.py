@@ -81,6 +81,9 @@ class Run:
         self.job = parse_manifest_job(self._manifest.job, str(self.folder))
         self._groups = group_specs(self.job)
 
+    def __repr__(self) -> str:
+        return f"rowcast.load({str(self.folder)!r}), after {self.train_steps:,} train steps"
+
     @property
     def losses(self) -> F32:
         """Returns the loss of each train step, f32 [steps], up to the newest checkpoint."""

@@ -29,6 +29,7 @@ FIRST_OF_MEASURE = r"n|num|nb|nr|number|count|cnt|total|sum|avg|mean|max|min|log
 SECOND_LABEL = (  # any word
     r"click|clicked|clk|purchased?|conversion|converted|conv|cvr|buy|bought|order|ordered|pay|payment|liked?"
     r"|follow|followed|shared?|cart|install|installed|labels?"
+    r"|(?!(un)?(married|divorced|widowed|separated|employed|retired|verified|registered|subscribed|enabled|rated)$)[a-z]+ed"
 )
 
 # whole numbers that are dates; whether only a name of a time makes them so

@@ -187,6 +187,8 @@ def told(case: Case) -> dict[str, str]:
         "odd_time": odd and f"; {odd}",
         "remedy": "write a decimal point, no separators or units"
         if re.search(r"\d", c.odd.value)
+        else "correct it"
+        if not re.fullmatch(r"(?i:null|none|n/?a|#n/a|nan|\\n|-|\?)", c.odd.value.strip())
         else f"pandas.read_csv({case.data.path!r}).to_parquet('log.parquet') makes NULL and N/A missing values",
         "clock": clock_of(case),
         "stem": stem_of(c),

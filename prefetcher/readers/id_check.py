@@ -202,9 +202,8 @@ def check_labels(given: Sequence[Array], columns: Columns, location: Location) -
     if not valid.all():
         row, column = divmod(int(np.argmin(valid)), len(names))
         allowed = "0 or 1" if is_binary else "finite in fp32"
-        raise DataError(
-            f"{location(row)}, column {names[column]}: label {labels.flat[np.argmin(valid)]} is not {allowed}"
-        )
+        wrong = f"{location(row)}, column {names[column]}: label {labels.flat[np.argmin(valid)]} is not {allowed}"
+        raise DataError(f"{wrong}; correct it, or make labels of it by data.columns.prepare.{names[column]}")
     return labels
 
 

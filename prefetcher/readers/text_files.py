@@ -17,7 +17,7 @@ CHUNK_BYTES = 4 * 2**20
 MOST_LINE_BYTES = 3  # a line's limit in CHUNK_BYTES, as `whole_lines` allows
 OTHER_FILES = {  # first bytes -> what the file is, and what to do
     b"PK\x03\x04": "a zip archive (or an Excel file); unpack it, or save it as CSV",
-    b"PAR1\x15": "Parquet; name it .parquet",
+    b"PAR1\x15": "Parquet, not text; a run reads one format, data.format, and predict(frame) in Python reads any",
     b"\xff\xfe": "text in UTF-16; write it as UTF-8",
     b"\xfe\xff": "text in UTF-16; write it as UTF-8",
     b"BZh91AY&": "compressed by bzip2; unpack it, or compress it with gzip",

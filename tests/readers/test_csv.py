@@ -187,7 +187,11 @@ QUOTED = ": a quoted field continues in the next line; remove line breaks within
         (4, "", ": the line is empty; remove it"),
         (4, "1,1.5,2\r,5,1", ": there is a carriage return within the line; remove it"),
         (4, "yes,1.5,2,5,1", ", column label: 'yes' is not a number"),
-        (4, "2,1.5,2,5,1", ", column label: label 2.0 is not 0 or 1"),
+        (
+            4,
+            "2,1.5,2,5,1",
+            ", column label: label 2.0 is not 0 or 1; correct it, or make labels of it by data.columns.prepare.label",
+        ),
         (4, ",1.5,2,5,1", ", column label: the cell is empty; it must be 0 or 1"),
         (4, "1,n/a,2,5,1", ", column int_0: 'n/a' is not a number"),
         (
