@@ -529,7 +529,7 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
         step.arrays[names[span.group]][span.start : span.start + span.count]
         => step.arrays[names[span.group]][: span.count]
     a step is done before its last victims are home
-        task.step <= step for task in heads => task.step < step for task in heads
+        task.step <= step for task in tasks => task.step < step for task in tasks
 tests/adopt/test_streams.py::test_every_use_of_a_step_is_awaited_before_the_step_is_reported
     a script's own streams are not waited for
         self._compute.wait(event, "used") => pass
@@ -630,7 +630,7 @@ tests/hostile/test_peers.py::test_a_dense_side_whose_checksum_is_of_other_bytes_
         largest >= self.limits => largest > self.limits
 tests/trainer/test_embedding.py::test_bags_are_summed_or_averaged_and_empty_bags_are_zero
     an empty bag is divided by its look-ups
-        offsets.diff().clamp(min=1) => offsets.diff()
+        lookup.offsets.diff().clamp(min=1) => lookup.offsets.diff()
 tests/trainer/test_row_optimizers.py::test_touched_rows_end_with_the_bits_of_the_whole_table
     the bias correction of Adam is a step behind
         step=train_step + 1, => step=max(1, train_step),
@@ -691,7 +691,7 @@ tests/deploy/test_health.py::test_a_port_that_was_named_must_be_served
         set(statuses) == {200} => 200 in statuses
 tests/system/test_stopping.py::test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher
     the launcher ends with another code than its child
-        error.exit_code = child.code or 1 => error.exit_code = 1
+        error.exit_code = code => error.exit_code = 1
 """
 
 RANKS = """\
