@@ -27,6 +27,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.messages import StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
@@ -84,7 +85,10 @@ class Restarts:
             for number, past in enumerate(pasts):
                 carry_out(past.checkpoints.withdraw(OwnShard(number=number, count=ranks)))
             settings = Settings(slots=slots, tier_slots=tier_slots, tier_reserve=RESERVE, seed=self.seed + self.lives)
-            run = RankedRun(self.job, self.batches[:num_steps], settings, ranks=ranks, parts=self.parts, pasts=pasts)
+            run = RankedRun(self.job, self.batches, settings, ranks=ranks, parts=self.parts, pasts=pasts)
+            if num_steps is not None:
+                for pair in run.pairs:
+                    pair.prefetcher.planning.stop(StopRequest(reason="enough", after_step=num_steps - 1))
             if advances is not None:
                 run.advance(advances)
                 return run
