@@ -17,6 +17,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.messages import StopRequest
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.device.streams import RankWait
 from tests.support import jobs
@@ -176,15 +177,18 @@ def test_several_labels_have_the_same_bits_and_evaluations_on_any_number_of_rank
 @functools.cache
 def small_steps() -> tuple[Job, list[ScheduledBatch], Plain]:
     job = small_job("adagrad", "multi", depth=2, horizon=4)
-    batches = small_batches(job, "multi", num_steps=4, eval_at=(2, 5))  # the last checkpoint is in an evaluation
+    batches = small_batches(job, "multi", num_steps=4, eval_at=(2, 5, 6))  # a stop after step 5 is in an evaluation
     return job, batches, run_plain_loop(job, start_state(job, NUM_DENSE), batches, 6)
 
 
 def run_in_three(seed: int, without: RankWait | None = None) -> int:
     """Raises where the result has other bits than the plain loop's, or the run breaks."""
     job, batches, expected = small_steps()
-    run = ranked(job, batches, 3, 6, ("one batch", "two batches")[seed % 2], seed=seed, without=without)
-    assert_same(run, expected)
+    slots = slots_for(group_specs(job), batches, ("one batch", "two batches")[seed % 2])
+    run = RankedRun(job, batches, Settings(slots=slots, seed=seed, without=without), ranks=3, parts=6)
+    for pair in run.pairs:
+        pair.prefetcher.planning.stop(StopRequest(reason="within the evaluation", after_step=5))
+    assert_same(run.run(), expected)
     for pair in run.pairs[1:]:
         assert pair.saved == run.pairs[0].saved, "ranks would save other states"
     return run.most_apart
