@@ -9,6 +9,7 @@ What survives a power loss, which decides the order of all writes:
 """
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -100,6 +101,15 @@ def partial_of(path: Path) -> Path:
     """Returns a name beside `path` for a file that becomes it once it is whole: no other file has it, nor another
     writer."""
     return path.with_name(f"{path.name}.{token_hex(4)}.partial")
+
+
+def try_lock(descriptor: int) -> bool:
+    """Returns whether this process now holds the file's lock, which no other process holds. Raises OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -25,7 +25,7 @@ from rowcast.runtime.arrays import F64, I64, U64, Bools
 Kind = Literal["integer", "number", "time", "text", "other"]
 MOST_HASHES = 2**18  # kept per column
 MOST_SAMPLED = 2**16  # rows of a sample; between half as many and all
-MOST_VALUES = 64  # of which a label can be made
+MOST_VALUES = 64  # `--label label=2` takes a column with at most so many different values
 FEW = 0.1  # this share of a column's cells or less are exceptions to the kind of the others
 PADDED = r"^\s*-?0\d+\s*$"  # zip codes and other numbers that are never added
 INTEGER, NUMBER = r"^\s*-?\d+\s*$", r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
@@ -70,9 +70,9 @@ class Exceptions:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ColumnFacts:
     name: str
-    kind: Kind  # of whole numbers `integer`, however they are written
+    kind: Kind  # whole numbers are `integer`, also those that are written as 35.0
     type: str  # in the file, for messages
-    separator: str  # of the items of a cell; "" if cells are no lists
+    separator: str  # splits a cell into its items; "" if a cell is one value
     is_list: bool
     num_values: int  # values of lists count one by one, missing ones not at all
     missing: Exceptions
@@ -82,15 +82,15 @@ class ColumnFacts:
     binary: str  # what labels are called in this column
     distinct: int  # of values; an estimate beyond 262,144
     values: dict[str, int]  # each value and how often it occurs; empty if there are more than 64
-    low: float  # of numbers; 0 without values
-    high: float
+    low: float  # the smallest number; 0 if there is none
+    high: float  # the largest number
     whole: bool  # every number is integral
     words: bool  # True and False
     padded: bool  # integers that begin with 0
     plain: bool  # every number is written as an integer
     num_spaces: int  # in all text
     pairs: bool  # most values are a key and a weight
-    numbers: F64  # of a sample of the rows; NaN where there is none, and empty for lists
+    numbers: F64  # a number for each row of the sample, NaN if its cell holds none; empty for lists
 
     @property
     def is_text(self) -> bool:

@@ -49,7 +49,8 @@ Pieces = Iterator[tuple[Any, Location]]  # record batches, and the places of the
 Begin = Callable[[int | None], Tick]
 PARQUET_ROWS = 65536  # read together
 BEGINNING = 2**16  # bytes that tell what a file is
-DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|arrow|feather|txt|dat|data|inter)(\.gz)?)"  # of a folder
+# the files that are read in a folder
+DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|arrow|feather|txt|dat|data|inter)(\.gz)?)"
 DELIMITERS = ("\t", ",", ";", "|", "::")
 CRITEO_NAMES = ["label", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))]
 CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
@@ -94,7 +95,7 @@ class Shape:
 
     kind: FileKind
     delimiter: str = ","
-    names: Sequence[str] = ()  # of a file without a header
+    names: Sequence[str] = ()  # given for a file without a header; empty if it has one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,15 +3,19 @@
 rows of a batch -> rows of each file -> ColumnCursor.take -> typed columns -> ColumnDecoder -> joined in order
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import FileRows, Ids, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.id_check import Location
+from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.reader import Columns, Part, decode_part
+from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.protocol.batch import Lookups, Samples
+from rowcast.runtime.errors import ConfigError
 
 
 class ColumnCursor(Protocol):
@@ -85,3 +89,14 @@ class RowsCursor:
             ),
             lookups=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
         )
+
+
+def open_named_columns(
+    job: Job, part: Columns, rows_of: Callable[[Job, IdCheck, Columns, list[Path]], ColumnRows]
+) -> RowReader:
+    """Opens the files of a format with named columns. Raises what `rows_of` raises, and ConfigError for data.hash or a
+    missing path."""
+    if job.data.hash:
+        raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
+    ids = IdCheck(job)
+    return open_files(job, ids, partial(rows_of, job, ids, part))

@@ -1,11 +1,12 @@
 """Lets one process make files in a folder while others wait for them."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from rowcast.runtime.disk import try_lock
 
 LONGEST_WAIT_S = 1800.0  # without a change of the files that the holder makes
 
@@ -34,11 +35,3 @@ def wait_for_lock(lock: int, folder: Path, made: str) -> None:
         if time.monotonic() > until_s:
             return
         time.sleep(0.05)
-
-
-def try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -48,14 +48,21 @@ def hashes_of(values: Any, *, by_value: bool) -> Any:
 
 def distinct_hashes(values: Any, *, by_value: bool) -> U64:
     """Returns the hashes of values without nulls."""
-    if not by_value or pa.types.is_integer(values.type) or not can_hash(values.type, by_value=False):
-        return text_hashes(value_bytes(values, by_value=by_value))
-    own = values.cast(pa.large_binary())
-    are_whole = pc.match_substring_regex(own, SHORT_WHOLE).to_numpy(zero_copy_only=False)
-    hashes = np.empty(len(own), np.uint64)
-    numbers = pc.replace_substring_regex(own.filter(pa.array(are_whole)), SHORT_WHOLE, r"\1").cast(pa.large_string())
+    if pa.types.is_integer(values.type):
+        return integer_hashes(values.to_numpy().astype(np.int64))
+    if pa.types.is_floating(values.type) or pa.types.is_boolean(values.type):
+        return text_hashes([by_its_value(str(own).encode()) for own in values.to_numpy(zero_copy_only=False)])
+    texts = values.cast(pa.large_binary())
+    return hashes_by_value(texts) if by_value else text_hashes(texts.to_numpy(zero_copy_only=False).tolist())
+
+
+def hashes_by_value(texts: Any) -> U64:
+    """Arrow finds the short whole numbers at once; what is left is looked at one by one."""
+    are_whole = pc.match_substring_regex(texts, SHORT_WHOLE).to_numpy(zero_copy_only=False)
+    hashes = np.empty(len(texts), np.uint64)
+    numbers = pc.replace_substring_regex(texts.filter(pa.array(are_whole)), SHORT_WHOLE, r"\1").cast(pa.large_string())
     hashes[are_whole] = integer_hashes(numbers.cast(pa.int64()).to_numpy())
-    others = own.filter(pa.array(~are_whole)).to_numpy(zero_copy_only=False).tolist()
+    others = texts.filter(pa.array(~are_whole)).to_numpy(zero_copy_only=False).tolist()
     hashes[~are_whole] = text_hashes([by_its_value(text) if len(text) > SHORT else text for text in others])
     return hashes
 
@@ -89,17 +96,6 @@ def rows_of_hashes(hashes: Any, num_embeddings: int) -> Ids:
     if hashes.null_count:
         rows[hashes.is_null().to_numpy(zero_copy_only=False)] = 0
     return rows
-
-
-def value_bytes(values: Any, *, by_value: bool) -> list[bytes]:
-    if pa.types.is_integer(values.type):
-        wide = values.to_numpy(zero_copy_only=False).astype("<i8")  # uint64 keeps its bits
-        own: list[bytes] = wide.view("V8").tolist()
-        return own
-    if pa.types.is_floating(values.type) or pa.types.is_boolean(values.type):
-        return [by_its_value(str(number).encode()) for number in values.to_numpy(zero_copy_only=False)]
-    texts: list[bytes] = values.cast(pa.large_binary()).to_numpy(zero_copy_only=False).tolist()
-    return [by_its_value(text) for text in texts] if by_value else texts
 
 
 def by_its_value(text: bytes) -> bytes:

@@ -32,6 +32,7 @@ import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.data_files import FileState, file_state
 from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import places
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
@@ -39,12 +40,13 @@ from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo
 from rowcast.protocol.batch import Scheduled
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.children import killed_by
-from rowcast.runtime.errors import DataError, RowcastError
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.runtime.stops import STOPS, held, release
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 
 NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead
+REMOVED = FileState(0, 0, 0)
 LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 
 
@@ -87,18 +89,11 @@ class LogLine(NamedTuple):
 Message = Delivery | EndOfBatches | RowcastError
 
 
-class FileState(NamedTuple):
-    path: Path
-    size: int
-    changed_ns: int
-
-
 def state_of(path: Path) -> FileState:
     try:
-        found = path.stat()
-    except OSError:  # it was removed
-        return FileState(path, 0, 0)
-    return FileState(path, found.st_size, found.st_mtime_ns)
+        return file_state(path)
+    except ConfigError:
+        return REMOVED
 
 
 def decode(share: DecoderShare, pipe: connection.Connection) -> None:
@@ -168,7 +163,7 @@ class Decoder:
         self._share, self._on_arrival = share, on_arrival
         self._arrived: queue.Queue[Message] = queue.Queue(num_ahead)
         self._info: SourceInfo | None = None
-        self._file_states: list[FileState] = []  # as the child has opened them
+        self._file_states: dict[Path, FileState] = {}  # as the child has opened them
         self._opened = threading.Event()  # the first message arrived: the info, or an error
         self._closing = threading.Event()
         self._process: SpawnProcess | None = None
@@ -240,7 +235,7 @@ class Decoder:
             while not self._closing.is_set():
                 message = self._message(arrays)
                 if isinstance(message, SourceInfo):
-                    self._info, self._file_states = message, list(map(state_of, message.paths))
+                    self._info, self._file_states = message, {path: state_of(path) for path in message.paths}
                 else:
                     self._enqueue(message)
                 self._opened.set()
@@ -276,7 +271,7 @@ class Decoder:
             f"the decoding process (pid {self.pid}, after {self._num_received} batches)",
         )
         if code == -signal.SIGBUS:
-            changed = ", ".join(str(state.path) for state in self._file_states if state != state_of(state.path))
+            changed = ", ".join(str(path) for path, state in self._file_states.items() if state != state_of(path))
             return DataError(
                 f"{what} was killed by SIGBUS: a data file became shorter ({changed or 'but none has changed'}), or "
                 "its disk failed; leave data files as they are while a run reads them"

@@ -18,6 +18,7 @@ import numpy as np
 from rowcast.job.schema import Transport
 from rowcast.protocol.messages import RingSpec
 from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError, advice
 from rowcast.runtime.stops import AT_SUDDEN_EXIT
 
@@ -165,14 +166,6 @@ def attach_ring(transport: Transport, spec: RingSpec) -> RingFile | RingMemory:
 def remove_leftovers(directory: Path = SHARED_MEMORY) -> list[Path]:
     """Removes and returns this user's ring files whose owner is dead; only a kill can leave one."""
     return [path for path in sorted(directory.iterdir()) if NAME.fullmatch(path.name) and _remove_if_left(path)]
-
-
-def try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _create_locked(directory: Path, name_hint: str) -> tuple[Path, int]:

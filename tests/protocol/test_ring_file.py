@@ -11,6 +11,7 @@ import pytest
 from rowcast.protocol.transport import ring_file
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import RingFile, in_memory_buffer, remove_leftovers
+from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 
@@ -137,7 +138,7 @@ def test_a_ring_taken_for_a_leftover_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Path] = []
-    lock = ring_file.try_lock
+    lock = try_lock
 
     def lock_late(descriptor: int) -> bool:
         if not taken:

@@ -1,33 +1,29 @@
 """Reads uncompressed Arrow files (`.arrow`, `.feather`) as they lie on the disk; columns as in Parquet."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, typed
-from rowcast.prefetcher.readers.column_rows import ColumnRows
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder
+from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
 from rowcast.prefetcher.readers.columns import FileRows
 from rowcast.prefetcher.readers.copies import CopyCursor
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
-from rowcast.prefetcher.readers.formats.csv import with_lists
+from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.formats.parquet import roles_in
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location, job_features, row_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.reader import Columns
-from rowcast.prefetcher.readers.row_reader import RowReader, open_files
-from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.runtime.errors import DataError
 
 
 def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path or column, DataError for a file that is empty, compressed or mistyped."""
-    if job.data.hash:
-        raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
-    ids = IdCheck(job)
-    return open_files(job, ids, partial(rows_of, job, ids, columns))
+    return open_named_columns(job, columns, rows_of)
 
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
@@ -53,7 +49,7 @@ class ArrowFiles:
 
     def take(self, rows: FileRows, names: Sequence[str]) -> Any:
         table = self.files[rows.file].take(rows.rows, self._batch_bounds[rows.file], names)
-        return typed(with_lists(table, self._features, self.location(rows)), self._features)
+        return typed_columns(table, self._features, self.location(rows))
 
     def location(self, rows: FileRows) -> Location:
         return row_location(self.paths[rows.file], rows.rows)

@@ -11,7 +11,6 @@ Cells may be quoted, but a line is a row: line breaks within quotes are refused.
 import csv
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from pyarrow import csv as arrow_csv
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, typed
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
-from rowcast.prefetcher.readers.column_rows import ColumnRows
+from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
 from rowcast.prefetcher.readers.formats.csv_line import (
@@ -46,9 +45,9 @@ from rowcast.prefetcher.readers.hashed_ids import is_text
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location
 from rowcast.prefetcher.readers.prepare import AS_IT_IS
 from rowcast.prefetcher.readers.reader import Columns
-from rowcast.prefetcher.readers.row_reader import RowReader, open_files
+from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.text_files import first_lines
-from rowcast.runtime.errors import ConfigError, DataError, nearest
+from rowcast.runtime.errors import DataError, nearest
 
 SEPARATOR = "\x1f"  # between cells whose delimiter is not one character
 ARROW_TYPES = {
@@ -62,10 +61,7 @@ ARROW_TYPES = {
 
 def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path or column, DataError for an empty or torn file or another header."""
-    if job.data.hash:
-        raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
-    ids = IdCheck(job)
-    return open_files(job, ids, partial(rows_of, job, ids, columns))
+    return open_named_columns(job, columns, rows_of)
 
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
@@ -79,13 +75,13 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
         cells=cells_of(job, roles, first_row),
     )
 
-    def typed_columns(lines: bytes, num_lines: int, location: Location) -> Any:
+    def columns_of(lines: bytes, num_lines: int, location: Location) -> Any:
         return typed(decode(lines, num_lines, layout, location), roles.features)
 
     known = msgspec.to_builtins(
         [layout, [[feature.name, feature.by_value] for feature in roles.features if feature.hashed]]
     )
-    files = CopiedFiles(job, filled, TextRules(known=known, header_lines=layout.header_lines, columns=typed_columns))
+    files = CopiedFiles(job, filled, TextRules(known=known, header_lines=layout.header_lines, columns=columns_of))
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
@@ -161,8 +157,9 @@ def without_empty(texts: Any) -> Any:
     return pc.if_else(pc.equal(pc.binary_length(own), 0), None, own)
 
 
-def with_lists(table: Any, features: Sequence[Feature], location: Location) -> Any:
-    """Splits the text of features with data.columns.lists, in formats with types. Raises DataError."""
+def typed_columns(table: Any, features: Sequence[Feature], location: Location) -> Any:
+    """Returns the typed columns of a table of a format with types: splits the text of features with data.columns.lists.
+    Raises DataError."""
     for feature in features:
         if feature.separator and feature.name in table.schema.names:
             at = table.schema.get_field_index(feature.name)
@@ -173,7 +170,7 @@ def with_lists(table: Any, features: Sequence[Feature], location: Location) -> A
                 table = table.set_column(
                     at, feature.name, lists_of(without_empty(values), cell, feature.name, location)
                 )
-    return table
+    return typed(table, features)
 
 
 def lists_of(texts: Any, cell: Cell, name: str, location: Location) -> Any:

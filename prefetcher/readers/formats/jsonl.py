@@ -6,7 +6,6 @@ The first lines decide the types: numbers, true and false, text, lists of these.
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,18 @@ import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list, typed
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.column_roles import Roles
-from rowcast.prefetcher.readers.column_rows import ColumnRows
+from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
-from rowcast.prefetcher.readers.formats.csv import with_lists
+from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.formats.parquet import roles_in
 from rowcast.prefetcher.readers.id_check import IdCheck, Location
 from rowcast.prefetcher.readers.reader import Columns
-from rowcast.prefetcher.readers.row_reader import RowReader, open_files
+from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.text_files import Piece, open_text, pieces
-from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.errors import DataError
 
 Types = Mapping[str, Any]  # of columns, in Arrow
 NUMBER, WHOLE, WORD, TEXT = pa.float64(), pa.int64(), pa.bool_(), pa.string()
@@ -40,10 +39,7 @@ WHAT = {
 
 def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     """Raises ConfigError for a missing path or column, DataError for a file that is empty or torn."""
-    if job.data.hash:
-        raise ConfigError("data.hash belongs to criteo-npy; remove it, or set data.columns.hash = true to hash ids")
-    ids = IdCheck(job)
-    return open_files(job, ids, partial(rows_of, job, ids, columns))
+    return open_named_columns(job, columns, rows_of)
 
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
@@ -53,12 +49,12 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
     roles = roles_in(job, [path], [found])
     types = types_of(roles, found)
 
-    def typed_columns(lines: bytes, num_lines: int, location: Location) -> Any:
-        return typed(with_lists(decode(types, lines, num_lines, location), roles.features, location), roles.features)
+    def columns_of(lines: bytes, num_lines: int, location: Location) -> Any:
+        return typed_columns(decode(types, lines, num_lines, location), roles.features, location)
 
     hashed = [[own.name, own.by_value, own.separator] for own in roles.features if own.hashed or own.separator]
     known = ["jsonl", {name: str(kind) for name, kind in types.items()}, hashed]
-    files = CopiedFiles(job, paths, TextRules(known=known, header_lines=0, columns=typed_columns))
+    files = CopiedFiles(job, paths, TextRules(known=known, header_lines=0, columns=columns_of))
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 

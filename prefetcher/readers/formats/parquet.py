@@ -5,7 +5,6 @@ labels and the dense columns; their values are used unchanged. A feature's weigh
 as long as its lists of ids. `parquet_files.py` reads the files.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import pyarrow as pa
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
-from rowcast.prefetcher.readers.column_rows import ColumnRows
+from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
 from rowcast.prefetcher.readers.hashed_ids import can_hash, is_text
 from rowcast.prefetcher.readers.id_check import IdCheck, job_features
 from rowcast.prefetcher.readers.prepare import AS_IT_IS, Rules
 from rowcast.prefetcher.readers.reader import Columns
-from rowcast.prefetcher.readers.row_reader import RowReader, open_files
+from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.runtime.errors import ConfigError, DataError
 
 
@@ -30,8 +29,7 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
         raise ConfigError(
             "data.hash: parquet ids are used as they are; remove it, or set data.columns.hash = true to hash them"
         )
-    ids = IdCheck(job)
-    return open_files(job, ids, partial(rows_of, job, ids, columns))
+    return open_named_columns(job, columns, rows_of)
 
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:

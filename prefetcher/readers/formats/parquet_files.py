@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from rowcast.prefetcher.readers.arrow_rows import typed
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
-from rowcast.prefetcher.readers.formats.csv import with_lists
+from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.id_check import Feature, Location, row_location
 from rowcast.runtime.errors import DataError
 
@@ -127,8 +126,8 @@ class ArrowCursor:
                 start, self._next_row = self._next_row, self._next_row + content.num_rows
                 if row < self._next_row:
                     rows = np.arange(start, self._next_row) - self._files.bounds[group.file]
-                    lists = with_lists(content, self._files.features, row_location(path, rows))
-                    return RecordBatch(group.file, start, typed(lists, self._files.features))
+                    columns = typed_columns(content, self._files.features, row_location(path, rows))
+                    return RecordBatch(group.file, start, columns)
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path}: the Parquet file is damaged ({first_line(error)}); write it again") from None
         raise DataError(f"{path}: row group {group.number} ends before its last row; write the file again")
