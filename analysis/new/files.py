@@ -35,12 +35,13 @@ from rowcast.prefetcher.readers.arrow_rows import is_list
 from rowcast.prefetcher.readers.column_roles import require_single
 from rowcast.prefetcher.readers.data_files import data_files, is_gzip, no_rows
 from rowcast.prefetcher.readers.formats.arrow import ArrowFiles
+from rowcast.prefetcher.readers.formats.criteo_tsv import DENSE, SPARSE
 from rowcast.prefetcher.readers.formats.csv import beginning, decode, split_cells
 from rowcast.prefetcher.readers.formats.csv_line import BRACKETED, BRACKETS, Cell, CsvLayout, fields_of
 from rowcast.prefetcher.readers.formats.jsonl import decode as decode_json
 from rowcast.prefetcher.readers.formats.jsonl import plain
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
-from rowcast.prefetcher.readers.id_check import Location
+from rowcast.prefetcher.readers.id_check import Location, line_location, row_location
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, pieces
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -52,7 +53,7 @@ BEGINNING = 2**16  # bytes that tell what a file is
 # the files that are read in a folder
 DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|arrow|feather|txt|dat|data|inter)(\.gz)?)"
 DELIMITERS = ("\t", ",", ";", "|", "::")
-CRITEO_NAMES = ["label", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))]
+CRITEO_NAMES = ["label", *DENSE, *SPARSE]
 CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
 FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with spaces or commas is no list
 
@@ -270,8 +271,8 @@ def text_pieces(shape: Shape, files: list[Path], begin: Begin) -> Pieces:
     for file in filled:
         with open_text(file) as stream:
             for first, num_lines, rows in pieces(stream, file, layout.header_lines):
-                require_lines(rows, lines_of(file, first))
-                yield decode(rows, num_lines, layout, lines_of(file, first)), lines_of(file, first)
+                require_lines(rows, line_location(file, first))
+                yield decode(rows, num_lines, layout, line_location(file, first)), line_location(file, first)
                 tick()
 
 
@@ -282,21 +283,12 @@ def require_lines(rows: bytes, location: Location) -> None:
         raise DataError(f"{location(whole[:at].count(bytes([10])))}: the line is empty; remove it")
 
 
-def lines_of(file: Path, first: int) -> Location:
-    """Names lines for errors; the first is line `first` of the file."""
-    return lambda i: f"{file}, line {first + i}"
-
-
-def rows_of(file: Path, first: int) -> Location:
-    return lambda i: f"{file}, row {first + i}"
-
-
 def json_pieces(files: list[Path], begin: Begin) -> Pieces:
     tick, types = begin(None), dict[str, Any]()
     for file in files:
         with open_text(file) as stream:
             for first, num_lines, lines in pieces(stream, file, 0):
-                where = lines_of(file, first)
+                where = line_location(file, first)
                 types = types or {own.name: plain(own.type) for own in decode_json({}, lines, num_lines, where).schema}
                 yield decode_json(types, lines, num_lines, where), where
                 tick()
@@ -309,7 +301,7 @@ def arrow_pieces(files: list[Path], begin: Begin) -> Pieces:
         reader = pa.ipc.open_file(opened.content)
         for batch in map(reader.get_batch, range(reader.num_record_batches)):
             for start in range(0, batch.num_rows, PARQUET_ROWS):
-                yield batch.slice(start, PARQUET_ROWS), rows_of(file, first + start)
+                yield batch.slice(start, PARQUET_ROWS), row_location(file, range(first + start, batch.num_rows + first))
                 tick()
             first += batch.num_rows
 
@@ -327,7 +319,7 @@ def parquet_pieces(files: list[Path], begin: Begin) -> Pieces:
         first = 0
         with pq.ParquetFile(file) as opened:
             for piece in opened.iter_batches(batch_size=PARQUET_ROWS, columns=names):
-                yield piece, rows_of(file, first)
+                yield piece, row_location(file, range(first, first + piece.num_rows))
                 first += piece.num_rows
                 tick()
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ from rowcast.job.schema import Job, digest
 from rowcast.prefetcher.readers.columns import FileRows, Ids
 from rowcast.prefetcher.readers.data_files import FileState, cumulative, file_state, no_rows, path_text
 from rowcast.prefetcher.readers.folder_lock import folder_lock
-from rowcast.prefetcher.readers.id_check import Location
+from rowcast.prefetcher.readers.id_check import Location, line_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, HashedFile, open_hashed, pieces, text_of
 from rowcast.runtime.checkpoint_manifest import write_durably
@@ -248,10 +247,7 @@ class Copy:
     def _columns(self, file: HashedFile) -> Iterator[Any]:
         with text_of(file, self.source) as stream:
             for first, num_lines, text in pieces(stream, self.source, self._rules.header_lines):
-                yield self._rules.columns(text, num_lines, partial(self._line, first))
-
-    def _line(self, first: int, i: int) -> str:
-        return f"{self.source}, line {first + i}"
+                yield self._rules.columns(text, num_lines, line_location(self.source, first))
 
     def _digest(self) -> str:
         """Of the source's bytes."""

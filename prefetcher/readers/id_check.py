@@ -36,8 +36,13 @@ class Feature:
     separator: str  # data.columns.lists: between ids in a cell of text; "" for one id
 
 
-def row_location(path: Path, rows: Ids) -> Location:
+def row_location(path: Path, rows: Ids | range) -> Location:
     return lambda i: f"{path}, row {rows[i]}"
+
+
+def line_location(path: Path, first: int) -> Location:
+    """Of consecutive lines; line `first` of the file is the first."""
+    return lambda i: f"{path}, line {first + i}"
 
 
 def job_features(job: Job) -> list[Feature]:

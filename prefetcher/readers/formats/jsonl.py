@@ -21,7 +21,7 @@ from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
 from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.formats.parquet import roles_in
-from rowcast.prefetcher.readers.id_check import IdCheck, Location
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, line_location
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.text_files import Piece, open_text, pieces
@@ -44,7 +44,7 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
     path, first = first_piece(paths)
-    inferred = decode({}, first.text, first.num_lines, lambda i: f"{path}, line {first.first_line + i}").schema
+    inferred = decode({}, first.text, first.num_lines, line_location(path, first.first_line)).schema
     found = pa.schema([(own.name, plain(own.type)) for own in inferred])
     roles = roles_in(job, [path], [found])
     types = types_of(roles, found)
