@@ -1,10 +1,13 @@
 """`make gpu-check`: what a part does to itself stays its own affair, and its figures are computed rightly."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+import tomllib
 import warnings
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from benchmarks.training.resident import ResidentRun
 from rowcast.runtime.errors import RowcastError
 from tests.support.facts import facts
 
-CPU = torch.device("cpu")
+CPU, ROOT = torch.device("cpu"), Path(__file__).parents[1]
 TINY = Size(batch_size=32, steps=6, dim=4, scale=1e-5, bottom_mlp=(8, 4), top_mlp=(8, 1))
 HEAD = """
 import os, signal, subprocess, sys, time
@@ -161,6 +164,15 @@ def test_a_crash_fails_the_check_and_what_is_left_out_does_not(
     assert found["passed"] is False
     assert found["status"] == {"environment": "passed", "kernels": "crashed"}
     assert "kernels: crashed, SIGSEGV; it was at: adam" in capsys.readouterr().err
+
+
+def test_parts_need_only_what_a_run_needs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {re.split(r"[^\w.-]", need)[0].lower() for needs in extras.values() for need in needs} - {"triton"}
+    hidden = sorted(module for module, owners in packages_distributions().items() if {*map(str.lower, owners)} & names)
+    assert {"redis", "pytest", "tensorboard"} <= {*hidden}
+    hide = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import benchmarks.gpu_check.part"
+    subprocess.run([sys.executable, "-c", hide], check=True, cwd=ROOT)
 
 
 def test_a_missing_package_is_named_before_anything_is_imported(

@@ -12,7 +12,8 @@ safety: are all bits right, and no address wrong?
     memcheck       four of these cases under compute-sanitizer, where it is installed
     orders         streams that start late: the bits of the cache that holds all rows, for 20 seeds
     ways           the same for jagged and weighted bags, several groups, Adam with bf16 and master, 8 parts, ...
-    script         an adopted training script, with a small cache and with all rows
+    script         a script of `rowcast.connect`, with a small cache and with all rows
+    adopted        a script as it is and with `rowcast.adopt`, for six rules of torch.optim
 speed: is a step as short as the hardware allows?
     bandwidth      GB/s of each kernel with a real plan, against a copy; other block shapes
     ncu            what Nsight Compute counts of these kernels, where it is installed
@@ -50,12 +51,13 @@ from benchmarks.gpu_check.supervise import GRACE_S, HARM, run_part
 
 COMMANDS = {  # the parts in their order, and the seconds of each, if each takes all of them
     "safety": {
-        "environment": 45.0,
-        "kernels": 90.0,
-        "memcheck": 90.0,
+        "environment": 25.0,
+        "kernels": 80.0,
+        "memcheck": 45.0,
         "orders": 75.0,
         "ways": 120.0,
-        "script": 100.0,
+        "script": 85.0,
+        "adopted": 90.0,
     },
     "speed": {"bandwidth": 90.0, "ncu": 75.0, "steady": 100.0, "speed-large": 140.0, "speed": 115.0},
     "whole": {

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_check import (
+    adopted,
     bandwidth,
     environment,
     equality,
@@ -38,6 +39,7 @@ PARTS: dict[str, Work] = {
     "orders": lambda findings, device, folder: in_process.check_orders(findings, device),
     "ways": lambda findings, device, folder: in_process.check_ways(findings, device),
     "script": lambda findings, device, folder: script.check_script(findings, device, folder),
+    "adopted": lambda findings, device, folder: adopted.check_adopted(findings, device),
     "bandwidth": lambda findings, device, folder: bandwidth.check_bandwidth(findings, device),
     "ncu": lambda findings, device, folder: tools.count_bytes(findings, device, folder),
     "steady": lambda findings, device, folder: steady.check_steady(findings, device, folder),

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 import rowcast
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.adopt import adopt, script_optimizer
+from rowcast.trainer.adopt.adoption import Adoption
 from rowcast.trainer.adopt.read_ahead import ReadAhead
+from rowcast.trainer.adopt.rows import Records
 from rowcast.trainer.adopt.table_parameter import TableParameter, say_of_norm
 
 pytestmark = pytest.mark.usefixtures("no_engine", "let_go")
@@ -263,6 +265,36 @@ def test_a_model_is_adopted_before_and_after_it_is_moved(is_moved_first: bool) -
 
     seen = script(lambda model: rowcast.adopt(model, "60 rows", tables=["user"]))
     assert are_equal(seen, script(lambda model: model))
+
+
+class ZerosAnywhere:
+    """Implements `rows.Engine` on a device that has no values."""
+
+    def planned(self, device: torch.device) -> tuple[Tensor, Records]:
+        ids = torch.empty(0, dtype=torch.long, device=device)
+        return ids, self.read(ids)
+
+    def read(self, ids: Tensor) -> Records:
+        return Records(torch.zeros(len(ids), DIM, device=ids.device), {}, torch.zeros_like(ids))
+
+    def write(self, ids: Tensor, rows: Records) -> None: ...
+
+
+def test_each_step_begins_where_the_table_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine starts where the table is, and a step's rows are there before the step has any."""
+    asked: list[str] = []
+    monkeypatch.setattr(Adoption, "look_up", lambda self, device: asked.append(device.type))
+    model: Any = rowcast.adopt(seeded(), "60 rows")
+    table = model.item.weight.table
+    table.home.rows = ZerosAnywhere()
+    for device in ("cpu", "meta"):
+        table.move(torch.device(device))
+        table.begin_step()
+        table.note(torch.zeros(1, dtype=torch.long))
+        planned = table.home.planned()
+        own = (table.ids, table.trained_ids, table.step_rows.weights, planned[0], planned[1].weights)
+        assert {each.device.type for each in own} == {device}
+    assert asked == ["cpu", "meta"]
 
 
 # what is refused

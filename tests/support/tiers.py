@@ -7,7 +7,6 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.stores.cold.cold_rows import ColdRows
-from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tier_loops import CLEAN, FIRST_SLOT, FREE, LOADING, SPILLING
 from rowcast.prefetcher.stores.tiered_store import TieredStore
@@ -82,6 +81,8 @@ class Restless(RowStore):
 
 def check_tier(store: TieredStore) -> None:
     """Raises AssertionError with both numbers if slots and whereabouts disagree."""
+    from rowcast.prefetcher.stores.cold.redis_rows import RedisRows  # the device check runs without redis
+
     used = np.flatnonzero(store._states != FREE)
     free = store._free[: store._num_free]
     assert len(used) + len(free) == store.num_slots, (

@@ -199,7 +199,7 @@ class Doors:
         def note(ids: Tensor) -> None:
             refuse_data_parallel(name)
             self.settle()
-            self.engine.look_up(table.ids.device)
+            self.engine.look_up(home.device)
             self.reading.note(key, ids)
 
         table.note = note

@@ -27,12 +27,13 @@ class AdoptedTable:
     def __init__(self, name: str, parameter: Parameter, home: Home) -> None:
         self.name, self.parameter, self.home = name, parameter, home
         self.num_rows, self.dim = parameter.shape
-        self.trained_ids = NO_ROWS  # i64 [n] ascending, the rows of parameter.grad
+        home.device = parameter.device
+        self.trained_ids = self._no_rows()  # i64 [n] ascending, the rows of parameter.grad
         self.is_stepped = False  # an optimizer has used parameter.grad
         self.catch_up: CatchUp = lambda rows: None  # gives rows the steps that they have missed
         self.trained: Any = None  # of `script_optimizer.py`, once an optimizer has stepped it
         self.note: Callable[[Tensor], None] = lambda ids: None  # hears the ids of each look-up
-        self.step_rows = home.read(NO_ROWS)
+        self.step_rows = home.read(self.trained_ids)
         self._num_changes = home.num_changes  # that the step's rows have
         self._backward: tuple[Tensor, Tensor] | None = None  # ids and gradient of the backward pass that runs
         self._first: Tensor | None = None  # the same gradient, as it is of a table that has none
@@ -43,10 +44,13 @@ class AdoptedTable:
     def shape(self) -> torch.Size:
         return torch.Size((self.num_rows, self.dim))
 
+    def _no_rows(self) -> Tensor:
+        return NO_ROWS.to(self.home.device)
+
     def begin_step(self) -> None:
         """The step has no rows yet."""
-        self.ids = NO_ROWS  # i64 [U] ascending, the step's rows
-        self.step_rows = self.step_rows.take(NO_ROWS)
+        self.ids = self._no_rows()  # i64 [U] ascending, the step's rows
+        self.step_rows = self.step_rows.take(self.ids)
 
     def read_again(self) -> None:
         self.step_rows = self.read(self.ids)
@@ -60,6 +64,7 @@ class AdoptedTable:
 
     def move(self, device: torch.device) -> None:
         """The parameter is on another device, and the step's rows follow."""
+        self.home.device = device
         self.ids, self.trained_ids = self.ids.to(device), self.trained_ids.to(device)
         self.read_again()
 

@@ -48,7 +48,7 @@ class EngineRows:
     def __init__(self, engine: ScriptEngine, place: Place) -> None:
         self.engine, self.place = engine, place
 
-    def planned(self) -> tuple[Tensor, Records]:
+    def planned(self, device: torch.device) -> tuple[Tensor, Records]:
         return self.engine.planned(self.place)
 
     def read(self, ids: Tensor) -> Records:

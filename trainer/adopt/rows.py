@@ -57,11 +57,12 @@ class Records:
 class Engine(Protocol):
     """Rows of a table in the engine. `ids`: i64 [n], distinct, ascending."""
 
-    def planned(self) -> tuple[Tensor, Records]:
-        """The rows that were announced for the step that has begun, and copies of them. Once; later there are none."""
+    def planned(self, device: torch.device) -> tuple[Tensor, Records]:
+        """The rows that were announced for the step that has begun, and copies of them, on the table's device. Once;
+        later there are none."""
 
     def read(self, ids: Tensor) -> Records:
-        """Returns copies, on the device of `ids`."""
+        """Returns copies. `ids` and these are on the table's device."""
 
     def write(self, ids: Tensor, rows: Records) -> None: ...
 
@@ -74,8 +75,9 @@ class ChangedRows:
         self.first = first
         self.forget()
 
-    def planned(self) -> tuple[Tensor, Records]:
-        return NO_ROWS, self.first.take(NO_ROWS)
+    def planned(self, device: torch.device) -> tuple[Tensor, Records]:
+        ids = NO_ROWS.to(device)
+        return ids, self.read(ids)
 
     def forget(self) -> None:
         """What was written since is elsewhere now."""
@@ -109,6 +111,7 @@ class Home:
         "". `folder`: for files of whole tables. `leave_engine`: makes all tables leave the engine."""
         self.name, self.folder = name, folder
         self.is_trained = False
+        self.device = weights.device  # where the script has the table
         self.steps_replayed = 0  # that rows have missed and had later
         self._leave_engine = leave_engine
         self._num_writes = self._num_files = 0
@@ -127,7 +130,7 @@ class Home:
     def planned(self) -> tuple[Tensor, Records]:
         """The rows that were announced for the step that has begun, and copies of them. Once; later there are none."""
         self.take_back()
-        return self.rows.planned()
+        return self.rows.planned(self.device)
 
     @normal_mode
     def read(self, ids: Tensor) -> Records:
@@ -203,7 +206,8 @@ class Home:
         self.begin(*self._copied(lambda rows: None))  # the script may change its own again
 
     def _copied(self, catch_up: CatchUp) -> tuple[Records, dict[str, str]]:
-        """Copies all rows to new files, with the steps that they have missed. Returns the rows and the files."""
+        """Copies all rows to new files, with the steps that they have missed: these have the bits of the table's
+        device. Returns the rows and the files."""
         first, paths = self.here.first, dict[str, str]()
 
         def room(name: str, like: Tensor) -> Tensor:
@@ -213,7 +217,7 @@ class Home:
         states = {name: room(name, own) for name, own in first.states.items()}
         rows = Records(room("weights", first.weights), states, room("lasts", first.lasts))
         for at in range(0, len(rows.lasts), BLOCK_ROWS):
-            block = self.rows.read(torch.arange(at, min(at + BLOCK_ROWS, len(rows.lasts)), device="cpu"))
+            block = self.rows.read(torch.arange(at, min(at + BLOCK_ROWS, len(rows.lasts)), device=self.device))
             catch_up(block)
             rows.put(slice(at, at + BLOCK_ROWS), block)
         return rows, paths

@@ -230,9 +230,9 @@ class ScriptEngine:
         if message.rows and not own.is_placed:
             own.is_placed = True
             for group, residency in enumerate(self._residency):
-                residency.coming[host(step.arrays[f"{group}.unique_slots"])] = own.rows[group]
+                residency.coming[self._host(step.arrays[f"{group}.unique_slots"])] = own.rows[group]
         for span in message.rows:
-            slots = host(step.arrays[f"{span.group}.fill_slots"])[span.start : span.start + span.count]
+            slots = self._host(step.arrays[f"{span.group}.fill_slots"])[span.start : span.start + span.count]
             rows = self._residency[span.group].fill(slots)
             for late in own.late:
                 if late.group == span.group and late.number > message.returned:
@@ -260,7 +260,8 @@ class ScriptEngine:
             with self._between_fills():
                 put(place.fields(self._engine.slots.records[place.group]), slots.long(), rows)
         else:
-            self._write(place, ids.cpu().numpy(), place.packed(rows, self.groups[place.group].record_floats))
+            records = place.packed(rows, self.groups[place.group].record_floats)
+            self._write(place, ids.cpu().numpy(), records.to(self._device))
 
     def _write(self, place: Place, ids: I64, records: Tensor) -> None:
         numbers = place.base + ids
@@ -325,6 +326,12 @@ class ScriptEngine:
         with self._between_fills():
             self._engine.slots.records[group].index_copy_(0, self._index(slots), records)
 
+    def _host(self, slots: Tensor) -> I64:
+        """`slots`: of a plan. Waits for the copy of the plan alone, and not for the script's work."""
+        found: list[I64] = []
+        self._engine.slots.streams.copy_in.run(lambda: found.append(slots.cpu().numpy().astype(np.int64)))
+        return found[0]
+
     def _index(self, host: I64) -> Tensor:
         return torch.from_numpy(host).to(self._device)
 
@@ -355,11 +362,6 @@ def put(fields: Records, slots: Tensor, rows: Records) -> None:
 
 NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 NO_ROWS: I64 = np.empty(0, np.int64)
-
-
-def host(slots: Tensor) -> I64:
-    found: I64 = slots.cpu().numpy().astype(np.int64)
-    return found
 
 
 def places_in(rows: I64, wanted: I64) -> tuple[I64, npt.NDArray[np.bool_]]:

@@ -155,12 +155,13 @@ class StepRunner(Runner):
         self._clock.lap("lookup")
         outputs = self._side.forward(step.arrays["dense"], embeddings, named_inputs(step.arrays), training=True)
         mean = self._side.loss(outputs, step.arrays["labels"])
+        # a copy to the host as the step's last work would hold up the next step behind copies of rows that leave
+        loss.copy_(mean.detach(), non_blocking=True)
         self._clock.lap("forward")
         torch.autograd.backward(mean)
         self._embeddings.finish_step()
         self._clock.lap("backward")
         self._side.step(step.header.train_step)
-        loss.copy_(mean.detach(), non_blocking=True)
         self._clock.lap("update")
 
     def evaluate(self, step: StepInputs) -> None:
