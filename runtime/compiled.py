@@ -62,6 +62,11 @@ def compiled_arithmetic(function: Function) -> Function:
         return compile_with(function, error_model="numpy")
 
 
+def inlined(function: Function) -> Function:
+    """Compiles a function that becomes part of the loops that call it, so that they can compute several at once."""
+    return compile_with(function, inline="always")
+
+
 def compile_with(function: Function, **options: bool | str) -> Function:
     try:
         return cast(Function, numba.njit(nogil=True, cache=True, **options)(function))

@@ -27,7 +27,7 @@ from rowcast.job.embedding_tables import parse_init
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
 from rowcast.prefetcher.stores.elements import elements_of, rounded
 from rowcast.runtime.arrays import F32, I64, Bytes
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.compiled import compiled_loop, inlined
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
 KINDS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
@@ -103,7 +103,16 @@ def fill_row(initializer: Initializer, row: int, out: F32) -> None:
     row_low, row_high = np.uint64(row) & LOW, np.uint64(row) >> HALF
     table_low, table_high = initializer.table & LOW, initializer.table >> HALF
     seed_low, seed_high = initializer.seed & LOW, initializer.seed >> HALF
-    for first in range(0, len(out), 4):
+    whole = len(out) // 4 if initializer.kind == UNIFORM else 0
+    for own in range(whole):  # without a branch or a call: the compiler computes eight at once
+        block = row_high | (np.uint64(own) << np.uint64(16))
+        words = philox((row_low, block, table_low, table_high), (seed_low, seed_high))
+        at = np.uint64(4 * own)
+        out[at] = uniform_1(words[0], initializer.a, initializer.b)
+        out[at + np.uint64(1)] = uniform_1(words[1], initializer.a, initializer.b)
+        out[at + np.uint64(2)] = uniform_1(words[2], initializer.a, initializer.b)
+        out[at + np.uint64(3)] = uniform_1(words[3], initializer.a, initializer.b)
+    for first in range(4 * whole, len(out), 4):
         block = row_high | (np.uint64(first // 4) << np.uint64(16))
         words = philox((row_low, block, table_low, table_high), (seed_low, seed_high))
         values = (
@@ -115,7 +124,7 @@ def fill_row(initializer: Initializer, row: int, out: F32) -> None:
             out[first + column] = values[column]
 
 
-@compiled_loop
+@inlined
 def philox(counter: Words, key: tuple[np.uint64, np.uint64]) -> Words:
     """Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
     c0, c1, c2, c3 = counter

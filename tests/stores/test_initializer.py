@@ -1,14 +1,23 @@
 """First values of rows: the generator's published answers, their independence of order, and their statistics."""
 
-from typing import Literal
+from typing import Any, Literal
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
 
 from rowcast.job.tables import TableSpec
-from rowcast.prefetcher.stores.first_values import Initializer, fill_initial, initial_rows, philox, table_initializer
+from rowcast.prefetcher.stores.first_values import (
+    Initializer,
+    fill_initial,
+    fill_row,
+    initial_rows,
+    philox,
+    table_initializer,
+)
+from rowcast.runtime.compiled import STORES_PAST_CACHES as IS_X86
 from rowcast.runtime.compiled import compiled
 
 ONES = 0xFFFFFFFF
@@ -154,3 +163,12 @@ def test_a_linear_weight_begins_as_0_and_changes_no_other_weight(init: str, dim:
     found = initial_rows(5, table(init, dim + 1, linear=True), rows)
     assert found[:, :dim].tobytes() == initial_rows(5, table(init, dim), rows).tobytes()
     assert not found[:, dim].any()
+
+
+@pytest.mark.skipif(not IS_X86, reason="looks for an instruction of x86 processors")
+def test_uniform_values_are_computed_several_at_once() -> None:
+    row_loop: Any = fill_row
+    again = numba.njit(nogil=True, _nrt=False)(row_loop.py_func)
+    again(table_initializer(5, table(dim=64)), 3, np.empty(64, np.float32))
+    (code,) = again.inspect_asm().values()
+    assert "pmuludq" in code  # multiplies several words
