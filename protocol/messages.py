@@ -14,6 +14,7 @@ from rowcast.protocol.parts import InputSpec
 from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
+from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
 PROTOCOL_VERSION = 14
 BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
@@ -34,7 +35,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return type(self).__name__
 
     def check(self) -> None:
-        """Raises ValueError if the fields cannot belong together. `codec.py` checks the range of each alone."""
+        """Raises ValueError if the fields cannot belong together. The types check the range of each alone."""
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -50,10 +51,10 @@ def check_piece(piece: int, num_pieces: int) -> None:
 class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes in the sender's ring. Positions count all bytes ever allocated, so they never repeat; see `ring.py`."""
 
-    position: int  # of the payload; its first byte in the ring is position % ring bytes
-    nbytes: int
-    end: int  # of the piece's end, with padding and guards; `Released` names it
-    checksum: int | None = None  # xxh3_64 of the payload, in some pieces
+    position: Number  # of the payload; its first byte in the ring is position % ring bytes
+    nbytes: Number
+    end: Number  # of the piece's end, with padding and guards; `Released` names it
+    checksum: Checksum | None = None  # xxh3_64 of the payload, in some pieces
 
     def check(self) -> None:
         size = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
@@ -65,10 +66,10 @@ class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The place of one array in a plan's block of arrays."""
 
-    name: str  # "dense", "labels", "<group>.slots", ...
+    name: Text  # "dense", "labels", "<group>.slots", ...
     dtype: Dtype
-    shape: tuple[int, ...]
-    offset: int  # bytes into the block, a multiple of 64
+    shape: tuple[Number, ...]
+    offset: Number  # bytes into the block, a multiple of 64
 
 
 def check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
@@ -86,14 +87,14 @@ def check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
 class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The numbers of a `GroupPlan`; its arrays are in the block (`plan_layout.py`)."""
 
-    num_lookups: int
-    num_unique: int
-    num_fetch: int
-    num_evict: int
-    num_dirty: int
-    fill_after: int | None
+    num_lookups: Number
+    num_unique: Number
+    num_fetch: Number
+    num_evict: Number
+    num_dirty: Number
+    fill_after: Number | None
     # for each feature that is not pooled, the last of its `sequence_offsets`
-    sequence_lookups: tuple[int, ...] = ()
+    sequence_lookups: tuple[Number, ...] = ()
 
     def check(self, step: int, num_rows: int) -> None:
         """`num_rows`: distinct rows of the batch that this rank owns."""
@@ -110,19 +111,19 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rank's exchange of a group's rows with the others, counted in rows, additions and look-ups."""
 
-    send_counts: tuple[int, ...]  # of send_slots, for each rank
-    receive_counts: tuple[int, ...]  # rows from each rank
-    num_own: int  # distinct rows of this shard that the whole batch looks up
-    home_levels: tuple[int, ...]  # additions of home_to up to the end of each level
-    levels: tuple[int, ...]  # additions of to up to the end of each level
-    sequence_lookups: tuple[tuple[int, ...], ...]  # for each part here, one number per feature that is not pooled
+    send_counts: tuple[Number, ...]  # of send_slots, for each rank
+    receive_counts: tuple[Number, ...]  # rows from each rank
+    num_own: Number  # distinct rows of this shard that the whole batch looks up
+    home_levels: tuple[Number, ...]  # additions of home_to up to the end of each level
+    levels: tuple[Number, ...]  # additions of to up to the end of each level
+    sequence_lookups: tuple[tuple[Number, ...], ...]  # for each part here, one number per feature that is not pooled
 
 
 class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts about a batch that ranks divide; `PlanHeader.batch_size` counts the samples of this rank's parts."""
 
-    batch_size: int  # samples of the batch over all ranks
-    batches: int  # checksum of the batches read up to this one and slightly beyond; BATCHES_BITS
+    batch_size: Number  # samples of the batch over all ranks
+    batches: Number  # checksum of the batches read up to this one and slightly beyond; BATCHES_BITS
     groups: tuple[ShareHeader, ...]
 
 
@@ -130,12 +131,12 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A `StepPlan` without its arrays."""
 
     kind: Literal["train", "eval"]
-    train_step: int
-    epoch: int
-    batch_size: int
+    train_step: Number
+    epoch: Number
+    batch_size: Number
     groups: tuple[GroupHeader, ...]
     arrays: tuple[ArraySpec, ...]
-    arrays_bytes: int  # length of the whole block
+    arrays_bytes: Number  # length of the whole block
     share: BatchShare | None = None  # None: the batch is not divided
 
     def check(self, step: int) -> None:
@@ -152,17 +153,17 @@ class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Consecutive rows of one group, in the order of the plan's move."""
 
-    group: int
-    start: int  # first row of the span in the move
-    count: int
-    offset: int  # bytes into the piece's payload, a multiple of 64
+    group: Number
+    start: Number  # first row of the span in the move
+    count: Number
+    offset: Number  # bytes into the piece's payload, a multiple of 64
 
 
 class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Consecutive bytes of the plan's block of arrays, at the start of the piece's payload."""
 
-    offset: int  # bytes into the block
-    nbytes: int
+    offset: Number  # bytes into the block
+    nbytes: Number
 
 
 def check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple[RowSpan, ...]) -> None:
@@ -183,14 +184,14 @@ def check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple
 class StepReady(Message, frozen=True, kw_only=True):
     """One piece of a plan. The first carries the header; array spans come before row spans."""
 
-    step: int
-    piece: int
-    num_pieces: int
+    step: Number
+    piece: Number
+    num_pieces: Number
     plan: PlanHeader | None  # only in piece 0
     payload: RingRef | None  # None if the piece has neither arrays nor rows
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
-    returned: int = 0  # the `Returned` that were in the store before its rows were read
+    returned: Number = 0  # the `Returned` that were in the store before its rows were read
 
     def check(self) -> None:
         check_piece(self.piece, self.num_pieces)
@@ -211,9 +212,9 @@ class StepReady(Message, frozen=True, kw_only=True):
 class RowsBack(Message, frozen=True, kw_only=True):
     """Dirty rows on their way home, in the order of the plan's dirty victims or of the barrier's dirty rows."""
 
-    step: int | None  # the plan that evicts them; at a barrier the step that it follows, None before the first
-    barrier: int | None  # the barrier's number, or None for victims
-    piece: int
+    step: Number | None  # the plan that evicts them; at a barrier the step that it follows, None before the first
+    barrier: Number | None  # the barrier's number, or None for victims
+    piece: Number
     last: bool
     payload: RingRef | None  # None only in reply to an empty flush
     rows: tuple[RowSpan, ...]
@@ -231,59 +232,59 @@ class RowsBack(Message, frozen=True, kw_only=True):
 class StepDone(Message, frozen=True, kw_only=True):
     """The step is complete on the device, and every RowsBack of its plan was sent before."""
 
-    step: int
-    rank: int
+    step: Number
+    rank: Number
 
 
 class Released(Message, frozen=True, kw_only=True):
     """Every byte of the receiver's ring before `position` is free again."""
 
-    position: int
+    position: Number
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    protocol_version: int
-    job_digest: str
-    rank: int  # 0 to world_size - 1
-    world_size: int  # trainers that divide every batch, this one included
-    pid: int
+    protocol_version: Number
+    job_digest: Text
+    rank: Number  # 0 to world_size - 1
+    world_size: Number  # trainers that divide every batch, this one included
+    pid: Number
     machine: Machine  # that will compute the run, if no checkpoint records another number of threads
-    device: str
+    device: Text
     mode: Mode
 
 
 class RingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    path: str  # a file in shared memory, or "" for the in-process link
-    nbytes: int
+    path: Text  # a file in shared memory, or "" for the in-process link
+    nbytes: Number
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    protocol_version: int
-    run_id: str
-    incarnation: int
-    pid: int
-    slots: tuple[int, ...]  # one number per group
+    protocol_version: Number
+    run_id: Text
+    incarnation: Number
+    pid: Number
+    slots: tuple[Number, ...]  # one number per group
     inputs: tuple[InputSpec, ...]  # every batch's arrays: dense features, labels, and the others
-    depth: int
+    depth: Number
     fetch_ring: RingSpec  # prefetcher writes, trainer reads
     back_ring: RingSpec  # trainer writes, prefetcher reads
-    staging_bytes: int  # device bytes in each direction: a piece carries at most that many bytes of rows
-    train_steps: int | None  # expected over the run; None if the reader does not know
-    first_train_step: int  # train steps before this incarnation, from its checkpoint
+    staging_bytes: Number  # device bytes in each direction: a piece carries at most that many bytes of rows
+    train_steps: Number | None  # expected over the run; None if the reader does not know
+    first_train_step: Number  # train steps before this incarnation, from its checkpoint
     # size of the model state that follows in `Restore`; 0 if the model starts from the job's initial values
-    restore_bytes: int
+    restore_bytes: Number
     start: Position = Position()  # where this incarnation begins, from its checkpoint
     fresh: bool = False  # this run has no checkpoint on disk: all in the run directory are from an earlier run
-    replaces: str = ""  # if `fresh`, the run_id of the earlier run, if that has a checkpoint
+    replaces: Text = ""  # if `fresh`, the run_id of the earlier run, if that has a checkpoint
     # train and evaluation batches of an epoch; None if the reader does not know
-    epoch_batches: tuple[int | None, int | None] = (None, None)
-    pairing: str = ""  # the column of each feature, if the data has ids by position
-    data: str = ""  # which files are read, or the format of data without files
-    rank: int = 0  # the rank that owns this prefetcher's shard
-    checkpoint: str = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
+    epoch_batches: tuple[Number | None, Number | None] = (None, None)
+    pairing: Text = ""  # the column of each feature, if the data has ids by position
+    data: Text = ""  # which files are read, or the format of data without files
+    rank: Number = 0  # the rank that owns this prefetcher's shard
+    checkpoint: Text = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
     machine: Machine = UNRECORDED  # that computed this checkpoint
     # names and checksums of the first batches: of each feature, of dense features and labels; evaluation's separately
-    first_batches: tuple[tuple[str, str], ...] = ()
+    first_batches: tuple[tuple[Text, Text], ...] = ()
 
     def check(self) -> None:
         require(self.incarnation > 0, "incarnation 0 belongs to a trainer before its Welcome")
@@ -303,17 +304,17 @@ class Welcome(Message, frozen=True, kw_only=True):
 class Flush(Message, frozen=True, kw_only=True):
     """A barrier. Its slots travel in the ring like a plan's arrays, one "<group>.slots" array per group."""
 
-    barrier: int
-    after_step: int | None
-    num_dirty: tuple[int, ...]  # dirty rows of each group
-    piece: int
-    num_pieces: int
+    barrier: Number
+    after_step: Number | None
+    num_dirty: tuple[Number, ...]  # dirty rows of each group
+    piece: Number
+    num_pieces: Number
     arrays: tuple[ArraySpec, ...]
-    arrays_bytes: int
+    arrays_bytes: Number
     payload: RingRef | None  # None if no row is dirty
     span: ArraySpan | None
     checkpoint: bool  # the model state follows the rows, in `Saved`
-    reason: str
+    reason: Text
     evaluated: bool = False  # the evaluation before it, if there is one, is over
 
     @property
@@ -334,10 +335,10 @@ class Flush(Message, frozen=True, kw_only=True):
 class DensePiece(Message, frozen=True, kw_only=True):
     """Consecutive bytes of the model state as safetensors: weights, optimizer state, random state, metrics, losses."""
 
-    piece: int
-    num_pieces: int
-    nbytes: int  # the whole model state's, above 0
-    checksum: int  # xxh3_64 of the whole model state
+    piece: Number
+    num_pieces: Number
+    nbytes: Number  # the whole model state's, above 0
+    checksum: Checksum  # xxh3_64 of the whole model state
     payload: RingRef
     span: ArraySpan  # its bytes in the model state
 
@@ -360,7 +361,7 @@ class DensePiece(Message, frozen=True, kw_only=True):
 class Saved(DensePiece, frozen=True, kw_only=True):
     """The model state at a barrier, sent after the last of its rows."""
 
-    barrier: int
+    barrier: Number
     is_best: bool = False  # of all evaluations, the one of this model has the lowest loss
 
     @property
@@ -371,8 +372,8 @@ class Saved(DensePiece, frozen=True, kw_only=True):
 class Replica(Message, frozen=True, kw_only=True):
     """Replaces `Saved` from a trainer of a rank above 0: all hold the same model state, and only rank 0's is saved."""
 
-    barrier: int
-    checksum: int  # xxh3_64 of the whole model state
+    barrier: Number
+    checksum: Checksum  # xxh3_64 of the whole model state
 
 
 class Restore(DensePiece, frozen=True, kw_only=True):
@@ -382,22 +383,22 @@ class Restore(DensePiece, frozen=True, kw_only=True):
 class TierTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The summed counters of all groups' stores, if they have a memory tier and a cold tier."""
 
-    rows_from_cold: int  # entered memory from the cold tier
-    rows_never_trained: int  # entered memory with their first value
-    rows_to_cold: int  # left memory and were written
-    rows_read_past_memory: int  # late rows, and rows that a checkpoint collects
-    late_rows: int  # planned to be in memory when requested, and were not
-    bytes_read: int  # from the cold tier, whole pages
-    bytes_written: int  # to it, rows moved to collect garbage included
-    read_s: float  # spent reading the cold tier, summed over threads
-    index_bytes: int  # of memory for the index of where each row is, at the end
-    disk_bytes: int  # of the cold tier, at the end
-    garbage_bytes: int  # of these: old copies of rows
+    rows_from_cold: Number  # entered memory from the cold tier
+    rows_never_trained: Number  # entered memory with their first value
+    rows_to_cold: Number  # left memory and were written
+    rows_read_past_memory: Number  # late rows, and rows that a checkpoint collects
+    late_rows: Number  # planned to be in memory when requested, and were not
+    bytes_read: Number  # from the cold tier, whole pages
+    bytes_written: Number  # to it, rows moved to collect garbage included
+    read_s: Seconds  # spent reading the cold tier, summed over threads
+    index_bytes: Number  # of memory for the index of where each row is, at the end
+    disk_bytes: Number  # of the cold tier, at the end
+    garbage_bytes: Number  # of these: old copies of rows
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    reason: str
-    seconds: float
+    reason: Text
+    seconds: Seconds
 
 
 class Ids(Message, frozen=True, kw_only=True):
@@ -405,9 +406,9 @@ class Ids(Message, frozen=True, kw_only=True):
 
     Row numbers are i64, ascending and distinct within a table, table after table."""
 
-    step: int
+    step: Number
     trains: bool
-    counts: tuple[int, ...]  # rows of each table, in all messages of the step together
+    counts: tuple[Number, ...]  # rows of each table, in all messages of the step together
     rows: bytes
 
     def check(self) -> None:
@@ -419,8 +420,8 @@ class Ask(Message, frozen=True, kw_only=True):
     """A training script looks up rows that are neither planned nor on the device. Travels behind the victims that have
     left before, so they are home when the rows are read."""
 
-    number: int  # 0, 1, ...
-    table: int
+    number: Number  # 0, 1, ...
+    table: Number
     rows: bytes  # i64, ascending
 
     def check(self) -> None:
@@ -428,7 +429,7 @@ class Ask(Message, frozen=True, kw_only=True):
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    number: int  # of the Ask
+    number: Number  # of the Ask
     records: bytes  # of its rows
 
 
@@ -436,8 +437,8 @@ class Returned(Message, frozen=True, kw_only=True):
     """Rows that a training script has trained beside the plan. Travels behind the victims that have left before, and
     before those that leave later."""
 
-    number: int  # 1, 2, ...
-    table: int
+    number: Number  # 1, 2, ...
+    table: Number
     rows: bytes  # i64, ascending
     records: bytes
 
@@ -455,9 +456,9 @@ def check_rows(rows: bytes) -> None:
 class EndOfData(Message, frozen=True, kw_only=True):
     """No plan follows. Sent after the last barrier is done. Counts cover the prefetcher's process."""
 
-    last_step: int | None
+    last_step: Number | None
     finished: bool  # True if the data has ended, False if a stop was requested
-    host_bytes: int  # peak resident bytes of the prefetcher
+    host_bytes: Number  # peak resident bytes of the prefetcher
     waits: tuple[Wait, ...]
     tier: TierTotals | None  # None: all rows of the stores are in memory, or in files that the kernel caches
 
@@ -465,25 +466,25 @@ class EndOfData(Message, frozen=True, kw_only=True):
 class StopRequest(Message, frozen=True, kw_only=True):
     """Requests an orderly stop. From a prefetcher: it got the request, and the trainers must agree on the last step."""
 
-    reason: str
-    next_step: int | None = None  # the first planned step that will not be trained; None if all will
+    reason: Text
+    next_step: Number | None = None  # the first planned step that will not be trained; None if all will
     # plans continue to this step, which no prefetcher has planned, so that all ranks stop there; None: plans end at
     # once
-    after_step: int | None = None
+    after_step: Number | None = None
     finished: bool = False  # the run is complete: its evaluations have ended it
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    step_begun: int | None
-    step_done: int | None
-    work: int  # grows with all other progress: batches read, rows written back, files written
-    waiting_for: str
+    step_begun: Number | None
+    step_done: Number | None
+    work: Number  # grows with all other progress: batches read, rows written back, files written
+    waiting_for: Text
 
 
 class Failure(Message, frozen=True, kw_only=True):
     """The sender gives up; both processes end with exit code `code`."""
 
-    code: int
+    code: Number
     sentence: str
 
     def check(self) -> None:
@@ -520,6 +521,6 @@ AnyMessage = (
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """Wraps every message, so that the receiver refuses frames of an earlier incarnation, gaps and repeats."""
 
-    incarnation: int
-    sequence: int  # 0, 1, ... per sender and link
+    incarnation: Number
+    sequence: Number  # 0, 1, ... per sender and link
     message: AnyMessage

@@ -28,6 +28,7 @@ from rowcast.protocol.batch import Batch, Cut, Lookups, Samples
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.arrays import GOLDEN, I64, mix
 from rowcast.runtime.errors import DataError
+from rowcast.runtime.ranges import Number, Text
 
 Value = TypeVar("Value", np.int64, np.float32)
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -37,10 +38,10 @@ PREFIX = "inputs:"  # of their names in a plan, where what follows a dot is an a
 class InputSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One array of every batch of a run; only its number of entries varies."""
 
-    name: str
+    name: Text
     dtype: Dtype
-    shape: tuple[int, ...]  # of an entry
-    of: str = ""  # the feature whose look-ups have an entry each; "" for samples
+    shape: tuple[Number, ...]  # of an entry
+    of: Text = ""  # the feature whose look-ups have an entry each; "" for samples
 
 
 @dataclass(frozen=True, slots=True)

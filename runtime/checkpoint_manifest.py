@@ -23,16 +23,17 @@ import xxhash
 from rowcast.runtime.disk import Disk, Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError
 from rowcast.runtime.machine import UNRECORDED, Machine
+from rowcast.runtime.ranges import Number
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A position between two batches of the schedule; the default is the start."""
 
-    step: int = 0  # batches of both kinds before this position
-    train_step: int = 0  # training batches before it
-    epoch: int = 0
-    train_batch: int = 0  # training batches of this epoch before it
-    eval_batch: int | None = None  # batches of the current evaluation before it; None outside an evaluation
+    step: Number = 0  # batches of both kinds before this position
+    train_step: Number = 0  # training batches before it
+    epoch: Number = 0
+    train_batch: Number = 0  # training batches of this epoch before it
+    eval_batch: Number | None = None  # batches of the current evaluation before it; None outside an evaluation
 
 
 MANIFEST_VERSION = 7

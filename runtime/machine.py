@@ -18,13 +18,14 @@ from typing import NamedTuple
 import msgspec
 
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.ranges import Number, Text
 
 MAX_THREADS = 2**12
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    threads: int = 0  # of torch; 0: not recorded
-    facts: tuple[tuple[str, str], ...] = ()  # names and values, such as ("torch", "2.13.0")
+    threads: Number = 0  # of torch; 0: not recorded
+    facts: tuple[tuple[Text, Text], ...] = ()  # names and values, such as ("torch", "2.13.0")
 
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= MAX_THREADS:
