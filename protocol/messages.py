@@ -74,14 +74,17 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
     for spec in specs:
-        require(len(spec.shape) <= MAX_DIMENSIONS, f"array {spec.name} has {len(spec.shape)} dimensions")
+        if len(spec.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"array {spec.name} has {len(spec.shape)} dimensions")
         nbytes = math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
-        require(spec.offset % ALIGNMENT == 0, f"array {spec.name} at {spec.offset} is not aligned to {ALIGNMENT}")
-        require(
-            spec.offset + nbytes <= arrays_bytes,
-            f"array {spec.name} of {nbytes} bytes at {spec.offset} does not fit a block of {arrays_bytes}",
-        )
-    require(len({spec.name for spec in specs}) == len(specs), "two arrays of a block have one name")
+        if spec.offset % ALIGNMENT != 0:
+            raise ValueError(f"array {spec.name} at {spec.offset} is not aligned to {ALIGNMENT}")
+        if spec.offset + nbytes > arrays_bytes:
+            raise ValueError(
+                f"array {spec.name} of {nbytes} bytes at {spec.offset} does not fit a block of {arrays_bytes}"
+            )
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ValueError("two arrays of a block have one name")
 
 
 class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,13 +102,20 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def check(self, step: int, num_rows: int) -> None:
         """`num_rows`: distinct rows of the batch that this rank owns."""
         own, lookups, after = sum(self.sequence_lookups), self.num_lookups, self.fill_after
-        require(self.num_unique <= lookups, f"{lookups} look-ups cannot touch {self.num_unique} rows")
-        require(own <= lookups, f"{own} look-ups of sequences are among {lookups}")
-        require(self.num_fetch <= num_rows, f"{self.num_fetch} rows are fetched for a batch of {num_rows}")
-        require(self.num_evict <= self.num_fetch, f"{self.num_evict} victims make room for {self.num_fetch} rows")
-        require(self.num_dirty <= self.num_evict, f"{self.num_dirty} of {self.num_evict} victims are dirty")
-        require(self.num_evict == 0 or after is not None, "victims are evicted without a step to fill after")
-        require(after is None or after < step, f"step {step} is filled after step {after}")
+        if self.num_unique > lookups:
+            raise ValueError(f"{lookups} look-ups cannot touch {self.num_unique} rows")
+        if own > lookups:
+            raise ValueError(f"{own} look-ups of sequences are among {lookups}")
+        if self.num_fetch > num_rows:
+            raise ValueError(f"{self.num_fetch} rows are fetched for a batch of {num_rows}")
+        if self.num_evict > self.num_fetch:
+            raise ValueError(f"{self.num_evict} victims make room for {self.num_fetch} rows")
+        if self.num_dirty > self.num_evict:
+            raise ValueError(f"{self.num_dirty} of {self.num_evict} victims are dirty")
+        if self.num_evict != 0 and after is None:
+            raise ValueError("victims are evicted without a step to fill after")
+        if after is not None and after >= step:
+            raise ValueError(f"step {step} is filled after step {after}")
 
 
 class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,16 +179,21 @@ class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple[RowSpan, ...]) -> None:
     """Checks that array bytes come first, then spans of rows at rising offsets, all inside the payload."""
     if payload is None:
-        require(arrays is None and not rows, "arrays or rows are announced without a payload")
+        if arrays is not None or rows:
+            raise ValueError("arrays or rows are announced without a payload")
         return
     payload.check()
     end = 0 if arrays is None else arrays.nbytes
     for span in rows:
-        require(span.count > 0, f"a span of group {span.group} has no rows")
-        require(span.offset % ALIGNMENT == 0, f"rows at offset {span.offset} are not aligned to {ALIGNMENT}")
-        require(span.offset >= end, f"rows at offset {span.offset} overlap what ends at {end}")
+        if span.count <= 0:
+            raise ValueError(f"a span of group {span.group} has no rows")
+        if span.offset % ALIGNMENT != 0:
+            raise ValueError(f"rows at offset {span.offset} are not aligned to {ALIGNMENT}")
+        if span.offset < end:
+            raise ValueError(f"rows at offset {span.offset} overlap what ends at {end}")
         end = span.offset + span.count  # at least one byte per row; only the receiver knows a row's size
-    require(end <= payload.nbytes, f"arrays and rows end at {end}, beyond their payload of {payload.nbytes} bytes")
+    if end > payload.nbytes:
+        raise ValueError(f"arrays and rows end at {end}, beyond their payload of {payload.nbytes} bytes")
 
 
 class StepReady(Message, frozen=True, kw_only=True):

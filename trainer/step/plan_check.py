@@ -118,58 +118,53 @@ class PlanCheck:
             self._header(message.step, message.plan)
         end = 0
         for span in message.rows:
-            require(
-                span.group < len(self._groups),
-                f"rows of group {span.group} came; there are {len(self._groups)} groups",
-            )
-            require(
-                span.offset >= end,
-                f"rows of step {message.step} at byte {span.offset} overlap those that end at {end}",
-            )
+            if span.group >= len(self._groups):
+                raise RemoteProtocolError(f"rows of group {span.group} came; there are {len(self._groups)} groups")
+            if span.offset < end:
+                raise RemoteProtocolError(
+                    f"rows of step {message.step} at byte {span.offset} overlap those that end at {end}"
+                )
             end = span.offset + span.count * self._groups[span.group].record_bytes
         nbytes = 0 if message.payload is None else message.payload.nbytes
-        require(end <= nbytes, f"rows of step {message.step} end at byte {end} of a payload of {nbytes}")
+        if end > nbytes:
+            raise RemoteProtocolError(f"rows of step {message.step} end at byte {end} of a payload of {nbytes}")
         staged = nbytes - message.rows[0].offset if message.rows else 0
-        require(
-            staged <= self._staging_bytes,
-            f"step {message.step} has {staged} bytes of rows in a piece, staging {self._staging_bytes}",
-        )
+        if staged > self._staging_bytes:
+            raise RemoteProtocolError(
+                f"step {message.step} has {staged} bytes of rows in a piece, staging {self._staging_bytes}"
+            )
 
     def _header(self, step: int, plan: PlanHeader) -> None:
-        require(
-            len(plan.groups) == len(self._groups),
-            f"step {step} has {len(plan.groups)} groups instead of {len(self._groups)}",
-        )
+        if len(plan.groups) != len(self._groups):
+            raise RemoteProtocolError(f"step {step} has {len(plan.groups)} groups instead of {len(self._groups)}")
         in_order = plan.kind == "eval" or plan.train_step == self._train_step
-        require(in_order, f"step {step} is train step {plan.train_step} instead of {self._train_step}")
-        require(self._batch_size(step, plan) > 0, f"step {step} has an empty batch")
+        if not in_order:
+            raise RemoteProtocolError(f"step {step} is train step {plan.train_step} instead of {self._train_step}")
+        if self._batch_size(step, plan) <= 0:
+            raise RemoteProtocolError(f"step {step} has an empty batch")
         group_counts = self._counts(plan)
         if plan.share is not None:
             for index, (share, counts) in enumerate(zip(plan.share.groups, group_counts, strict=True)):
                 check_share(f"step {step}, group {index}", share, counts, plan.groups[index], self._rank)
         for index, (counts, spec) in enumerate(zip(group_counts, self._groups, strict=True)):
             unpooled = len(spec.unpooled_features)
-            require(
-                counts.sequences == unpooled,
-                f"step {step} has {counts.sequences} features of sequences in group {index} instead of {unpooled}",
-            )
-            require(
-                counts.unique <= counts.parts * counts.readable,
-                f"step {step} touches {counts.unique} rows of group {index}, which has {counts.readable} slots",
-            )
-            require(
-                max(counts.lookups, counts.bags) < POSITION_LIMIT,
-                f"step {step} has {counts.lookups} look-ups in {counts.bags} bags",
-            )
-            require(
-                "offsets" in counts.present or counts.lookups == counts.bags,
-                f"step {step} has {counts.lookups} look-ups in {counts.bags} bags of one",
-            )
+            if counts.sequences != unpooled:
+                raise RemoteProtocolError(
+                    f"step {step} has {counts.sequences} features of sequences in group {index} instead of {unpooled}"
+                )
+            if counts.unique > counts.parts * counts.readable:
+                raise RemoteProtocolError(
+                    f"step {step} touches {counts.unique} rows of group {index}, which has {counts.readable} slots"
+                )
+            if max(counts.lookups, counts.bags) >= POSITION_LIMIT:
+                raise RemoteProtocolError(f"step {step} has {counts.lookups} look-ups in {counts.bags} bags")
+            if "offsets" not in counts.present and counts.lookups != counts.bags:
+                raise RemoteProtocolError(f"step {step} has {counts.lookups} look-ups in {counts.bags} bags of one")
             more = counts.present & {"offsets", "weights"}
-            require(
-                "order" not in counts.present or not (more or counts.sequences or counts.exchanges),
-                f"step {step} has the order of group {index} alone, whose bags are not all of one look-up",
-            )
+            if "order" in counts.present and (more or counts.sequences or counts.exchanges):
+                raise RemoteProtocolError(
+                    f"step {step} has the order of group {index} alone, whose bags are not all of one look-up"
+                )
         check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, group_counts))
         self._train_step += plan.kind == "train"
         self._due[step] = self._checks_of(plan, group_counts)
