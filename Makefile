@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo tutorial quick test test-rest test-all check exact ranks soak containers mutants compat bench gpu-check bench-planner bench-embedding bench-env bench-budget clean
+.PHONY: demo tutorial quick test test-rest test-all check exact ranks soak containers mutants compat bench gpu-check bench-planner bench-start bench-embedding bench-env bench-budget clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +69,9 @@ gpu-check: $(VENV)/installed  ## how rowcast does on the device here, three time
 
 bench-planner: $(VENV)/installed  ## how fast a plan is, and where its time goes
 	$(BIN)/python -m benchmarks.planner
+
+bench-start: $(VENV)/installed  ## processor time of each process and part until the first steps, with and without compiled loops
+	$(BIN)/python -m benchmarks.start
 
 bench-env: .venv-bench/installed  ## FBGEMM and TorchRec, to compare with, in a separate environment: their pins conflict with ours
 

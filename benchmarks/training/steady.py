@@ -26,12 +26,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import write_result
-from benchmarks.processes import turns
+from benchmarks.processes import processor_s, turns
 from benchmarks.training import ours
 from benchmarks.training.recorded import touched, train_batches
 from rowcast.job.file import load_job
@@ -50,7 +50,7 @@ class Turn:
     wall_s: float
     samples: float
     waited_s: float
-    processor_s: float  # all its processes used this much processor time
+    spent: dict[str, float]  # seconds of the processor, by process
 
     @property
     def samples_per_s(self) -> float:
@@ -58,7 +58,7 @@ class Turn:
 
     @property
     def processor_per_sample_s(self) -> float:
-        return self.processor_s / self.samples
+        return sum(self.spent.values()) / self.samples
 
 
 class Contestant:
@@ -87,10 +87,10 @@ class Contestant:
         self._signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
         before, began_s = self._at_step_end()
-        spent_s = group_processor_s(self._process.pid)
+        spent = processor_s(self._process.pid)
         time.sleep(seconds)
         after, ended_s = self._at_step_end()
-        spent_s = group_processor_s(self._process.pid) - spent_s
+        used = {process: s - spent[process] for process, s in processor_s(self._process.pid).items()}
         self._signal(signal.SIGSTOP)
         if self._process.poll() is not None:
             raise RuntimeError(f"{self._process.args!r} ended during its turns; give it more epochs")
@@ -98,7 +98,7 @@ class Contestant:
             wall_s=ended_s - began_s,
             samples=after[SAMPLES] - before[SAMPLES],
             waited_s=after[WAITS] - before[WAITS],
-            processor_s=spent_s,
+            spent=used,
         )
 
     def end(self) -> None:
@@ -122,16 +122,6 @@ class Contestant:
             if sample.name in counted:
                 counted[sample.name] += sample.value
         return counted
-
-
-def group_processor_s(group: int) -> float:
-    """The processor time of a process group, of all threads that live."""
-    spent_ns = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
-            if os.getpgid(int(process.name)) == group:
-                spent_ns += sum(int(task.read_text().split()[0]) for task in process.glob("task/*/schedstat"))
-    return spent_ns / 1e9
 
 
 def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path) -> dict[str, tuple[list[str], int]]:
