@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from multiprocessing import Pipe
 from pathlib import Path
@@ -56,7 +57,7 @@ WARM_UP = 3  # batches that are decoded before the clock counts
 SERIAL_MS = 2.4  # a plan of 65,536 samples keeps one thread busy this long, however many parts it has
 CORES = (2, 4, 8, 12, 16, 32)
 THREADS: dict[str, Callable[[int], int]] = {
-    '`threads = "auto"`': automatic_threads,
+    '`threads = "auto"`': partial(automatic_threads, is_on_device=True),
     "as many threads as cores, at most 8": lambda cores: min(cores, MOST_THREADS),
 }
 

@@ -319,7 +319,7 @@ class Prefetcher(Section, frozen=True, kw_only=True):
     # features and labels, and a `package.module:factory` has only one
     workers: Annotated[int, Meta(ge=1, le=64)] = 1
     # threads of the planner, and of reads and writes of rows in memory; `auto` is a quarter of the
-    # cores
+    # cores, or half of them, at most 8, if the trainer computes on a device
     threads: Threads = "auto"
     # runs the prefetcher only on otherwise idle cores (Linux: SCHED_IDLE): for a trainer on the CPU of an otherwise
     # idle machine; the kernel divides cores between terminals first, so start both processes from one (`rowcast

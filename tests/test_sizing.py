@@ -15,7 +15,15 @@ from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.sizing import LEAST_RING_BYTES, LEAST_STAGING_BYTES, sizes, typical_plan
+from rowcast.prefetcher.run import sizing
+from rowcast.prefetcher.run.sizing import (
+    LEAST_RING_BYTES,
+    LEAST_STAGING_BYTES,
+    automatic_threads,
+    sizes,
+    trains_on_device,
+    typical_plan,
+)
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import plan_block
@@ -96,3 +104,22 @@ def test_shared_memory_limits_a_ring_and_too_little_of_it_is_a_sentence(monkeypa
     monkeypatch.setattr(rowcast.prefetcher.run.sizing, "free_shared_memory", lambda: 2**20)
     with pytest.raises(ConfigError, match=facts("/dev/shm", "1048576 bytes", 8388608)):
         sizes(job, groups, batches, 4)
+
+
+@pytest.mark.parametrize(
+    ("cores", "beside_a_device", "alone"), [(1, 1, 1), (2, 1, 1), (6, 3, 1), (16, 8, 4), (64, 8, 8)]
+)
+def test_half_of_the_cores_plan_beside_a_device_and_a_quarter_otherwise(
+    cores: int, beside_a_device: int, alone: int
+) -> None:
+    assert automatic_threads(cores, is_on_device=True) == beside_a_device
+    assert automatic_threads(cores, is_on_device=False) == alone
+
+
+def test_a_device_is_known_by_the_job_or_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "DEVICE_FILES", (tmp_path / "nvidiactl",))
+    assert trains_on_device("cuda:1")
+    assert not trains_on_device("auto")
+    (tmp_path / "nvidiactl").touch()
+    assert trains_on_device("auto")
+    assert not trains_on_device("cpu")

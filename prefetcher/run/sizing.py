@@ -13,6 +13,7 @@ wait to leave until all rows of their step are home (`tier_reserve`).
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.stores import StoreWithTier
@@ -37,6 +38,7 @@ LEAST_RING_BYTES = 2 * 2**20
 LEAST_STAGING_BYTES = 2**19
 ARRAYS_SPARE = 1.25  # for dense features and labels, still unknown, and for larger batches
 MOST_THREADS = 8
+DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of the drivers of NVIDIA's and AMD's devices
 ONE_PART = 1  # of the planner, for a tier's slots: they decide plans, so a machine's cores may not decide them
 PROCESS_BYTES = 320 * 2**20  # of the prefetcher with its libraries and compiled loops, before it has any rows
 TIER_BUFFER_BYTES = 16 * 2**20  # of each group: rows that are read, written and moved, and the end of its file
@@ -59,12 +61,18 @@ class Sizes:
 def stage_threads(job: Job) -> int:
     """The threads of the planner, and of reads and writes of rows."""
     threads = job.prefetcher.threads
-    return automatic_threads(usable_cores()) if threads == "auto" else threads
+    return automatic_threads(usable_cores(), trains_on_device(job.trainer.device)) if threads == "auto" else threads
 
 
-def automatic_threads(cores: int) -> int:
-    """A quarter of the cores, which leaves the rest to readers and trainer."""
-    return max(1, min(MOST_THREADS, cores // 4))
+def automatic_threads(cores: int, is_on_device: bool) -> int:
+    """A quarter of the cores, which leaves the rest to readers and trainer; half of them beside a trainer on a device,
+    which needs a core or two."""
+    return max(1, min(MOST_THREADS, cores // (2 if is_on_device else 4)))
+
+
+def trains_on_device(name: str) -> bool:
+    """`name`: trainer.device. Torch, which would know, is not imported here: a wrong guess costs time and no bit."""
+    return name.startswith("cuda") or (name == "auto" and any(own.exists() for own in DEVICE_FILES))
 
 
 def sizes(

@@ -177,16 +177,18 @@ class ZmqLink:
         for source in (*self._end.sockets, self._wake):
             poller.register(source, zmq.POLLIN)
         deadline_s: float | None = None
-        next_check_s = time.monotonic()
+        next_check_s, has_news = time.monotonic(), True
         while True:
-            busy = self._receive()
+            busy = has_news and self._receive()
             full = not self._send_queued()
             if self._closing:
                 deadline_s = deadline_s or time.monotonic() + CLOSE_BUDGET_S
                 if not full or time.monotonic() >= deadline_s:
                     return deadline_s
-            poller.poll(0 if busy else FULL_RETRY_MS if full else CHECK_MS)
-            self._clear_wake()
+            ready = {source for source, _ in poller.poll(0 if busy else FULL_RETRY_MS if full else CHECK_MS)}
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            has_news = busy or bool(ready - {self._wake})
             next_check_s = self._check(next_check_s)
 
     def _check(self, due_s: float) -> float:
@@ -195,11 +197,6 @@ class ZmqLink:
             return due_s
         self._end.check_backlog()
         return now_s + CHECK_MS / 1000
-
-    def _clear_wake(self) -> None:
-        assert self._wake is not None, "started"
-        with suppress(BlockingIOError):  # it was not rung
-            os.eventfd_read(self._wake)
 
     def _receive(self) -> bool:
         """Moves arrived frames to the inbox. Returns whether there may be more."""
