@@ -69,7 +69,7 @@ def inlined(function: Function) -> Function:
 
 def compile_with(function: Function, **options: bool | str) -> Function:
     try:
-        return cast(Function, numba.njit(nogil=True, cache=True, **options)(function))
+        return cast(Function, numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True, **options)(function))
     except RuntimeError:  # numba: no locator available for the cache
         return cast(Function, numba.njit(nogil=True, **options)(function))
 

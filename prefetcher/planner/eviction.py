@@ -21,7 +21,7 @@ import numpy as np
 
 from rowcast.job.schema import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import AHEAD, Records
-from rowcast.prefetcher.planner.grouping import sort_pairs
+from rowcast.prefetcher.planner.grouping import copy, numbered, sort_pairs
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, UNUSED, Occurrences
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch_to_write
@@ -147,7 +147,7 @@ def candidates(rows: Residents, positions: I64, scores_found: I64, next_uses: I3
 
 @compiled_loop
 def pick_all(rows: Records, positions: I64, victims: Victims) -> None:
-    k = 0
+    k: int = np.int64(0)  # type: ignore[assignment]  # a literal 0 would be compiled apart
     for position in positions:
         k = pick(rows[position & (len(rows) - 1)], position, victims, k)
 
@@ -237,7 +237,8 @@ def leave_queues(rows: Residents, num_left: int) -> None:
 @compiled
 def in_order(left: Left, keys: I64, slots: I32) -> int:
     """Fills `keys` and `slots`: dirty victims, then clean ones, each by ascending key. Returns how many are dirty."""
-    by_key, which = left.keys.copy(), np.arange(len(keys)).astype(np.int32)
+    by_key, which = np.empty(len(keys), np.int64), numbered(len(keys))
+    copy(left.keys, by_key)
     sort_pairs(by_key, which)
     return dirty_first(by_key, which, left.slots, left.dirty, keys, slots)
 

@@ -38,6 +38,7 @@ Value = TypeVar("Value", np.int64, np.float32)
 MAX_LOOKUPS = 2**31 - 1  # look-ups and bags are int32 in a plan
 NARROW_BITS = 16  # of a look-up's position in its table's range, where two bytes hold it
 DIGIT_BITS = 12  # 48 is a multiple: a key's table and its row share no digit
+MOST_DIGITS = 2**DIGIT_BITS
 COUNTED_ROWS = 2  # a table with at most this many rows per look-up is counted row by row
 ONE = np.uint32(1)  # indexing with unsigned integers saves the test for negative ones
 OUTSIDE, TOO_MANY = -1, -2  # instead of a number of rows
@@ -266,7 +267,7 @@ def group_tables(
     most = np.int64(0)
     for t in range(first, end):
         most = max(most, starts[t + 1] - starts[t])
-    counts = np.empty(max(COUNTED_ROWS * most, 2**DIGIT_BITS), np.uint32)
+    counts = np.empty(max(COUNTED_ROWS * most, MOST_DIGITS), np.uint32)
     packed, spare = np.empty(most, np.uint64), np.empty(most, np.uint64)
     cells, cell_numbers = np.empty(4 * FEW_ROWS, np.int64), np.empty(4 * FEW_ROWS, np.uint16)
     for t in range(first, end):
@@ -280,7 +281,7 @@ def group_tables(
         else:
             found = number_rows(some, cells, cell_numbers, spare, rows)
             if found != TOO_MANY:
-                which = np.arange(found).astype(np.int32)
+                which = numbered(found)
                 sort_pairs(rows[:found], which)
                 count_numbers(spare[: b - a], which, counts[:found], by_row, row_ends)
             elif b - a <= 2**NARROW_BITS:
@@ -424,12 +425,26 @@ def starts_of(counts: U32) -> None:
 
 
 @compiled
+def numbered(count: int) -> I32:
+    numbers = np.empty(count, np.int32)
+    for i in range(count):
+        numbers[i] = i
+    return numbers
+
+
+@compiled
 def sort_wide(ids: I64, order: Order, rows: I64, ends: I32) -> int:
-    which = np.arange(len(ids)).astype(np.int32)
-    rows[:] = ids
+    which = numbered(len(ids))
+    copy(ids, rows)
     sort_pairs(rows, which)
-    order[:] = which
+    copy(which, order)
     return count_runs(rows, ends)
+
+
+@compiled_loop
+def copy(source: Order | I64, target: Order | I64) -> None:
+    for i in range(len(source)):  # numba takes longer to compile an assignment of slices than to sort
+        target[i] = source[i]
 
 
 @compiled_loop
@@ -448,13 +463,13 @@ def sort_pairs(keys: I64, values: I32) -> None:
     different = np.int64(0)
     for i in range(len(keys)):
         different |= keys[i] ^ keys[0]
-    spare_keys, spare_values = np.empty_like(keys), np.empty_like(values)
+    spare_keys, spare_values = np.empty(len(keys), np.int64), np.empty(len(values), np.int32)
     bits = digit_bits(len(keys))
-    positions = np.empty(2**bits, np.uint32)
-    shift = 0
+    positions = np.empty(1 << bits, np.uint32)
+    shift: int = np.int64(0)  # type: ignore[assignment]  # a literal 0 would be compiled apart
     moved = False  # the pairs are in the spare arrays
     while different >> shift:
-        if (different >> shift) & (2**bits - 1):
+        if (different >> shift) & ((1 << bits) - 1):
             if moved:
                 sort_digit(spare_keys, spare_values, keys, values, positions, shift)
             else:
@@ -464,8 +479,8 @@ def sort_pairs(keys: I64, values: I32) -> None:
         if shift >= 64:
             break
     if moved:
-        keys[:] = spare_keys
-        values[:] = spare_values
+        copy(spare_keys, keys)
+        copy(spare_values, values)
 
 
 @compiled
@@ -474,8 +489,8 @@ def sort_distinct(keys: I64, values: I32) -> None:
 
     Splits the pairs in place by the highest bit in which their keys differ until a range fits.
     """
-    begins, ends = np.zeros(64, np.int64), np.zeros(64, np.int64)  # ranges to do; each split uses a new one of 63 bits
-    ends[0], count = len(keys), 1
+    begins, ends = np.empty(64, np.int64), np.empty(64, np.int64)  # ranges to do; each split uses a new one of 63 bits
+    begins[0], ends[0], count = 0, len(keys), 1
     while count:
         begin, end = begins[count - 1], ends[count - 1]
         if end - begin <= SORTED_AT_ONCE:
@@ -507,7 +522,7 @@ def split(keys: I64, values: I32, begin: int, end: int) -> int:
 
 @compiled_loop
 def digit_bits(num_keys: int) -> int:
-    return DIGIT_BITS if num_keys > 2**DIGIT_BITS else DIGIT_BITS - 4
+    return DIGIT_BITS if num_keys > MOST_DIGITS else DIGIT_BITS - 4
 
 
 @compiled_loop

@@ -40,7 +40,8 @@ class FarthestNextUse:
 @compiled_loop
 def pick_idle(rows: Residents, victims: Victims, num_victims: int) -> int:
     """Picks rows from the head of the line, `num_victims` at most. Returns where the first one that remains may be."""
-    records, last, taken, k = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0, 0
+    records, last, taken = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
+    k: int = np.int64(0)  # type: ignore[assignment]  # a literal 0 would be compiled apart
     oldest = rows.head
     for position in range(rows.oldest, rows.head):
         if taken == num_victims:
