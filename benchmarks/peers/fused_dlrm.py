@@ -8,13 +8,16 @@ It runs in its own environment (`make bench-env`), without rowcast, and reads a 
     table_<n>.npy <parameter>.npy     first values of tables, and of the model under its own names
 
     python benchmarks/peers/fused_dlrm.py fbgemm FOLDER
+    python benchmarks/peers/fused_dlrm.py fbgemm FOLDER 9100      epoch after epoch, and its counter at that port
 """
 
 import itertools
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +105,26 @@ class DLRM(nn.Module):
         return logits.squeeze(1)
 
 
+class Trained(BaseHTTPRequestHandler):
+    """Serves how many samples were trained, as the other contestants do."""
+
+    samples = 0
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"rowcast_samples_total {Trained.samples}\n".encode())
+
+    def log_message(self, *arguments: object) -> None:
+        """Logs nothing."""
+
+
+def serve(port: int) -> None:
+    threading.Thread(target=HTTPServer(("127.0.0.1", port), Trained).serve_forever, daemon=True).start()
+
+
 def main() -> None:
-    kind, folder = sys.argv[1], Path(sys.argv[2])
+    kind, folder, *ports = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
     terms = json.loads((folder / "terms.json").read_text())
     torch.set_num_threads(terms["threads"])
     tables = [torch.from_numpy(np.load(folder / f"table_{n}.npy")) for n in range(terms["num_tables"])]
@@ -113,14 +134,17 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=terms["dense_lr"], foreach=False)
     dense, labels, ids = (torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("dense", "labels", "ids"))
     losses = []
+    for port in ports:
+        serve(port)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    for step in range(len(ids)):
+    for step in itertools.cycle(range(len(ids))) if ports else range(len(ids)):
         logits = model(dense[step], lookup(ids[step]))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[step])
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
         losses.append(loss.detach())
+        Trained.samples += len(labels[step])
     wall_s = time.perf_counter() - began_s
     cores = {"process": (time.process_time() - began_cpu_s) / wall_s}
     last = torch.stack(losses[-LOSSES:]).mean().item()

@@ -4,6 +4,7 @@
     stock           one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory, or on the device
     host tables     the same, tables in host memory and the dense part on the device (only if that differs)
     all rows, ours  our kernels with every row on the device, nothing read, planned or moved: the floor
+    page-in         one process: a batch's distinct rows are read from a memory-mapped file and written back (Adagrad)
     fbgemm          FBGEMM's table-batched embeddings on a CPU; torchrec: TorchRec's collection (`make bench-env`)
 
 Each round runs every contestant once, in an order that rotates from round to round. A speed is the median of the
@@ -92,6 +93,8 @@ def contestants(match: Match, capacities: Sequence[float], peers: Path | None) -
     if match.device != "cpu":
         everyone["host tables"] = single_process(match, "stock", "--tables=cpu", f"--device={match.device}")
     everyone["all rows, ours"] = single_process(match, "resident")
+    if match.device == "cpu" and why_not(match.job) is None and match.job.optimizer.sparse.kind == "adagrad":
+        everyone["page-in"] = single_process(match, "stock", "--paged")
     if peers is not None:
         everyone |= {kind: peer(kind, peers) for kind in ("fbgemm", "torchrec")}
     return everyone
@@ -191,16 +194,21 @@ def peers_folder(folder: Path, match: Match, batches: Sequence[ScheduledBatch]) 
     """The folder in which contestants of the other environment find the job; None, with the reason on stderr, if they
     cannot take part.
     """
-    reason = why_not(match.job)
-    if match.device != "cpu":
-        reason = "they are compared on a CPU"
-    elif not PEER_PYTHON.exists():
-        reason = "their environment is missing: make bench-env"
+    reason = peers_reason(match.job, match.device)
     if reason is not None:
         print(f"fbgemm and torchrec do not take part: {reason}", file=sys.stderr)
         return None
     write_folder(folder, match.job, batches, usable_cores())
     return folder
+
+
+def peers_reason(job: Job, device: str) -> str | None:
+    """Why contestants of the other environment cannot take part; None if they can."""
+    if device != "cpu":
+        return "they are compared on a CPU"
+    if not PEER_PYTHON.exists():
+        return "their environment is missing: make bench-env"
+    return why_not(job)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,13 @@ from benchmarks.training import ours
 from benchmarks.training.recorded import touched, train_batches
 from rowcast.job.file import load_job
 
-START_S = 120.0
+START_S = 300.0
 WARM_STEPS = 8  # before a contestant is stopped for the first time
 SETTLE_S = 0.3  # of a turn, not measured
 POLL_S = 0.2
 EDGE_S = 0.01  # resolution of the end of a step
 STOCKS = ("stock", "stock, worker")
+PYTHON = (sys.executable, "-m")
 SAMPLES, WAITS = "rowcast_samples_total", "rowcast_stall_seconds_total"
 
 
@@ -67,7 +68,7 @@ class Contestant:
     def __init__(self, command: Sequence[str], port: int) -> None:
         """`port`: where it serves its counters."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -128,7 +129,7 @@ def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path)
     """Per contestant: its command, and the port where it serves its counters."""
     given = ["--config", str(config), *(f"--set={setting}" for setting in settings)]
     *ports, stock_port, worker_port = ours.free_ports(6)
-    stock = ["benchmarks.training.stock", *given]
+    stock = [*PYTHON, "benchmarks.training.stock", *given]
     found = {
         "stock": ([*stock, f"--port={stock_port}"], stock_port),
         "stock, worker": ([*stock, f"--port={worker_port}", "--worker"], worker_port),
@@ -142,7 +143,10 @@ def commands(config: Path, settings: Sequence[str], capacity: str, folder: Path)
             f'metrics.prefetcher="127.0.0.1:{prefetcher_port}"',
             f'job.run_dir="{folder / background}"',
         ]
-        found[name] = (["rowcast.deploy.local", *given, *(f"--set={setting}" for setting in own)], trainer_port)
+        found[name] = (
+            [*PYTHON, "rowcast.deploy.local", *given, *(f"--set={setting}" for setting in own)],
+            trainer_port,
+        )
     return found
 
 

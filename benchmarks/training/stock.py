@@ -6,15 +6,18 @@ models.
     --tables cpu   --device cpu      every row in memory
 
     --worker     a process of a torch DataLoader decodes the batches; without it the training thread does
+    --paged      another contestant: a batch's rows are read from a memory-mapped file and written back (`paged.py`)
 
     python -m benchmarks.training.stock --config job.toml [--set ...] --steps 141
 """
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import prometheus_client
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.training.outcome import LOSSES, Outcome, tell
+from benchmarks.training.paged import PagedRows
 from rowcast.job.file import load_job
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
@@ -37,6 +41,33 @@ from rowcast.trainer.models.job_model import mean_loss
 
 ARRAYS = ("dense", "labels", "ids", "offsets")  # of a batch; bags with weights are not compared
 DECODED_AHEAD = 4  # batches
+
+
+class Rows(Protocol):
+    """The rows of all tables, and what trains them."""
+
+    def look_up(self, batch: Batch) -> Sequence[Tensor]:
+        """Returns f32 [B, D] of each feature."""
+
+    def update(self) -> None:
+        """Called after the backward pass of what `look_up` returned."""
+
+
+class StockRows:
+    """Implements `Rows` over torch.nn and torch.optim."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._device, self._num_features = device, len(job.features)
+        self._embeddings = StockEmbeddings(job, device)
+        self._optimizer = sparse_optimizer(job.optimizer.sparse, self._embeddings.parameters())
+
+    def look_up(self, batch: Batch) -> list[Tensor]:
+        pooled: list[Tensor] = self._embeddings(inputs_of(batch, self._num_features, self._device))
+        return pooled
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 class StockEmbeddings(nn.Module):
@@ -130,32 +161,27 @@ def decoded_by_worker(job: Job, steps: int | None) -> Iterator[Batch]:
 def run(
     job: Job,
     steps: int | None,
-    tables: torch.device,
+    rows: Rows,
     device: torch.device,
     count: Callable[[int], None] = lambda samples: None,
     *,
     worker: bool = False,
 ) -> Outcome:
     """`count` receives the number of samples of every step. `worker`: a separate process decodes the batches."""
-    embeddings = StockEmbeddings(job, tables)
     batches = decoded_by_worker(job, steps) if worker else train_batches(job, steps)
     model = build_model(job, len(open_reader(job).dense_names)).to(device)
-    dense, sparse = (
-        build_dense_optimizer(job, model.parameters()),
-        sparse_optimizer(job.optimizer.sparse, embeddings.parameters()),
-    )
+    dense = build_dense_optimizer(job, model.parameters())
     losses: list[Tensor] = []
     samples, began_s, began_cpu_s = 0, time.perf_counter(), time.process_time()
     for batch in batches:
-        pooled = [own.to(device) for own in embeddings(inputs_of(batch, len(job.features), tables))]
+        pooled = [own.to(device) for own in rows.look_up(batch)]
         loss = mean_loss(
             model(torch.from_numpy(batch.dense).to(device), pooled), torch.from_numpy(batch.labels).to(device)
         )
         dense.zero_grad()
-        sparse.zero_grad()
         torch.autograd.backward(loss)
         dense.step()
-        sparse.step()
+        rows.update()
         losses.append(loss.detach())
         samples += batch.size
         count(batch.size)
@@ -174,14 +200,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--port", type=int, help="serves rowcast_samples_total while it trains")
     parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--paged", action="store_true")
     options = parser.parse_args()
     job = load_job(options.config, tuple(options.overrides))
     torch.set_num_threads(job.first_threads(usable_cores()))
     trained = prometheus_client.Counter("rowcast_samples", "Trained.")
     if options.port is not None:
         prometheus_client.start_http_server(options.port, "127.0.0.1")
-    tables, device = torch.device(options.tables), torch.device(options.device)
-    tell(run(job, options.steps, tables, device, trained.inc, worker=options.worker))
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as folder:
+        rows = PagedRows(job, Path(folder) / "rows") if options.paged else StockRows(job, torch.device(options.tables))
+        tell(run(job, options.steps, rows, device, trained.inc, worker=options.worker))
 
 
 if __name__ == "__main__":
