@@ -24,10 +24,12 @@ from rowcast.job.formats import Prepare
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.data_files import listed_files
 from rowcast.prefetcher.readers.prepare import AS_IT_IS
+from rowcast.prefetcher.readers.text_files import open_text, whole_lines
 from rowcast.runtime.errors import ConfigError, RowcastError, printable
 from rowcast.runtime.telemetry.format_numbers import plural
 
 WHOLE_RUN_ROWS = 1_000_000  # of larger data, as many from the start decide the capacity
+TEXT = ("csv", "criteo-tsv", "jsonl")
 MEMORY_SHARE = 0.25
 FIRST_CAPACITY = "64MiB"  # until the capacity is known
 LEAST_CAPACITY = "1MiB"
@@ -85,6 +87,8 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles) -> tuple[str, str]:
     try:
         with TemporaryDirectory() as folder:
             job = with_values(job, {"data": {"copies": folder}})
+            if max_steps is not None and data.shape.kind in TEXT:
+                job = with_values(job, {"data": {"path": first_rows(data, Path(folder))}})
             advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), AnalysisProgress(), MEMORY_SHARE)
     except RowcastError as error:
         return FIRST_CAPACITY, f"a guess, because `rowcast advise` failed: {' '.join(str(error).split())}"
@@ -94,6 +98,20 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles) -> tuple[str, str]:
             f"`rowcast advise` recommends {advice.recommended.capacity}; this leaves room for larger batches",
         )
     return advice.recommended.capacity, "by `rowcast advise`, which also shows larger and smaller capacities"
+
+
+def first_rows(data: DataSet, folder: Path) -> str:
+    """Copies the first WHOLE_RUN_ROWS rows, because a text file is read as a whole. Returns where they are."""
+    rows, left = folder / "rows", WHOLE_RUN_ROWS
+    rows.mkdir()
+    for number, file in enumerate(data.files):
+        with open_text(file) as stream, (rows / f"{number:06}").open("wb") as copy:
+            for block in whole_lines(stream, file):
+                copy.write(block)
+                left -= block.count(b"\n")
+                if left <= 0:
+                    return f"{rows}/*"
+    return f"{rows}/*"
 
 
 def summary(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """`rowcast new`: what columns are taken for, the job that comes out of it, and what is refused."""
 
 import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.prefetcher.readers import text_files
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.runtime.errors import ConfigError
@@ -111,6 +113,31 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
         "  rowcast train --config job.toml",
     ]
     assert 'capacity = "1MiB"  # `rowcast advise` recommends ' in text
+
+
+@pytest.mark.parametrize("form", ["csv.gz", "jsonl"])
+def test_advice_about_much_text_copies_its_first_rows_only(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        path, frame = tmp_path / f"{number}.{form}", clicks(1000)
+        frame.to_csv(path, index=False) if form == "csv.gz" else frame.to_json(
+            path, orient="records", lines=True, date_format="iso"
+        )
+    read: list[int] = []
+
+    def advise_job(job: Job, options: Any, *others: Any) -> Any:
+        read.extend(len(own.dense) for own in map(attrgetter("batch"), schedule(job, open_reader(job))))
+        return plain(job, options, *others)
+
+    plain: Any = vars(new_command)["advise_job"]
+    monkeypatch.setattr(new_command, "advise_job", advise_job)
+    monkeypatch.setattr(new_command, "WHOLE_RUN_ROWS", 1500)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 4096)
+    found = CliRunner().invoke(app, ["new", "--data", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    assert "by `rowcast advise`" in found.output or "recommends" in found.output
+    assert 1500 <= sum(read) < 1600
 
 
 def trained(job: Job) -> list[np.float32]:
