@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rowcast.job.models import BUILT_IN_MODELS, BuiltInModel
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models.dense_optimizers import without_dynamo
 from rowcast.trainer.models.embedding import align_inputs
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
@@ -45,27 +46,16 @@ def built_in_factory(model: BuiltInModel) -> Callable[[Job, int], nn.Module]:
 def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Builds an optimizer of torch.optim. On a device, torch updates all tensors in a few launches (`foreach`)."""
     settings = job.optimizer.dense
-    parameters = list(parameters)
+    own: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if settings.kind == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-        )
+        return without_dynamo(torch.optim.SGD)(parameters, momentum=settings.momentum, **own)
+    if settings.eps is not None:
+        own["eps"] = settings.eps
     if settings.kind == "adagrad":
-        return torch.optim.Adagrad(
-            parameters,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            initial_accumulator_value=settings.initial_accumulator,
-            eps=1e-10 if settings.eps is None else settings.eps,
-        )
-    kind = torch.optim.AdamW if settings.kind == "adamw" else torch.optim.Adam
-    return kind(
-        parameters,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=1e-8 if settings.eps is None else settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+        kind = without_dynamo(torch.optim.Adagrad)
+        return kind(parameters, initial_accumulator_value=settings.initial_accumulator, **own)
+    kind = without_dynamo(torch.optim.AdamW if settings.kind == "adamw" else torch.optim.Adam)
+    return kind(parameters, betas=settings.betas, **own)
 
 
 OwnLoss = Callable[[Any, Tensor], Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rowcast.job.models import DCNv2Settings
 from rowcast.job.schema import Job
-from rowcast.trainer.models.dlrm import empty_linear, linear_layers, logits_of, relu_layers
+from rowcast.trainer.models.dlrm import EmptyLinear, linear_layers, logits_of, relu_layers
 
 
 class DCNv2(nn.Module):
@@ -42,8 +42,8 @@ class LowRankCross(nn.Module):
 
     def __init__(self, width: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.v = empty_linear(width, rank, bias=False)
-        self.w = empty_linear(rank, width)
+        self.v = EmptyLinear(width, rank, bias=False, device="cpu")
+        self.w = EmptyLinear(rank, width, device="cpu")
         for matrix in (self.v.weight, self.w.weight):
             nn.init.xavier_normal_(matrix, generator=generator)
         nn.init.zeros_(self.w.bias)

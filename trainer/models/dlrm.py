@@ -4,7 +4,6 @@ arXiv 1906.00091. Other models build their stacks of linear layers with the same
 """
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,18 +25,18 @@ def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Line
     """A layer with the published initial values: normal, deviation sqrt(2 / (in + out)), sqrt(1 / out) for biases.
 
     Without input (a job without dense features) it returns its biases, which are trained like any others."""
-    layer = empty_linear(width_in, width_out)
+    layer = EmptyLinear(width_in, width_out, device="cpu")
     with torch.no_grad():
         layer.weight.normal_(0.0, (2 / (width_in + width_out)) ** 0.5, generator=generator)
         layer.bias.normal_(0.0, (1 / width_out) ** 0.5, generator=generator)
     return layer
 
 
-def empty_linear(width_in: int, width_out: int, *, bias: bool = True) -> nn.Linear:
-    """A layer without values, because nn.Linear would draw them from the global random state."""
-    with warnings.catch_warnings():  # without input, torch warns that the weights are empty
-        warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
-        return nn.Linear(width_in, width_out, bias=bias, device="meta").to_empty(device="cpu")
+class EmptyLinear(nn.Linear):
+    """A layer without values, because nn.Linear draws them from the global random state."""
+
+    def reset_parameters(self) -> None:
+        pass
 
 
 def relu_layers(layers: nn.ModuleList, features: Tensor) -> Tensor:

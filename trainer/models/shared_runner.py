@@ -322,10 +322,11 @@ class SharedRunner(Runner):
         outputs = self._side.forward(shared.samples(part, "dense"), embeddings, shared.inputs(part), training=True)
         loss = self._side.loss(outputs, shared.samples(part, "labels"))
         self._clock.lap("forward")
-        share = torch.tensor(size / shared.batch_size, device=self.device)
-        torch.autograd.backward(loss, share)
+        # a gradient given to backward() has the same bits, but torch imports sympy to compare its shape
+        own = loss * torch.tensor(size / shared.batch_size, device=self.device)
+        torch.autograd.backward(own)
         refuse_changed_buffers(before, self.model)
-        vector = self._vector.take(loss.detach() * share)
+        vector = self._vector.take(own.detach())
         self._clock.lap("backward")
         return vector
 
