@@ -22,7 +22,7 @@ from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
 from rowcast.prefetcher.stores.redis_store import trial_rows
 from rowcast.prefetcher.stores.tier_budget import COPIES, INDEX_BYTES, DiskShare, disk_bytes, disk_shares, server_bytes
-from rowcast.prefetcher.stores.touched_rows import INDEX_LIMIT, ROW_BYTES, TouchedRows, most_indexed
+from rowcast.prefetcher.stores.touched_rows import INDEX_LIMIT, NUMBER_BYTES, ROW_BYTES, IndexedRows, most_indexed
 from rowcast.prefetcher.stores.tracked_store import open_row_store
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
@@ -81,13 +81,13 @@ def check_memory(
 
 
 def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
-    """Bytes of memory of a group's tables once this many rows are trained, marks and directory included. Raises
+    """Bytes of memory of a group's tables once this many rows are trained, its index included. Raises
     ConfigError as a run would."""
     store = open_row_store(job, group)
     store.close()
-    if isinstance(store.numbers, TouchedRows):
-        return num_trained * (group.record_bytes + ROW_BYTES + 1)
-    return num_trained * group.record_bytes + group.num_rows
+    if isinstance(store.numbers, IndexedRows):
+        return num_trained * group.record_bytes + group.num_rows * NUMBER_BYTES
+    return num_trained * (group.record_bytes + ROW_BYTES + 1)
 
 
 def check_row_numbers(job: Job, seen: Seen) -> Iterator[Finding]:

@@ -233,17 +233,15 @@ tests/planner/test_parts.py::test_the_rows_used_longest_ago_leave_first_whatever
         => [own.keys for own in left]
 tests/stores/test_stores.py
     every thread reads the first rows of a piece
-        gather(self._words, self._marks, numbers[first:end], words[first:end])
-        => gather(self._words, self._marks, numbers[: end - first], words[first:end])
+        gather(self._words, numbers[first:end], words[first:end])
+        => gather(self._words, numbers[: end - first], words[first:end])
     every thread numbers the first rows of a piece
         self._find(keys[slice(*own)], numbers[slice(*own)]) => self._find(keys[slice(*own)], numbers[: own[1] - own[0]])
 ::test_any_reads_and_writes_agree_with_a_plain_dictionary
     a row that was written counts as absent
-        marks[row] = PRESENT for word in range(width):
-        => marks[row] |= 0
-                for word in range(width):
+        index[keys[i] + shifts[keys[i] >> KEY_SHIFT]] = count => count
     tables of a group share their rows
-        self._shifts = ends[:-1] - self._first_keys => self._shifts = -self._first_keys
+        self._shifts[table] = first - (table << KEY_SHIFT) => self._shifts[table] = -(table << KEY_SHIFT)
 tests/hostile/test_peers.py
     an order that names a look-up twice passes
         require(table < 0, f"{name} is no permutation => require(True, f"{name} is no permutation
@@ -317,13 +315,13 @@ tests/stores/test_changed_rows.py
     a row that was written is not marked as changed
         set_bits(self._changed, numbers) => pass
     an absent row keeps the bytes that lay there
-        self._out[absent] = self._store.first_values(self._keys[absent]) => pass
+        self._store.fill_first(self._keys[absent], np.asarray(absent), self._out) => pass
     a forgotten row keeps its values
-        finish(self.store.write(own, self.first_values(own))) => pass
+        finish(self.store.write(own, records)) => pass
     a forgotten row has still changed
         clear_bits(self._changed, self._numbers.of(keys)) => pass
-    a search for changed rows skips the rest of a word
-        row += BITS - (row & 63) => row += BITS
+    a search for changed rows looks at the bits of other rows
+        bits[number >> 6] >> np.uint64(number & 63) => bits[at >> 6] >> np.uint64(at & 63)
 tests/stores/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_caches
     rows that passed the caches are reported before they are seen
         new, i * width + word) end_stores() => new, i * width + word)

@@ -31,7 +31,7 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.protocol.messages import PROTOCOL_VERSION, Ids, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
 from rowcast.protocol.script_setup import SETUP, Columns, ScriptSetup, ScriptTable
-from rowcast.runtime.arrays import F32
+from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.crew import Crew
 from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import RunDirectory
@@ -51,17 +51,16 @@ class ScriptStore(TrackedStore):
         self._columns = {table.index: tables[table.index].columns for table in group.tables}
         self._values = {own.path: mapped(own) for columns in self._columns.values() for own in columns if own.path}
 
-    def first_values(self, keys: Keys) -> Records:
-        records = np.zeros((len(keys), self._group.record_floats), np.float32)
-        tables = keys >> KEY_SHIFT
+    def fill_first(self, keys: Keys, places: I64, out: Records) -> None:
+        records, tables = out.view(np.float32), keys >> KEY_SHIFT
+        records[places] = 0
         for table, columns in self._columns.items():
             chosen, begin = np.flatnonzero(tables == table), 0
             rows = keys[chosen] & ROW_MASK
             for own in columns:
                 values = self._values[own.path][rows] if own.path else own.value
-                records[chosen, begin : begin + own.width] = values
+                records[places[chosen], begin : begin + own.width] = values
                 begin += own.width
-        return records.view(np.uint8)
 
 
 def mapped(columns: Columns) -> F32:

@@ -101,9 +101,7 @@ class FrozenRows:
     def _take_aside(self, numbers: I64, out: Records, num_aside: int) -> None:
         with self._lock:
             owners = self._owners[: self._num_used]
-            order = np.argsort(
-                numbers, kind="stable"
-            )  # already ascending, unless rows are numbered as they are touched
+            order = np.argsort(numbers, kind="stable")
             at = order[np.searchsorted(numbers, owners, sorter=order) % len(order)]
             places = np.flatnonzero(numbers[at] == owners)
             assert len(places) == num_aside, f"{len(places)} of {num_aside} rows that are aside were found"

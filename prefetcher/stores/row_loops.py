@@ -1,14 +1,13 @@
-"""Compiled loops over arrays of records and their marks, and over bits of rows.
+"""Compiled loops over arrays of records, and over bits of rows.
 
-A mark is one byte per row: PRESENT if the row was written; 0 if not, when its record is meaningless. Bits are packed 64
-to a word; that of row r is bit r % 64 of word r // 64.
+Bits are packed 64 to a word; that of row r is bit r % 64 of word r // 64.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-from rowcast.runtime.arrays import I64, U64, Bytes
+from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.compiled import (
     STORES_PAST_CACHES,
     compiled_loop,
@@ -19,10 +18,8 @@ from rowcast.runtime.compiled import (
 )
 
 Words = U64  # [rows, record_bytes / 8]; of bits [ceil(rows / 64)]
-Marks = Bytes  # [rows]
 Positions = I64
 
-PRESENT = 1
 BITS = 64  # per word
 
 ROWS_AHEAD = 8  # how many rows ahead the processor prefetches
@@ -35,18 +32,16 @@ LEAST_LINES = 3  # per record: shorter ones are stored faster through the caches
 
 
 @compiled_loop
-def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
-    """Sets out[i] = words[positions[i]] for present rows and leaves the others. Returns how many are absent. A negative
-    position counts as absent."""
+def gather(words: Words, positions: Positions, out: Words) -> int:
+    """Sets out[i] = words[positions[i]], and leaves rows with a negative position. Returns how many these are."""
     width, flat = words.shape[1], words.reshape(-1)
     num_absent = 0
     for i in range(len(positions)):
         if i + ROWS_AHEAD < len(positions) and positions[i + ROWS_AHEAD] >= 0:
-            prefetch(marks, positions[i + ROWS_AHEAD])
             for word in range(0, width, LINE_WORDS):
                 prefetch(flat, positions[i + ROWS_AHEAD] * width + word)
         row = positions[i]
-        if row < 0 or marks[row] == 0:
+        if row < 0:
             num_absent += 1
             continue
         for word in range(width):
@@ -55,17 +50,16 @@ def gather(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
 
 
 @compiled_loop
-def gather_lines(words: Words, marks: Marks, positions: Positions, out: Words) -> int:
+def gather_lines(words: Words, positions: Positions, out: Words) -> int:
     """Does what `gather` does. The rows are more than the caches hold, so they pass them."""
     width, flat, target = words.shape[1], words.reshape(-1), out.reshape(-1)
     num_absent = 0
     for i in range(len(positions)):
         if i + ROWS_AHEAD_TO_PASS < len(positions) and positions[i + ROWS_AHEAD_TO_PASS] >= 0:
-            prefetch(marks, positions[i + ROWS_AHEAD_TO_PASS])
             for word in range(0, width, LINE_WORDS):
                 prefetch(flat, positions[i + ROWS_AHEAD_TO_PASS] * width + word)
         row = positions[i]
-        if row < 0 or marks[row] == 0:
+        if row < 0:
             num_absent += 1
             continue
         for word in range(0, width, LINE_WORDS):
@@ -74,8 +68,8 @@ def gather_lines(words: Words, marks: Marks, positions: Positions, out: Words) -
     return num_absent
 
 
-Gather = Callable[[Words, Marks, Positions, Words], int]
-Scatter = Callable[[Words, Positions, Words, Marks], None]
+Gather = Callable[[Words, Positions, Words], int]
+Scatter = Callable[[Words, Positions, Words], None]
 
 
 def gather_for(out: Words) -> Gather:
@@ -94,30 +88,26 @@ def is_whole_lines(words: Words) -> bool:
 
 
 @compiled_loop
-def scatter(source: Words, positions: Positions, words: Words, marks: Marks) -> None:
-    """Sets words[positions[i]] = source[i] and marks the rows."""
+def scatter(source: Words, positions: Positions, words: Words) -> None:
+    """Sets words[positions[i]] = source[i]."""
     width, flat = words.shape[1], words.reshape(-1)
     for i in range(len(positions)):
         if i + ROWS_AHEAD < len(positions):
-            prefetch_to_write(marks, positions[i + ROWS_AHEAD])
             for word in range(0, width, LINE_WORDS):
                 prefetch_to_write(flat, positions[i + ROWS_AHEAD] * width + word)
         row = positions[i]
-        marks[row] = PRESENT
         for word in range(width):
             words[row, word] = source[i, word]
 
 
 @compiled_loop
-def scatter_lines(source: Words, positions: Positions, words: Words, marks: Marks) -> None:
+def scatter_lines(source: Words, positions: Positions, words: Words) -> None:
     """Does what `scatter` does. The rows of a piece are needed again much later, so they pass the caches."""
     width, flat, new = words.shape[1], words.reshape(-1), source.reshape(-1)
     for i in range(len(positions)):
         if i + ROWS_AHEAD_TO_STORE < len(positions):
-            prefetch_to_write(marks, positions[i + ROWS_AHEAD_TO_STORE])
             prefetch_to_write(flat, positions[i + ROWS_AHEAD_TO_STORE] * width)
         row = positions[i]
-        marks[row] = PRESENT
         for word in range(0, width, LINE_WORDS):
             store_line(flat, row * width + word, new, i * width + word)
     end_stores()
@@ -165,23 +155,3 @@ def count_bits(bits: Words) -> int:
             word &= word - np.uint64(1)
             found += 1
     return found
-
-
-@compiled_loop
-def find_bits(bits: Words, start: int, end: int, out: Positions) -> tuple[int, int]:
-    """Fills `out` with the rows of [start, end) whose bit is set, ascending, until it is full. Returns how many there
-    are, and where to continue."""
-    found, row = 0, start
-    while row < end and found < len(out):
-        left = bits[row >> 6] >> np.uint64(row & 63)
-        if left == 0:
-            row += BITS - (row & 63)
-            continue
-        if left & np.uint64(255) == 0:
-            row += 8
-            continue
-        if left & np.uint64(1):
-            out[found] = row
-            found += 1
-        row += 1
-    return found, min(row, end)

@@ -1,10 +1,12 @@
-"""Numbers the rows of a group, to index arrays and bits: all of them, or those that are touched, by first write.
+"""Numbers the rows of a group as they are first written, to index arrays and bits.
 
-Cells (`cell_loops.py`) map a row to its number and back to its key, in at most 12 bytes per touched row.
+`IndexedRows` keeps 4 bytes for each row of a group. In larger groups, `TouchedRows` keeps at most 12 bytes for each
+touched row: cells (`cell_loops.py`) map a row to its number and back to its key.
 """
 
 import mmap
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,12 +24,14 @@ from rowcast.prefetcher.stores.cell_loops import (
     layout_for,
     select,
 )
-from rowcast.prefetcher.stores.row_loops import find_bits
+from rowcast.prefetcher.stores.index_loops import add_to_index, find_in_index, select_in_index
 from rowcast.prefetcher.stores.store import Keys
-from rowcast.runtime.arrays import I64, U64
+from rowcast.runtime.arrays import I64, U32, U64
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.stages import ThreadPool
 
+MOST_INDEXED = 2**24  # rows of a group, so an index takes at most 64 MiB
+NUMBER_BYTES = 4  # for each row of a group
 ROW_BYTES = 12  # at most, for each touched row
 MOST_IMPLIED = 12  # bits of a hash; each doubles the smallest directory, 64 MiB at this number
 SORTED_AT_ONCE = 2**20  # rows, or a sixteenth of them if that is more; at most twice as many
@@ -38,47 +42,8 @@ INDEX_LIMIT = (
     "but an index of its {rows} rows holds at most {most}; lower num_embeddings of its tables: half the rows make room "
     "for twice as many trained ones"
 )
+HUGE_PAGE = 2**21
 MAP_NORESERVE = 0x4000  # Linux; mmap has it from Python 3.13 on
-
-
-class RowsInOrder:
-    """Every row has a number, table after table."""
-
-    def __init__(self, group: GroupSpec) -> None:
-        self.most, self.pool = group.num_rows, ThreadPool()  # numbers take less than a thread's wake-up
-        tables, sizes = [table.index for table in group.tables], [table.num_embeddings for table in group.tables]
-        ends: I64 = np.cumsum([0, *sizes])
-        self._ranges = {table: (int(ends[i]), int(ends[i + 1])) for i, table in enumerate(tables)}
-        self._first_keys = np.array(tables, np.int64) << KEY_SHIFT  # of each table
-        self._shifts = ends[:-1] - self._first_keys  # from a table's keys to its numbers
-
-    def of(self, keys: Keys) -> I64:
-        bounds = np.append(np.searchsorted(keys, self._first_keys), len(keys))  # a table's keys are contiguous
-        numbers: I64 = keys + np.repeat(self._shifts, np.diff(bounds))
-        return numbers
-
-    def added(self, keys: Keys) -> I64:
-        return self.of(keys)
-
-    def range_of(self, table: int) -> tuple[int, int]:
-        """Returns the number of a table's first row, and the number after its last row's."""
-        return self._ranges[table]
-
-    def shifts(self) -> I64:
-        """Returns i64 [tables of the job, up to the group's last]: key + shift is the row's number."""
-        shifts = np.zeros(max(self._ranges) + 1, np.int64)
-        shifts[self._first_keys >> KEY_SHIFT] = self._shifts
-        return shifts
-
-    def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
-        for table in tables:
-            first, end = self._ranges[table]
-            at = first
-            while at < end:
-                numbers: I64 = np.empty(block, np.int64)
-                count, at = find_bits(bits, at, end, numbers)
-                if count:
-                    yield make_keys(table, numbers[:count] - first), numbers[:count]
 
 
 class SharedLock:
@@ -116,14 +81,18 @@ class SharedLock:
 def reserved(num_words: int, *, huge_pages: bool = False) -> U64:
     """Returns u64 [num_words] of zeros that take memory page by page as they are written. Raises MemoryError.
 
-    They may exceed the machine's memory. `huge_pages`: use them if the system grants them. Only for words that are
-    written from one end: elsewhere the first write of a row would clear 2 MiB."""
+    They may exceed the machine's memory. `huge_pages`: use them if the system grants them and the words fill one. Only
+    for words that are written from one end: elsewhere the first write of a row would clear 2 MiB."""
+    huge_pages = huge_pages and num_words * 8 >= HUGE_PAGE
+    nbytes = max(1, num_words) * 8 + (HUGE_PAGE if huge_pages else 0)
     try:
-        memory = mmap.mmap(-1, max(1, num_words) * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except (OSError, OverflowError, ValueError):
         raise MemoryError from None
     memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, np.uint64, num_words)
+    words: U64 = np.frombuffer(memory, np.uint64)
+    first = -words.ctypes.data % HUGE_PAGE // 8 if huge_pages else 0  # few kernels begin a map at one
+    return words[first : first + num_words]
 
 
 def most_indexed(num_rows: int) -> int:
@@ -131,30 +100,26 @@ def most_indexed(num_rows: int) -> int:
     return int(2 ** (64 + MOST_IMPLIED - (num_rows - 1).bit_length())) - 1
 
 
-class TouchedRows:
+def numbered(group: GroupSpec, most: int) -> "NumberedRows":
+    """Returns numbers for at most `most` rows of the group. Raises MemoryError."""
+    return IndexedRows(group, most) if group.num_rows <= MOST_INDEXED else TouchedRows(group, most)
+
+
+class NumberedRows(ABC):
     """Rows have numbers 0 to `count` - 1. Threads look rows up together; one that adds rows excludes the others."""
 
     def __init__(self, group: GroupSpec, most: int, limit: str = MEMORY_LIMIT) -> None:
-        """`most`: how many rows may be added, or fewer if a cell's bits do not suffice. `limit`: what sets `most`, and
-        what to change. Raises MemoryError."""
-        indexed = most_indexed(group.num_rows)
-        self.count, self.most = 0, min(most, indexed)
-        self._group, self._in_order = group, RowsInOrder(group)
-        self._limit = limit if most <= indexed else INDEX_LIMIT
-        self._layout = layout_for(group.num_rows, self.most)
-        size = REACH << int(self._layout.implied)
-        self._most_buckets = max(size, 100 * self.most // (FULL_PERCENT * BUCKET) + 1)
-        self._cells = reserved((self._most_buckets + REACH) * BUCKET, huge_pages=True)
-        self._sizes = np.array([size, size, 0], np.int64)
-        self._spare = np.empty(((MOVED_AT_ONCE + 2 * REACH) * BUCKET, 2), np.uint64)
-        self._shifts = self._in_order.shifts()
+        """`most`: how many rows may be added. `limit`: what sets it, and what to change."""
+        self.count, self.most = 0, most
+        self._group, self._limit = group, limit
+        ends = np.cumsum([0, *(table.num_embeddings for table in group.tables)]).tolist()
+        # of each table, the positions in the group of its first row and after its last
+        self._ranges = {table.index: (ends[i], ends[i + 1]) for i, table in enumerate(group.tables)}
+        self._shifts: I64 = np.zeros(max(self._ranges) + 1, np.int64)  # of each table, from a key to its row's position
+        for table, (first, _) in self._ranges.items():
+            self._shifts[table] = first - (table << KEY_SHIFT)
         self._lock = SharedLock()
         self.pool = ThreadPool()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use."""
-        return int(self._sizes[SIZE]) * BUCKET * 8
 
     def of(self, keys: Keys) -> I64:
         """Returns the rows' numbers, ABSENT for rows that were never added."""
@@ -162,27 +127,19 @@ class TouchedRows:
 
     def added(self, keys: Keys) -> I64:
         """Returns the rows' numbers; new rows get the next ones. Beyond `most`, adds none and raises RowcastError."""
+        count = self.count
         numbers, num_new = self._looked_up(keys)
         if not num_new:
             return numbers
         with self._lock.changing():
-            num_new = self._find(keys, numbers)  # another thread may have added some since
+            if self.count != count:  # another thread has added some since
+                num_new = self._find(keys, numbers)
             if self.count + num_new > self.most:
                 raise RowcastError(
                     f"group {self._group.name} has {self.count + num_new} trained rows, "
                     f"{self._limit.format(most=self.most, rows=self._group.num_rows)}"
                 )
-            self.count = add(
-                self._cells,
-                self._sizes,
-                self._layout,
-                self._spare,
-                self._shifts,
-                keys,
-                numbers,
-                self.count,
-                self._most_buckets,
-            )
+            self.count = self._add(keys, numbers)
         return numbers
 
     def _looked_up(self, keys: Keys) -> tuple[I64, int]:
@@ -191,12 +148,71 @@ class TouchedRows:
             absent = self.pool.share(lambda *own: self._find(keys[slice(*own)], numbers[slice(*own)]), 0, len(keys))
         return numbers, sum(absent)
 
+    @abstractmethod
     def _find(self, keys: Keys, numbers: I64) -> int:
         """Sets the numbers. Returns how many are ABSENT. The lock is held."""
-        return find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
+
+    @abstractmethod
+    def _add(self, keys: Keys, numbers: I64) -> int:
+        """Numbers the ABSENT rows. Returns how many rows have a number then. No other thread looks rows up."""
+
+    @abstractmethod
+    def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]: ...
+
+
+class IndexedRows(NumberedRows):
+    """The number of each row of a group, or none, in one array."""
+
+    def __init__(self, group: GroupSpec, most: int) -> None:
+        super().__init__(group, most)
+        # by position in the group: number + 1, or 0
+        self._index: U32 = np.full(group.num_rows, 0, np.uint32)
+
+    def _find(self, keys: Keys, numbers: I64) -> int:
+        return find_in_index(self._index, self._shifts, keys, numbers)
+
+    def _add(self, keys: Keys, numbers: I64) -> int:
+        return add_to_index(self._index, self._shifts, keys, numbers, self.count)
 
     def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
-        ranges = [self._in_order.range_of(table) for table in tables]
+        for table in tables:
+            first, end = self._ranges[table]
+            at = first
+            while at < end:
+                positions, numbers = np.empty(block, np.int64), np.empty(block, np.int64)
+                count, at = select_in_index(self._index, bits, at, end, positions, numbers)
+                if count:
+                    yield make_keys(table, positions[:count] - first), numbers[:count]
+
+
+class TouchedRows(NumberedRows):
+    """The numbers of touched rows in cells of a hash."""
+
+    def __init__(self, group: GroupSpec, most: int, limit: str = MEMORY_LIMIT) -> None:
+        """`most`: how many rows may be added, or fewer if a cell's bits do not suffice. Raises MemoryError."""
+        indexed = most_indexed(group.num_rows)
+        super().__init__(group, min(most, indexed), limit if most <= indexed else INDEX_LIMIT)
+        self._layout = layout_for(group.num_rows, self.most)
+        size = REACH << int(self._layout.implied)
+        self._most_buckets = max(size, 100 * self.most // (FULL_PERCENT * BUCKET) + 1)
+        self._cells = reserved((self._most_buckets + REACH) * BUCKET, huge_pages=True)
+        self._sizes = np.array([size, size, 0], np.int64)
+        self._spare = np.empty(((MOVED_AT_ONCE + 2 * REACH) * BUCKET, 2), np.uint64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return int(self._sizes[SIZE]) * BUCKET * 8
+
+    def _find(self, keys: Keys, numbers: I64) -> int:
+        return find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
+
+    def _add(self, keys: Keys, numbers: I64) -> int:
+        cells, layout, most = self._cells, self._layout, self._most_buckets
+        return add(cells, self._sizes, layout, self._spare, self._shifts, keys, numbers, self.count, most)
+
+    def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
+        ranges = [self._ranges[table] for table in tables]
         start, end = ranges[0][0], ranges[-1][1]
         while start < end:
             positions, start = self._first_positions(bits, start, end)

@@ -7,12 +7,12 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_values import fill_first_records
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish
-from rowcast.prefetcher.stores.touched_rows import RowsInOrder
-from rowcast.runtime.arrays import U64
+from rowcast.prefetcher.stores.touched_rows import numbered
+from rowcast.runtime.arrays import I64, U64
 
 ROWS_AT_ONCE = 2**16
 
@@ -28,7 +28,7 @@ class FilledRead:
         if not self._done and self._ticket.done():
             absent = self._ticket.absent
             if len(absent):
-                self._out[absent] = self._store.first_values(self._keys[absent])
+                self._store.fill_first(self._keys[absent], np.asarray(absent), self._out)
             self._done = True
         return self._done
 
@@ -45,7 +45,7 @@ class TrackedStore:
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
         self.store, self._group, self._seed = store, group, seed
-        self._numbers = store.numbers or RowsInOrder(group)
+        self._numbers = store.numbers or numbered(group, group.num_rows)
         self._changed: U64 = np.zeros(-(-self._numbers.most // BITS), np.uint64)  # one bit per row, by its number
         self._frozen: FrozenRows | None = None
 
@@ -65,8 +65,9 @@ class TrackedStore:
         frozen = self._frozen
         return frozen is None or frozen.has_room(num_rows)
 
-    def first_values(self, keys: Keys) -> Records:
-        return first_records(self._group, self._seed, keys)
+    def fill_first(self, keys: Keys, places: I64, out: Records) -> None:
+        """Sets out[places[i]] to the first values of row keys[i]."""
+        fill_first_records(self._group, self._seed, keys, places, out)
 
     @property
     def num_changed(self) -> int:
@@ -95,7 +96,9 @@ class TrackedStore:
         """Gives these rows their first values, unchanged."""
         for start in range(0, len(keys), ROWS_AT_ONCE):
             own = keys[start : start + ROWS_AT_ONCE]
-            finish(self.store.write(own, self.first_values(own)))
+            records = np.empty((len(own), self._group.record_bytes), np.uint8)
+            self.fill_first(own, np.arange(len(own)), records)
+            finish(self.store.write(own, records))
         clear_bits(self._changed, self._numbers.of(keys))
 
     def close(self) -> None:

@@ -668,7 +668,7 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
     assert planner == planner_bytes(300, 9 * seen.largest_rows[0], 1)
     written_over = 2000 * 32  # all rows, during a checkpoint
     fixed = (8 + 8) * 2 * batch + planner + 2 * 2**20 + 5000 + 2 * 4 * 64 + written_over
-    tables = 2000 * 32 + 2000
+    tables = 2000 * 32 + 2000 * 4
     for free, level in (
         (fixed + tables, "ok"),
         (fixed + tables - 1, "warning"),

@@ -28,7 +28,7 @@ from rowcast.job.stores import Store
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints import snapshot
 from rowcast.prefetcher.run.tables import Tables
-from rowcast.prefetcher.stores import memory_store, tiered_store
+from rowcast.prefetcher.stores import memory_store, tiered_store, touched_rows
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.runtime.checkpoint_manifest import Manifest
@@ -189,7 +189,7 @@ class Life:
         """Opens the stores if they are not open."""
         kind, at_once = self.scenario.store, self.scenario.tier_at_once
         with ExitStack() as stack:
-            stack.enter_context(patch.object(memory_store, "IN_ORDER_BYTES", 0 if kind == "touched" else 2**30))
+            stack.enter_context(patch.object(touched_rows, "MOST_INDEXED", 0 if kind == "touched" else 2**24))
             stack.enter_context(patch.object(tiered_store, "AT_ONCE_BYTES", at_once))
             if kind == "tiered":
                 stack.enter_context(patch.object(memory_store, "MemoryStore", self._new_tiered))

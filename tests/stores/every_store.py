@@ -16,7 +16,7 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import STORES as REGISTERED
 from rowcast.job.stores import Redis, StoreWithTier
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
-from rowcast.prefetcher.stores import memory_store
+from rowcast.prefetcher.stores import touched_rows
 from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
@@ -62,9 +62,9 @@ def open_kind(kind: str, folder: Path) -> RowStore:
 
 
 def open_numbered_as_touched() -> MemoryStore:
-    """As MemoryStore keeps larger groups."""
+    """As MemoryStore keeps groups of more rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_store, "IN_ORDER_BYTES", 0)
+        patch.setattr(touched_rows, "MOST_INDEXED", 0)
         return in_threads(MemoryStore(GROUP), ThreadPool(3))
 
 

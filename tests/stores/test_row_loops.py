@@ -41,10 +41,9 @@ def test_both_loops_write_the_same_rows(num_rows: int, width: int) -> None:
     expected = np.zeros((1000, width), np.uint64)
     expected[positions] = source
     for loop in (scatter, scatter_lines):
-        words, marks = aligned(1000, width), np.zeros(1000, np.uint8)
-        loop(source, positions, words, marks)
+        words = aligned(1000, width)
+        loop(source, positions, words)
         assert np.array_equal(words, expected)
-        assert np.flatnonzero(marks).tolist() == positions.tolist()
 
 
 @past_caches
@@ -53,10 +52,10 @@ def test_both_loops_write_the_same_rows(num_rows: int, width: int) -> None:
 def test_both_loops_read_the_same_rows(num_rows: int, width: int) -> None:
     random = np.random.default_rng(num_rows + width)
     words = random.integers(0, 2**63, (1000, width), np.uint64)
-    marks, positions = random.integers(0, 2, 1000, np.uint8), random.integers(-1, 1000, num_rows)
+    positions = random.integers(-1, 1000, num_rows)
     read = [aligned(num_rows, width), aligned(num_rows, width)]
-    absent = [loop(words, marks, positions, out) for loop, out in zip((gather, gather_lines), read, strict=True)]
-    present = (positions >= 0) & (marks[positions] == 1)
+    absent = [loop(words, positions, out) for loop, out in zip((gather, gather_lines), read, strict=True)]
+    present = positions >= 0
     assert absent == [num_rows - present.sum()] * 2
     for out in read:
         assert np.array_equal(out, np.where(present[:, None], words[positions], 0))
@@ -90,8 +89,8 @@ def test_other_processors_take_the_ordinary_loop(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("loop", [gather_lines, scatter_lines])
 def test_a_fence_follows_the_last_store_past_the_caches(loop: Any) -> None:
     again = numba.njit(nogil=True, _nrt=False)(loop.py_func)
-    rows, positions, marks = aligned(3, 64), np.arange(3), np.ones(3, np.uint8)
-    of_gather, of_scatter = (rows, marks, positions, aligned(3, 64)), (aligned(3, 64), positions, rows, marks)
+    rows, positions = aligned(3, 64), np.arange(3)
+    of_gather, of_scatter = (rows, positions, aligned(3, 64)), (aligned(3, 64), positions, rows)
     again(*(of_gather if loop is gather_lines else of_scatter))
     (code,) = again.inspect_asm().values()
     instructions = re.findall(r"^\s+(v?movnt\w+|sfence|ret\w*)\b", code, re.MULTILINE)

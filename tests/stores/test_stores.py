@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.tables import make_keys
-from rowcast.prefetcher.stores import memory_store
+from rowcast.prefetcher.stores import touched_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.store import RowStore
+from rowcast.prefetcher.stores.store import ABSENT, RowStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Part, Result, ThreadPool
@@ -131,6 +131,14 @@ def test_a_late_read_touches_nothing_before_its_ticket_is_done(seed: int) -> Non
 # what only the memory store does
 
 
+def test_rows_lie_one_after_the_other_as_they_are_first_written() -> None:
+    """Rows in table order would take a page each if they lie far apart."""
+    store = MemoryStore(GROUP)
+    for keys in (all_keys()[[5, 300]], all_keys()[[2, 5, 340]]):
+        finish(store.write(keys, random_records(len(keys))))
+    assert store.numbers.of(all_keys()[[2, 5, 7, 300, 340]]).tolist() == [2, 0, ABSENT, 1, 3]
+
+
 def test_tables_beyond_memory_take_what_is_touched_and_nothing_else() -> None:
     [group, *_] = groups(scale=2**38)
     store = MemoryStore(group)
@@ -143,6 +151,6 @@ def test_tables_beyond_memory_take_what_is_touched_and_nothing_else() -> None:
 
 
 def test_more_addresses_than_a_process_may_reserve_are_refused_with_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_store, "IN_ORDER_BYTES", 2**80)
+    monkeypatch.setattr(touched_rows, "MOST_INDEXED", 2**80)
     with pytest.raises(ConfigError, match=facts("group fp32_d6_adagrad", "GiB of addresses")):
         MemoryStore(groups(scale=2**38)[0])

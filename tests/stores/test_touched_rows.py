@@ -25,7 +25,15 @@ from rowcast.prefetcher.stores.cell_loops import (
 )
 from rowcast.prefetcher.stores.row_loops import BITS, set_bits
 from rowcast.prefetcher.stores.store import ABSENT
-from rowcast.prefetcher.stores.touched_rows import SharedLock, TouchedRows, most_indexed
+from rowcast.prefetcher.stores.touched_rows import (
+    IndexedRows,
+    NumberedRows,
+    SharedLock,
+    TouchedRows,
+    most_indexed,
+    numbered,
+    reserved,
+)
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import RowcastError
 from tests.support import jobs
@@ -56,7 +64,7 @@ def bits_of(numbers: I64) -> U64:
     return bits
 
 
-def keys_found(rows: TouchedRows, bits: U64, block: int = 1000) -> I64:
+def keys_found(rows: NumberedRows, bits: U64, block: int = 1000) -> I64:
     blocks = list(rows.found(bits, TABLES, block))
     parts = [found for table in TABLES for found in rows.found(bits, [table], block)]
     assert sum(len(keys) for keys, _ in parts) == sum(len(keys) for keys, _ in blocks)
@@ -95,6 +103,30 @@ def test_any_rows_are_found_again_with_their_keys(rows_a_table: int, data: st.Da
     chosen = data.draw(st.sets(st.sampled_from(everything.tolist()))) if expected else set[int]()
     bits = bits_of(np.array([expected[key] for key in chosen], np.int64))
     assert keys_found(rows, bits, block=7).tolist() == sorted(chosen)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 500), st.data())
+def test_rows_of_an_index_keep_their_numbers_and_are_found_by_ascending_key(
+    rows_a_table: int, data: st.DataObject
+) -> None:
+    group, expected = group_of(rows_a_table), dict[int, int]()
+    rows = numbered(group, group.num_rows)
+    assert isinstance(rows, IndexedRows)
+    ids = st.tuples(st.sampled_from(TABLES), st.integers(0, rows_a_table - 1))
+    for batch in data.draw(st.lists(st.sets(ids, max_size=40), max_size=12)):
+        keys = np.array(sorted((table << 48) + row for table, row in batch), np.int64)
+        assert rows.of(keys).tolist() == [expected.get(key, ABSENT) for key in keys.tolist()]
+        for key in keys.tolist():
+            expected.setdefault(key, len(expected))
+        assert rows.added(keys).tolist() == [expected[key] for key in keys.tolist()]
+    chosen = data.draw(st.sets(st.sampled_from(sorted(expected)))) if expected else set[int]()
+    bits = bits_of(np.array([expected[key] for key in chosen], np.int64))
+    assert keys_found(rows, bits, block=7).tolist() == sorted(chosen)
+
+
+def test_arrays_of_huge_pages_begin_at_one() -> None:
+    assert [reserved(2**18 + i, huge_pages=True).ctypes.data % 2**21 for i in range(3)] == [0] * 3
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 1000, 2**16, 2**40 - 1, 2**53])
@@ -307,9 +339,10 @@ def test_more_rows_than_the_index_numbers_are_refused_by_that_cause(monkeypatch:
     assert most_indexed(13 * 2**48) >= 2 * most_indexed(26 * 2**48)
 
 
-def test_more_rows_than_memory_holds_are_refused_and_none_is_added() -> None:
+@pytest.mark.parametrize("kind", [IndexedRows, TouchedRows])
+def test_more_rows_than_memory_holds_are_refused_and_none_is_added(kind: type[NumberedRows]) -> None:
     group = group_of(1000)
-    rows = TouchedRows(group, 100)
+    rows = kind(group, 100)
     rows.added(np.arange(100))
     with pytest.raises(RowcastError, match=facts(f"group {group.name}", "101 trained rows", 100)):
         rows.added(np.arange(50, 101))

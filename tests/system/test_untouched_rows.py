@@ -12,7 +12,7 @@ from torch import Tensor
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
-from rowcast.prefetcher.stores import memory_store
+from rowcast.prefetcher.stores import touched_rows
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
@@ -31,7 +31,7 @@ NOMINAL_ROWS = 10**12
 def test_rows_numbered_as_they_are_touched_have_the_bits_of_the_plain_loop(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_store, "IN_ORDER_BYTES", 0)
+    monkeypatch.setattr(touched_rows, "MOST_INDEXED", 0)
     job = small_job(optimizer, "multi")
     batches = small_batches(job, "multi")
     losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
