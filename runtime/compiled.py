@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 from rowcast.runtime.errors import ConfigError
 
@@ -72,6 +74,28 @@ def compile_with(function: Function, **options: bool | str) -> Function:
         return cast(Function, numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True, **options)(function))
     except RuntimeError:  # numba: no locator available for the cache
         return cast(Function, numba.njit(nogil=True, **options)(function))
+
+
+def arrays_of(dtype: Any) -> Any:
+    kind = numba.types.Array(numba.from_dtype(np.dtype(dtype)), 1, "C")
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def array_at(typing_context: Any, address: Any, size: Any) -> Any:
+        """In a compiled loop, the array of `size` elements at an address, whose memory the caller keeps."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            element = context.get_data_type(kind.dtype)
+            array, nbytes = context.make_array(kind)(context, builder), context.get_abi_sizeof(element)
+            pointer, step = (
+                builder.inttoptr(arguments[0], element.as_pointer()),
+                context.get_constant(numba.types.intp, nbytes),
+            )
+            populate_array(array, data=pointer, shape=[arguments[1]], strides=[step], itemsize=step, meminfo=None)
+            return array._getvalue()
+
+        return kind(numba.types.uint64, numba.types.intp), generate
+
+    return array_at
 
 
 def loading(kind: Any) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.group_planner import GroupMoves, plan_fields
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping, distinct
+from rowcast.prefetcher.planner.grouping import Grouping, JointGrouper, distinct
 from rowcast.protocol.batch import Lookups
 from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.parts import Rank
@@ -133,20 +133,22 @@ class SharedRows:
 class ShareOfBatch:
     """Implements `planner.Arranger` for a rank of several, or a batch in several parts."""
 
-    def __init__(self, group: GroupSpec, grouper: Grouper, rank: Rank) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], grouper: JointGrouper, rank: Rank) -> None:
         self._grouper = grouper
         self._rank = rank
-        self._shards = Shards(group.tables, rank.count)
+        self._shards = [Shards(group.tables, rank.count) for group in groups]
 
-    def group(self, parts: Sequence[Lookups]) -> SharedRows:
-        groupings = [self._grouper.group(self._grouper.lookups(part)) for part in parts]
-        exchange = exchange_of([grouping.keys for grouping in groupings], self._shards, self._rank)
-        return SharedRows(parts=tuple(groupings[own] for own in self._rank.own_parts), exchange=exchange)
+    def group(self, parts: Sequence[Lookups]) -> tuple[SharedRows, ...]:
+        return tuple(map(self._shared, self._shards, zip(*map(self._grouper.group, parts), strict=True)))
 
-    def plan(self, rows: SharedRows, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
+    def _shared(self, shards: Shards, parts: Sequence[Grouping]) -> SharedRows:
+        exchange = exchange_of([part.keys for part in parts], shards, self._rank)
+        return SharedRows(parts=tuple(parts[own] for own in self._rank.own_parts), exchange=exchange)
+
+    def plan(self, group: int, rows: SharedRows, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         """Look-ups, distinct rows and bags follow each other part by part. A slot is an index among received rows."""
         parts, exchange = rows.parts, rows.exchange
-        arranged = [self._grouper.arrange(part, own) for part, own in zip(parts, exchange.places, strict=True)]
+        arranged = list(map(self._grouper.each[group].arrange, parts, exchange.places))
         orders = [order for _, order in arranged]
         bags = [part.bag_order(order) for part, order in zip(parts, orders, strict=True)]
         num_bags = [len(part.order) if part.offsets is None else len(part.offsets) - 1 for part in parts]

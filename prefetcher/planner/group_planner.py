@@ -15,10 +15,11 @@ are the same for any number of parts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.directory import (
@@ -59,6 +60,7 @@ from rowcast.prefetcher.planner.horizon import (
     with_own_queues,
     with_steps,
 )
+from rowcast.prefetcher.planner.policies.farthest_next_use import FarthestNextUse
 from rowcast.protocol.plan import RowMove
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
@@ -67,6 +69,23 @@ from rowcast.runtime.stages import ThreadPool
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 ROWS_A_PART = 16_384  # distinct rows of a batch, at least: with fewer, waking threads takes longer than they save
+ARRAYS = ("cells", "tracked", "rows", "scores", "next_in", "queued", "first", "heads", "tails", "pinned")
+GROUP_STATE = np.dtype(
+    [
+        ("num_slots", np.int64),
+        ("first_step", np.int64),  # the next step to be planned
+        ("oldest", np.int64),  # position where the line of idle rows starts
+        ("head", np.int64),  # position of the next batch to be planned
+        ("tail", np.int64),
+        ("num_idle", np.int64),
+        ("num_resident", np.int64),
+        ("num_dirty", np.int64),
+        ("guessed", np.int64),  # the last plan evicted rows and kept others whose next use is also unknown
+        ("is_whole", np.int64),  # it has one part and looks ahead, so the loops over all groups plan it
+        # the addresses and lengths of that part's arrays
+        *((name, np.int64) for array in ARRAYS for name in (array, f"num_{array}")),
+    ]
+)
 ALL_KEYS = np.array([0, np.iinfo(np.int64).max])
 NO_ROWS = np.zeros(0, np.int64)
 NO_SLOTS = np.zeros(0, np.int32)
@@ -85,7 +104,7 @@ class Occupancy:
         return self.num_slots - self.num_resident
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # frozen, it would take twice as long to make: one a group and step
 class GroupMoves:
     """A step's changes in a group's slots; fields as in `GroupPlan`."""
 
@@ -151,19 +170,13 @@ class GroupPlanner:
         self.group = group
         self.capacity_key = capacity_key
         self.num_slots = num_slots
+        self.state = np.zeros(1, GROUP_STATE)[0]  # a view of all groups' once a level has them
+        self.state["num_slots"] = num_slots
         self._pool = pool
         self._policy = policy
         self._pinned = pinned
         self.bounds = ALL_KEYS  # part k's keys are from bounds[k] to below bounds[k + 1]
         self.parts = [Part(0, new_directory(), new_occurrences(scored=policy.scored))]
-        self._first_step = 0  # the next step to be planned
-        self._oldest = 0  # position where the line of idle rows starts
-        self._head = 0  # position of the next batch to be planned
-        self._tail = 0
-        self._num_idle = 0
-        self._num_resident = 0
-        self._num_dirty = 0
-        self.guessed = False  # the last plan evicted rows and kept others whose next use is also unknown
 
     @property
     def num_pinned(self) -> int:
@@ -171,16 +184,23 @@ class GroupPlanner:
 
     @property
     def occupancy(self) -> Occupancy:
-        return Occupancy(num_slots=self.num_slots, num_resident=self._num_resident, num_dirty=self._num_dirty)
+        state = self.state
+        return Occupancy(
+            num_slots=self.num_slots, num_resident=int(state["num_resident"]), num_dirty=int(state["num_dirty"])
+        )
 
     @property
     def positions(self) -> tuple[int, int, int]:
         """The positions of the oldest idle row, of the first known occurrence, and after the last one."""
-        return self._oldest, self._head, self._tail
+        return int(self.state["oldest"]), int(self.state["head"]), int(self.state["tail"])
 
     @property
     def num_idle(self) -> int:
-        return self._num_idle
+        return int(self.state["num_idle"])
+
+    @property
+    def guessed(self) -> bool:
+        return bool(self.state["guessed"])
 
     @property
     def nbytes(self) -> int:
@@ -202,39 +222,52 @@ class GroupPlanner:
 
         Raises ConfigError, with nothing changed, if that may be more rows than can be tracked.
         """
-        num_tracked = self.num_tracked
-        if num_tracked + len(keys) > MOST_ROWS:
-            raise ConfigError(
-                f"step {step} touches {len(keys)} distinct rows of group {self.group.name} while {num_tracked} are "
-                f"tracked, of at most {MOST_ROWS}; lower {self.capacity_key}, lookahead.horizon or data.batch_size"
-            )
-        if self._head == self._tail:
-            self._first_step = step
-        if self._tail == 0:
-            self._divide(keys)
-        oldest, head, tail = self.positions
-        if head - oldest > (1 + MOST_GAPS) * self._num_idle + len(keys) or should_close(
-            len(self.occurrences.rows), oldest, head, self._num_idle, tail, len(keys)
-        ):
-            self._close_gaps()
-        for part in self.parts:
-            part.occurrences = with_steps(part.occurrences, self._first_step, step)
-        make_room(self.occurrences, self._oldest, head, tail, len(keys))
+        self.prepare(keys, step)
+        head, tail = self.positions[1:]
         cuts = [0, *np.searchsorted(keys, self.bounds[1:-1]).tolist(), len(keys)]
 
         def enter_part(part: Part) -> tuple[int, int]:
             first = cuts[part.number]
             own = keys[first : cuts[part.number + 1]]
-            part.directory = with_room(part.directory, len(own))
             revived = Revived(np.empty(len(own), np.int64), np.empty(len(own), np.int32))
             counts = enter(step, own, head, tail + first, self._pinned, *part.directory, part.occurrences, revived)
             queue_revived(step, part.occurrences, revived)
             return counts
 
         num_pinned, num_revived = map(sum, zip(*self._pool.over(self.parts, enter_part), strict=True))
-        self._num_idle -= num_revived
-        self._tail += len(keys)
+        self.state["num_idle"] -= num_revived
+        self.state["tail"] += len(keys)
         return len(keys) + self.num_pinned - num_pinned
+
+    def prepare(self, keys: I64, step: int) -> None:
+        """Makes room for this batch. Raises ConfigError as `enter`."""
+        num_tracked = self.num_tracked
+        if num_tracked + len(keys) > MOST_ROWS:
+            raise ConfigError(
+                f"step {step} touches {len(keys)} distinct rows of group {self.group.name} while {num_tracked} are "
+                f"tracked, of at most {MOST_ROWS}; lower {self.capacity_key}, lookahead.horizon or data.batch_size"
+            )
+        if self.state["head"] == self.state["tail"]:
+            self.state["first_step"] = step
+        if self.state["tail"] == 0:
+            self._divide(keys)
+        oldest, head, tail = self.positions
+        if head - oldest > (1 + MOST_GAPS) * self.state["num_idle"] + len(keys) or should_close(
+            len(self.occurrences.rows), oldest, head, self.state["num_idle"], tail, len(keys)
+        ):
+            self._close_gaps()
+        for part in self.parts:
+            part.occurrences = with_steps(part.occurrences, int(self.state["first_step"]), step)
+        make_room(self.occurrences, self.positions[0], head, tail, len(keys))
+        cuts = [0, *np.searchsorted(keys, self.bounds[1:-1]).tolist(), len(keys)]
+        for part, (first, end) in zip(self.parts, pairwise(cuts), strict=True):
+            part.directory = with_room(part.directory, end - first)
+        whole, *others = self.parts
+        self.state["is_whole"] = not others and isinstance(self._policy, FarthestNextUse)
+        if self.state["is_whole"]:
+            arrays: tuple[npt.NDArray[Any], ...] = (*whole.directory, *whole.occurrences, self._pinned)
+            for name, array in zip(ARRAYS, arrays, strict=True):
+                self.state[name], self.state[f"num_{name}"] = array.ctypes.data, len(array)
 
     def _divide(self, keys: I64) -> None:
         """Makes the parts, before any row is tracked: each has as many of the first batch's rows."""
@@ -250,41 +283,41 @@ class GroupPlanner:
 
         def correct(part: Part) -> None:
             bounds = self.bounds[part.number : part.number + 2]
-            correct_cells(rows, part.directory.cells, self._oldest, self._head, *bounds)
+            correct_cells(rows, part.directory.cells, self.state["oldest"], self.state["head"], *bounds)
 
         self._pool.over(self.parts, correct)
-        self._oldest = close_gaps(rows, scores, self._oldest, self._head)
+        self.state["oldest"] = close_gaps(rows, scores, self.state["oldest"], self.state["head"])
 
     def move(self, num_unique: int, step: int, last_step: int, train: bool) -> GroupMoves:
         """Plans the oldest entered batch. `last_step` is the last one entered. The batch must fit the slots."""
-        cuts = [*(part.occurrences.first[step % len(part.occurrences.first)] - self._head for part in self.parts)]
+        oldest, head, tail = self.positions
+        cuts = [*(int(part.occurrences.first[step % len(part.occurrences.first)]) - head for part in self.parts)]
         cuts.append(num_unique)
 
         def find_part(part: Part) -> I32:
             first, end = cuts[part.number : part.number + 2]
             missing = np.empty(end - first, np.int32)
-            return missing[: find_missing(part.occurrences, self._head + first, end - first, missing)]
+            return missing[: find_missing(part.occurrences, head + first, end - first, missing)]
 
         missing = self._pool.over(self.parts, find_part)
         starts = [0, *accumulate(map(len, missing))]
         num_victims = max(0, starts[-1] - self.occupancy.num_free)
         residents = [
-            Residents(part.occurrences, self._oldest, self._head, self._head + num_unique, self._tail, step, last_step)
-            for part in self.parts
+            Residents(part.occurrences, oldest, head, head + num_unique, tail, step, last_step) for part in self.parts
         ]
         evict_keys, evict_slots, num_dirty, fill_after = self._evict(num_victims, residents)
-        self.guessed = num_victims > 0 and self._num_idle > 0
-        num_resident = self._num_resident + starts[-1] - num_victims
+        self.state["guessed"] = num_victims > 0 and self.state["num_idle"] > 0
+        num_resident = self.state["num_resident"] + starts[-1] - num_victims
         # the victims' slots in the victims' order, then free slots, lowest first
-        fetch_slots = np.concatenate([evict_slots, np.arange(self._num_resident, num_resident, dtype=np.int32)])
-        self._num_resident = num_resident
+        fetch_slots = np.concatenate([evict_slots, np.arange(self.state["num_resident"], num_resident, dtype=np.int32)])
+        self.state["num_resident"] = num_resident
         fetch_keys = np.empty(starts[-1], np.int64)
         unique_slots = np.empty(num_unique, np.int32)
 
         def use_part(part: Part) -> tuple[int, int, int]:
             first, end = cuts[part.number : part.number + 2]
             own = slice(*starts[part.number : part.number + 2])
-            position, rows = self._head + first, part.occurrences
+            position, rows = head + first, part.occurrences
             last_evicted = fill(rows, position, missing[part.number], fetch_slots[own], fetch_keys[own])
             first_scores = self._policy.first_scores(fetch_keys[own])
             if first_scores is not None:
@@ -292,10 +325,10 @@ class GroupPlanner:
             return last_evicted, *use_rows(step, train, self._policy.per_use, position, rows, unique_slots[first:end])
 
         last_evicted, num_dirtied, num_idle = zip(*self._pool.over(self.parts, use_part), strict=True)
-        self._num_dirty += sum(num_dirtied)
-        self._num_idle += sum(num_idle)
-        self._head += num_unique
-        self._first_step = step + 1
+        self.state["num_dirty"] += sum(num_dirtied)
+        self.state["num_idle"] += sum(num_idle)
+        self.state["head"] += num_unique
+        self.state["first_step"] = step + 1
         return GroupMoves(
             unique_slots=unique_slots,
             fetch_slots=fetch_slots,
@@ -308,10 +341,10 @@ class GroupPlanner:
 
     def clean(self) -> RowMove:
         """Marks the dirty rows as clean and returns them by ascending key; they stay resident."""
-        keys, slots = np.empty(self._num_dirty, np.int64), np.empty(self._num_dirty, np.int32)
-        found = take_dirty(self.occurrences.rows, self._oldest, self._tail, keys, slots)
-        assert found == self._num_dirty, f"{found} dirty rows, but {self._num_dirty} were counted"
-        self._num_dirty = 0
+        keys, slots = np.empty(self.state["num_dirty"], np.int64), np.empty(self.state["num_dirty"], np.int32)
+        found = take_dirty(self.occurrences.rows, self.state["oldest"], self.state["tail"], keys, slots)
+        assert found == len(keys), f"{found} dirty rows, but {len(keys)} were counted"
+        self.state["num_dirty"] = 0
         sort_distinct(keys, slots)
         return RowMove(keys=keys, slots=slots)
 
@@ -330,16 +363,16 @@ class GroupPlanner:
             count = take_queued(rows, choice.queued[k], victims.positions[k], victims.counts[k])
             positions, left = victims.positions[k, :count], new_left(count)
             num_idle = leave(rows, positions, count - victims.counts[k], left)
-            forget_before(self._head, *part.directory, left.keys, positions)
+            forget_before(self.state["head"], *part.directory, left.keys, positions)
             keys, slots = np.empty(count, np.int64), np.empty(count, np.int32)
             num_dirty = in_order(left, keys, slots)
             return LeftInOrder(keys, slots, num_dirty, num_idle, int(left.last_uses.max(initial=NONE)))
 
         left = self._pool.over(self.parts, leave_part)
-        self._oldest = oldest_idle(residents[0], choice.oldest)
-        self._num_idle -= sum(own.num_idle for own in left)
+        self.state["oldest"] = oldest_idle(residents[0], choice.oldest)
+        self.state["num_idle"] -= sum(own.num_idle for own in left)
         num_dirty = sum(own.num_dirty for own in left)
-        self._num_dirty -= num_dirty
+        self.state["num_dirty"] -= num_dirty
         keys = [own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]
         slots = [own.slots[: own.num_dirty] for own in left] + [own.slots[own.num_dirty :] for own in left]
         return np.concatenate(keys), np.concatenate(slots), num_dirty, max(own.last_use for own in left)

@@ -19,7 +19,8 @@ number.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ class GroupLookups:
     table_starts: I64  # [T + 1] where each table's look-ups start in ids
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # frozen, it would take twice as long to make: one a group and step
 class Grouping:
     """N look-ups of U distinct rows of T tables."""
 
@@ -72,8 +73,8 @@ class Grouping:
     @property
     def is_ordered(self) -> bool:
         """Whether `order` is enough for the trainer: each bag holds one look-up, at a position of two bytes."""
-        others = (self.offsets, self.weights, self.sequence_offsets)
-        return self.order.dtype == np.uint16 and all(array is None for array in others)
+        has_others = (self.offsets is not None) | (self.weights is not None) | (self.sequence_offsets is not None)
+        return not has_others and self.order.dtype == np.uint16
 
     @property
     def num_unique(self) -> int:
@@ -93,8 +94,8 @@ class Grouping:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.keys, self.order, self.segment_offsets, self.offsets, self.weights, self.sequence_offsets)
-        return sum(array.nbytes for array in arrays if array is not None)
+        more = [own for own in (self.offsets, self.weights, self.sequence_offsets) if own is not None]
+        return sum([array.nbytes for array in (self.keys, self.order, self.segment_offsets, *more)])
 
 
 class Grouper:
@@ -123,6 +124,12 @@ class Grouper:
 
     def group(self, lookups: GroupLookups) -> Grouping:
         """Returns the distinct keys, ascending, and where each look-up belongs. The reader has checked the ids."""
+        (grouping,) = self.group_each(lookups, [self], np.array([0, len(self._tables)]))
+        return grouping
+
+    def group_each(self, lookups: GroupLookups, groupers: Sequence["Grouper"], firsts: I64) -> tuple[Grouping, ...]:
+        """`groupers`: of each group whose look-ups these are. `firsts` [groups + 1]: where its tables start among
+        these."""
         starts, num_lookups = lookups.table_starts, len(lookups.ids)
         assert starts[-1] == num_lookups, f"{num_lookups} look-ups, but their tables end at {starts[-1]}"
         is_narrow = np.diff(starts).max(initial=0) <= MOST_ORDERED
@@ -135,22 +142,36 @@ class Grouper:
 
         self._pool.share(work, 0, len(starts) - 1, starts=starts)
         self._check_ids(lookups, num_rows)
-        row_starts = np.zeros(len(num_rows) + 1, np.int64)
-        np.cumsum(num_rows, out=row_starts[1:])
-        parts = [
-            slice(start, start + count) for start, count in zip(starts[:-1].tolist(), num_rows.tolist(), strict=True)
-        ]
-        offsets, sequence_offsets = self._bags(lookups)
-        return Grouping(
-            keys=np.concatenate([keys[part] for part in parts]),
-            order=order,
-            segment_offsets=np.concatenate([np.zeros(1, np.int32), *(ends[part] for part in parts)]),
-            table_starts=starts,
-            row_starts=row_starts,
-            offsets=offsets,
-            weights=lookups.weights,
-            sequence_offsets=sequence_offsets,
-        )
+        num_groups, num_unique = len(groupers), int(num_rows.sum())
+        closed, segments = np.empty(num_unique, np.int64), np.empty(num_unique + num_groups, np.int32)
+        table_starts, row_starts = np.empty((2, len(starts) - 1 + num_groups), np.int64)
+        row_bounds = np.zeros(num_groups + 1, np.int64)
+        close_up(firsts, starts, num_rows, keys, ends, closed, segments, table_starts, row_starts, row_bounds)
+        bounds = [own.tolist() for own in (row_bounds, starts[firsts], firsts, self._feature_starts[firsts])]
+        groupings = []
+        for g, (grouper, rows, own, tables, features) in enumerate(zip(groupers, *map(pairwise, bounds), strict=True)):
+            offsets, sequence_offsets = grouper.bags(own[1] - own[0], self._offsets_of(lookups, *features))
+            groupings.append(
+                Grouping(
+                    keys=closed[rows[0] : rows[1]],
+                    order=order[own[0] : own[1]],
+                    segment_offsets=segments[rows[0] + g : rows[1] + g + 1],
+                    table_starts=table_starts[tables[0] + g : tables[1] + g + 1],
+                    row_starts=row_starts[tables[0] + g : tables[1] + g + 1],
+                    offsets=offsets,
+                    weights=None if lookups.weights is None else lookups.weights[own[0] : own[1]],
+                    sequence_offsets=sequence_offsets,
+                )
+            )
+        return tuple(groupings)
+
+    def _offsets_of(self, lookups: GroupLookups, first: int, end: int) -> I32 | None:
+        """Returns the bag boundaries of these features, from 0 on."""
+        if lookups.offsets is None:
+            return None
+        size = (len(lookups.offsets) - 1) // int(self._feature_starts[-1])
+        own = lookups.offsets[first * size : end * size + 1]
+        return own - own[0] if first else own
 
     def arrange(self, grouping: Grouping, unique_slots: I32) -> tuple[I32, I32]:
         """Returns each look-up's slot [N] and the look-ups by row [N]. `unique_slots` [U]: the distinct rows' slots."""
@@ -163,12 +184,13 @@ class Grouper:
         self._pool.share(work, 0, len(grouping.table_starts) - 1, starts=grouping.table_starts)
         return slots, order
 
-    def _bags(self, lookups: GroupLookups) -> tuple[I32 | None, I32 | None]:
+    def bags(self, num_lookups: int, offsets: I32 | None) -> tuple[I32 | None, I32 | None]:
+        """Returns the `offsets` and `sequence_offsets` of a `Grouping`."""
         if not self._unpooled:
-            return lookups.offsets, None
-        num_features, offsets = int(self._feature_starts[-1]), lookups.offsets
+            return offsets, None
+        num_features = int(self._feature_starts[-1])
         if offsets is None:
-            sample_offsets = np.arange(len(lookups.ids) // num_features + 1, dtype=np.int32)
+            sample_offsets = np.arange(num_lookups // num_features + 1, dtype=np.int32)
             return None, np.tile(sample_offsets, (len(self._unpooled), 1))
         batch_size = (len(offsets) - 1) // num_features
         feature_offsets = [offsets[f * batch_size : (f + 1) * batch_size + 1] for f in range(num_features)]
@@ -182,6 +204,25 @@ class Grouper:
             ids = lookups.ids[lookups.table_starts[t] : lookups.table_starts[t + 1]]
             what = f"ids {ids.min()} to {ids.max()} of table {self._tables[t]} with {self._num_rows[t]} rows"
             raise AssertionError(f"{what} passed the reader")
+
+
+class JointGrouper:
+    """Groups the look-ups of all groups in one call, which is faster for small batches."""
+
+    def __init__(self, groups: Sequence[GroupSpec], pool: ThreadPool | None = None) -> None:
+        positions = tuple(position for group in groups for position in group.feature_positions)
+        self.each = [Grouper(group, len(positions), pool) for group in groups]
+        tables = tuple(table for group in groups for table in group.tables)
+        joint = replace(groups[0], tables=tables, feature_positions=positions)
+        self._all = Grouper(joint, len(positions), pool)
+        self._firsts = np.cumsum([0, *(len(group.tables) for group in groups)])
+
+    def group(self, batch: Lookups) -> tuple[Grouping, ...]:
+        """Returns each group's."""
+        lookups = self._all.lookups(batch)
+        if np.diff(lookups.table_starts).max(initial=0) > MOST_ORDERED:  # groups may differ in the dtype of `order`
+            return tuple(grouper.group(grouper.lookups(batch)) for grouper in self.each)
+        return self._all.group_each(lookups, self.each, self._firsts)
 
 
 def distinct(keys: Sequence[I64]) -> I64:
@@ -290,6 +331,32 @@ def group_tables(
                 found = sort_wide(some, by_row, rows, row_ends)
         finish_table(rows[:found], row_ends[:found], tables[t], a)
         num_rows[t] = found
+
+
+@compiled_loop
+def close_up(
+    firsts: I64,
+    starts: I64,
+    num_rows: I64,
+    keys: I64,
+    ends: I32,
+    closed: I64,
+    segments: I32,
+    table_starts: I64,
+    row_starts: I64,
+    row_bounds: I64,
+) -> None:
+    """Fills the last five with each group's arrays of a `Grouping`, one after another, and the groups' first rows."""
+    found = 0
+    for g in range(len(firsts) - 1):
+        origin, segments[found + g] = starts[firsts[g]], 0
+        for t in range(firsts[g], firsts[g + 1] + 1):
+            table_starts[t + g], row_starts[t + g] = starts[t] - origin, found - row_bounds[g]
+            if t < firsts[g + 1]:
+                for u in range(starts[t], starts[t] + num_rows[t]):
+                    closed[found], segments[found + g + 1] = keys[u], ends[u] - origin
+                    found += 1
+        row_bounds[g + 1] = found
 
 
 @compiled_loop

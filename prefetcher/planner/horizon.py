@@ -95,7 +95,7 @@ class BatchRows:
 
 def id_bytes(groups: Sequence[NeededRows], num_levels: int) -> int:
     """Returns what a known batch with these rows counts in lookahead.id_bytes."""
-    return sum(rows.nbytes + rows.num_unique * num_levels * OCCURRENCE_BYTES for rows in groups)
+    return sum([rows.nbytes + rows.num_unique * num_levels * OCCURRENCE_BYTES for rows in groups])
 
 
 class Horizon:

@@ -4,7 +4,7 @@ import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,11 +12,12 @@ import numpy as np
 from rowcast.job.schema import EVICTION_POLICIES, CheckpointInterval, Job, Lookahead, Policy
 from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.job.units import parse_bytes
+from rowcast.prefetcher.planner.all_groups import NUM_MOVED, enter_all, find_unprepared, move_all
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy, plan_fields
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping
-from rowcast.prefetcher.planner.horizon import MOST_STEPS, BatchRows, Horizon, NeededRows, id_bytes
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
+from rowcast.prefetcher.planner.horizon import MOST_STEPS, NONE, BatchRows, Horizon, NeededRows, id_bytes
 from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
@@ -55,40 +56,44 @@ class PlanCounters:
     rows_written_back: int = 0  # dirty victims
     rows_flushed: int = 0  # dirty rows at barriers
 
-    def count(self, num_lookups: int, moves: GroupMoves) -> None:
+    def count(self, num_lookups: int, moves: Sequence[GroupMoves]) -> None:
+        """`num_lookups`: of all groups. `moves`: of each."""
+        num_unique = sum([len(own.unique_slots) for own in moves])
+        num_fetched = sum([len(own.fetch_keys) for own in moves])
         self.lookups += num_lookups
-        self.unique_rows += len(moves.unique_slots)
-        self.hits += len(moves.unique_slots) - len(moves.fetch_keys)
-        self.rows_fetched += len(moves.fetch_keys)
-        self.rows_evicted += len(moves.evict_keys)
-        self.rows_written_back += moves.num_dirty
+        self.unique_rows += num_unique
+        self.hits += num_unique - num_fetched
+        self.rows_fetched += num_fetched
+        self.rows_evicted += sum([len(own.evict_keys) for own in moves])
+        self.rows_written_back += sum([own.num_dirty for own in moves])
 
 
 class Arranger(Protocol):
-    """Finds the rows of a group that a batch needs on this rank. Arranges the look-ups once these rows have slots."""
+    """Finds the rows that a batch needs on this rank, in all groups. Arranges look-ups once their rows have slots."""
 
-    def group(self, parts: Sequence[Lookups]) -> NeededRows:
+    def group(self, parts: Sequence[Lookups]) -> tuple[NeededRows, ...]:
         """`parts`: of all ranks; the batch itself if it is not divided."""
 
-    def plan(self, rows: Any, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
-        """`rows`: the value that `group` returned. `moves`: of each level, from the device down."""
+    def plan(self, group: int, rows: Any, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
+        """`rows`: the group's, as `group` returned them. `moves`: of each level, from the device down."""
 
 
 class WholeBatch:
     """Implements `Arranger` for a single rank: all look-ups of a batch, and all of its rows."""
 
-    def __init__(self, grouper: Grouper) -> None:
+    def __init__(self, grouper: JointGrouper) -> None:
         self._grouper = grouper
 
-    def group(self, parts: Sequence[Lookups]) -> Grouping:
+    def group(self, parts: Sequence[Lookups]) -> tuple[Grouping, ...]:
         [batch] = parts
-        return self._grouper.group(self._grouper.lookups(batch))
+        return self._grouper.group(batch)
 
-    def plan(self, rows: Grouping, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
+    def plan(self, group: int, rows: Grouping, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         own = moves[0].unique_slots
-        slots, by_row = (None, None) if rows.is_ordered else self._grouper.arrange(rows, own)
+        is_ordered = rows.is_ordered
+        slots, by_row = (None, None) if is_ordered else self._grouper.each[group].arrange(rows, own)
         return GroupPlan(
-            order=rows.order if rows.is_ordered else None,
+            order=rows.order if is_ordered else None,
             slots=slots,
             unique_slots=own,
             segment_offsets=rows.segment_offsets,
@@ -101,7 +106,6 @@ class WholeBatch:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Level:
     """Plans one level of a chain of caches. Every level plans the same batches.
 
@@ -113,20 +117,56 @@ class Level:
     level has at least as many slots, so it contains every row of the levels above.
     """
 
-    groups: Sequence[GroupPlanner]
-    trains: bool  # on the device only: a row that leaves a lower level is home, as it has left the device
+    def __init__(self, groups: Sequence[GroupPlanner], *, trains: bool) -> None:
+        """`trains`: on the device only: a row that leaves a lower level is home, as it has left the device."""
+        self.groups, self._trains = groups, trains
+        self._states = np.stack([group.state for group in groups])
+        for group, state in zip(groups, self._states, strict=True):
+            group.state = state
 
     def enter(self, rows: Sequence[NeededRows], step: int) -> Slots:
         """Adds a batch. Returns the slots that it needs, pinned rows included. `rows`: of each group."""
-        return tuple(group.enter(own.keys, step) for group, own in zip(self.groups, rows, strict=True))
+        keys = [own.keys for own in rows]
+        starts = np.array([0, *accumulate(map(len, keys))])
+        needed, unprepared = np.empty((2, len(keys)), np.int64)
+        for g in unprepared[: find_unprepared(self._states, starts, step, unprepared)].tolist():
+            self.groups[g].prepare(keys[g], step)
+        enter_all(self._states, keys[0] if len(keys) == 1 else np.concatenate(keys), starts, step, needed)
+        for g in self._divided:
+            needed[g] = self.groups[g].enter(keys[g], step)
+        return tuple(needed.tolist())
+
+    @property
+    def _divided(self) -> list[int]:
+        """The groups that the loops over all groups pass over."""
+        return np.flatnonzero(self._states["is_whole"] == 0).tolist()
 
     def move(self, batch: Scheduled[BatchRows], last_step: int) -> tuple[GroupMoves, ...]:
         """Plans the oldest batch, whose rows must fit. `last_step` is the last one entered."""
-        step, train = batch.step, self.trains and batch.kind == "train"
-        return tuple(
-            group.move(own.num_unique, step, last_step, train)
-            for group, own in zip(self.groups, batch.batch.groups, strict=True)
-        )
+        step, train = batch.step, self._trains and batch.kind == "train"
+        counts = [own.num_unique for own in batch.batch.groups]
+        starts = [0, *accumulate(counts)]
+        (unique, slots), (fetched, evicted) = np.empty((2, starts[-1]), np.int32), np.empty((2, starts[-1]), np.int64)
+        moved = np.zeros((len(counts), NUM_MOVED), np.int64)
+        move_all(self._states, np.array(starts), step, last_step, train, unique, slots, fetched, evicted, moved)
+        moves = list[GroupMoves]()
+        for (a, b), own in zip(pairwise(starts), moved.tolist(), strict=True):
+            num_fetched, num_evicted, num_dirty, fill_after, last = own
+            assert num_evicted >= 0, f"{-1 - num_evicted} rows can leave, but {num_fetched} must"
+            moves.append(
+                GroupMoves(
+                    unique_slots=unique[a:b],
+                    fetch_slots=slots[a : a + num_fetched],
+                    fetch_keys=fetched[a : a + num_fetched],
+                    evict_keys=evicted[a : a + num_evicted],
+                    num_dirty=num_dirty,
+                    fill_after=fill_after if num_evicted else None,
+                    last_evicted=None if last == NONE else last,
+                )
+            )
+        for g in self._divided:
+            moves[g] = self.groups[g].move(counts[g], step, last_step, train)
+        return tuple(moves)
 
 
 def check_capacity(levels: Sequence[Level], batch: Scheduled[BatchRows]) -> None:
@@ -225,14 +265,11 @@ class RowPlanner:
             assert all(map(operator.le, above, below)), f"a level of {below} slots below one of {above}"
         assert depth >= 1, f"a depth of {depth} steps"
         self._pool = ThreadPool(num_threads, name="planner")
-        self._arrangers: list[Arranger] = [
-            ShareOfBatch(group, grouper, rank) if rank.is_divided else WholeBatch(grouper)
-            for group, grouper in zip(groups, groupers_of(groups, self._pool), strict=True)
-        ]
+        grouper = JointGrouper(groups, self._pool)
+        self._arranger: Arranger = ShareOfBatch(groups, grouper, rank) if rank.is_divided else WholeBatch(grouper)
         self.rank, self._batch_features = rank, batch_features(groups)
         policies = [
-            new_policy(policy, (arranger.group(self._parts(batch.batch)).keys for batch in first_batches))
-            for arranger in self._arrangers
+            new_policy(policy, (self.group(batch.batch)[g].keys for batch in first_batches)) for g in range(len(groups))
         ]
         pins = tuple(
             Shards(group.tables, rank.count).rows_of(rank.number, keys)
@@ -261,8 +298,7 @@ class RowPlanner:
 
     def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
         """Groups a batch's look-ups. Several planners over the same batches can `add` the result."""
-        parts = self._parts(batch)
-        return tuple(arranger.group(parts) for arranger in self._arrangers)
+        return self._arranger.group(self._parts(batch))
 
     def _parts(self, batch: Lookups) -> Sequence[Lookups]:
         return parts_of(batch, self.rank.parts, self._batch_features) if self.rank.is_divided else [batch]
@@ -324,8 +360,8 @@ class RowPlanner:
         known = self.known.next
         moves = self.move()
         plans = tuple(
-            arranger.plan(rows, of_levels, known.kind == "train")
-            for arranger, rows, *of_levels in zip(self._arrangers, known.batch.groups, *moves.levels, strict=True)
+            self._arranger.plan(group, rows, of_levels, known.kind == "train")
+            for group, (rows, *of_levels) in enumerate(zip(known.batch.groups, *moves.levels, strict=True))
         )
         return StepPlan(
             step=known.step,
@@ -348,8 +384,7 @@ class RowPlanner:
             self.known.num_batches = self._auto.grow(groups, self.known.id_bytes, self.known.num_known)
         self.known.advance()
         self._last_planned, self._before, self.evaluating = known.step, known, known.kind == "eval"
-        for grouping, group_moves in zip(known.batch.groups, moves[0], strict=True):
-            self.counters.count(grouping.num_lookups, group_moves)
+        self.counters.count(sum([grouping.num_lookups for grouping in known.batch.groups]), moves[0])
         return StepMoves(step=known.step, after_step=after_step, levels=moves)
 
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:

@@ -18,6 +18,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
 from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
+from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.protocol.batch import ScheduledBatch
@@ -118,14 +119,14 @@ def test_the_shares_of_all_ranks_are_those_that_each_prefetcher_works_out_alone(
     groupers = groupers_of(groups)
     for scheduled in small_batches(job, bags, num_steps=2, eval_at=()):
         groupings = part_groupings(groupers, cut := parts_of(scheduled.batch, parts, ()))
-        for group, grouper, own in zip(groups, groupers, groupings, strict=True):
+        for group, own in zip(groups, groupings, strict=True):
             shares = Sharing(group, count, parts).of(own, scheduled.batch.size)
             if parts == 1:
                 assert shares.owned[0].nbytes == own[0].nbytes
                 continue
             for number in range(count):
-                alone = ShareOfBatch(group, grouper, Rank(number=number, count=count, parts=parts))
-                expected, found = alone.group(cut), shares.owned[number]
+                alone = ShareOfBatch(groups, JointGrouper(groups), Rank(number=number, count=count, parts=parts))
+                expected, found = alone.group(cut)[group.index], shares.owned[number]
                 assert isinstance(expected, SharedRows)
                 assert np.array_equal(found.keys, expected.keys)
                 assert (found.num_lookups, found.nbytes) == (expected.num_lookups, expected.nbytes)

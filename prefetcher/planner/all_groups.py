@@ -1,0 +1,192 @@
+"""Enters and moves all groups of a step in one compiled call: a call a group would take longer than its work.
+
+A group's numbers, and the addresses of its arrays, are in its row of `states` (GROUP_STATE). Groups in several parts or
+with another policy than look-ahead are passed over: `GroupPlanner` plans them.
+"""
+
+import numpy as np
+
+from rowcast.prefetcher.planner.directory import CELLS_A_ROW, MOST_ROWS, Directory, Records, forget_before
+from rowcast.prefetcher.planner.eviction import (
+    Left,
+    Residents,
+    Victims,
+    in_order,
+    leave,
+    oldest_idle,
+    take_queued,
+)
+from rowcast.prefetcher.planner.group_planner import ALL_KEYS, MOST_GAPS, fill, find_missing
+from rowcast.prefetcher.planner.horizon import (
+    NONE,
+    OCCURRENCE,
+    Occurrences,
+    Revived,
+    enter,
+    queue_revived,
+    use_rows,
+)
+from rowcast.prefetcher.planner.policies.farthest_next_use import count_farthest, pick_idle
+from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.compiled import arrays_of, compiled, compiled_loop
+
+FETCHED, EVICTED, WRITTEN, FILL_AFTER, LAST_EVICTED = range(5)  # of a group's row in `moved`
+NUM_MOVED = 5
+i32_at, i64_at, u64_at, rows_at = map(arrays_of, (np.int32, np.int64, np.uint64, OCCURRENCE))
+
+
+@compiled_loop
+def occurrences_of(state: np.void) -> Occurrences:
+    return Occurrences(
+        rows_at(state["rows"], state["num_rows"]),
+        i32_at(state["scores"], state["num_scores"]),
+        i32_at(state["next_in"], state["num_next_in"]),
+        i32_at(state["queued"], state["num_queued"]),
+        i64_at(state["first"], state["num_first"]),
+        i32_at(state["heads"], state["num_heads"]),
+        i32_at(state["tails"], state["num_tails"]),
+    )
+
+
+@compiled_loop
+def directory_of(state: np.void) -> Directory:
+    return Directory(u64_at(state["cells"], state["num_cells"]), i64_at(state["tracked"], state["num_tracked"]))
+
+
+@compiled_loop
+def find_unprepared(states: Records, starts: I64, step: int, unprepared: I64) -> int:
+    """Fills `unprepared` with the groups that `GroupPlanner.prepare` must prepare; returns how many. Group g's rows are
+    the entering batch's from starts[g] to starts[g + 1] - 1."""
+    found = 0
+    for g in range(len(states)):
+        state, count = states[g], starts[g + 1] - starts[g]
+        unprepared[found] = g
+        if state["tail"] == 0:
+            found += 1
+        elif state["is_whole"]:
+            if state["head"] == state["tail"]:
+                state["first_step"] = step
+            tracked = i64_at(state["tracked"], state["num_tracked"])[0] + count
+            oldest, head, tail = state["oldest"], state["head"], state["tail"] + count
+            found += (
+                tracked > MOST_ROWS
+                or CELLS_A_ROW * tracked > state["num_cells"]
+                or head - oldest > (1 + MOST_GAPS) * state["num_idle"] + count
+                or tail - oldest > state["num_rows"]
+                or tail - head > state["num_queued"]
+                or step - state["first_step"] >= state["num_first"]
+            )
+    return found
+
+
+@compiled
+def enter_all(states: Records, keys: I64, starts: I64, step: int, needed: I64) -> None:
+    """Adds a batch with these keys, as `GroupPlanner.enter`. Fills `needed` with the slots of each group."""
+    most = np.diff(starts).max()
+    positions, numbers = np.empty(most, np.int64), np.empty(most, np.int32)
+    for g in range(len(states)):
+        state, own = states[g], keys[starts[g] : starts[g + 1]]
+        if state["is_whole"]:
+            occurrences, directory = occurrences_of(state), directory_of(state)
+            pinned = i64_at(state["pinned"], state["num_pinned"])
+            revived = Revived(positions[: len(own)], numbers[: len(own)])
+            head, tail, cells, tracked = state["head"], state["tail"], directory.cells, directory.num_tracked
+            num_pinned, num_revived = enter(step, own, head, tail, pinned, cells, tracked, occurrences, revived)
+            queue_revived(step, occurrences, revived)
+            state["num_idle"] -= num_revived
+            state["tail"] += len(own)
+            needed[g] = len(own) + len(pinned) - num_pinned
+
+
+@compiled
+def move_all(
+    states: Records,
+    starts: I64,
+    step: int,
+    last_step: int,
+    train: bool,
+    unique_slots: I32,
+    fetch_slots: I32,
+    fetch_keys: I64,
+    evict_keys: I64,
+    moved: I64,
+) -> None:
+    """Plans the oldest batch, as `GroupPlanner.move`. Group g's entries in each array begin at starts[g]; its row of
+    `moved` says how many there are. If too few rows of it can leave, EVICTED is below 0."""
+    for g in range(len(states)):
+        if states[g]["is_whole"]:
+            a, b = starts[g], starts[g + 1]
+            move_whole(
+                states[g],
+                step,
+                last_step,
+                train,
+                unique_slots[a:b],
+                fetch_slots[a:b],
+                fetch_keys[a:b],
+                evict_keys[a:b],
+                moved[g],
+            )
+
+
+@compiled
+def move_whole(
+    state: np.void,
+    step: int,
+    last_step: int,
+    train: bool,
+    unique_slots: I32,
+    fetch_slots: I32,
+    fetch_keys: I64,
+    evict_keys: I64,
+    moved: I64,
+) -> None:
+    occurrences, head, count = occurrences_of(state), state["head"], len(unique_slots)
+    missing = np.empty(count, np.int32)
+    found = find_missing(occurrences, head, count, missing)
+    num_victims = max(0, found - (state["num_slots"] - state["num_resident"]))
+    moved[FETCHED], moved[EVICTED], moved[WRITTEN], moved[FILL_AFTER] = found, num_victims, 0, NONE
+    if num_victims:
+        rows = Residents(occurrences, state["oldest"], head, head + count, state["tail"], step, last_step)
+        victims = Victims(ALL_KEYS, np.zeros(1, np.int64), np.empty((1, num_victims), np.int64))
+        oldest = pick_idle(rows, victims, num_victims)
+        num_picked, size = victims.counts[0], len(occurrences.first)
+        queued, searched = np.zeros((1, last_step - step), np.int64), np.empty((3, 1), np.int64)
+        first, heads, tails = occurrences.first, occurrences.heads, occurrences.tails
+        count_farthest(
+            rows,
+            first.reshape((1, size)),
+            heads.reshape((1, size)),
+            tails.reshape((1, size)),
+            num_victims - num_picked,
+            queued,
+            searched,
+        )
+        if num_picked + queued.sum() != num_victims:
+            moved[FETCHED], moved[EVICTED] = num_victims, -1 - num_picked - queued.sum()
+            return
+        positions = victims.positions[0]
+        take_queued(rows, queued[0], positions, num_picked)
+        left = Left(
+            np.empty(num_victims, np.int64),
+            np.empty(num_victims, np.int32),
+            np.empty(num_victims, np.int32),
+            np.empty(num_victims, np.int32),
+        )
+        num_idle, directory = leave(rows, positions, num_victims - num_picked, left), directory_of(state)
+        forget_before(head, directory.cells, directory.num_tracked, left.keys, positions)
+        moved[WRITTEN] = in_order(left, evict_keys[:num_victims], fetch_slots[:num_victims])
+        moved[FILL_AFTER] = left.last_uses.max()
+        state["oldest"] = oldest_idle(rows, oldest)
+        state["num_idle"] -= num_idle
+        state["num_dirty"] -= moved[WRITTEN]
+    state["guessed"] = num_victims > 0 and state["num_idle"] > 0
+    for i in range(num_victims, found):
+        fetch_slots[i] = state["num_resident"] + i - num_victims
+    state["num_resident"] += found - num_victims
+    moved[LAST_EVICTED] = fill(occurrences, head, missing[:found], fetch_slots[:found], fetch_keys[:found])
+    num_dirtied, num_idle = use_rows(step, train, 0, head, occurrences, unique_slots)
+    state["num_dirty"] += num_dirtied
+    state["num_idle"] += num_idle
+    state["head"] += count
+    state["first_step"] = step + 1
