@@ -4,17 +4,26 @@ right."""
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import planner, start
+from benchmarks import cliffs, planner, start
 from benchmarks.gpu_check.jobs import make_job, sizes
 from benchmarks.processes import LAUNCHER, processor_s
+from benchmarks.training import by_batch
+from benchmarks.training.paged import PagedRows
+from benchmarks.training.steady import Turn
+from benchmarks.training.stock import Rows, StockRows
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import Batch
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("benchmarks/**/*.py"))
@@ -70,3 +79,46 @@ def test_the_processor_time_of_a_group_is_that_of_its_processes() -> None:
         process.communicate()
     assert found[LAUNCHER] >= 0.1
     assert sum(found.values()) == found[LAUNCHER]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_the_loop_that_pages_in_trains_the_rows_of_stock(tmp_path: Path) -> None:
+    """Rows that a batch touches several times are updated once."""
+    settings = ('optimizer.sparse.kind="adagrad"', "tables_from.cardinalities=[5,3,400]", "tables_from.embedding_dim=4")
+    job = load_job(ROOT / "benchmarks" / "jobs" / "tiny.toml", (*settings, "model.bottom_mlp=[4]"))
+    both: tuple[Rows, Rows] = (StockRows(job, torch.device("cpu")), PagedRows(job, tmp_path / "rows"))
+    rng = np.random.default_rng(3)
+    for _ in range(3):
+        ids = rng.integers(0, [[5], [3], [400]], (3, 16))
+        batch = Batch(dense=np.zeros((16, 1), np.float32), labels=np.zeros(16, np.float32), ids=ids.ravel())
+        stock, paged = (torch.stack(list(rows.look_up(batch))) for rows in both)
+        torch.testing.assert_close(paged, stock)
+        for own, rows in zip((stock, paged), both, strict=True):
+            torch.autograd.backward((own**2).sum())
+            rows.update()
+
+
+def test_processor_time_is_compared_per_sample() -> None:
+    def turn(seconds: float, samples: float) -> Turn:
+        return Turn(wall_s=1.0, samples=samples, waited_s=0.0, spent={"trainer": seconds, "prefetcher": seconds})
+
+    found = {16: {"rowcast": [turn(0.1, 160)] * 2, "stock": [turn(0.1, 320)] * 2}}
+    printed = "\n".join(by_batch.lines(found))
+    assert "| rowcast | 20.00 (" in printed
+    assert "| rowcast over stock | 2.00 (" in printed
+
+
+@pytest.mark.parametrize("widths", cliffs.WIDTHS.values(), ids=cliffs.WIDTHS)
+def test_a_job_of_many_widths_reads_the_files_that_are_written_for_it(widths: Sequence[int], tmp_path: Path) -> None:
+    cliffs.write_data(tmp_path, num_samples=512)
+    job = cliffs.parsed(cliffs.job_text(widths, tmp_path))
+    assert [scheduled.batch.size for scheduled in islice(schedule(job, open_reader(job)), 2)] == [256, 256]
+
+
+def test_the_planner_of_many_widths_plans_as_many_batches_as_are_timed() -> None:
+    assert {len(of_batches) for of_batches in cliffs.planner(3).values()} == {3}
+
+
+def test_rows_are_touched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cliffs, "TOUCHED", 100)
+    assert len(cliffs.rows(2)) == 8
