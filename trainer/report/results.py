@@ -174,7 +174,7 @@ class ResultFiles:
 
     def losses_from(self, train_step: int) -> F32:
         """Returns a copy of the losses from that train step of the run on."""
-        return np.array(self._losses[train_step:], np.float32)
+        return np.array(memoryview(self._losses)[train_step:], np.float32)
 
     @property
     def mean_loss(self) -> float | None:
@@ -204,7 +204,7 @@ class ResultFiles:
     def state(self) -> dict[str, torch.Tensor]:
         evaluations = msgspec.json.encode(self.evaluations)
         return {
-            "losses": torch.tensor(self.losses_from(0), device="cpu"),
+            "losses": torch.from_numpy(self.losses_from(0)),
             "evaluations": torch.frombuffer(bytearray(evaluations), dtype=torch.uint8),
             **({"skipped": torch.tensor(self.skipped, device="cpu")} if self.skipped else {}),
         }
