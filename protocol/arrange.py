@@ -17,9 +17,10 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.arrays import I32, I64, U16, Bytes
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.compiled import arrays_of, compiled_loop
 
 MOST_ORDERED = 2**16
+u16_at, i32_at = arrays_of(np.uint16), arrays_of(np.int32)
 
 
 def table_starts(group: GroupSpec, batch_size: int) -> I64:
@@ -52,6 +53,26 @@ def arrange(
                 bag_order[j] = i
             k = stop
             row += segment_offsets[row + 1] == stop
+
+
+@compiled_loop
+def arrange_each(places: I64, starts: I64) -> None:
+    """Arranges several groups. A row of `places` [*, 9] holds where the group's tables begin in `starts` and how many
+    there are, its numbers of look-ups and distinct rows, and the addresses of the last five arrays of `arrange`, with
+    `order` first."""
+    for k in range(len(places)):
+        first, num_tables, size, num_unique = places[k, 0], places[k, 1], places[k, 2], places[k, 3]
+        arrange(
+            0,
+            num_tables,
+            0,
+            u16_at(places[k, 4], size),
+            starts[first : first + num_tables + 1],
+            i32_at(places[k, 5], num_unique + 1),
+            i32_at(places[k, 6], num_unique),
+            i32_at(places[k, 7], size),
+            i32_at(places[k, 8], size),
+        )
 
 
 @compiled_loop

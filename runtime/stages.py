@@ -144,6 +144,8 @@ class ThreadPool:
 
         starts: for items of different sizes, the start of each item, and the end of the last item. item_size: per unit
         of `starts`, or per item."""
+        if self._others is None:
+            return [work(first, end)] if first < end else []
         num_units = end - first if starts is None else int(starts[end]) - int(starts[first])
         num_shares = max(1, min(self.num_threads, num_units * item_size // self._least))
         ranges = [own for own in pairwise(cuts(first, end, num_shares, starts)) if own[0] < own[1]]

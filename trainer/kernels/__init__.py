@@ -10,6 +10,7 @@ and then the chunks' sums:
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart
 from rowcast.protocol.plan_layout import LookupArrays
+from rowcast.runtime.arrays import F32
 from rowcast.trainer.kernels.derived import Chunks
 
 
@@ -34,7 +36,7 @@ class GroupLookup(LookupArrays[Tensor]):
     chunks: Chunks[Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordViews:
     """The fields of a group's records: views of the same memory, with any row stride.
 
@@ -47,6 +49,11 @@ class RecordViews:
     master: Tensor | None
     # f32 [num_slots, D], or [num_slots, 1] for a state with one element per row; in the order of the record
     states: tuple[Tensor, ...]
+
+    @cached_property
+    def flat(self) -> list[tuple[F32, int]]:
+        """`weight` and `states`, fp32 on a CPU: memory from the first element to the last, and its stride."""
+        return [flat_of(field) for field in (self.weight, *self.states)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +117,13 @@ def rows_of(records: Tensor, group: GroupSpec) -> RecordViews:
     """Returns the fields of records f32 [num_slots, record_floats], as views."""
     parts = {part.name: part_of(records, part) for part in group.parts}
     return RecordViews(weight=parts.pop("weight"), master=parts.pop("master", None), states=tuple(parts.values()))
+
+
+def flat_of(field: Tensor) -> tuple[F32, int]:
+    num_slots, width = field.shape
+    stride = field.stride(0)
+    length = (num_slots - 1) * stride + width if num_slots else 0
+    return field.as_strided((length,), (1,)).numpy(), stride
 
 
 def part_of(records: Tensor, part: RecordPart) -> Tensor:

@@ -40,7 +40,7 @@ class CompiledOps:
         if rows.weight.dtype != torch.float32:
             return torch_ops.lookup(rows, group, divisors)
         dim, offsets = rows.weight.shape[1], group.offsets
-        part = part_of(rows.weight, group.slots)
+        part = RecordArray(*rows.flat[0], ints(group.slots))
         if offsets is None:
             pooled = floats(len(group.slots), dim)
             work = partial(loops.gather, part, dim, flat(pooled))
@@ -70,8 +70,8 @@ class CompiledOps:
         ):
             self.apply(rows, group.unique_slots, self.reduce(pooled_grad, group, divisors), rule)
             return
-        weights = part_of(rows.weight, group.unique_slots)
-        states = [part_of(state, group.unique_slots) for state in rows.states]
+        slots = ints(group.unique_slots)
+        weights, *states = (RecordArray(*field, slots) for field in rows.flat)
         UPDATES[rule.kind](self._pool, gradients(pooled_grad, group, divisors), weights, states, rule)
 
 
@@ -85,12 +85,3 @@ def gradients(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) 
         weights=flat(group.weights),
         divisors=flat(divisors),
     )
-
-
-def part_of(part: Tensor, slots: Tensor) -> RecordArray:
-    """Returns a field of the records, f32 [num_slots, width], as flat memory from its first element to its last."""
-    num_slots, width = part.shape
-    stride = part.stride(0)
-    assert part.stride(1) == 1 or width == 1, f"columns are {part.stride(1)} elements apart instead of 1"
-    length = (num_slots - 1) * stride + width if num_slots else 0
-    return RecordArray(part.as_strided((length,), (1,)).numpy(), stride, ints(slots))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.arrange import arrange as compiled_arrange
-from rowcast.protocol.arrange import table_starts
+from rowcast.protocol.arrange import arrange_each, table_starts
 from rowcast.runtime.arrays import I32
 
 CHUNK_LOOKUPS = 128  # a row with more look-ups in a step is a long row
@@ -73,6 +73,34 @@ def most_chunk_items(num_lookups: int) -> int:
     """Returns an upper bound of the number of items in a group's three arrays."""
     long_rows = num_lookups // (CHUNK_LOOKUPS + 1)
     return long_rows + (long_rows + 1) + (num_lookups // CHUNK_LOOKUPS + long_rows)
+
+
+class Arranger:
+    """Makes `slots` and `bag_order` of all groups: on a CPU in one compiled call."""
+
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        self._groups = groups
+        starts = [table_starts(group, 1) for group in groups]
+        self._starts = np.concatenate(starts)
+        self._firsts = list(accumulate(map(len, starts), initial=0))
+
+    def arrange(self, batch_size: int, plans: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
+        """`plans`: groups, by number, with the five tensors of `arrange`."""
+        if plans and plans[0][1][0].device.type != "cpu":
+            for group, arrays in plans:
+                arrange_in_torch(self._groups[group], *arrays)
+            return
+        places = [
+            (
+                self._firsts[g],
+                len(self._groups[g].tables),
+                len(own[0]),
+                len(own[2]),
+                *(array.data_ptr() for array in own),
+            )
+            for g, own in plans
+        ]
+        arrange_each(np.array(places, np.int64).reshape(-1, 9), self._starts * batch_size)
 
 
 def arrange(

@@ -39,7 +39,7 @@ from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.device.streams import Event, Streams, memory_for
-from rowcast.trainer.kernels.derived import Chunks, arrange, chunk_arrays, most_chunk_items
+from rowcast.trainer.kernels.derived import Arranger, Chunks, chunk_arrays, most_chunk_items
 from rowcast.trainer.step.plan_check import i32_of, ordered
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -167,7 +167,7 @@ class PlanMemory:
 
     def __init__(self, streams: Streams, groups: Sequence[GroupSpec]) -> None:
         self._streams = streams
-        self._groups = groups
+        self._arranger = Arranger(groups)
         self._block = streams.allocate(0)
         self._derived = self._host_memory(0)  # not writable until the step is complete
         self._derived_items: I32 = self._derived.numpy().view(np.int32)
@@ -203,17 +203,17 @@ class PlanMemory:
         """Issues the making of `slots` and `bag_order` from each `order`, which they replace in `arrays`. All arrays of
         the plan must have been copied on the same stream.
         """
-        end = header.arrays_bytes + most_derived_bytes(header)
+        begin, end, plans = header.arrays_bytes + most_derived_bytes(header), 0, []
+        items = self._block[begin : len(self._block) // 4 * 4].view(torch.int32)
         for group, spec in ordered(header):
-            order = arrays.pop(spec.name)
-            made = []
+            order, made = arrays.pop(spec.name), []
             for name in ("slots", "bag_order"):
-                array = self._block[end : end + 4 * len(order)].view(torch.int32)
-                arrays[f"{group}.{name}"] = array
+                arrays[f"{group}.{name}"] = array = items[end : end + len(order)]
                 made.append(array)
-                end += arranged_bytes(spec)
+                end += arranged_bytes(spec) // 4
             inputs = [arrays[f"{group}.{name}"] for name in ("segment_offsets", "unique_slots")]
-            self._streams.copy_in.run(partial(arrange, self._groups[group], order, *inputs, *made))
+            plans.append((group, (order, *inputs, *made)))
+        self._streams.copy_in.run(partial(self._arranger.arrange, header.batch_size, plans))
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         what = f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room"
