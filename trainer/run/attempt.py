@@ -43,7 +43,7 @@ from rowcast.trainer.report.report_json import Report, report_of_all
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter, check_board
-from rowcast.trainer.run.connection import Connection
+from rowcast.trainer.run.connection import MODEL, Connection
 from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.launch import read_launch
 from rowcast.trainer.run.machine import prepared, set_threads, settle, warn_of_overridden
@@ -53,6 +53,10 @@ from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, Trainer
 from rowcast.trainer.step.metrics import new_counters
 
 Runner = StepRunner | SharedRunner
+
+
+class RankLeft(Exception):
+    """A rank was stopped while the ranks joined."""
 
 
 class TrainerAttempt:
@@ -86,6 +90,8 @@ class TrainerAttempt:
                 self._earlier.begin(welcome)
             try:
                 self._train(connection, group, welcome)
+            except RankLeft:
+                self._log.info("a rank was stopped before the run had begun")
             finally:
                 engine = connection.engine
                 if engine is not None:
@@ -206,7 +212,11 @@ class TrainerAttempt:
         run = self._run
         if not group.rank.is_divided:
             return run.errand.runner(run.job, run.groups, records, num_dense, clock, run.kernels)
-        collectives = group.connect(run.device, self._crew.check)
+        self._connection.waits_for = "the other ranks"
+        collectives = group.connect(run.device, self._crew.check, self._given_up)
+        self._connection.waits_for = MODEL
+        if collectives is None:
+            raise RankLeft
         parts = run.job, run.groups, records, num_dense, group.rank, collectives, stop
         runner = run.errand.shared_runner(*parts, run.kernels, clock)
         runner.balanced = run.counters.balanced

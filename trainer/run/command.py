@@ -25,8 +25,9 @@ def run_until_left(process: str, main: Callable[[Signals], int | None]) -> int:
     """Runs `main`. If the process did not leave the group of ranks in order, ends it at once: gloo's threads may still
     wait for a lost rank, and an orderly exit would wait for them."""
     code = run_until_stopped(process, main)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    distributed, joining = map(sys.modules.get, ("torch.distributed", "rowcast.trainer.run.joining"))
+    has_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if has_joined or (joining is not None and joining.is_joining()):
         sys.stderr.flush()
         leave_at_once(code)
     return code

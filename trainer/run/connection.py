@@ -51,7 +51,7 @@ from rowcast.trainer.step.metrics import TrainerCounters
 # after a stop, the wait for a Welcome in flight: a prefetcher that has sent one expects a trainer
 GREETING_GRACE_S = 0.5
 
-BUILDING = ProcessProgress(step_begun=None, step_done=None, work=0, waiting_for="its model to be built", ended=False)
+MODEL = "its model to be built"
 WORTH_SAYING_S = 2.0
 PREPARING = (
     "no prefetcher is ready yet; it reads the first batches, and its first start compiles the planner: about 15 s"
@@ -78,6 +78,7 @@ class Connection:
         self.engine: TrainerEngine | None = None
         self.has_page_locked_rings = False
         self.asked_to_stop: str | None = None  # the reason, if the prefetcher of any rank got a stop request
+        self.waits_for = MODEL  # before the engine is there
         # changes this process's progress before it is reported
         self.adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: progress
         self._job, self._groups, self._rank = job, group_specs(job), rank
@@ -86,6 +87,11 @@ class Connection:
         self._counters, self._device = counters, device
         self._left = threading.Event()
         self._watch: PeerWatch | None = None
+
+    def _progress(self) -> ProcessProgress:
+        if self.engine is not None:
+            return self.engine.loop.progress()
+        return ProcessProgress(step_begun=None, step_done=None, work=0, waiting_for=self.waits_for, ended=False)
 
     @property
     def has_left(self) -> bool:
@@ -119,7 +125,7 @@ class Connection:
             conversation,
             link,
             self._transport,
-            lambda: self.adjust_progress(BUILDING if self.engine is None else self.engine.loop.progress()),
+            lambda: self.adjust_progress(self._progress()),
             lambda: bool(arrived),
             lambda: None if began_s is None else failure_since(self._folder, "prefetcher", began_s),
             PeerStart(self._folder, "prefetcher", parse_seconds(self._transport.stall_timeout)).goes_on,

@@ -11,7 +11,6 @@ and sends every rank's error to all.
 
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Protocol
 
 import msgspec
@@ -28,6 +27,7 @@ from rowcast.runtime.machine import UNRECORDED, Machine, differences
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.models.exchanges import Collectives, LocalCollectives
 from rowcast.trainer.models.torch_collectives import TorchCollectives, first_sentence
+from rowcast.trainer.run.joining import choose_network, join_group
 from rowcast.trainer.run.launch import Launch, check_launch
 from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, decoded, new_greeting, open_store
 
@@ -52,8 +52,9 @@ class Group(Protocol):
 
         It calls `given_up` while it waits; errors of `given_up` end the wait."""
 
-    def connect(self, device: torch.device, check: Idle) -> Collectives:
-        """Call at most once. A waiting collective calls `check`; errors of `check` end the wait. Raises PeerLost."""
+    def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
+        """Call at most once; None if a rank was stopped before all had joined. It calls `check` while it waits, as does
+        a collective; errors of `check` end the wait. Raises PeerLost."""
 
     def close(self) -> None:
         """Call it after the last successful exchange. A process that lost a rank must leave at once instead."""
@@ -84,7 +85,7 @@ class OnlyRank:
     def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
         return [content]
 
-    def connect(self, device: torch.device, check: Idle) -> Collectives:
+    def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
         return LocalCollectives()
 
     def close(self) -> None:
@@ -115,6 +116,11 @@ class RankParty:
         self._store = self._store or open_store(self._launch, self._timeout_s, given_up)
         if self._store is None:
             return None
+        choose_network(
+            self._launch.address,
+            self._launch.port,
+            is_only_host=self._launch.local_world_size == self._launch.world_size,
+        )
         name = Meeting(self._store, self._greeting, self._timeout_s, given_up).hold()
         check_launch(self._launch, self._ranks)  # not before, so that ranks with different job files report those first
         return None if name is None else RankGroup(PrefixStore(name, self._store), self.rank, self._timeout_s)
@@ -157,33 +163,25 @@ class RankGroup:
                 time.sleep(POLL_S)
             return None if self._decided(call, GO) == LEAVE else [self._store.get(key) for key in keys]
         except RuntimeError as error:  # raised by the store
-            raise PeerLost(
-                f"rank {number} lost the meeting point of the ranks ({first_sentence(error)}); it ended with "
-                "torchrun or rank 0, whose log says why"
-            ) from None
+            raise self._lost_store(error) from None
 
     def _decided(self, call: int, proposal: bytes) -> bytes:
         decided: bytes = self._store.compare_set(f"{call}/decided", "", proposal.decode())
         return decided
 
-    def connect(self, device: torch.device, check: Idle) -> Collectives:
+    def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
+        backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            self._connected = True
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=PrefixStore("group", self._store),
-                rank=self.rank.number,
-                world_size=self.rank.count,
-                # later than our time-out, which reports more
-                timeout=timedelta(seconds=2 * self._timeout_s),
-            )
-        except RuntimeError as error:
-            raise PeerLost(
-                f"rank {self.rank.number} of {self.rank.count} found no way to the other ranks "
-                f"({first_sentence(error)}); look for one that has ended, or name the network in GLOO_SOCKET_IFNAME or "
-                "NCCL_SOCKET_IFNAME"
-            ) from None
-        return TorchCollectives(self.rank, self._timeout_s, lambda: ignore(check()))
+            self._connected = join_group(backend, self._store, self.rank, self._timeout_s, check, given_up)
+        except RuntimeError as error:  # raised by the store
+            raise self._lost_store(error) from None
+        return TorchCollectives(self.rank, self._timeout_s, lambda: ignore(check())) if self._connected else None
+
+    def _lost_store(self, error: RuntimeError) -> PeerLost:
+        return PeerLost(
+            f"rank {self.rank.number} lost the meeting point of the ranks ({first_sentence(error)}); it ended with "
+            "torchrun or rank 0, whose log says why"
+        )
 
     def close(self) -> None:
         if self._connected:
