@@ -11,15 +11,16 @@ of `weight`. The padding after each part is always zero.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
 
 from rowcast.job.embedding_tables import RowType, Table
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_bytes, parse_rows
-from rowcast.runtime.arrays import I64
+
+if TYPE_CHECKING:  # a launcher needs no numpy
+    from rowcast.runtime.arrays import I64
 
 KEY_SHIFT = 48  # key = table_index << 48 | row
 ROW_MASK = (1 << KEY_SHIFT) - 1
@@ -159,7 +160,7 @@ def specs_of(tables: list[Table], batch_features: frozenset[str]) -> tuple[Table
 def group_specs(job: Job) -> tuple[GroupSpec, ...]:
     """The groups in order of their first table; tables within a group keep the job's order."""
     tables, optimizer = table_specs(job), job.optimizer.sparse
-    first_feature = np.cumsum([0, *(len(table.features) for table in tables)])
+    first_feature = [*accumulate((len(table.features) for table in tables), initial=0)]
     groups: list[GroupSpec] = []
     for dtype, dim in dict.fromkeys((table.dtype, table.embedding_dim) for table in tables):
         members = tuple(table for table in tables if (table.dtype, table.embedding_dim) == (dtype, dim))
@@ -207,5 +208,5 @@ def rows_in(group: GroupSpec, capacity: str | int) -> int:
     return min(parse_bytes(capacity) // group.record_bytes if rows is None else rows, group.num_rows)
 
 
-def make_keys(table_index: int, rows: I64) -> I64:
-    return rows | np.int64(table_index << KEY_SHIFT)
+def make_keys(table_index: int, rows: "I64") -> "I64":
+    return rows | (table_index << KEY_SHIFT)

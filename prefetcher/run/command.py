@@ -17,6 +17,7 @@ from rowcast.runtime.command_options import (
     Source,
     Timeline,
 )
+from rowcast.runtime.imports import uncollected
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import note_start, pair_folder
 from rowcast.runtime.telemetry.logs import setup_logging
@@ -49,8 +50,9 @@ def run(
         count, on_host = job.ranks.count, job.ranks.on_host
         for own in range(count)[host * on_host :][:on_host] if rank is None else [rank]:
             note_start(pair_folder(job.run_dir, own, count), "prefetcher", os.getpid())
-        from rowcast.prefetcher.run.attempt import run_prefetcher
-        from rowcast.prefetcher.run.starting_point import RunOptions
+        with uncollected():
+            from rowcast.prefetcher.run.attempt import run_prefetcher
+            from rowcast.prefetcher.run.starting_point import RunOptions
 
         options = RunOptions(
             max_steps=max_steps,

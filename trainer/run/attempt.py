@@ -36,12 +36,9 @@ from rowcast.trainer.device.cuda import choose_device, make_streams
 from rowcast.trainer.device.streams import PhaseClock, on_device
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
-from rowcast.trainer.report.final_report import final_record, final_report
-from rowcast.trainer.report.page import write_page
 from rowcast.trainer.report.progress import History, TerminalProgress, ignore
 from rowcast.trainer.report.report_json import Report, report_of_all
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
-from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.report.tensorboard import TensorBoardWriter, check_board
 from rowcast.trainer.run.connection import MODEL, Connection
 from rowcast.trainer.run.errands import TRAIN, Errand
@@ -182,6 +179,8 @@ class TrainerAttempt:
             self._await_complete()
         connection.say_bye()
         if self._leads:
+            from rowcast.trainer.report.summary import print_summary
+
             page = self._job.run_dir / PAGE
             print_summary(report, page=page if run.errand.mode == "train" and page.exists() else None)
 
@@ -204,6 +203,9 @@ class TrainerAttempt:
         crash_point("report not written")
         self._run.errand.finish(self._job.run_dir, report)
         if self._run.errand.mode == "train":
+            from rowcast.trainer.report.final_report import final_record
+            from rowcast.trainer.report.page import write_page
+
             write_page(self._job.run_dir / PAGE, final_record(self._job, report, self._results, self._run.history))
 
     def _runner(
@@ -245,6 +247,8 @@ class TrainerAttempt:
     # the report
 
     def _report(self, engine: TrainerEngine, welcome: Welcome, *, are_pinned: bool) -> Report:
+        from rowcast.trainer.report.final_report import final_report  # charts and all: not before the first step
+
         run = self._run
         assert run.met_s is not None, "the loop begins after the handshake"
         steps = welcome.first_train_step if run.errand.mode == "eval" else self._results.train_steps

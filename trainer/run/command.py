@@ -14,6 +14,7 @@ from rowcast.job.schema import Job
 from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Probability, TensorBoard, Timeline
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.imports import uncollected
 from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import note_start, pair_folder
 from rowcast.runtime.stops import leave_at_once
@@ -59,7 +60,8 @@ def run(
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
         job = begin(config, overrides, log_level, log_json)
-        from rowcast.trainer.run.attempt import TrainerRun
+        with uncollected():
+            from rowcast.trainer.run.attempt import TrainerRun
 
         TrainerRun(job, signals, fresh=fresh, timeline=timeline, tensorboard=tensorboard).run()
 
@@ -82,8 +84,9 @@ def evaluate(
         if probability and scores is None:
             raise ConfigError("--probability says what --scores writes; add --scores, or leave it out")
         job = begin(config, overrides, log_level, log_json)
-        from rowcast.trainer.run.attempt import TrainerRun
-        from rowcast.trainer.run.errands import EVALUATE, score_to
+        with uncollected():
+            from rowcast.trainer.run.attempt import TrainerRun
+            from rowcast.trainer.run.errands import EVALUATE, score_to
 
         errand = EVALUATE if scores is None else score_to(scores, job, probability=probability)
         TrainerRun(job, signals, timeline=timeline, errand=errand).run()
