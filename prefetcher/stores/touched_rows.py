@@ -165,7 +165,7 @@ class IndexedRows(NumberedRows):
 
     def __init__(self, group: GroupSpec, most: int) -> None:
         super().__init__(group, most)
-        # by position in the group: number + 1, or 0
+        # by position in the group: number + 1, or 0; cleared now, so that no step pays for it
         self._index: U32 = np.full(group.num_rows, 0, np.uint32)
 
     def _find(self, keys: Keys, numbers: I64) -> int:
