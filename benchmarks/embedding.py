@@ -4,9 +4,9 @@ Method: 26 tables of dimension 32 with Criteo Kaggle cardinalities, each cut at 
 single-hot samples with ids by Zipf 1.05, another batch every step. The gradient of the pooled rows is one fixed random
 tensor. Only the embedding layers' part of a train step is timed:
 
-    rowcast    the layer's forward and backward, which updates, over a cache of 5 % of the rows that the run touches (at
-               least a batch's), with plans by the planner. Rows move between cache and table between steps, untimed: in
-               a run other threads move them
+    rowcast    each look-up's slot and bag made from the plan, then the layer's forward and backward, which updates,
+               over a cache of 5 % of the rows that the run touches (at least a batch's), with plans by the planner.
+               Rows move between cache and table between steps, untimed: in a run other threads move them
     torch_ops  the same with the plain torch operations that define rowcast's bits
     stock      one nn.EmbeddingBag(sparse=True) per table: forward, backward, step of the torch.optim optimizer; all
                rows in memory
