@@ -64,7 +64,8 @@ def everyone(
         print(f"fbgemm does not take part: {reason}", file=sys.stderr)
     if against is not None:
         (_, *command), port = commands(CONFIG, settings, capacity, scratch / "against")[OURS]
-        found[against.name] = ([str(against / ".venv" / "bin" / "python"), *command], port)
+        # in its own folder: there lies the package that Python finds first
+        found[against.name] = (["env", "-C", str(against), str(against / ".venv" / "bin" / "python"), *command], port)
     return found
 
 
