@@ -62,8 +62,8 @@ class Rowcast:
     def _arranged(self, step: int) -> GroupLookup:
         plan = self._plans[step]
         assert plan.order is not None, "look-ups of one row each have an order"
-        inputs = map(torch.from_numpy, (plan.order, plan.segment_offsets, plan.unique_slots))
-        arrange(self._group, *inputs, self._slots, self._bag_order)
+        order, segments, slots = map(torch.from_numpy, (plan.order, plan.segment_offsets, plan.unique_slots))
+        arrange(self._group, order, segments, slots, self._slots, self._bag_order)
         return replace(self._lookups[step], slots=self._slots, bag_order=self._bag_order)
 
 

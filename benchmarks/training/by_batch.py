@@ -1,6 +1,7 @@
 """The table of docs/speed.md by batch size: what a train step costs all processes of a contestant, in processor time.
 
-    rowcast    both processes, the decoders and the launcher, a cache of 10 % of the rows that an epoch touches
+    rowcast    both processes, the decoders and the launcher, a cache of 20,000 rows, or 70,000 for batches from 1,024
+               on, a tenth of the rows that an epoch touches; 64 batches are known ahead, so that no horizon grows
     stock      one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory
     page-in    one process that reads a batch's distinct rows from a memory-mapped file and writes them back
     fbgemm     one process over FBGEMM's fused tables, every row in memory, batches decoded in advance: `make bench-env`
@@ -26,7 +27,7 @@ from benchmarks.training import ours
 from benchmarks.training.__main__ import PEER_PYTHON, ROOT, peers_reason
 from benchmarks.training.free_cores import free_cores
 from benchmarks.training.peer_folder import write_folder
-from benchmarks.training.recorded import touched, train_batches
+from benchmarks.training.recorded import train_batches
 from benchmarks.training.steady import Turn, commands, in_turn
 from benchmarks.training.table import CONFIG, Cell, path_setting
 from rowcast.job.file import load_job
@@ -36,13 +37,14 @@ BATCH_SIZES = (16, 256, 2048)
 MOST_WARM_STEPS = 300
 BEYOND_EPOCH = 10  # steps
 OURS, STOCK, PAGE_IN, FBGEMM = "rowcast", "stock", "page-in", "fbgemm"
-CAPACITY = 10.0  # percent of the rows that an epoch touches
+HORIZON = 64
+MORE = ("trainer.threads=1", f"lookahead.horizon={HORIZON}")
 Found = dict[str, list[Turn]]
 
 
 def settings_of(folder: Path, batch_size: int) -> list[str]:
     cell = Cell(data="npy", optimizer="adagrad", dim=16)
-    return [*cell.settings, path_setting(folder, "npy"), f"data.batch_size={batch_size}", "trainer.threads=1"]
+    return [*cell.settings, path_setting(folder, "npy"), f"data.batch_size={batch_size}", *MORE]
 
 
 def everyone(
@@ -73,8 +75,7 @@ def measured(folder: Path, batch_size: int, rounds: int, seconds: float, against
     settings = settings_of(folder, batch_size)
     job = load_job(CONFIG, (*settings, 'cache.capacity="1GiB"', "data.epochs=1"))
     batches = train_batches(job, None)
-    rows = touched(job, batches)
-    capacity = ours.capacity_setting(job, rows.rows, CAPACITY, rows.largest_batch)
+    capacity = f'cache.capacity="{70_000 if batch_size >= 1024 else 20_000} rows"'
     warm_steps = min(len(batches) + BEYOND_EPOCH, MOST_WARM_STEPS)
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as scratch:
         started = everyone(job, settings, capacity, Path(scratch), against)
