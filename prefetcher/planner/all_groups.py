@@ -7,25 +7,9 @@ with another policy than look-ahead are passed over: `GroupPlanner` plans them.
 import numpy as np
 
 from rowcast.prefetcher.planner.directory import CELLS_A_ROW, MOST_ROWS, Directory, Records, forget_before
-from rowcast.prefetcher.planner.eviction import (
-    Left,
-    Residents,
-    Victims,
-    in_order,
-    leave,
-    oldest_idle,
-    take_queued,
-)
+from rowcast.prefetcher.planner.eviction import Left, Residents, Victims, in_order, leave, oldest_idle, take_queued
 from rowcast.prefetcher.planner.group_planner import ALL_KEYS, MOST_GAPS, fill, find_missing
-from rowcast.prefetcher.planner.horizon import (
-    NONE,
-    OCCURRENCE,
-    Occurrences,
-    Revived,
-    enter,
-    queue_revived,
-    use_rows,
-)
+from rowcast.prefetcher.planner.horizon import NONE, OCCURRENCE, Occurrences, Revived, enter, queue_revived, use_rows
 from rowcast.prefetcher.planner.policies.farthest_next_use import count_farthest, pick_idle
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import arrays_of, compiled, compiled_loop
@@ -100,93 +84,58 @@ def enter_all(states: Records, keys: I64, starts: I64, step: int, needed: I64) -
 
 @compiled
 def move_all(
-    states: Records,
-    starts: I64,
-    step: int,
-    last_step: int,
-    train: bool,
-    unique_slots: I32,
-    fetch_slots: I32,
-    fetch_keys: I64,
-    evict_keys: I64,
-    moved: I64,
+    states: Records, starts: I64, step: int, last_step: int, train: bool, slots: I32, keys: I64, moved: I64
 ) -> None:
-    """Plans the oldest batch, as `GroupPlanner.move`. Group g's entries in each array begin at starts[g]; its row of
-    `moved` says how many there are. If too few rows of it can leave, EVICTED is below 0."""
+    """Plans the oldest batch, as `GroupPlanner.move`. Group g's entries begin at starts[g]: its `unique_slots` in
+    slots[0], `fetch_slots` in slots[1], `fetch_keys` in keys[0], `evict_keys` in keys[1]; moved[g] says how many. If
+    too few of its rows can leave, EVICTED is below 0."""
+    unique_slots, filled, fetched, evicted = slots[0], slots[1], keys[0], keys[1]
+    missing = np.empty(np.diff(starts).max(), np.int32)
     for g in range(len(states)):
-        if states[g]["is_whole"]:
-            a, b = starts[g], starts[g + 1]
-            move_whole(
-                states[g],
-                step,
-                last_step,
-                train,
-                unique_slots[a:b],
-                fetch_slots[a:b],
-                fetch_keys[a:b],
-                evict_keys[a:b],
-                moved[g],
-            )
+        state, out, a, count = states[g], moved[g], starts[g], starts[g + 1] - starts[g]
+        if not state["is_whole"]:
+            continue
+        occurrences, head = occurrences_of(state), state["head"]
+        found = find_missing(occurrences, head, count, missing)
+        num_victims = max(0, found - (state["num_slots"] - state["num_resident"]))
+        out[FETCHED], out[EVICTED], out[WRITTEN], out[FILL_AFTER] = found, num_victims, 0, NONE
+        fetch_slots = filled[a : a + found]
+        if num_victims:
+            rows = Residents(occurrences, state["oldest"], head, head + count, state["tail"], step, last_step)
+            evict(rows, state, num_victims, evicted[a : a + num_victims], fetch_slots[:num_victims], out)
+            if out[EVICTED] < 0:
+                continue
+        state["guessed"] = num_victims > 0 and state["num_idle"] > 0
+        for i in range(num_victims, found):
+            fetch_slots[i] = state["num_resident"] + i - num_victims
+        state["num_resident"] += found - num_victims
+        out[LAST_EVICTED] = fill(occurrences, head, missing[:found], fetch_slots, fetched[a : a + found])
+        num_dirtied, num_idle = use_rows(step, train, 0, head, occurrences, unique_slots[a : a + count])
+        state["num_dirty"] += num_dirtied
+        state["num_idle"] += num_idle
+        state["head"] += count
+        state["first_step"] = step + 1
 
 
 @compiled
-def move_whole(
-    state: np.void,
-    step: int,
-    last_step: int,
-    train: bool,
-    unique_slots: I32,
-    fetch_slots: I32,
-    fetch_keys: I64,
-    evict_keys: I64,
-    moved: I64,
-) -> None:
-    occurrences, head, count = occurrences_of(state), state["head"], len(unique_slots)
-    missing = np.empty(count, np.int32)
-    found = find_missing(occurrences, head, count, missing)
-    num_victims = max(0, found - (state["num_slots"] - state["num_resident"]))
-    moved[FETCHED], moved[EVICTED], moved[WRITTEN], moved[FILL_AFTER] = found, num_victims, 0, NONE
-    if num_victims:
-        rows = Residents(occurrences, state["oldest"], head, head + count, state["tail"], step, last_step)
-        victims = Victims(ALL_KEYS, np.zeros(1, np.int64), np.empty((1, num_victims), np.int64))
-        oldest = pick_idle(rows, victims, num_victims)
-        num_picked, size = victims.counts[0], len(occurrences.first)
-        queued, searched = np.zeros((1, last_step - step), np.int64), np.empty((3, 1), np.int64)
-        first, heads, tails = occurrences.first, occurrences.heads, occurrences.tails
-        count_farthest(
-            rows,
-            first.reshape((1, size)),
-            heads.reshape((1, size)),
-            tails.reshape((1, size)),
-            num_victims - num_picked,
-            queued,
-            searched,
-        )
-        if num_picked + queued.sum() != num_victims:
-            moved[FETCHED], moved[EVICTED] = num_victims, -1 - num_picked - queued.sum()
-            return
-        positions = victims.positions[0]
-        take_queued(rows, queued[0], positions, num_picked)
-        left = Left(
-            np.empty(num_victims, np.int64),
-            np.empty(num_victims, np.int32),
-            np.empty(num_victims, np.int32),
-            np.empty(num_victims, np.int32),
-        )
-        num_idle, directory = leave(rows, positions, num_victims - num_picked, left), directory_of(state)
-        forget_before(head, directory.cells, directory.num_tracked, left.keys, positions)
-        moved[WRITTEN] = in_order(left, evict_keys[:num_victims], fetch_slots[:num_victims])
-        moved[FILL_AFTER] = left.last_uses.max()
-        state["oldest"] = oldest_idle(rows, oldest)
-        state["num_idle"] -= num_idle
-        state["num_dirty"] -= moved[WRITTEN]
-    state["guessed"] = num_victims > 0 and state["num_idle"] > 0
-    for i in range(num_victims, found):
-        fetch_slots[i] = state["num_resident"] + i - num_victims
-    state["num_resident"] += found - num_victims
-    moved[LAST_EVICTED] = fill(occurrences, head, missing[:found], fetch_slots[:found], fetch_keys[:found])
-    num_dirtied, num_idle = use_rows(step, train, 0, head, occurrences, unique_slots)
-    state["num_dirty"] += num_dirtied
-    state["num_idle"] += num_idle
-    state["head"] += count
-    state["first_step"] = step + 1
+def evict(rows: Residents, state: np.void, num_victims: int, keys: I64, slots: I32, out: I64) -> None:
+    """Removes victims; fills `keys` and `slots` with them, and the group's row `out`."""
+    victims = Victims(ALL_KEYS, np.zeros(1, np.int64), np.empty((1, num_victims), np.int64))
+    oldest, positions, directory = pick_idle(rows, victims, num_victims), victims.positions[0], directory_of(state)
+    queued, searched = np.zeros((1, rows.last_step - rows.step), np.int64), np.empty((3, 1), np.int64)
+    shape, num_picked = (1, len(rows.occurrences.first)), victims.counts[0]
+    first, heads = rows.occurrences.first.reshape(shape), rows.occurrences.heads.reshape(shape)
+    tails = rows.occurrences.tails.reshape(shape)
+    count_farthest(rows, first, heads, tails, num_victims - num_picked, queued, searched)
+    if num_picked + queued.sum() != num_victims:
+        out[FETCHED], out[EVICTED] = num_victims, -1 - num_picked - queued.sum()
+        return
+    take_queued(rows, queued[0], positions, num_picked)
+    uses, dirty = np.empty(num_victims, np.int32), np.empty(num_victims, np.int32)
+    left = Left(np.empty(num_victims, np.int64), np.empty(num_victims, np.int32), uses, dirty)
+    state["num_idle"] -= leave(rows, positions, num_victims - num_picked, left)
+    forget_before(rows.head, directory.cells, directory.num_tracked, left.keys, positions)
+    out[WRITTEN] = in_order(left, keys, slots)
+    out[FILL_AFTER] = uses.max()
+    state["oldest"] = oldest_idle(rows, oldest)
+    state["num_dirty"] -= out[WRITTEN]

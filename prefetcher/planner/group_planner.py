@@ -70,22 +70,15 @@ from rowcast.runtime.stages import ThreadPool
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 ROWS_A_PART = 16_384  # distinct rows of a batch, at least: with fewer, waking threads takes longer than they save
 ARRAYS = ("cells", "tracked", "rows", "scores", "next_in", "queued", "first", "heads", "tails", "pinned")
-GROUP_STATE = np.dtype(
-    [
-        ("num_slots", np.int64),
-        ("first_step", np.int64),  # the next step to be planned
-        ("oldest", np.int64),  # position where the line of idle rows starts
-        ("head", np.int64),  # position of the next batch to be planned
-        ("tail", np.int64),
-        ("num_idle", np.int64),
-        ("num_resident", np.int64),
-        ("num_dirty", np.int64),
-        ("guessed", np.int64),  # the last plan evicted rows and kept others whose next use is also unknown
-        ("is_whole", np.int64),  # it has one part and looks ahead, so the loops over all groups plan it
-        # the addresses and lengths of that part's arrays
-        *((name, np.int64) for array in ARRAYS for name in (array, f"num_{array}")),
-    ]
+NUMBERS = (
+    *("num_slots", "num_idle", "num_resident", "num_dirty"),
+    "first_step",  # the next step to be planned
+    *("oldest", "head", "tail"),  # positions: where the line of idle rows starts, the next batch's, and the end
+    "guessed",  # the last plan evicted rows and kept others whose next use is also unknown
+    "is_whole",  # it has one part and looks ahead, so the loops over all groups plan it
+    *(name for array in ARRAYS for name in (array, f"num_{array}")),  # addresses and lengths of that part's arrays
 )
+GROUP_STATE = np.dtype([(name, np.int64) for name in NUMBERS])
 ALL_KEYS = np.array([0, np.iinfo(np.int64).max])
 NO_ROWS = np.zeros(0, np.int64)
 NO_SLOTS = np.zeros(0, np.int32)

@@ -146,17 +146,17 @@ class Level:
         step, train = batch.step, self._trains and batch.kind == "train"
         counts = [own.num_unique for own in batch.batch.groups]
         starts = [0, *accumulate(counts)]
-        (unique, slots), (fetched, evicted) = np.empty((2, starts[-1]), np.int32), np.empty((2, starts[-1]), np.int64)
+        slots, keys = np.empty((2, starts[-1]), np.int32), np.empty((2, starts[-1]), np.int64)
         moved = np.zeros((len(counts), NUM_MOVED), np.int64)
-        move_all(self._states, np.array(starts), step, last_step, train, unique, slots, fetched, evicted, moved)
-        moves = list[GroupMoves]()
+        move_all(self._states, np.array(starts), step, last_step, train, slots, keys, moved)
+        (unique, filled), (fetched, evicted), moves = slots, keys, list[GroupMoves]()
         for (a, b), own in zip(pairwise(starts), moved.tolist(), strict=True):
             num_fetched, num_evicted, num_dirty, fill_after, last = own
             assert num_evicted >= 0, f"{-1 - num_evicted} rows can leave, but {num_fetched} must"
             moves.append(
                 GroupMoves(
                     unique_slots=unique[a:b],
-                    fetch_slots=slots[a : a + num_fetched],
+                    fetch_slots=filled[a : a + num_fetched],
                     fetch_keys=fetched[a : a + num_fetched],
                     evict_keys=evicted[a : a + num_evicted],
                     num_dirty=num_dirty,
