@@ -131,7 +131,7 @@ dense = {{ kind = "adam", lr = 0.001 }}
 capacity = "1MiB"
 [store]
 kind = "tiered"
-memory = "64MiB"
+memory = "1GiB"
 [trainer]
 threads = 1
 """

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import numba
@@ -12,12 +13,14 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.loop_cache import LoopCache
 
 if numba.config.DISABLE_JIT:
     raise ConfigError("NUMBA_DISABLE_JIT is set, but rowcast's loops run only compiled; unset it")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+LOOPS: list[Any] = []  # all loops of the imported modules
 BYTE_POINTER, INT = ir.IntType(8).as_pointer(), ir.IntType(32)
 LINE = ir.VectorType(ir.IntType(64), 8)  # of a processor's cache
 STORES_PAST_CACHES = platform.machine() in ("x86_64", "AMD64")  # whether `store_line` and `end_stores` exist here
@@ -70,10 +73,11 @@ def inlined(function: Function) -> Function:
 
 
 def compile_with(function: Function, **options: bool | str) -> Function:
-    try:
-        return cast(Function, numba.njit(nogil=True, cache=True, no_cfunc_wrapper=True, **options)(function))
-    except RuntimeError:  # numba: no locator available for the cache
-        return cast(Function, numba.njit(nogil=True, **options)(function))
+    loop = numba.njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+    with suppress(RuntimeError):  # numba: no locator available for the cache
+        loop._cache = LoopCache(function)
+    LOOPS.append(loop)
+    return cast(Function, loop)
 
 
 def arrays_of(dtype: Any) -> Any:

@@ -120,7 +120,9 @@ class Grouper:
             table_starts = offsets[table_starts].astype(np.int64)
             runs = [(int(batch.offsets[first]), int(batch.offsets[end])) for first, end in runs]  # in look-ups
         weights = None if batch.weights is None else joined(batch.weights, runs)
-        return GroupLookups(ids=joined(batch.ids, runs), offsets=offsets, weights=weights, table_starts=table_starts)
+        ids = joined(batch.ids, runs).view()
+        ids.flags.writeable = False  # some readers' are, and loops are compiled for one kind
+        return GroupLookups(ids=ids, offsets=offsets, weights=weights, table_starts=table_starts)
 
     def group(self, lookups: GroupLookups) -> Grouping:
         """Returns the distinct keys, ascending, and where each look-up belongs. The reader has checked the ids."""

@@ -7,15 +7,24 @@ import numpy as np
 
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
-from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.prefetcher.planner.group_planner import ALL_KEYS, NO_ROWS, NO_SLOTS
+from rowcast.prefetcher.planner.horizon import OCCURRENCE, close_gaps, correct_cells, spread
+from rowcast.prefetcher.planner.planner import RowPlanner, share_key
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
+from rowcast.prefetcher.stores.elements import FiniteRows
+from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.row_loops import BITS, gather_lines, scatter_lines
 from rowcast.prefetcher.stores.store import Records, finish
+from rowcast.prefetcher.stores.tier_loops import not_loaded, not_spilled
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.runtime.compiled import STORES_PAST_CACHES
+from rowcast.runtime.loop_cache import LoopCache
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 
 SLOW_S = 1.0
@@ -25,7 +34,7 @@ INITS = ("uniform", "normal:1", "constant:0")
 
 def warm_up(*, tiers_in: Path | None = None) -> None:
     """`tiers_in`: the folder of a store with a memory tier."""
-    began_s = time.perf_counter()
+    began_s, LoopCache.say = time.perf_counter(), get_logger().warning
     with said_if_slow(SLOW_S, "preparing the planner; a first start compiles it: about 15 s"):
         plan_and_move()
         if tiers_in is not None:
@@ -61,6 +70,40 @@ def plan_and_move() -> None:
             store.forget(keys)
             store.settle()
             store.close()
+
+
+def every_loop(folder: Path) -> None:
+    """Compiles what any job may need. `folder`: for files that are of no use afterwards."""
+    plan_and_move()
+    move_between_tiers(folder)
+    group = tiny_group(0, INITS[0], num_rows=2 * MOST_ORDERED)
+    for policy, size in (("lookahead", MOST_ORDERED + 1), ("lfu", 8)):
+        planner = RowPlanner((group,), [(size + 8,)], depth=1, horizon=0, policy=policy, num_threads=2)
+        for step in range(3):
+            for batch in (wide_batch(2 * step, size), wide_batch(2 * step + 1, 8)):
+                planner.add(batch)
+                planner.plan()
+    call_on_nothing(group)
+
+
+def call_on_nothing(group: GroupSpec) -> None:
+    """Calls what only a large, a rare or a failing job reaches: numba looks at types, not at lengths."""
+    words, bits, i64, i32 = np.empty((0, 8), np.uint64), np.zeros(1, np.uint64), NO_ROWS, NO_SLOTS
+    u32, marks, keys = np.empty(0, np.uint32), np.empty(0, np.uint8), np.empty(0, np.int64)
+    if STORES_PAST_CACHES:
+        gather_lines(words, i64, words)
+        scatter_lines(words, i64, words)
+    FiniteRows(group).fault(keys, np.empty((0, group.record_bytes), np.uint8))
+    initial_rows(0, group.tables[0], i64)
+    touched = TouchedRows(group, NUM_TIER_ROWS)
+    list(touched.found(np.zeros(1 + group.num_rows // BITS, np.uint64), [0], 8))
+    for array in (np.zeros(2, OCCURRENCE), np.zeros(2, np.int32)):
+        spread(array, 1, 0, 0)
+    correct_cells(np.zeros(2, OCCURRENCE), bits, 0, 0, *ALL_KEYS)
+    close_gaps(np.zeros(2, OCCURRENCE), i32, 0, 0)
+    share_key(keys, keys)
+    not_loaded(i64, u32, marks, u32, i64, i64, 0)
+    not_spilled(i64, marks)
 
 
 def move_between_tiers(folder: Path) -> None:
@@ -111,6 +154,12 @@ def tiny_group(index: int, init: str, num_rows: int = 8) -> GroupSpec:
         record_bytes=16,
         feature_positions=(index,),
     )
+
+
+def wide_batch(step: int, size: int) -> ScheduledBatch:
+    ids = np.arange(size, dtype=np.int64) + 9 * step
+    batch = Batch(dense=np.zeros((size, 1), np.float32), labels=np.zeros(size, np.float32), ids=ids)
+    return ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=batch)
 
 
 def tiny_batch(step: int, *, multi_hot: bool, num_features: int = len(INITS)) -> ScheduledBatch:

@@ -21,6 +21,10 @@ SUBCOMMANDS = {
         "from its newest checkpoint.",
         run_until_stopped,
     ),
+    "prepare": Subcommand(
+        "rowcast.deploy.prepare:prepare",
+        "Compile every loop that a job can need, so that no start on this kind of processor has to.",
+    ),
     "score": Subcommand(
         "rowcast.deploy.score:score",
         "Write a trained model's logit, or with --probability its probability, for each row of a file, in the file's "

@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import torch
 
+from rowcast.job.file import parse_job
 from rowcast.job.models import DLRMSettings
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.protocol.arrange import arrange_each, first_not_permuted
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.trainer.device.streams import on_device
@@ -41,8 +44,10 @@ def choose_kernels(device: torch.device, job: Job | None = None) -> Kernels:
 
 
 def compiled_kernels(job: Job | None) -> Kernels:
-    from rowcast.trainer.kernels.compiled_ops import CompiledOps  # imports numba, needed only for a CPU
+    from rowcast.runtime.loop_cache import LoopCache  # imports numba, needed only for a CPU
+    from rowcast.trainer.kernels.compiled_ops import CompiledOps
 
+    LoopCache.say = get_logger().warning
     compiled = CompiledOps(torch.get_num_threads())
     found = None if job is None else differing(CompiledOps, group_specs(job))
     if found is None:
@@ -52,6 +57,28 @@ def compiled_kernels(job: Job | None) -> Kernels:
         differ=found,
     )
     return torch_ops
+
+
+def compile_for_cpu() -> None:
+    """Compiles the loops of a trainer on a CPU for every job."""
+    from rowcast.trainer.kernels.compiled_ops import UPDATES, CompiledOps
+
+    tables = [{"name": "t", "num_embeddings": 8, "embedding_dim": 4, "features": ["f"], "pooling": "mean"}]
+    arrange_each(np.zeros((0, 9), np.int64), np.zeros(1, np.int64))
+    first_not_permuted(np.zeros(0, np.uint16), np.zeros(1, np.int64), np.zeros(1, np.uint8))
+    for kind in UPDATES:
+        optimizer = {"sparse": {"kind": kind, "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}
+        job = parse_job(
+            {
+                "job": {"run_dir": "-"},
+                "data": {"format": "synthetic", "batch_size": 2},
+                "tables": tables,
+                "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
+                "optimizer": optimizer,
+                "cache": {"capacity": "1MiB"},
+            }
+        )
+        difference(CompiledOps(), group_specs(job))
 
 
 @cache  # one check per process
