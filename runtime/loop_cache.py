@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 import numba
@@ -108,4 +107,4 @@ def here() -> str:
     """Names what a compiled loop depends on, besides its source."""
     _, processor, features = cpu_target.target_context.codegen().magic_tuple()
     kind = f"{processor} {zlib.crc32(features.encode()):08x}"
-    return f"rowcast {metadata.version('rowcast')}, numba {numba.__version__}, processor {kind}"
+    return f"numba {numba.__version__}, processor {kind}"

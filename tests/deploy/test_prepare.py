@@ -171,9 +171,9 @@ def test_a_start_that_compiles_although_prepared_says_why(tmp_path: Path, loop: 
     [folder] = [path.parent for path in (tmp_path / "cache").rglob("*.nbi") if path.name.startswith("loop.")]
     for path in folder.glob("*.nb?"):
         path.unlink()
-    (folder / "rowcast.loops").write_text("rowcast 0.0.1, numba 0.60.0, processor nehalem 00000000\n")
+    (folder / "rowcast.loops").write_text("numba 0.60.0, processor nehalem 00000000\n")
     said, compiled = output(tmp_path / "cache", loop).splitlines()
-    assert said.startswith("a loop is compiled, although they were prepared __main__.added this is rowcast ")
+    assert said.startswith("a loop is compiled, although they were prepared __main__.added this is numba ")
     output(tmp_path / "cache", "-c", note, str(folder))
     Path(loop).write_text(LOOP.replace("one + other", "other + one"))
     said, compiled = output(tmp_path / "cache", loop).splitlines()
