@@ -66,8 +66,7 @@ def find_unprepared(states: Records, starts: I64, step: int, unprepared: I64) ->
 @compiled
 def enter_all(states: Records, keys: I64, starts: I64, step: int, needed: I64) -> None:
     """Adds a batch with these keys, as `GroupPlanner.enter`. Fills `needed` with the slots of each group."""
-    most = np.diff(starts).max()
-    positions, numbers = np.empty(most, np.int64), np.empty(most, np.int32)
+    positions, numbers = np.empty(len(keys), np.int64), np.empty(len(keys), np.int32)
     for g in range(len(states)):
         state, own = states[g], keys[starts[g] : starts[g + 1]]
         if state["is_whole"]:
@@ -90,7 +89,7 @@ def move_all(
     slots[0], `fetch_slots` in slots[1], `fetch_keys` in keys[0], `evict_keys` in keys[1]; moved[g] says how many. If
     too few of its rows can leave, EVICTED is below 0."""
     unique_slots, filled, fetched, evicted = slots[0], slots[1], keys[0], keys[1]
-    missing = np.empty(np.diff(starts).max(), np.int32)
+    missing = np.empty(starts[-1], np.int32)
     for g in range(len(states)):
         state, out, a, count = states[g], moved[g], starts[g], starts[g + 1] - starts[g]
         if not state["is_whole"]:
@@ -120,15 +119,22 @@ def move_all(
 @compiled
 def evict(rows: Residents, state: np.void, num_victims: int, keys: I64, slots: I32, out: I64) -> None:
     """Removes victims; fills `keys` and `slots` with them, and the group's row `out`."""
-    victims = Victims(ALL_KEYS, np.zeros(1, np.int64), np.empty((1, num_victims), np.int64))
+    # loops in place of numpy's functions, which take longer to compile than all else here
+    victims = Victims(ALL_KEYS, np.empty(1, np.int64), np.empty((1, num_victims), np.int64))
+    victims.counts[0] = 0
     oldest, positions, directory = pick_idle(rows, victims, num_victims), victims.positions[0], directory_of(state)
-    queued, searched = np.zeros((1, rows.last_step - rows.step), np.int64), np.empty((3, 1), np.int64)
+    queued, searched = np.empty((1, rows.last_step - rows.step), np.int64), np.empty((3, 1), np.int64)
+    for s in range(queued.shape[1]):
+        queued[0, s] = 0
     shape, num_picked = (1, len(rows.occurrences.first)), victims.counts[0]
     first, heads = rows.occurrences.first.reshape(shape), rows.occurrences.heads.reshape(shape)
     tails = rows.occurrences.tails.reshape(shape)
     count_farthest(rows, first, heads, tails, num_victims - num_picked, queued, searched)
-    if num_picked + queued.sum() != num_victims:
-        out[FETCHED], out[EVICTED] = num_victims, -1 - num_picked - queued.sum()
+    chosen = num_picked
+    for s in range(queued.shape[1]):
+        chosen += queued[0, s]
+    if chosen != num_victims:
+        out[FETCHED], out[EVICTED] = num_victims, -1 - chosen
         return
     take_queued(rows, queued[0], positions, num_picked)
     uses, dirty = np.empty(num_victims, np.int32), np.empty(num_victims, np.int32)
@@ -136,6 +142,8 @@ def evict(rows: Residents, state: np.void, num_victims: int, keys: I64, slots: I
     state["num_idle"] -= leave(rows, positions, num_victims - num_picked, left)
     forget_before(rows.head, directory.cells, directory.num_tracked, left.keys, positions)
     out[WRITTEN] = in_order(left, keys, slots)
-    out[FILL_AFTER] = uses.max()
+    out[FILL_AFTER] = NONE
+    for use in uses:
+        out[FILL_AFTER] = max(out[FILL_AFTER], use)
     state["oldest"] = oldest_idle(rows, oldest)
     state["num_dirty"] -= out[WRITTEN]
