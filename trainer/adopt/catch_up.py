@@ -133,9 +133,9 @@ def chosen(step: Step, rule: type[Optimizer]) -> Loops | None:
 def try_loops() -> None:
     """Compiles all of them."""
     for rule in LOOPS:
-        [group] = made_anew(rule, {"lr": 0.1}, nn.Parameter(torch.zeros(1, 1))).param_groups
+        [group] = made_anew(rule, {"lr": 0.1}, nn.Parameter(torch.zeros(1, 1, device="cpu"))).param_groups
         hyper = {name: value for name, value in group.items() if name != "params"}
-        chosen(Step(hyper, {"step": torch.tensor(1.0)}, LOOPS[rule](hyper).needs), rule)
+        chosen(Step(hyper, {"step": torch.tensor(1.0, device="cpu")}, LOOPS[rule](hyper).needs), rule)
 
 
 def have_bits_of_torch(loops: Loops, step: Step, rule: type[Optimizer]) -> bool:
