@@ -79,7 +79,7 @@ threads = 1
 
 
 def skewed(rng: np.random.Generator, shape: tuple[int, ...], rows: int) -> I64:
-    """Ids of which a tenth of the rows has more than half."""
+    """Returns ids; more than half of them are of the first tenth of the rows."""
     ids: I64 = (rows * rng.random(shape) ** 4).astype(np.int64)
     return ids
 
@@ -199,9 +199,7 @@ def line(what: str, values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", choices=["widths", "planner", "rows"], default=["widths", "planner", "rows"]
-    )
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
     parser.add_argument("--batches", type=int, default=200, help="that the planner plans")

@@ -21,7 +21,7 @@ from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.plan import GroupPlan
 from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
-from rowcast.trainer.kernels.derived import arrange
+from rowcast.trainer.kernels.derived import Arranger
 from rowcast.trainer.kernels.lookups import arranged, group_lookup
 from rowcast.trainer.models.embedding import Embeddings
 
@@ -32,7 +32,7 @@ class Rowcast:
     def __init__(self, terms: Terms, ids: npt.NDArray[np.int64], gradient: Tensor, kernels: Kernels) -> None:
         job = job_of(terms)
         (group,) = group_specs(job)
-        self._group = group
+        self._arranger, self._batch_size = Arranger([group]), terms.batch_size
         self._gradients = by_feature(gradient, terms)
         self._table = Table(terms, group)
         self._plans = plans_of(terms, group, ids)
@@ -62,8 +62,8 @@ class Rowcast:
     def _arranged(self, step: int) -> GroupLookup:
         plan = self._plans[step]
         assert plan.order is not None, "look-ups of one row each have an order"
-        order, segments, slots = map(torch.from_numpy, (plan.order, plan.segment_offsets, plan.unique_slots))
-        arrange(self._group, order, segments, slots, self._slots, self._bag_order)
+        of_plan = map(torch.from_numpy, (plan.order, plan.segment_offsets, plan.unique_slots))
+        self._arranger.arrange(self._batch_size, [(0, [*of_plan, self._slots, self._bag_order])])
         return replace(self._lookups[step], slots=self._slots, bag_order=self._bag_order)
 
 

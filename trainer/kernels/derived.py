@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.arrange import arrange as compiled_arrange
 from rowcast.protocol.arrange import arrange_each, table_starts
 from rowcast.runtime.arrays import I32
 
@@ -85,7 +84,8 @@ class Arranger:
         self._firsts = list(accumulate(map(len, starts), initial=0))
 
     def arrange(self, batch_size: int, plans: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
-        """`plans`: groups, by number, with the five tensors of `arrange`."""
+        """Writes `slots` and `bag_order`, i32 [N], of each plan: a group's number, and its `order` u16 [N], checked,
+        `segment_offsets` and `unique_slots`, as in `LookupArrays`, and the two."""
         if plans and plans[0][1][0].device.type != "cpu":
             for group, arrays in plans:
                 arrange_in_torch(self._groups[group], *arrays)
@@ -103,23 +103,10 @@ class Arranger:
         arrange_each(np.array(places, np.int64).reshape(-1, 9), self._starts * batch_size)
 
 
-def arrange(
-    group: GroupSpec, order: Tensor, segment_offsets: Tensor, unique_slots: Tensor, slots: Tensor, bag_order: Tensor
-) -> None:
-    """Writes `slots` and `bag_order`, i32 [N]. `order` u16 [N], checked; the others as in `LookupArrays`."""
-    batch_size = len(order) // group.num_features
-    if order.device.type == "cpu":
-        starts = table_starts(group, batch_size)
-        arrays = (own.numpy() for own in (segment_offsets, unique_slots, slots, bag_order))
-        compiled_arrange(0, len(starts) - 1, 0, order.numpy(), starts, *arrays)
-    else:
-        arrange_in_torch(group, order, segment_offsets, unique_slots, slots, bag_order)
-
-
 def arrange_in_torch(
     group: GroupSpec, order: Tensor, segment_offsets: Tensor, unique_slots: Tensor, slots: Tensor, bag_order: Tensor
 ) -> None:
-    """Does the same in a few operations of torch, without a wait for the device."""
+    """Does the same for one group in a few operations of torch, without a wait for the device."""
     batch_size = len(order) // group.num_features
     by_feature = bag_order.view(group.num_features, batch_size)
     by_feature.copy_(order.view_as(by_feature))

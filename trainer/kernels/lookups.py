@@ -11,7 +11,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.runtime.arrays import F32, I32
 from rowcast.trainer.kernels import GroupLookup
-from rowcast.trainer.kernels.derived import Chunks, arrange, cut_long_rows
+from rowcast.trainer.kernels.derived import Arranger, Chunks, cut_long_rows
 
 Ints = npt.NDArray[np.integer[Any]]
 Arrays = TypeVar("Arrays", bound=LookupArrays[npt.NDArray[Any]])
@@ -41,9 +41,8 @@ def arranged(arrays: Arrays, group: GroupSpec) -> Arrays:
     if arrays.order is None:
         return arrays
     slots, bag_order = np.empty(len(arrays.order), np.int32), np.empty(len(arrays.order), np.int32)
-    arrange(
-        group, *map(torch.from_numpy, (arrays.order, arrays.segment_offsets, arrays.unique_slots, slots, bag_order))
-    )
+    own = (arrays.order, arrays.segment_offsets, arrays.unique_slots, slots, bag_order)
+    Arranger([group]).arrange(len(arrays.order) // group.num_features, [(0, [*map(torch.from_numpy, own)])])
     return replace(arrays, order=None, slots=slots, bag_order=bag_order)
 
 

@@ -22,11 +22,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import PeerLost, RowcastError
 from rowcast.trainer.models.torch_collectives import first_sentence
-from rowcast.trainer.run.meeting import GivenUp, decoded, encoded
+from rowcast.trainer.run.meeting import POLL_S, GivenUp, decoded, encoded
 
 GLOO_NETWORK, NCCL_NETWORK = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+ADVICE = f"look for one that has ended, or name the network in {GLOO_NETWORK} or {NCCL_NETWORK}"
 JOINING = "join ranks"  # the name of the thread
-POLL_S = 0.02
 ENDED = "ended"  # the key
 SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 LOOPBACK = "lo"
@@ -101,13 +101,13 @@ def join_group(
                 first = decoded(store.get(ENDED), Ended)
             elif time.monotonic() > deadline_s:
                 raise PeerLost(
-                    f"rank {rank.number} of {rank.count} waited {timeout_s:g} s for the other ranks to connect; look "
-                    f"for one that has ended, or name the network in {GLOO_NETWORK} or {NCCL_NETWORK}"
+                    f"rank {rank.number} of {rank.count} waited {timeout_s:g} s for the other ranks to connect; "
+                    f"{ADVICE}"
                 )
         if failed and first is None:
             raise PeerLost(
                 f"rank {rank.number} of {rank.count} found no way to the other ranks ({first_sentence(failed[0])}); "
-                f"look for one that has ended, or name the network in {GLOO_NETWORK} or {NCCL_NETWORK}"
+                f"{ADVICE}"
             )
     except RowcastError as error:
         with suppress(RuntimeError):  # of a store that is gone

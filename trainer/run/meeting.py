@@ -105,6 +105,13 @@ def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> Store | N
         ) from None
 
 
+def lost_store(rank: int, error: RuntimeError) -> PeerLost:
+    return PeerLost(
+        f"rank {rank} lost the meeting point of the ranks ({first_sentence(error)}); it ended with torchrun or rank 0, "
+        "whose log says why"
+    )
+
+
 def answers(launch: Launch) -> bool:
     try:
         socket.create_connection((launch.address, launch.port), CONNECT_S).close()
@@ -129,10 +136,7 @@ class Meeting:
         try:
             return self._lead() if self._own.rank == 0 else self._follow()
         except RuntimeError as error:  # raised by the store
-            raise PeerLost(
-                f"rank {self._own.rank} lost the meeting point of the ranks ({first_sentence(error)}); it ended with "
-                "torchrun or rank 0, whose log says why"
-            ) from None
+            raise lost_store(self._own.rank, error) from None
 
     def _lead(self) -> str | None:
         own = self._own

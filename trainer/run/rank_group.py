@@ -26,10 +26,10 @@ from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, Mismatch, P
 from rowcast.runtime.machine import UNRECORDED, Machine, differences
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.models.exchanges import Collectives, LocalCollectives
-from rowcast.trainer.models.torch_collectives import TorchCollectives, first_sentence
+from rowcast.trainer.models.torch_collectives import TorchCollectives
 from rowcast.trainer.run.joining import choose_network, join_group
 from rowcast.trainer.run.launch import Launch, check_launch
-from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, decoded, new_greeting, open_store
+from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, decoded, lost_store, new_greeting, open_store
 
 Idle = Callable[[], object]
 GO, LEAVE = b"go", b"leave"
@@ -163,7 +163,7 @@ class RankGroup:
                 time.sleep(POLL_S)
             return None if self._decided(call, GO) == LEAVE else [self._store.get(key) for key in keys]
         except RuntimeError as error:  # raised by the store
-            raise self._lost_store(error) from None
+            raise lost_store(self.rank.number, error) from None
 
     def _decided(self, call: int, proposal: bytes) -> bytes:
         decided: bytes = self._store.compare_set(f"{call}/decided", "", proposal.decode())
@@ -174,14 +174,8 @@ class RankGroup:
         try:
             self._connected = join_group(backend, self._store, self.rank, self._timeout_s, check, given_up)
         except RuntimeError as error:  # raised by the store
-            raise self._lost_store(error) from None
+            raise lost_store(self.rank.number, error) from None
         return TorchCollectives(self.rank, self._timeout_s, lambda: ignore(check())) if self._connected else None
-
-    def _lost_store(self, error: RuntimeError) -> PeerLost:
-        return PeerLost(
-            f"rank {self.rank.number} lost the meeting point of the ranks ({first_sentence(error)}); it ended with "
-            "torchrun or rank 0, whose log says why"
-        )
 
     def close(self) -> None:
         if self._connected:
