@@ -44,7 +44,7 @@ from rowcast.job.file import load_job
 ROOT = Path(__file__).parents[1]
 PARTS = ROOT / "benchmarks" / "start_parts.py"
 SAMPLES, BATCH = 2**16, 64
-WIDTHS, BAG = (8, 16, 24), 4  # of the job that `rowcast prepare` has not seen
+WIDTHS, BAG = (8, 16, 24), 4  # `rowcast prepare` has not seen the job that has these
 IMPORT_TORCH = "import torch, time; print(time.process_time())"
 
 Figures = dict[str, list[float]]  # what -> its values, round by round

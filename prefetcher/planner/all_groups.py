@@ -14,7 +14,7 @@ from rowcast.prefetcher.planner.policies.farthest_next_use import count_farthest
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import arrays_of, compiled, compiled_loop
 
-FETCHED, EVICTED, WRITTEN, FILL_AFTER, LAST_EVICTED = range(5)  # of a group's row in `moved`
+FETCHED, EVICTED, WRITTEN, FILL_AFTER, LAST_EVICTED = range(5)  # columns of `moved`, which has a row for each group
 NUM_MOVED = 5
 i32_at, i64_at, u64_at, rows_at = map(arrays_of, (np.int32, np.int64, np.uint64, OCCURRENCE))
 

@@ -113,9 +113,9 @@ class NumberedRows(ABC):
         self.count, self.most = 0, most
         self._group, self._limit = group, limit
         ends = np.cumsum([0, *(table.num_embeddings for table in group.tables)]).tolist()
-        # of each table, the positions in the group of its first row and after its last
+        # where each table's rows begin and end in the group
         self._ranges = {table.index: (ends[i], ends[i + 1]) for i, table in enumerate(group.tables)}
-        self._shifts: I64 = np.zeros(max(self._ranges) + 1, np.int64)  # of each table, from a key to its row's position
+        self._shifts: I64 = np.zeros(max(self._ranges) + 1, np.int64)  # a row's position in the group, less its key
         for table, (first, _) in self._ranges.items():
             self._shifts[table] = first - (table << KEY_SHIFT)
         self._lock = SharedLock()
