@@ -45,7 +45,7 @@ from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepReady
-from rowcast.protocol.parts import batch_specs
+from rowcast.protocol.parts import UNDIVIDED, batch_specs
 from rowcast.protocol.plan import ARRAY_ALIGNMENT, StepPlan, plan_block, plan_header
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.trainer.step.memory import derive
@@ -160,7 +160,7 @@ def decode(clocks: Clocks, wide: Job, batches: Sequence[ScheduledBatch]) -> None
             reader = open_reader(npy, columns)  # type: ignore[arg-type]
             for pending in islice(reader.pending("train", 0), len(batches)):
                 with clocks.timed(name, batches[0].batch.ids.nbytes):
-                    pending()
+                    pending(UNDIVIDED)
 
 
 def hand_over(clocks: Clocks, batches: Sequence[ScheduledBatch]) -> None:

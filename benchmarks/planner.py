@@ -36,7 +36,7 @@ from rowcast.job.file import parse_job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, group_specs
 from rowcast.prefetcher.planner.eviction import new_policy
-from rowcast.prefetcher.planner.group_planner import NO_ROWS, GroupPlanner
+from rowcast.prefetcher.planner.group_planner import GroupPlanner
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import open_reader
@@ -175,9 +175,7 @@ def measure_parts(batch_size: int, rounds: int, num_parts: int) -> InParts:
     keys = [grouper.group(grouper.lookups(scheduled.batch)).keys for scheduled in batches]
     slots = 2 * max(map(len, keys))
     pools = [OneAfterAnother(1), OneAfterAnother(num_parts)]
-    planners = [
-        GroupPlanner(groups[0], slots, new_policy("lookahead", ()), NO_ROWS, "cache.capacity", pool) for pool in pools
-    ]
+    planners = [GroupPlanner(groups[0], slots, new_policy("lookahead", ()), "cache.capacity", pool) for pool in pools]
     ratios: list[tuple[float, float]] = []
     for step in range(len(keys)):
         spent = [0.0, 0.0]

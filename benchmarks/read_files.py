@@ -1,11 +1,12 @@
 """What does reading a file cost in processor time a sample, in the first epoch and in later ones?
 
-    python -m benchmarks.read_files [--rows 200000] [--formats csv,criteo-tsv,parquet]
+    python -m benchmarks.read_files [--rows 200000] [--formats csv,criteo-tsv,criteo-npy,parquet] [--batch 2048]
 
 One made-up log, written as each format: a label, 3 dense columns, 8 columns of text of 5 to 150,000 values, which are
 hashed, and 2 of integers (of Criteo's format: 13 integers and 26 hashes). One process reads every batch of two epochs
 with shuffle = "window:65536": whole batches, or the stream of ids and then that of dense values, as a run's decoders
-do. `open` is what opening the readers takes. Processor time counts all threads, so it says how many cores a trainer
+do. `open` is what opening the readers takes. `one of 4 ranks`: the second epoch again, but of each batch one rank's
+samples; also per sample of the batch. Processor time counts all threads, so it says how many cores a trainer
 loses, and a busy machine does not change it much. The floor is what parsing alone takes (pyarrow's CSV reader, all its
 columns as bytes or numbers), and hashing the text alone, value by value. Imports are not counted: a
 decoding process has them before it opens its data.
@@ -34,6 +35,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import workers  # noqa: F401 - a decoder's imports
 from rowcast.prefetcher.readers.draws import draws
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.runtime.arrays import I64
 
 DISTINCT = (5, 50, 500, 2_000, 5_000, 20_000, 100_000, 150_000)
@@ -46,12 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.read_files")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--formats", default="csv,criteo-tsv,parquet")
+    parser.add_argument("--batch", type=int, default=2048)
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         for name in options.formats.split(","):
             path = Path(folder) / f"log.{name}"
             write(name, path, options.rows)
-            measure(name, job_of(name, path), options.rows)
+            measure(name, job_of(name, path, options.batch), options.rows)
             if name == "csv":
                 floor(path, options.rows)
 
@@ -60,19 +63,20 @@ def measure(name: str, job: Job, num_rows: int) -> None:
     import_module(format_of(name).module)
     readers: list[Any] = []
     open_s = seconds(lambda: readers.extend(open_reader(job, columns) for columns in stream_columns(job)))
-    epochs_s = [seconds(partial(read, readers, epoch)) for epoch in range(2)]
+    epochs_s = [seconds(partial(read, readers, epoch, UNDIVIDED)) for epoch in range(2)]
+    epochs_s.append(seconds(partial(read, readers, 1, Rank(number=1, count=4, parts=4))))
     again_s = seconds(lambda: [open_reader(job, columns) for columns in stream_columns(job)])
     each = [own / num_rows * 1e6 for own in (open_s, *epochs_s, again_s)]
     print(
-        f"{name}: open {each[0]:.2f}, first epoch {each[1]:.2f}, second {each[2]:.2f}, open again {each[3]:.3f}; "
-        f"first with opening {each[0] + each[1]:.2f} us a sample"
+        f"{name}: open {each[0]:.2f}, first epoch {each[1]:.2f}, second {each[2]:.3f}, one of 4 ranks {each[3]:.3f}, "
+        f"open again {each[4]:.3f}; first with opening {each[0] + each[1]:.2f} us a sample"
     )
 
 
-def read(readers: list[Any], epoch: int) -> None:
+def read(readers: list[Any], epoch: int, rank: Rank) -> None:
     for reader in readers:
         for pending in reader.pending("train", epoch):
-            pending()
+            pending(rank)
 
 
 def floor(path: Path, num_rows: int) -> None:
@@ -124,6 +128,16 @@ def write(name: str, path: Path, num_rows: int) -> None:
         lines = np.array(rows).T.tolist()
         path.write_bytes(b"".join(b"\t".join(line) + b"\n" for line in lines))
         return
+    if name == "criteo-npy":
+        path.mkdir()
+        np.save(path / "day_0_labels.npy", labels.astype(np.int32))
+        np.save(
+            path / "day_0_dense.npy",
+            np.stack([skewed(1 + i, 10**5, num_rows) for i in range(13)], 1, dtype="f4", casting="unsafe"),
+        )
+        ids = [skewed(20 + i, 10 ** (2 + i % 4), num_rows) for i in range(26)]
+        np.save(path / "day_0_sparse.npy", np.stack(ids, 1, dtype=np.int32, casting="unsafe"))
+        return
     columns: dict[str, Any] = {"label": labels}
     columns |= {f"int_{i}": skewed(50 + i, 10**5, num_rows) / 8 for i in range(3)}
     columns |= {own: skewed(60 + i, size, num_rows) for i, (own, size) in enumerate(INTEGERS.items())}
@@ -134,11 +148,11 @@ def write(name: str, path: Path, num_rows: int) -> None:
     pq.write_table(table, path) if name == "parquet" else arrow_csv.write_csv(table, path)
 
 
-def job_of(name: str, path: Path) -> Job:
-    own = CATS if name == "criteo-tsv" else [*TEXTS, *INTEGERS]
+def job_of(name: str, path: Path, batch_size: int) -> Job:
+    own = CATS if name.startswith("criteo") else [*TEXTS, *INTEGERS]
     tables = [{"name": each, "num_embeddings": 200_000, "embedding_dim": 4, "features": [each]} for each in own]
-    data: dict[str, Any] = {"format": name, "path": str(path), "shuffle": "window:65536", "batch_size": 2048}
-    data |= {} if name == "criteo-tsv" else {"columns": {"hash": TEXTS}}
+    data: dict[str, Any] = {"format": name, "path": str(path), "shuffle": "window:65536", "batch_size": batch_size}
+    data |= {} if name.startswith("criteo") else {"columns": {"hash": TEXTS}}
     kind = {"kind": "adagrad", "lr": 0.1}
     return parse_job(
         {

@@ -21,9 +21,10 @@ from rowcast.deploy.local import run_both
 from rowcast.deploy.score import scoring_content
 from rowcast.job.file import parse_job, parse_manifest_job, read_content, set_key
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.job.tables import GroupSpec, groups_at, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.export import CheckpointRows
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.pieces import pieces_by_name, pieces_of, with_columns
 from rowcast.prefetcher.checkpoints.saved_rows import SavedRows
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.stores.store import Records
@@ -79,7 +80,7 @@ class Run:
         self._newest = checkpoints.load(checkpoints.candidates()[0])
         self.train_steps = self._manifest.train_steps  # before the checkpoint
         self.job = parse_manifest_job(self._manifest.job, str(self.folder))
-        self._groups = group_specs(self.job)
+        self._groups, self._written = whole_groups(self.job), groups_at(self.job, self._manifest.points)
 
     def __repr__(self) -> str:
         return f"rowcast.load({str(self.folder)!r}), after {self.train_steps:,} train steps"
@@ -128,7 +129,7 @@ class Run:
 
     def model(self) -> TrainedModel:
         """Returns the trained model with all rows of its tables, on the CPU, to be saved, exported or trained on."""
-        rows = CheckpointRows(self._root, self._manifest.layers, self.job.job.seed)
+        rows = CheckpointRows(self._root, self._manifest.layers, self._written, self.job.job.seed)
         tables = {
             table.name: torch.cat([weights_of(group, records) for _, records in blocks])
             for group in self._groups
@@ -169,18 +170,20 @@ class Run:
 
     @cached_property
     def _saved(self) -> list[SavedRows]:
-        return [SavedRows(self._root, self._manifest, group, self.job.job.seed) for group in self._groups]
+        return [SavedRows(self._root, self._manifest, group, self.job.job.seed) for group in self._written]
 
     def _small(self, batch: Batch) -> tuple[Batch, list[Tensor]]:
         """Returns tables of the distinct rows of a batch, and the batch with the places of its ids in them."""
         ids, tables, first = np.empty_like(batch.ids), list[Tensor](), 0
         starts = bag_offsets(batch.ids, batch.offsets)[:: batch.size]
-        of_group = {table.index: g for g, group in enumerate(self._groups) for table in group.tables}
+        by_name = pieces_by_name(self._written)
+        of_table = {table.index: (group, table) for group in self._groups for table in group.tables}
         for t, table in enumerate(self.job.tables):
             own = slice(starts[first], starts[first := first + len(table.features)])
             rows, ids[own] = np.unique(batch.ids[own], return_inverse=True)
-            g = of_group[t]
-            tables.append(weights_of(self._groups[g], self._saved[g].records(make_keys(t, rows))))
+            pieces = pieces_of(of_table[t][1], by_name)
+            saved = [self._saved[group.index].records(make_keys(piece.index, rows)) for group, piece in pieces]
+            tables.append(weights_of(of_table[t][0], with_columns(of_table[t], pieces, saved)))
         return dataclasses.replace(batch, ids=ids), tables
 
 
@@ -196,10 +199,7 @@ def as_trained(job: Job, threads: int) -> Iterator[torch.device]:
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     threads = threads_of_run(job.trainer.threads, job.first_threads(usable_cores()), threads, trains=False)
     refuse_fewer_threads(threads, os.environ)
-    try:
-        device = choose_device(job.trainer.device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    device = choose_device(job.trainer.device)
     try:
         with torch.random.fork_rng(), on_device(device):
             set_threads(threads)

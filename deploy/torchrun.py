@@ -1,14 +1,15 @@
 """torchrun for trainers: `python -m rowcast.deploy.torchrun --nproc-per-node 2 -m rowcast.trainer run --config JOB`
 
-Takes torchrun's options and starts, restarts and ends trainers as torchrun does. Five things differ:
+Takes torchrun's options and starts, restarts and ends trainers as torchrun does. Six things differ:
 
 | | torchrun | here |
 |---|---|---|
 | the store where trainers meet | on every interface | on `--master-addr` alone, 127.0.0.1 if not given |
 | rendezvous of one host, or `c10d` | unpickles what peers have stored | unpickles nothing |
-| a host is lost (`static`) | the other hosts' trainers restart at once, in vain | the other hosts wait for it | |
-SIGTERM, SIGINT, SIGHUP | code 1, trainers have at most 30 s | passed on once; ends when trainers have stopped | |
-trainers fail for good | code 1 | the code of the trainer that failed first |
+| a trainer ends and all start again | the store of before, with addresses of ended trainers | a new store |
+| a host is lost (`static`) | trainers of other hosts restart at once, in vain | the other hosts wait for it |
+| SIGTERM, SIGINT, SIGHUP | code 1, trainers have at most 30 s | passed on once; ends when trainers have stopped |
+| trainers fail for good | code 1 | the code of the trainer that failed first |
 
 With `--nnodes` above 1, each host gives its `--node-rank`; all give the same `--master-addr`, an address of host 0, and
 the same `--master-port`.
@@ -49,12 +50,16 @@ MEETING_S = 600  # until all hosts have arrived
 LEAVE_S = 10  # for trainers to end after a failure; they have nothing to save
 POLL_S = 0.05
 BACKEND = "one-address"
+MODULE, COMMAND = "rowcast.trainer", "trainer"  # either starts a trainer
 LOOPBACK = "lo"
 T = TypeVar("T")
 
 
 class OneAddress(StaticTCPRendezvous):
-    """Host 0 serves the store, on one address; port 0 means any free port. Hosts keep their numbers."""
+    """Host 0 serves the store, on one address; port 0 means any free port. Hosts keep their numbers.
+
+    Trainers get a new store at each start: in an old one, a process group finds addresses of trainers that have ended.
+    """
 
     signals: ClassVar[Signals] = Signals()
     has_started: ClassVar[bool] = False  # trainers, at least once
@@ -69,30 +74,29 @@ class OneAddress(StaticTCPRendezvous):
         stop signal."""
         refuse_after_stop()
         if self._store is None:
-            self._store = self._serve() if self.rank == 0 else self._connect(None)
+            self._store = self._serve(self.master_port) if self.rank == 0 else self._connect(self.master_port)
+            self.master_port = self._store.port
         elif self.rank == 0:
             say("torchrun", "a trainer has ended; all of them are started again")
         hosts = PrefixStore(self.run_id, self._store)
-        meeting = self._meet(hosts)
+        meeting = PrefixStore(f"meeting-{self._meet(hosts)}", hosts)
+        if self.rank == 0:
+            self._of_trainers = self._serve(0)
+            meeting.set("port", str(self._of_trainers.port))
+        port = int(self._until(lambda: value_of(meeting, "port"), "store of the trainers"))
         OneAddress.has_started = True
-        return RendezvousInfo(
-            PrefixStore(f"meeting-{meeting}", hosts),
-            self.rank,
-            self.world_size,
-            RendezvousStoreInfo(self.master_addr, self.master_port),
-        )
+        return RendezvousInfo(meeting, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
 
-    def _serve(self) -> TCPStore:
+    def _serve(self, port: int) -> TCPStore:
         address = self._until(lambda: address_of(self.master_addr), f"address of {self.master_addr}")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, self.master_port), family=family)
-        self.master_port = listener.getsockname()[1]
-        return self._connect(listener.detach())
+        listener = socket.create_server((address, port), family=family)
+        return self._connect(listener.getsockname()[1], listener.detach())
 
-    def _connect(self, listener: int | None) -> TCPStore:
+    def _connect(self, port: int, listener: int | None = None) -> TCPStore:
         return TCPStore(
             self.master_addr,
-            self.master_port,
+            port,
             is_master=listener is not None,
             timeout=self.timeout,
             wait_for_workers=False,
@@ -185,15 +189,16 @@ def keep_passing_on(others: set[int]) -> None:
         time.sleep(POLL_S)
 
 
-def handle_stops() -> None:
+def handle_stops(*, are_held: bool) -> None:
     """Passes a stop on to running trainers and to those about to start.
 
-    Signals stay held in this thread, and so in trainers until they handle them."""
+    `are_held`: they hold signals until they handle them; a training script may take long until then, and ends."""
     others = children()
     AT_SUDDEN_EXIT.append(lambda: send(signal.SIGTERM, children() - others))
     OneAddress.signals.start()
     threading.Thread(target=keep_passing_on, args=[others], daemon=True).start()
-    hold()
+    if are_held:
+        hold()  # in this thread, and so in trainers
 
 
 def main(arguments: list[str]) -> int:
@@ -211,11 +216,13 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning; `trainer.threads` decides
-    handle_stops()
+    is_trainer = args.training_script == MODULE if args.module else Path(args.training_script).name == COMMAND
+    handle_stops(are_held=is_trainer)
     try:
         run.run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
+        code = -signal.SIGTERM if code == -PASSED_ON else code
         return code if code > 0 else 128 - code
     except SignalException as error:
         return 128 + error.sigval if OneAddress.has_started else 0

@@ -27,6 +27,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.parts import belonging, part_of, part_seed
 from rowcast.runtime.machine import usable_cores
+from rowcast.trainer.kernels import DTYPES
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
@@ -45,8 +46,10 @@ class PlainTable:
     first_feature: number of the first feature that looks up this table. tensors: named as in an export.
     """
 
-    def __init__(self, table: Table, first_feature: int, settings: SparseOptimizer, tensors: dict[str, Tensor]) -> None:
-        self.table, self.first_feature, self.settings = table, first_feature, settings
+    def __init__(self, table: Table, first_feature: int, job: Job, tensors: dict[str, Tensor]) -> None:
+        self.settings = settings = job.optimizer.sparse
+        self.table, self.first_feature = table, first_feature
+        self.rounds_to = DTYPES[job.ranks.gradients]  # what the model takes, and its gradient in the backward pass
         prefix = f"optimizer.{table.name}."
         self.state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         # three forms of the weights: rounded to the table's dtype, the same in fp32 for look-ups, and the trained ones,
@@ -67,12 +70,12 @@ class PlainTable:
         if batch.weights is not None:
             rows = rows * torch.tensor(batch.weights[lookups])[:, None]
         if self.table.pooling == "none":
-            return self.sequences(rows, counts.view(-1, batch.size))
+            return self.sequences((rows + 0.0).to(self.rounds_to).float(), counts.view(-1, batch.size))
         bag_of_row = torch.arange(len(counts)).repeat_interleave(counts)
         pooled = torch.zeros(len(counts), self.table.width).index_add(0, bag_of_row, rows)
         if self.table.pooling == "mean":
             pooled = pooled / counts.clamp(min=1)[:, None]
-        return list(pooled.view(-1, batch.size, self.table.width).unbind())
+        return list(pooled.to(self.rounds_to).float().view(-1, batch.size, self.table.width).unbind())
 
     def lookups(self, batch: Batch) -> tuple[Tensor, slice]:
         """How many ids each bag has, i64 [features * B], and where in the batch the table's ids are."""
@@ -81,8 +84,8 @@ class PlainTable:
         return offsets[first : end + 1].diff(), slice(int(offsets[first]), int(offsets[end]))
 
     def sequences(self, rows: Tensor, counts: Tensor) -> list[Embedded]:
-        """The rows unchanged, except that -0.0 becomes 0.0 as in a sum; counts i64 [features, B]."""
-        values = torch.split(rows + 0.0, counts.sum(1).tolist())
+        """The rows unchanged; counts i64 [features, B]."""
+        values = torch.split(rows, counts.sum(1).tolist())
         offsets = [torch.cat([own.new_zeros(1), own.cumsum(0)]).int() for own in counts]
         return [Sequences(values=of_feature, offsets=at) for of_feature, at in zip(values, offsets, strict=True)]
 
@@ -137,6 +140,8 @@ def part_gradients(
     gradients = [weight.grad for weight in trained]
     for weight in trained:
         weight.grad = None
+    if job.ranks.gradients == "bf16":  # of rows, and so are their sums; -0.0 becomes 0.0
+        gradients[: len(tables)] = [own if own is None else own.bfloat16() + 0.0 for own in gradients[: len(tables)]]
     return [loss.detach() * share, *gradients]
 
 
@@ -177,9 +182,7 @@ def run_plain_loop(
     """Trains on `batches`, or until eval.patience ends it; returns the loss of each train step, and the tables, row
     state and dense weights after the last."""
     tensors = {name: tensor.clone() for name, tensor in start.items()}
-    tables = [
-        PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, tensors) for table in job.tables
-    ]
+    tables = [PlainTable(table, job.features.index(table.features[0]), job, tensors) for table in job.tables]
     if (first := next(batches := iter(batches), None)) is None:
         return [], tensors
     side, losses = JobModel(job, num_dense=first.batch.dense.shape[1], parts=parts), []
@@ -191,7 +194,7 @@ def run_plain_loop(
         if scheduled.kind == "train":
             assert loss is not None, "a batch has samples"
             for weight, gradient in zip(trained, gradients, strict=True):
-                weight.grad = gradient
+                weight.grad = None if gradient is None else gradient.to(weight.dtype)
             side.step(scheduled.train_step)
             for table in tables:
                 table.update(scheduled.train_step, scheduled.batch)
@@ -211,9 +214,11 @@ def main() -> None:
     # the first square root of a process may be inaccurate if several threads compute it (pytorch#188792)
     torch.ones(1).sqrt()
     torch.set_num_threads(job.first_threads(usable_cores() if options.parts == 1 else 1))
-    losses, end = run_plain_loop(
-        job, load_file(options.start), schedule(job, open_reader(job), options.max_steps), options.parts
-    )
+    start, batches = load_file(options.start), schedule(job, open_reader(job), options.max_steps)
+    try:
+        losses, end = run_plain_loop(job, start, batches, options.parts)
+    except KeyError as error:
+        parser.error(f"--start has no tensor {error}; make it by `rowcast export` of a run of --max-steps 0")
     save_file(end, options.out)
     np.array(losses, np.float32).tofile(options.losses)
 

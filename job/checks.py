@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from rowcast.job.embedding_tables import Table
 from rowcast.job.formats import BATCH, Columns, Data, format_of
 from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM, BottomAndTop, NextItemSettings
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import MAX_TABLES, Job
 from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import group_specs, rows_in
+from rowcast.job.tables import group_specs, needs_whole_rows, rows_in
 from rowcast.job.units import parse_bytes
 from rowcast.runtime.errors import nearest
 
@@ -18,13 +17,19 @@ def check_tables(tables: list[Table], columns: Columns) -> dict[str, Table]:
     """Returns the table of each feature. Raises ValueError for tables and columns that do not fit together."""
     if not tables:
         raise ValueError("no tables; give [[tables]] or [tables_from]")
-    if len(tables) > MAX_TABLES:
-        raise ValueError(f"{len(tables)} tables are more than {MAX_TABLES}")
-    features = [feature for table in tables for feature in table.features]
-    for kind, names in (("table", [table.name for table in tables]), ("feature", features)):
-        for name in sorted(name for name, count in Counter(names).items() if count > 1):
-            raise ValueError(f"{kind} {name} appears more than once in [[tables]]")
-    by_feature = {feature: table for table in tables for feature in table.features}
+    if (count := sum(max(1, table.pieces) for table in tables)) > MAX_TABLES:
+        raise ValueError(f"{count} tables and column pieces are more than {MAX_TABLES}")
+    for name in sorted(name for name, count in Counter(table.name for table in tables).items() if count > 1):
+        raise ValueError(f"table {name} appears more than once in [[tables]]")
+    by_feature = dict[str, Table]()
+    for table in tables:
+        for feature in table.features:
+            if feature in by_feature:
+                raise ValueError(
+                    f"feature {feature} is in table {by_feature[feature].name} and in table {table.name}, and can be "
+                    "in one; give the ids of one of them under a second feature name"
+                )
+            by_feature[feature] = table
     hashed = [] if isinstance(columns.hash, bool) else columns.hash
     for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
         for feature in features:
@@ -80,23 +85,30 @@ def check_whole(job: Job) -> None:
             f"model.compile: data.batch_size = {job.data.batch_size} is not a multiple of ranks.parts = "
             f"{job.ranks.num_parts}, so parts would have two shapes; change one of them, or remove model.compile"
         )
+    sparse = job.optimizer.sparse
     for table in job.tables:
-        if table.linear and any(state.per_row for state in ROW_OPTIMIZERS[job.optimizer.sparse.kind].states):
+        needs = needs_whole_rows(sparse, table)
+        if table.is_cut and needs:
             raise ValueError(
-                f"table {table.name} has linear = true, but {job.optimizer.sparse.kind} keeps one state for a row as a "
+                f'table {table.name}: placement = "{table.placement}" cuts rows, and {" and ".join(needs)} needs a '
+                'whole row; place the table whole: placement = "table"'
+            )
+        if table.linear and sparse.kind in needs:
+            raise ValueError(
+                f"table {table.name} has linear = true, but {sparse.kind} keeps one state for a row as a "
                 'whole; set optimizer.sparse.kind = "adagrad"'
             )
-        if table.linear and job.optimizer.sparse.clip_rows is not None:
+        if table.linear and sparse.clip_rows is not None:
             raise ValueError(
                 f"table {table.name} has linear = true, but optimizer.sparse.clip_rows takes the norm of a row as a "
                 "whole; remove one of them"
             )
-    if job.optimizer.sparse.master and all(table.dtype == "fp32" for table in job.tables):
+    if sparse.master and all(table.dtype == "fp32" for table in job.tables):
         raise ValueError(
             "optimizer.sparse.master = true keeps fp32 weights beside rounded ones, but every table has "
             'dtype = "fp32"; remove it, or set dtype = "bf16"'
         )
-    kinds = {(table.width, table.dtype) for table in job.tables}
+    kinds = group_specs(job)
     if job.cache.capacity_rows is not None and len(kinds) > 1:
         raise ValueError(
             f'cache.capacity: "{job.cache.capacity}" counts rows, but the tables have rows of {len(kinds)} widths or '

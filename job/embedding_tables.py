@@ -11,6 +11,7 @@ from rowcast.job.section import Section
 RowType = Literal["fp32", "fp16", "bf16"]
 Rows = Annotated[int, Meta(ge=1, le=2**48)]  # a key is table_index << 48 | row
 Width = Annotated[int, Meta(ge=1, le=4096)]
+Placement = str  # "rows", "table", "columns:K" or "auto"
 # the largest finite values
 LARGEST: dict[RowType, float] = {"fp32": (2 - 2**-23) * 2.0**127, "fp16": 65504.0, "bf16": (2 - 2**-7) * 2.0**127}
 LARGEST_NORMAL = math.sqrt(64 * math.log(2))  # the largest value of `init = "normal:std"`, in standard deviations
@@ -32,11 +33,28 @@ class Table(Section, frozen=True, kw_only=True):
     # [B, embedding_dim] from one look-up, as Wide & Deep and DeepFM need it; not with `rowwise_adagrad` or `clip_rows`,
     # which treat a row as a whole
     linear: bool = False
+    # which rank owns a row, if there are several: `rows` divides the table among all, and rows travel to the ranks that
+    # look them up; `table` gives it to one rank, which pools it for all, and pooled vectors travel; `columns:K` gives
+    # each of K pieces of its columns to one rank, not with `rowwise_adagrad`, `clip_rows` or `linear`, which treat a
+    # row as a whole; `auto` chooses among these by the bytes that the first batches would send, and knows nothing of
+    # the hosts' memory; it cuts no table if `cache.groups` is set or `cache.capacity` is in rows. It changes no bit,
+    # and a restart may change it
+    placement: Placement = "rows"
 
     @property
     def width(self) -> int:
         """Weights in a row: `embedding_dim`, and the linear one."""
         return self.embedding_dim + self.linear
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces have one owner each: 0 if ranks divide the rows, as "auto" does until it has chosen."""
+        kind, _, columns = self.placement.partition(":")
+        return int(columns or kind == "table")
+
+    @property
+    def is_cut(self) -> bool:
+        return self.placement.startswith("columns:")
 
     def check(self) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
@@ -47,11 +65,29 @@ class Table(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f'table {self.name}: linear = true needs pooled look-ups, and pooling is "none"; use "sum" or "mean"'
             )
+        if self.placement != "rows" and self.pooling == "none":
+            raise ValueError(
+                f'table {self.name}: placement = "{self.placement}" needs pooled look-ups, and pooling is "none"; set '
+                'placement = "rows"'
+            )
+        self._check_pieces()
         reach = init_reach(self.init, self.num_embeddings)
         if reach > LARGEST[self.dtype]:
             raise ValueError(
                 f"table {self.name}: init = {self.init!r} reaches {reach:.6g}, and {self.dtype} ends at "
                 f"{LARGEST[self.dtype]:.6g}; choose smaller first values"
+            )
+
+    def _check_pieces(self) -> None:
+        own = f'table {self.name}: placement = "{self.placement}"'
+        if not re.fullmatch(r"rows|table|auto|columns:[1-9][0-9]*", self.placement):
+            raise ValueError(f"{own} is not one of rows, table, columns:K, auto")
+        fitting = [count for count in range(1, self.embedding_dim // 4 + 1) if self.embedding_dim % (4 * count) == 0]
+        if self.is_cut and self.pieces not in fitting:
+            nearest = placement_of(min(fitting, key=lambda count: abs(count - self.pieces), default=1))
+            raise ValueError(
+                f"{own} does not divide {self.embedding_dim} columns into pieces of a multiple of 4; set "
+                f'placement = "{nearest}"'
             )
 
 
@@ -64,6 +100,12 @@ class TablesFrom(Section, frozen=True, kw_only=True):
     pooling: Literal["sum", "mean"] = "sum"
     init: str = "uniform"  # as in `[[tables]]`
     linear: bool = False  # as in `[[tables]]`
+    placement: Placement = "rows"  # as in `[[tables]]`
+
+
+def placement_of(pieces: int) -> Placement:
+    """`pieces`: as `Table.pieces`."""
+    return ("rows", "table")[pieces] if pieces < 2 else f"columns:{pieces}"
 
 
 def parse_init(init: str, num_embeddings: int) -> tuple[Literal["uniform", "normal", "constant"], float, float]:

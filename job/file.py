@@ -68,7 +68,9 @@ def set_key(content: dict[str, Any], name: str, value: Any) -> None:
     for section in sections:
         content = content.setdefault(section, {})
         if not isinstance(content, dict):
-            raise ConfigError(f"{name}: {section} is not a section; only section.key can be set")
+            raise ConfigError(
+                f"{name}: {section} is not a section; only section.key can be set, and [[tables]] in the file"
+            )
     content[key] = value
 
 
@@ -98,7 +100,8 @@ def resolve_tables(job: Job) -> list[Table]:
         if job.data.synthetic.preset is None:
             raise ValueError("tables_from: cardinalities = [...] is missing")
         cardinalities = [max(1, round(rows * job.data.synthetic.scale)) for rows in CRITEO_KAGGLE_CARDINALITIES]
-    shared = {name: getattr(job.tables_from, name) for name in ("embedding_dim", "dtype", "pooling", "init", "linear")}
+    names = ("embedding_dim", "dtype", "pooling", "init", "linear", "placement")
+    shared = {name: getattr(job.tables_from, name) for name in names}
     return [
         Table(name=f"t_cat_{i}", num_embeddings=rows, features=[f"cat_{i}"], **shared)
         for i, rows in enumerate(cardinalities)

@@ -151,14 +151,8 @@ class Data(Section, frozen=True, kw_only=True):
     # the fraction of the data, from its end before any shuffle, used to evaluate
     eval_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     # `none`, `window:65536` (within blocks of 65536 rows) or `full` (not for Parquet); the order depends
-    # on the seed and the epoch
+    # on the seed and the epoch, see [orders.md](orders.md)
     shuffle: str = "none"
-    # `hot-blocks:20`: samples with all ids in `hot` alternate with other samples, in 20 blocks of each per epoch
-    # (not for Parquet); both kinds stay in the order of `shuffle`, see [orders.md](orders.md)
-    order: str | None = None
-    # `order`: a file of hot rows, written by `rowcast profile --out`; `cache.pin` may name the same file or a
-    # different one
-    hot: str | None = None
     # what happens to an id that is outside its table or missing (null in Parquet, an empty cell in CSV): `error` stops
     # the run and names file, line, column and id; `zero` uses row 0; `modulo` uses the remainder, and row 0 for a
     # missing id; `zero` and `modulo` count such ids. A missing hash in Criteo TSV is always row 0
@@ -182,7 +176,6 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f'shuffle = "full" needs random access, which {self.format} does not have; use "window:65536"'
             )
-        self._check_order(known)
         if (self.columns.hash or self.columns.prepare) and not known.named_columns:
             key = "hash" if self.columns.hash else "prepare"
             belongs = f"belongs to format = {formats_with('named_columns')}"
@@ -203,30 +196,6 @@ class Data(Section, frozen=True, kw_only=True):
                 f"columns.labels and columns.label_values: {self.format} has one label of 0 or 1 a sample; remove them"
             )
 
-    def _check_order(self, known: "Format") -> None:
-        if self.order is None and self.hot is not None:
-            raise ValueError('hot belongs to order = "hot-blocks:N"; set that, or remove hot')
-        if self.order is None:
-            return
-        if self.order == "hot-blocks:auto":
-            raise ValueError(
-                'order = "hot-blocks:auto" is refused: blocks that follow the test loss would make plans depend on '
-                'results, so no look-ahead could cross a block; give a number of blocks, such as "hot-blocks:20"'
-            )
-        if not re.fullmatch(r"hot-blocks:[1-9]\d{0,5}", self.order):
-            raise ValueError(f"order = {self.order!r} is not hot-blocks:N, with N from 1 to 999999")
-        if known is CUSTOM:
-            raise ValueError(f"order = {self.order!r}: {self.format} decides the order of its samples; remove it")
-        if not known.random_access:
-            raise ValueError(
-                f"order = {self.order!r} needs random access, which {self.format} does not have; "
-                f"use {formats_with('random_access')}"
-            )
-        if self.hot is None:
-            raise ValueError(
-                f'order = {self.order!r} needs hot = "...", the hot rows; `rowcast profile --out` writes them'
-            )
-
     @property
     def batch_features(self) -> frozenset[str]:
         """The features whose look-ups are the batch's."""
@@ -238,16 +207,6 @@ class Data(Section, frozen=True, kw_only=True):
         """Maps each array of look-ups to its feature; of data.columns.inputs only those that data.of names."""
         drawn = {f"{own.feature}.{name}": own.feature for own in self.negatives for name in ("id", "log_q")}
         return {name: of for name, of in self.of.items() if of != BATCH} | drawn
-
-    @property
-    def num_hot_blocks(self) -> int | None:
-        """Blocks of hot samples in an epoch, and as many of others; None without them."""
-        return None if self.order is None else int(self.order.removeprefix("hot-blocks:"))
-
-    @property
-    def whole_order(self) -> str:
-        """Both keys in one: `full`, or `full+hot-blocks:20`."""
-        return self.shuffle if self.order is None else f"{self.shuffle}+{self.order}"
 
     @property
     def shuffle_window(self) -> int | None:

@@ -9,20 +9,21 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-LAST_COMMIT = "4c36c62"  # the last that had them
+LAST_COMMIT = "4c36c62"  # has all of them
 NO_VERIFY = "checksums cover rows on disk and on Redis, and `make exact` tests a machine"
 NO_TRACES = "the data is read again, which gives the same batches"
+NO_HOT_ROWS = "look-ahead keeps the rows that are needed next, whichever are hot (docs/orders.md)"
 REMOVED = {  # name -> what replaces it
     "simulate --rates": "`simulate --ranks` counts rows and bytes, and `rowcast estimate` models a step's time",
     "run --verify": NO_VERIFY,
     "run --verify-share": NO_VERIFY,
     "train --verify": NO_VERIFY,
     "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
-    "profile --plot": "`rowcast profile` tells the hot rows, `simulate --plot` the hit ratios, `advise` the curve",
+    "profile": f"{NO_HOT_ROWS}; `simulate` tells the hit ratios, and `advise` the curve",
+    "data.order": NO_HOT_ROWS,
+    "data.hot": NO_HOT_ROWS,
+    "cache.pin": NO_HOT_ROWS,
     "advise --samples": "--max-steps reads the first steps, and the whole run is surer",
-    "profile --confidence": "shares are counted on samples that did not choose the rows; a larger --sample is surer",
-    "profile --samples": "--sample gives the share of an epoch to read",
-    "profile --max-steps": "it went with `profile --plot`; --sample says how much to read",
     "estimate --plot": "the line of the bottleneck names the critical path's tasks",
     "estimate --advised": "`rowcast advise` prints the sections; put them into the job file or give them by --vary",
     "estimate --compare": "`rowcast estimate --run` prints the same ms of each task as `--rates`",
@@ -36,7 +37,7 @@ REMOVED = {  # name -> what replaces it
 def gone(names: Iterable[str]) -> str | None:
     """One sentence for the first of the names that is gone; None if all are alive."""
     found = next((name for name in names if name in REMOVED), None)
-    return None if found is None else f"{found} is gone: {REMOVED[found]}; commit {LAST_COMMIT} was the last to have it"
+    return None if found is None else f"{found} is gone: {REMOVED[found]}; commit {LAST_COMMIT} has it"
 
 
 def refuse_removed(content: Mapping[str, Any], path: str) -> None:

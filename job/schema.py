@@ -58,8 +58,8 @@ class JobSection(Section, frozen=True, kw_only=True):
     name: str = "rowcast"  # only used as a label of the metric `rowcast_build_info`
     # seeds every random number: first values of rows, dense weights, shuffles
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    # the folder that receives `report.json`, `report.html`, `losses.f32`, `checkpoints/step-<n>` (n counts evaluation
-    # steps too) and `order` (which samples are hot, for `data.order`); only one run at a time can use it
+    # the folder that receives `report.json`, `report.html`, `losses.f32` and `checkpoints/step-<n>` (n counts
+    # evaluation steps too); only one run at a time can use it
     run_dir: str
 
     def check(self) -> None:
@@ -127,8 +127,6 @@ class Cache(Section, frozen=True, kw_only=True):
     capacity: Size
     # which rows leave the device: {kinds}; the others exist for comparison and train to the same bits
     policy: Policy = "lookahead"
-    # a file of rows that never leave the device once fetched; `rowcast profile --out` writes one
-    pin: str | None = None
     # maps a group to its exact capacity, such as `fp32_d16_sgd = "16MiB"` or `"20000 rows"`; the other groups divide
     # the rest
     groups: dict[str, Size] = {}
@@ -275,6 +273,9 @@ class Ranks(Section, frozen=True, kw_only=True):
     # ranks of a host, `count` by default: torchrun's `--nproc-per-node`
     per_host: Annotated[int, Meta(ge=1)] | None = None
     timeout: str | float = "60s"  # how long a rank waits for the others before it gives up
+    # `bf16` rounds the gradient of each row in a part and every sum of them, and pooled vectors with their gradients,
+    # also with one rank or one part: these travel with half the bytes; see [ranks.md](ranks.md#fewer-bytes)
+    gradients: Literal["fp32", "bf16"] = "fp32"
 
     def check(self) -> None:
         check_shared(self.num_parts, self.count)
@@ -404,8 +405,10 @@ class Job(Section, frozen=True, kw_only=True):
 
     def session_digest(self) -> str:
         """The digest that the two processes compare: without ports, threads, and settings that may differ between
-        hosts."""
+        hosts, or that the prefetcher decides."""
         content = self.content()
+        for table in content["tables"]:
+            table.pop("placement")
         content.pop("metrics")
         content["trainer"].pop("threads")
         for key in ("threads", "background"):

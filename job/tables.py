@@ -10,11 +10,13 @@ of `weight`. The padding after each part is always zero.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, count
 from typing import TYPE_CHECKING, Literal
 
-from rowcast.job.embedding_tables import RowType, Table
+from msgspec import structs
+
+from rowcast.job.embedding_tables import RowType, Table, placement_of
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_bytes, parse_rows
@@ -25,6 +27,8 @@ if TYPE_CHECKING:  # a launcher needs no numpy
 KEY_SHIFT = 48  # key = table_index << 48 | row
 ROW_MASK = (1 << KEY_SHIFT) - 1
 ALIGNMENT = 16  # bytes; every part of a record starts at a multiple of it
+Points = tuple[tuple[int, ...], ...]  # of each table of the job
+LEAST_COLUMNS = 16  # "auto" makes no piece with fewer
 ITEM_BYTES: dict[RowType, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 GROUP_NAME = rf"(?:{'|'.join(ITEM_BYTES)})_d[0-9]+_(?:{'|'.join(ROW_OPTIMIZERS)})(?:_master)?"  # of `GroupSpec.name`
 
@@ -41,6 +45,9 @@ class TableSpec:
     dtype: RowType = "fp32"  # dtype of the weights that a look-up reads
     linear: bool = False  # whether the last weight in a row is its linear weight
     batch_features: tuple[str, ...] = ()  # the features whose look-ups are the batch's (data.of)
+    # of all its rows on the line that ranks divide (protocol/shards.py), u32; None: each block of rows has its own
+    point: int | None = None
+    first_column: int = 0  # of a piece, in the rows of the job's table of this name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +86,12 @@ class GroupSpec:
     parts: tuple[RecordPart, ...]  # weight first
     record_bytes: int
     feature_positions: tuple[int, ...]  # positions of the group's features in the job's feature order
+    gradients: RowType = "fp32"  # dtype of the gradients of rows, between the parts of a batch and the row optimizer
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a row."""
+        return self.embedding_dim * ITEM_BYTES[self.gradients]
 
     @property
     def num_rows(self) -> int:
@@ -106,6 +119,11 @@ class GroupSpec:
         table = next(table for table in self.tables if table.index == key >> KEY_SHIFT)
         return f"row {key & ROW_MASK} of table {table.name}"
 
+    @property
+    def feature_pieces(self) -> list[tuple[int, int]]:
+        """The position of each of the group's features, and the first of its columns that the group has."""
+        return list(zip(self.feature_positions, (own.first_column for own in self.feature_tables()), strict=True))
+
     def feature_tables(self) -> list[TableSpec]:
         """The table of each of the group's features, in the group's feature order."""
         return [table for table in self.tables for _ in table.features]
@@ -113,6 +131,14 @@ class GroupSpec:
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
+
+
+def points_in(groups: Iterable["GroupSpec"]) -> Points:
+    """Returns the points of the pieces of each table of the job, as a manifest keeps them; () if no table is placed."""
+    found: dict[str, tuple[int, ...]] = {}
+    for table in sorted((table for group in groups for table in group.tables), key=lambda table: table.index):
+        found[table.name] = (*found.get(table.name, ()), *(() if table.point is None else (table.point,)))
+    return tuple(found.values()) if any(found.values()) else ()
 
 
 def has_master(optimizer: SparseOptimizer, dtype: RowType) -> bool:
@@ -136,11 +162,47 @@ def record_parts(optimizer: SparseOptimizer, dtype: RowType, dim: int) -> tuple[
 
 
 def table_specs(job: Job) -> tuple[TableSpec, ...]:
+    """The tables of the job file, whole."""
     return specs_of(job.tables, job.data.batch_features)
 
 
-def specs_of(tables: list[Table], batch_features: frozenset[str]) -> tuple[TableSpec, ...]:
-    return tuple(
+def with_placements(job: Job, placements: Sequence[str]) -> Job:
+    """`placements`: of each table, none of them "auto"; () leaves the job as it is."""
+    if not placements:
+        return job
+    pairs = zip(job.tables, placements, strict=True)
+    return structs.replace(job, tables=[structs.replace(table, placement=own) for table, own in pairs])
+
+
+def points_of(tables: Sequence[Table], num_ranks: int) -> Points:
+    """Returns the points of each table's pieces: none of a table that ranks divide by rows, as "auto" does until
+    `with_placements`. They halve the line, then its halves, and so on, the most pooled values first: so 2**n ranks get
+    equally many, up to one, and others about as many."""
+    widths = [table.width // max(1, table.pieces) * len(table.features) for table in tables]
+    pieces = [(-widths[t], t, k) for t, table in enumerate(tables) for k in range(table.pieces) if num_ranks > 1]
+    points = {(t, k): int(f"{number:032b}"[::-1], 2) for number, (_, t, k) in enumerate(sorted(pieces))}
+    return tuple(tuple(points[t, k] for k in range(table.pieces)) for t, table in enumerate(tables)) if points else ()
+
+
+def needs_whole_rows(sparse: SparseOptimizer, table: Table) -> list[str]:
+    """Returns the settings by which no column of the table trains without the others."""
+    is_whole_row = any(state.per_row for state in ROW_OPTIMIZERS[sparse.kind].states)
+    needs = {sparse.kind: is_whole_row, "clip_rows": sparse.clip_rows is not None, "linear = true": table.linear}
+    return [name for name, is_set in needs.items() if is_set]
+
+
+def cuts(job: Job, table: Table) -> list[int]:
+    """Returns how many pieces "auto" may cut the table into, ascending. Pieces are another group than their table, so
+    none are made where the job counts the rows of a group."""
+    most = table.embedding_dim // LEAST_COLUMNS
+    if job.cache.capacity_rows is not None or job.cache.groups or needs_whole_rows(job.optimizer.sparse, table):
+        most = 1
+    return [1, *(2**n for n in range(1, most.bit_length()) if table.embedding_dim % (4 * 2**n) == 0)]
+
+
+def specs_of(tables: Sequence[Table], batch_features: frozenset[str], points: Points = ()) -> tuple[TableSpec, ...]:
+    """Returns tables in the job's order, then the other pieces of those that are cut. `points`: as `points_of`."""
+    specs = [
         TableSpec(
             index=index,
             name=table.name,
@@ -154,18 +216,54 @@ def specs_of(tables: list[Table], batch_features: frozenset[str]) -> tuple[Table
             batch_features=tuple(name for name in table.features if name in batch_features),
         )
         for index, table in enumerate(tables)
-    )
+    ]
+    numbers = count(len(specs))
+    for table, own in zip(list(specs), points, strict=False):
+        dim = table.embedding_dim // max(1, len(own))
+        for k, point in enumerate(own):
+            piece = replace(table, embedding_dim=dim, point=point, first_column=k * dim)
+            if k:
+                specs.append(replace(piece, index=next(numbers)))
+            else:
+                specs[table.index] = piece
+    return tuple(specs)
 
 
 def group_specs(job: Job) -> tuple[GroupSpec, ...]:
-    """The groups in order of their first table; tables within a group keep the job's order."""
-    tables, optimizer = table_specs(job), job.optimizer.sparse
-    first_feature = [*accumulate((len(table.features) for table in tables), initial=0)]
+    """The groups of a run: with several ranks, of tables and pieces as they are placed."""
+    return groups_at(job, points_of(job.tables, job.ranks.count))
+
+
+def whole_groups(job: Job) -> tuple[GroupSpec, ...]:
+    """The groups of whole tables, as everyone has them who only reads rows."""
+    return groups_at(job, ())
+
+
+def possible_groups(job: Job) -> tuple[GroupSpec, ...]:
+    """All groups that some choice of "auto" has, once for each set of poolings; their numbers are those of different
+    runs."""
+    found: dict[tuple[str, frozenset[str]], GroupSpec] = {}
+    # of each table that is left to "auto", by its number
+    left = {t: cuts(job, table) for t, table in enumerate(job.tables) if table.placement == "auto"}
+    for most in sorted({1, *chain.from_iterable(left.values())}):
+        placed = [table.placement for table in job.tables]
+        for t, counts in left.items():
+            placed[t] = placement_of(max(count for count in counts if count <= most))
+        groups = group_specs(with_placements(job, placed))
+        found |= {(group.name, frozenset(table.pooling for table in group.tables)): group for group in groups}
+    return tuple(found.values())
+
+
+def groups_at(job: Job, points: Points) -> tuple[GroupSpec, ...]:
+    """The groups in order of their first table; tables within a group keep the job's order, and other pieces follow."""
+    tables, optimizer = specs_of(job.tables, job.data.batch_features, points), job.optimizer.sparse
+    first_features = accumulate((len(table.features) for table in job.tables), initial=0)
+    first_feature = dict(zip((table.name for table in job.tables), first_features, strict=False))
     groups: list[GroupSpec] = []
     for dtype, dim in dict.fromkeys((table.dtype, table.embedding_dim) for table in tables):
         members = tuple(table for table in tables if (table.dtype, table.embedding_dim) == (dtype, dim))
         parts, record_bytes = record_parts(optimizer, dtype, dim)
-        positions = [int(first_feature[table.index]) + i for table in members for i in range(len(table.features))]
+        positions = [first_feature[table.name] + i for table in members for i in range(len(table.features))]
         groups.append(
             GroupSpec(
                 index=len(groups),
@@ -176,9 +274,15 @@ def group_specs(job: Job) -> tuple[GroupSpec, ...]:
                 parts=parts,
                 record_bytes=record_bytes,
                 feature_positions=tuple(positions),
+                gradients=job.ranks.gradients,
             )
         )
     return tuple(groups)
+
+
+def num_features(groups: Iterable[GroupSpec]) -> int:
+    """The features of a batch; pieces of a table share its features."""
+    return 1 + max(position for group in groups for position in group.feature_positions)
 
 
 def batch_features(groups: Iterable[GroupSpec]) -> frozenset[int]:

@@ -5,7 +5,7 @@ that a refusal names what differs, and so that jobs of two versions can be compa
 
     a key that was added since      had what is its default now
     a default that has changed      differs: the checkpoint has the old one
-    a key that was removed since    differs
+    a key that was removed since    differs if it was set
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,15 +30,15 @@ from rowcast.runtime.checkpoint_manifest import (
 from rowcast.runtime.errors import ConfigError, Mismatch, instead
 from rowcast.runtime.run_directory import RunDirectory
 
-# where the data is and how often it is read; of data.hot the rows count, wherever they are, and of files their order
-NOT_COUNTED = ("data.path", "data.by_name", "data.eval_path", "data.epochs", "data.hot", "data.copies")
+# where the data is and how often it is read, but of files their order; which rank owns a table
+NOT_COUNTED = {"data.path", "data.by_name", "data.eval_path", "data.epochs", "data.copies", "placement"}
 # what becomes of invalid ids, of a run that would have ended at the first one: it has trained none
 UNUSED = ("data.on_invalid_id", "error")
 # what must be as it was even before the first step: the rows and their first values
 OF_ROWS = ("table", "job.seed", "optimizer.sparse.kind", "optimizer.sparse.master")
 # which samples are trained, and when: an evaluation may have others
 ONLY_OF_TRAINING = (
-    *("data.batch_size", "data.eval_fraction", "data.shuffle", "data.order", "data.on_invalid_id"),
+    *("data.batch_size", "data.eval_fraction", "data.shuffle", "data.on_invalid_id"),
     *("data.columns.label", "data.columns.label_values", "data.columns.delimiter", "data.columns.lists"),
     "data.columns.names",
     *("data.synthetic", "data.options"),
@@ -48,7 +48,7 @@ MOST_NAMED = 3  # differences in a sentence
 
 def check_belongs(checkpoint: Manifest, job: Job, data: TrainingData) -> None:
     """Raises Mismatch, which names the first differences, if the job cannot continue from this checkpoint."""
-    found = differing_settings(checkpoint, job) or list(data_differences(checkpoint, job, data))
+    found = differing_settings(checkpoint, job) or list(data_differences(checkpoint, data))
     if found:
         raise Mismatch(
             f"the checkpoint after {checkpoint.train_steps} train steps in {job.run_dir} is of another job: "
@@ -108,6 +108,7 @@ def setting_differences(was: Mapping[str, Any], job: Job) -> Iterator[str]:
         yield from of_section(f"{name}.", was[name], section)
     yield from of_value("job.seed", was["job"]["seed"], job.job.seed)
     yield from of_value("ranks.parts", num_parts(was), job.ranks.num_parts)
+    yield from of_value("ranks.gradients", was["ranks"].get("gradients", "fp32"), job.ranks.gradients)
 
 
 def of_tables(was: Sequence[Mapping[str, Any]], now: Sequence[Table]) -> Iterator[str]:
@@ -126,12 +127,12 @@ def of_section(prefix: str, was: Mapping[str, Any], now: Section) -> Iterator[st
         before = was[name] if name in was else msgspec.to_builtins(default_of(field))
         if isinstance(value, Section) and isinstance(before, Mapping):
             yield from of_section(f"{key}.", before, value)
-        elif key not in NOT_COUNTED and (key, before) != UNUSED:
+        elif not {key, name} & NOT_COUNTED and (key, before) != UNUSED:
             yield from of_value(key, before, msgspec.to_builtins(value))
     for name in sorted(was.keys() - keys.keys()):
         if name in others:
             yield from of_value(f"{prefix}{name}", was[name], others[name])
-        else:
+        elif was[name] is not None:
             yield f"{prefix}{name} was {described(was[name])}, and this version has no such key"
 
 
@@ -160,14 +161,12 @@ def num_parts(was: Mapping[str, Any]) -> int:
 # data
 
 
-def data_differences(checkpoint: Manifest, job: Job, data: TrainingData) -> Iterator[str]:
+def data_differences(checkpoint: Manifest, data: TrainingData) -> Iterator[str]:
     was = checkpoint.trained_on
     if isinstance(checkpoint, ManifestOfVersion3):
         if not checkpoint.is_import and checkpoint.training_digest != digest_of_version_3(checkpoint.job, data):
-            yield "the size of a data file differs" + ("" if job.data.hot is None else ", or a row of data.hot")
+            yield "the size of a data file differs"
     elif was is not None:
-        if was.hot_rows != data.hot_rows:
-            yield f"the rows of data.hot = {job.data.hot!r} differ"
         yield from of_files(was.files, data.files)
         yield from of_dense(was, data.dense_columns)
 
@@ -200,8 +199,7 @@ def named(file: DataFile, before: DataFile) -> str:
 def digest_of_version_3(was: Mapping[str, Any], data: TrainingData) -> str:
     """Replaces `TrainingData` in manifests of version 3, with only the sizes of the data."""
     kept = {name: was[name] for name in ("tables", "model", "optimizer")}
-    own = {name: value for name, value in was["data"].items() if f"data.{name}" not in (*NOT_COUNTED, "data.order")}
-    parts, order = num_parts(was), was["data"].get("order")
-    orders = [] if order is None else [{"order": order, "hot_rows": data.hot_rows}]
-    sizes = [file.nbytes for file in data.files]
-    return digest([kept, own, was["job"]["seed"], sizes, *([parts] if parts > 1 else []), *orders])
+    left_out = {*NOT_COUNTED, "data.order", "data.hot"}
+    own = {name: value for name, value in was["data"].items() if f"data.{name}" not in left_out}
+    parts, sizes = num_parts(was), [file.nbytes for file in data.files]
+    return digest([kept, own, was["job"]["seed"], sizes, *([parts] if parts > 1 else [])])

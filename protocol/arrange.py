@@ -91,3 +91,29 @@ def first_not_permuted(order: U16, starts: I64, marks: Bytes) -> int:
         if found != size:
             return t
     return -1
+
+
+@compiled_loop
+def first_not_ordered(words: U16, places: I64, starts: I64, marks: Bytes) -> int:
+    """Returns the first of `starts` whose table's part of an `order` is no permutation, or -1. A row of `places` [*, 4]
+    holds the first item of a group's `order` in `words`, its items, and which of `starts` are the group's."""
+    for k in range(len(places)):
+        first, size, begin, end = places[k, 0], places[k, 1], places[k, 2], places[k, 3]
+        table = first_not_permuted(words[first : first + size], starts[begin:end], marks)
+        if table >= 0:
+            return int(begin + table)
+    return -1
+
+
+@compiled_loop
+def first_not_rising(words: I32, places: I64) -> int:
+    """Returns the first of the places whose values do not begin with 0, or fall, or do not end with theirs; or -1. A
+    row of `places` [*, 3] holds the first item in `words`, the items, and the last value."""
+    for k in range(len(places)):
+        first, last = places[k, 0], places[k, 0] + places[k, 1] - 1
+        is_right = words[first] == 0 and words[last] == places[k, 2]
+        for i in range(first, last):
+            is_right &= words[i] <= words[i + 1]
+        if not is_right:
+            return k
+    return -1

@@ -6,11 +6,13 @@ Batch          both
 Scheduled      any of these at its place in the run, or the function that decodes it
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 import numpy.typing as npt
+import xxhash
 from msgspec.structs import replace
 
 from rowcast.runtime.arrays import F32, I64
@@ -36,11 +38,21 @@ class Lookups:
     """B samples' look-ups of F features. Arrays are C-contiguous and never change."""
 
     size: int  # B
+    others: int = 0  # samples of the batch that are not here, but on other ranks
     # [N] feature-major (all samples of feature 0, then of feature 1, ...), checked against the tables
     ids: I64
     # [F * B + 1] into ids, or None if every bag holds exactly one id (N = F * B)
     offsets: I64 | None = None
     weights: F32 | None = None  # [N], or None if no feature has weights
+
+    @property
+    def num_bags(self) -> int:
+        return len(self.ids) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the batch over all ranks."""
+        return self.size + self.others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +84,41 @@ class Batch(Lookups, Samples):
             offsets=lookups.offsets,
             weights=lookups.weights,
             inputs=samples.inputs,
+            others=lookups.others,
         )
 
     @property
     def lookups(self) -> Lookups:
-        return Lookups(size=self.size, ids=self.ids, offsets=self.offsets, weights=self.weights)
+        return Lookups(size=self.size, others=self.others, ids=self.ids, offsets=self.offsets, weights=self.weights)
 
     @property
     def samples(self) -> Samples:
         return Samples(dense=self.dense, labels=self.labels, inputs=self.inputs)
+
+
+def needed_offsets(ids: I64, offsets: I64 | None) -> I64 | None:
+    """Returns None if every bag holds exactly one id, as `Lookups` has it; else the offsets."""
+    if offsets is None or len(ids) != len(offsets) - 1 or not (np.diff(offsets) == 1).all():
+        return offsets
+    return None
+
+
+def ids_checksum(batch: Lookups) -> str:
+    """Returns the xxh3_64 of ids, offsets and weights, 16 hex digits; the same with offsets that are not needed."""
+    return checksum_of([batch.ids, needed_offsets(batch.ids, batch.offsets), batch.weights])
+
+
+def dense_checksum(batch: Samples) -> str:
+    """Returns the xxh3_64 of dense features, labels and all other arrays, 16 hex digits."""
+    return checksum_of([batch.dense, batch.labels, *batch.inputs.values()])
+
+
+def checksum_of(arrays: Sequence[npt.NDArray[np.generic] | None]) -> str:
+    hasher = xxhash.xxh3_64()
+    for array in arrays:
+        if array is not None:
+            hasher.update(np.ascontiguousarray(array).data)
+    return hasher.hexdigest()
 
 
 def after(kind: Kind, at: Position) -> Position:

@@ -41,8 +41,10 @@ class GroupCounters:
     row_bytes_from_device: int = 0
     rows_sent: int = 0  # to other ranks
     rows_received: int = 0
-    bytes_sent: int = 0  # of these rows, and of the gradients of those received
+    bytes_sent: int = 0  # rows and pooled vectors that leave, and gradients of those that came
     bytes_received: int = 0
+    vector_bytes_sent: int = 0  # the part of `bytes_sent` that is pooled vectors and their gradients
+    vector_bytes_received: int = 0
 
     def step(self, *, num_lookups: int, num_unique: int, num_fetch: int, num_evict: int) -> None:
         """`num_unique`: if ranks divide the batch, its rows that this rank owns."""
@@ -62,12 +64,20 @@ class GroupCounters:
         self.bytes_sent += sent * self.weight_bytes + received * gradient_bytes
         self.bytes_received += received * self.weight_bytes + sent * gradient_bytes
 
+    def pooled(self, sent: int, received: int, vector_bytes: int, *, trains: bool) -> None:
+        """Counts pooled vectors that leave this rank and arrive; their gradients go the other way."""
+        back = vector_bytes if trains else 0
+        bytes_sent, bytes_received = sent * vector_bytes + received * back, received * vector_bytes + sent * back
+        self.bytes_sent += bytes_sent
+        self.bytes_received += bytes_received
+        self.vector_bytes_sent += bytes_sent
+        self.vector_bytes_received += bytes_received
+
 
 @dataclass(slots=True, kw_only=True)
 class Counters(Generic[StallReason, Phase, Queue]):
     """Base of `PrefetcherCounters` and `TrainerCounters`; `groups` has the order of `group_specs`."""
 
-    groups: dict[str, GroupCounters]
     stalls: dict[StallReason, float]  # reason -> seconds
     phases: dict[Phase, float]  # phase -> seconds
     # seconds for which a queue blocked each side: the producer while it was full, the consumer while it was empty
@@ -83,25 +93,30 @@ class Counters(Generic[StallReason, Phase, Queue]):
     timeline: Timeline | None = None  # also records the seconds counted here, with their times
     literals: ClassVar[tuple[Any, Any, Any]]  # StallReason, Phase, Queue
 
-    _by_index: tuple[GroupCounters, ...] = field(init=False, repr=False)  # messages name groups by number
+    groups: dict[str, GroupCounters] = field(default_factory=dict)
+    _by_index: tuple[GroupCounters, ...] = field(init=False, default=(), repr=False)  # messages name groups by number
 
     @classmethod
     def new(cls, groups: Sequence[GroupSpec], rank: int = 0) -> Self:
         """`groups` comes from `group_specs`."""
         reasons, phases, queues = map(get_args, cls.literals)
-        return cls(
+        counters = cls(
             rank=rank,
-            groups={
-                group.name: GroupCounters(group.record_bytes, group.parts[0].nbytes, 4 * group.embedding_dim)
-                for group in groups
-            },
             stalls=dict.fromkeys(reasons, 0.0),
             phases=dict.fromkeys(phases, 0.0),
             queues={name: {"producer": 0.0, "consumer": 0.0} for name in queues},
         )
+        counters.place(groups)
+        return counters
 
-    def __post_init__(self) -> None:
-        self._by_index = tuple(self.groups.values())
+    def place(self, groups: Sequence[GroupSpec]) -> None:
+        """Counts these groups from now on: tables may be cut once the first batches are read."""
+        if [group.name for group in groups] != list(self.groups):
+            self.groups = {
+                group.name: GroupCounters(group.record_bytes, group.parts[0].nbytes, group.gradient_bytes)
+                for group in groups
+            }
+            self._by_index = tuple(self.groups.values())
 
     def step(self, kind: Kind, batch_size: int) -> None:
         if kind == "train":

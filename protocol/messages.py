@@ -16,8 +16,7 @@ from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
-PROTOCOL_VERSION = 14
-BATCHES_BITS = 48  # of the checksum that ranks compare: two numbers that are exact in f32
+PROTOCOL_VERSION = 16
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
@@ -133,7 +132,6 @@ class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Facts about a batch that ranks divide; `PlanHeader.batch_size` counts the samples of this rank's parts."""
 
     batch_size: Number  # samples of the batch over all ranks
-    batches: Number  # checksum of the batches read up to this one and slightly beyond; BATCHES_BITS
     groups: tuple[ShareHeader, ...]
 
 
@@ -296,9 +294,11 @@ class Welcome(Message, frozen=True, kw_only=True):
     pairing: Text = ""  # the column of each feature, if the data has ids by position
     data: Text = ""  # which files are read, or the format of data without files
     rank: Number = 0  # the rank that owns this prefetcher's shard
+    placements: tuple[Text, ...] = ()  # of each table; () as the job file has them
     checkpoint: Text = ""  # the checksum of the manifest that this incarnation begins at; "" for the start of the run
     machine: Machine = UNRECORDED  # that computed this checkpoint
-    # names and checksums of the first batches: of each feature, of dense features and labels; evaluation's separately
+    data_checksums: tuple[tuple[Text, Text], ...] = ()  # names and checksums: of data files, of an epoch's length
+    # of the first batches: of each feature, of dense features and labels; evaluation's separately
     first_batches: tuple[tuple[Text, Text], ...] = ()
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ parts. What an array of the batch belongs to decides how it is cut:
     negative = "batch"                such a feature
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -125,6 +125,10 @@ class Rank:
     def own_parts(self) -> range:
         return range(self.number * self.parts_per_rank, (self.number + 1) * self.parts_per_rank)
 
+    @property
+    def other_parts(self) -> list[int]:
+        return [part for part in range(self.parts) if part not in self.own_parts]
+
 
 UNDIVIDED = Rank(number=0, count=1, parts=1)
 
@@ -154,10 +158,14 @@ def ids_of_samples(batch: Lookups, samples: slice, whole: Collection[int]) -> Lo
     """Returns the look-ups of some samples, in the order of the batch.
 
     `whole`: positions of the features whose look-ups are the batch's. All are in its first bag, and also here."""
+    return ids_of_features(batch, samples, whole, range(batch.num_bags // max(batch.size, 1)))
+
+
+def ids_of_features(batch: Lookups, samples: slice, whole: Collection[int], features: Iterable[int]) -> Lookups:
+    """Returns the same of some features alone, by ascending position."""
     ids, offsets, weights = batch.ids, batch.offsets, batch.weights
     size = samples.stop - samples.start
-    num_features = (len(ids) if offsets is None else len(offsets) - 1) // batch.size
-    firsts = [f * batch.size + (0 if f in whole else samples.start) for f in range(num_features)]
+    firsts = [f * batch.size + (0 if f in whole else samples.start) for f in features]
     lookups = [(first, first + size) for first in firsts]
     counts: list[I64] = []
     if offsets is not None:
@@ -178,6 +186,17 @@ def joined(array: npt.NDArray[Value], ranges: Sequence[tuple[int, int]]) -> npt.
 def parts_of(batch: Lookups, parts: int, whole: Collection[int]) -> list[Lookups]:
     """Returns the look-ups of each part, as `ids_of_samples`."""
     return [ids_of_samples(batch, slice(*ends), whole) for ends in pairwise(part_bounds(batch.size, parts))]
+
+
+def own_bounds(batch_size: int, rank: Rank) -> list[int]:
+    """Returns the first sample of each of the rank's parts among its own, and the end of the last."""
+    own = part_bounds(batch_size, rank.parts)[rank.own_parts.start : rank.own_parts.stop + 1]
+    return [bound - own[0] for bound in own]
+
+
+def own_parts(own: Lookups, rank: Rank, whole: Collection[int]) -> list[Lookups]:
+    """Returns the look-ups of each of the rank's parts, as `ids_of_samples`. `own`: the rank's of the batch."""
+    return [ids_of_samples(own, slice(*ends), whole) for ends in pairwise(own_bounds(own.batch_size, rank))]
 
 
 def arrays_of_samples(batch: Lookups, samples: slice, of: Belonging) -> Cut:

@@ -48,7 +48,7 @@ class GroupShare(ExchangeArrays[npt.NDArray[Any]]):
     header: ShareHeader
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     """One group's plan in a step: arrays for the trainer, and keys, which stay in the prefetcher."""
 
@@ -156,8 +156,7 @@ def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
     return make_block(arrays)
 
 
-def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int = 0) -> PlanHeader:
-    """`batches`: the checksum that ranks compare (`BatchShare`)."""
+def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock) -> PlanHeader:
     return PlanHeader(
         kind=plan.kind,
         train_step=plan.train_step,
@@ -166,7 +165,7 @@ def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock, batches: int 
         groups=group_headers(plan),
         arrays=block.specs,
         arrays_bytes=block.nbytes,
-        share=batch_share(plan, batches),
+        share=batch_share(plan),
     )
 
 
@@ -185,9 +184,9 @@ def group_headers(plan: StepPlan) -> tuple[GroupHeader, ...]:
     )
 
 
-def batch_share(plan: StepPlan, batches: int) -> BatchShare | None:
+def batch_share(plan: StepPlan) -> BatchShare | None:
     headers = tuple(group.share.header for group in plan.groups if group.share is not None)
-    return BatchShare(batch_size=plan.batch_size, batches=batches, groups=headers) if headers else None
+    return BatchShare(batch_size=plan.batch_size, groups=headers) if headers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,13 +212,13 @@ class Plan:
     victims: tuple[I64, ...]
 
 
-def pack(samples: Samples, plan: StepPlan, batches: int) -> Plan:
-    """`samples`: of this rank's parts. `batches`: the checksum that ranks compare (`BatchShare`)."""
+def pack(samples: Samples, plan: StepPlan) -> Plan:
+    """`samples`: of this rank's parts."""
     block = plan_block(samples, plan)
     return Plan(
         step=plan.step,
         after_step=plan.after_step,
-        header=plan_header(samples, plan, block, batches),
+        header=plan_header(samples, plan, block),
         block=block,
         fetch_keys=tuple(group.fetch_keys for group in plan.groups),
         victims=tuple(group.evict_keys[: group.num_dirty] for group in plan.groups),

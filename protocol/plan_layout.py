@@ -13,6 +13,7 @@ without a planner, `trainer/kernels/lookups.py`.
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 A = TypeVar("A")  # a numpy array in the prefetcher, a tensor in the trainer
@@ -20,7 +21,7 @@ Dtype = Literal["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4"
 ITEM_BYTES: dict[Dtype, int] = {dtype: int(dtype[1]) for dtype in get_args(Dtype)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # frozen, it would take twice as long to make: one a group and step
 class Counts:
     """The numbers of a plan and one of its groups that decide shapes and limits."""
 
@@ -33,7 +34,7 @@ class Counts:
     evict: int = 0
     slots: int = 0  # slots of the group on the device
     readable: int = 0  # rows that look-ups may read: all slots, or the rows received from their owners
-    parts: int = 1  # parts of the batch that are computed here
+    sources: int = 1  # as in `pooled.py`: each has its own distinct rows
     exchanges: bool = False  # whether ranks divide the batch; if not, the numbers below are 0
     sent: int = 0  # rows sent to the ranks that look them up
     returned: int = 0  # received rows whose gradients go back: none in an evaluation
@@ -88,6 +89,9 @@ def is_present(array: str) -> Callable[[Counts], bool]:
     return lambda counts: array in counts.present
 
 
+OPTIONAL = ("order", "offsets", "weights")  # arrays that a plan has or not by its look-ups alone
+
+
 def is_arranged(counts: Counts) -> bool:
     return "order" not in counts.present
 
@@ -96,18 +100,11 @@ def always(counts: Counts) -> bool:
     return True
 
 
-def in_one_part(counts: Counts) -> bool:
-    return counts.parts == 1
+def in_one_source(counts: Counts) -> bool:
+    return counts.sources == 1
 
 
-def exchanges(counts: Counts) -> bool:
-    return counts.exchanges
-
-
-def has_sequences(counts: Counts) -> bool:
-    return counts.sequences > 0
-
-
+exchanges, has_sequences = attrgetter("exchanges"), attrgetter("sequences")
 B, N, U, G = map(Size, ("samples", "lookups", "unique", "bags"))
 S, L = map(Size, ("sequences", "sequence_lookups"))
 FETCH, SLOTS = map(Size, ("fetch", "slots"))
@@ -115,7 +112,7 @@ READABLE, SENT, RETURNED, TRAINED = map(Size, ("readable", "sent", "returned", "
 HOME_ADDITIONS, ADDITIONS = map(Size, ("home_additions", "additions"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen, as `Counts`
 class LookupArrays(Generic[A]):
     """N look-ups of U distinct rows in G bags, feature-major.
 
@@ -123,7 +120,8 @@ class LookupArrays(Generic[A]):
     and `sequence_offsets` divides these into samples. Without such features G is F * B.
 
     If ranks divide the batch, B is the number of samples in this rank's parts. Look-ups, rows and bags are ordered by
-    part. "Slots" are positions among the received rows: two parts may look up the same one.
+    source (`pooled.py`): its parts, then those for which it pools the tables that it owns. "Slots" are positions among
+    the received rows: two sources may look up the same one.
 
     If every bag of a whole batch holds one look-up, and no table has more than 65,536, a plan has `order` instead of
     `slots` and `bag_order`, and the trainer makes these two (`protocol/arrange.py`).
@@ -134,7 +132,7 @@ class LookupArrays(Generic[A]):
     # slot of each look-up
     slots: Annotated[A | None, ArrayLayout("i4", (N,), below=READABLE, where=is_arranged)] = None
     # slot of each distinct row, by ascending key
-    unique_slots: Annotated[A, ArrayLayout("i4", (U,), below=READABLE, distinct=in_one_part)]
+    unique_slots: Annotated[A, ArrayLayout("i4", (U,), below=READABLE, distinct=in_one_source)]
     # start of each distinct row's look-ups in bag_order
     segment_offsets: Annotated[A, ArrayLayout("i4", (U + 1,), rises_to=N)]
     # the bag of each look-up, grouped by row, in look-up order within a row
@@ -154,7 +152,7 @@ class LookupArrays(Generic[A]):
         return {name: array for name, array in arrays.items() if array is not None}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class GroupArrays(LookupArrays[A]):
     """The arrays of the kernels and the cache."""
 
@@ -169,7 +167,7 @@ class ExchangeArrays(Generic[A]):
 
     # slots of the rows for rank 0, then for rank 1, ..., each by ascending key
     send_slots: Annotated[A, ArrayLayout("i4", (SENT,), below=SLOTS, where=exchanges)]
-    # row gradients of this rank's parts, part by part: gradient[home_to] += gradient[home_of], level by level
+    # row gradients of this rank's sources, one after another: gradient[home_to] += gradient[home_of], level by level
     home_to: Annotated[A, ArrayLayout("i4", (HOME_ADDITIONS,), below=U, where=exchanges)]
     home_of: Annotated[A, ArrayLayout("i4", (HOME_ADDITIONS,), below=U, where=exchanges)]
     # position of each received row's sum after that, in the order of the received rows

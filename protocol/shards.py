@@ -7,6 +7,8 @@ order, and the shard around the point owns the block:
     2 shards   |            0              |            1              |
     4 shards   |     0      |      1       |     2      |      3       |
 
+A table that is placed whole is one block (`TableSpec.point`).
+
 So doubling the number of shards halves each one, and halving it joins neighbours; a modulo would mix all rows.
 
 The points of 256 neighbouring blocks are multiples of the golden ratio along the line, which spread as evenly as
@@ -15,17 +17,24 @@ of its table's name and its number, which also spreads ids with a pattern, such 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, TableSpec
-from rowcast.runtime.arrays import GOLDEN, I32, I64, U64, mix
+from rowcast.runtime.arrays import GOLDEN, I32, I64, mix
+from rowcast.runtime.compiled import compiled_loop
 
 BLOCK_BITS = 6  # a block has 2**6 rows
 RUN_BITS = 8  # a run has 2**8 blocks
 MOST_SHARDS = 2**16
 HALF = np.uint64(32)
+# of a table: whether all its rows have this point, or the number from which those of its blocks follow
+LINE = np.dtype([("is_one", np.bool_), ("point", np.uint64)])
+Lines = npt.NDArray[np.void]
+mixed = compiled_loop(mix)
 
 
 class Shards:
@@ -35,18 +44,41 @@ class Shards:
         """`count`: shards, 1 to MOST_SHARDS."""
         assert 1 <= count <= MOST_SHARDS, f"{count} shards"
         self.count = count
-        self._seeds = np.zeros(1 + max(table.index for table in tables), np.uint64)
+        self.lines = np.zeros(1 + max(table.index for table in tables), LINE)  # by table.index
         for table in tables:
-            self._seeds[table.index] = xxhash.xxh3_64_intdigest(table.name.encode())
+            seed = xxhash.xxh3_64_intdigest(table.name.encode())
+            self.lines[table.index] = (True, table.point) if table.point is not None else (False, seed)
 
     def owners(self, keys: I64) -> I32:
         """Returns the shard of each row, i32 [n]. `keys`: row keys of these tables, in any order."""
-        blocks: U64 = (keys & ROW_MASK).astype(np.uint64) >> np.uint64(BLOCK_BITS)
-        runs = mix(self._seeds[keys >> KEY_SHIFT] + (blocks >> np.uint64(RUN_BITS)) * GOLDEN)
-        points = runs + blocks * GOLDEN >> HALF
-        return (points * np.uint64(self.count) >> HALF).astype(np.int32)
+        keys = keys.view()
+        keys.flags.writeable = False  # some are, and loops are compiled for one kind
+        owners = np.empty(len(keys), np.int32)
+        find_owners(keys, self.lines, self.count, owners)
+        return owners
 
     def rows_of(self, number: int, keys: I64) -> I64:
         """Returns the `keys` that shard `number` owns, in their order."""
         own: I64 = keys[self.owners(keys) == number]
         return own
+
+
+@compiled_loop
+def find_owners(keys: I64, lines: Lines, count: int, owners: I32) -> None:
+    for i in range(len(keys)):
+        owners[i] = owner(lines[keys[i] >> KEY_SHIFT], keys[i], count)
+
+
+@compiled_loop
+def owner(line: Any, key: int, count: int) -> np.int64:
+    """Returns the shard of a row, of `count`. `line`: of its table."""
+    point = np.uint64(line["point"])
+    if not line["is_one"]:
+        block = np.uint64(key & ROW_MASK) >> np.uint64(BLOCK_BITS)
+        point = mixed(point + (block >> np.uint64(RUN_BITS)) * GOLDEN) + block * GOLDEN >> HALF
+    return np.int64(point * np.uint64(count) >> HALF)
+
+
+def owner_of(table: TableSpec, count: int) -> int | None:
+    """Returns the rank that owns all rows of a table; None if each block of rows has its own."""
+    return None if table.point is None else table.point * count >> 32

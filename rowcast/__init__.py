@@ -23,6 +23,7 @@ Your own training script needs one line instead:
     EmbeddingCollection      the same without pooling: `forward` returns a JaggedTensor for each feature
     EmbeddingConfig          one table of it
     connect                  returns a Loader: iterate over it instead of your data loader
+    sum_gradients            on several ranks, a mean of the model's gradients that has one order of additions
     Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
     Batch                    what a data factory yields (`data.format = "package.module:factory"`)
     Job                      the job file, which data and model factories receive
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from rowcast.protocol.batch import Batch
     from rowcast.trainer.adopt.adopt import adopt, ahead, ahead_calls
     from rowcast.trainer.adopt.connect.batch import JaggedTensor
+    from rowcast.trainer.adopt.connect.dense_sum import sum_gradients
     from rowcast.trainer.adopt.connect.loader import Loader, connect
     from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection, EmbeddingCollection
     from rowcast.trainer.adopt.connect.settings import EmbeddingBagConfig, EmbeddingConfig
@@ -68,6 +70,7 @@ __all__ = [
     "draws",
     "load",
     "ranks_among",
+    "sum_gradients",
     "tables",
     "train",
 ]
@@ -90,6 +93,7 @@ MODULES = {
     "draws": "rowcast.prefetcher.readers.draws",
     "load": "rowcast.deploy.run",
     "ranks_among": "rowcast.trainer.models.evaluate",
+    "sum_gradients": "rowcast.trainer.adopt.connect.dense_sum",
     "tables": "rowcast.trainer.adopt.mapped_tables",
     "train": "rowcast.deploy.run",
 }

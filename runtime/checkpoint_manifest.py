@@ -36,7 +36,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eval_batch: Number | None = None  # batches of the current evaluation before it; None outside an evaluation
 
 
-MANIFEST_VERSION = 7
+MANIFEST_VERSION = 9
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
@@ -46,6 +46,11 @@ RUN_ID = re.compile(rb'"run_id": ?"([^"]*)"')
 MAX_KEY = 2**63 - 1
 UNKNOWN = -1
 MAX_STEP = 10**12 - 1  # twelve digits, so that folders sort by step
+
+
+# of each table of the job (`protocol/shards.py`): its point; none if every block of its rows has its own. () if no
+# table is placed
+Points = tuple[tuple[Number, ...], ...]
 
 
 class FilePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +90,10 @@ class RowFile(FilePart, frozen=True, kw_only=True):
                 f"{self.file}: {self.num_rows} rows with keys from {self.first_key} to {self.last_key} are impossible"
             )
 
+    def spans(self, first_key: int, last_key: int) -> bool:
+        """Returns whether it may have a key of this range."""
+        return self.first_key <= last_key and first_key <= self.last_key
+
 
 class RowLayer(FilePart, frozen=True, kw_only=True):
     """A base holds every row trained up to a checkpoint, a delta the rows changed since the previous layer."""
@@ -120,11 +129,22 @@ class RowLayer(FilePart, frozen=True, kw_only=True):
         return tuple(file for file in self.files if file.group == group)
 
 
+class BatchChecksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
+    """A part of a batch after a checkpoint, already known at it."""
+
+    train_step: int  # training batches before it
+    eval_batch: int | None  # batches before it in its evaluation; None: a training batch
+    ids: str  # xxh3_64 of ids, offsets and weights, 16 hex digits
+    dense: str  # of dense features and labels; "" if not known yet
+    part: Number = 0  # of the job's parts
+
+
 class ShardLayers(FilePart, frozen=True, kw_only=True):
     """The rows of one shard of the tables (`protocol/shards.py`)."""
 
     # oldest first: one base, then deltas; the newest layer that has a row decides its value
     layers: tuple[RowLayer, ...]
+    ahead: tuple[BatchChecksum, ...] = ()  # of the rank's parts of batches that a restart must read
 
     def __post_init__(self) -> None:
         if [layer.kind for layer in self.layers] != ["base", *["delta"] * (len(self.layers) - 1)]:
@@ -141,18 +161,9 @@ class TrainingData(FilePart, frozen=True, kw_only=True):
     """The data that the steps before a checkpoint have read."""
 
     files: tuple[DataFile, ...]  # in reading order; empty for a data set made by code
-    hot_rows: str = ""  # checksum of the rows of data.hot; "" without
+    hot_rows: str = ""  # older versions kept the checksum of the rows of data.hot here
     num_dense: int = UNKNOWN  # dense features per sample; UNKNOWN in version 4
     dense_columns: tuple[str, ...] = ()  # their names; none were recorded if there are not `num_dense`
-
-
-class BatchChecksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
-    """A batch after a checkpoint, already known at it."""
-
-    train_step: int  # training batches before it
-    eval_batch: int | None  # batches before it in its evaluation; None: a training batch
-    ids: str  # xxh3_64 of ids, offsets and weights, 16 hex digits
-    dense: str  # of dense features and labels; "" if not known yet
 
 
 class Manifest(Sealed, frozen=True, kw_only=True):
@@ -163,8 +174,9 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     job: dict[str, Any]  # the complete, checked job: an export needs no other file
     trained_on: TrainingData | None  # None after an import
     shards: tuple[ShardLayers, ...]  # one per rank that wrote the checkpoint
+    points: Points = ()  # that divided the tables among them; before version 9 none is placed
     dense: DenseFile | None  # None after an import without dense weights
-    ahead: tuple[BatchChecksum, ...] = ()  # a restart must read these batches
+    ahead: tuple[BatchChecksum, ...] = ()  # of whole batches; before version 8
     machine: Machine = UNRECORDED  # of its trainer; not recorded after an import, and before version 6
     # the name of the checkpoint of the best evaluation so far; "" without `eval.keep = "best"`, and before version 7
     best: str = ""
@@ -183,6 +195,10 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     def is_import(self) -> bool:
         """Whether the run has trained nothing yet."""
         return self.trained_on is None
+
+    def known_ahead(self, num_parts: int) -> tuple[BatchChecksum, ...]:
+        """Returns the batches that a restart must read, by parts. Earlier versions tell only of undivided ones."""
+        return *(self.ahead if num_parts == 1 else ()), *(part for shard in self.shards for part in shard.ahead)
 
     @property
     def layers(self) -> tuple[RowLayer, ...]:
@@ -242,13 +258,7 @@ class ManifestOfVersion3(Manifest, frozen=True, kw_only=True):
         return not self.training_digest
 
 
-KINDS: dict[int, type[Manifest]] = {
-    3: ManifestOfVersion3,
-    4: Manifest,
-    5: Manifest,
-    6: Manifest,
-    MANIFEST_VERSION: Manifest,
-}
+KINDS: dict[int, type[Manifest]] = {3: ManifestOfVersion3, **dict.fromkeys(range(4, MANIFEST_VERSION + 1), Manifest)}
 
 
 def check_position(position: Position) -> None:
@@ -366,7 +376,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return next(iter(checkpoint_folders(run_dir / "checkpoints")), None)
 
 
-SHARD_VERSION = 2
+SHARD_VERSION = 3
 SHARD_NAME = r"shard-[0-9]{3,}\.json"  # of `shard_name`
 OF_A_RANK = re.compile(r".*-r([0-9]{3,})-[0-9]{5}\.safetensors|shard-([0-9]{3,})\.json(?:\.partial)?")
 

@@ -9,6 +9,7 @@ import platform
 import re
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -168,6 +169,12 @@ def stat_of(pid: int) -> Stat | None:
 class OtherProcess:
     pid: int
     start: str  # a process number is reused after its process ends
+
+    @property
+    def began_s(self) -> float:
+        """Unix time."""
+        after_boot_s = int(self.start) / os.sysconf("SC_CLK_TCK")
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
 
     @property
     def runs(self) -> bool:

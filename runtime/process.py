@@ -82,7 +82,7 @@ def stdout_errno(*, after: str) -> int:
     return 0
 
 
-NAMES = {number: number.name for number in STOPS} | {PASSED_ON: "a stop passed on"}
+NAMES = {number: number.name for number in STOPS} | {PASSED_ON: "a request"}
 TOGETHER_S = 1.0  # signals within this time are one request
 STOPPING = "stopping: the plans already made are finished first; a second signal ends the process at once"
 

@@ -131,6 +131,12 @@ class RunDirectory:
                 f"{path}: cannot be read ({error}); remove it if the run in {self.path} is not complete"
             ) from None
 
+    def was_completed_since(self, began_s: float) -> bool:
+        """`began_s`: Unix time."""
+        with suppress(FileNotFoundError):
+            return (self.path / COMPLETE).stat().st_mtime >= began_s
+        return False
+
     def refuse_complete(self, epochs: int, patience: int, max_steps: int | None = None) -> None:
         """Raises ConfigError if the run here is complete and these settings add no train steps.
 

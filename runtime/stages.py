@@ -132,6 +132,10 @@ class ThreadPool:
         running = [self._others.submit(work, part) for part in parts[1:]]
         return [work(parts[0]), *(task.result() for task in running)]
 
+    def num_shares(self, size: int) -> int:
+        """Returns how many threads divide work of this size."""
+        return max(1, min(self.num_threads, size // self._least))
+
     def share(
         self,
         work: Callable[[int, int], Result],
@@ -147,7 +151,7 @@ class ThreadPool:
         if self._others is None:
             return [work(first, end)] if first < end else []
         num_units = end - first if starts is None else int(starts[end]) - int(starts[first])
-        num_shares = max(1, min(self.num_threads, num_units * item_size // self._least))
+        num_shares = self.num_shares(num_units * item_size)
         ranges = [own for own in pairwise(cuts(first, end, num_shares, starts)) if own[0] < own[1]]
         return self.over(ranges, lambda own: work(*own))
 

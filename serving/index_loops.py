@@ -102,7 +102,8 @@ def found_of(words: U64) -> Found:
 @compiled_loop
 def initializer_of(words: U64) -> Initializer:
     ab = words.view(np.float64)
-    return Initializer(np.int64(words[15]), ab[16], ab[17], words[18], words[19], words[20] != 0)  # type: ignore[arg-type]
+    linear, first = words[20] != 0, np.uint64(0)
+    return Initializer(np.int64(words[15]), ab[16], ab[17], words[18], words[19], linear, first)  # type: ignore[arg-type]
 
 
 def num_cells(num_rows: int) -> int:

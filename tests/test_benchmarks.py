@@ -14,6 +14,8 @@ import torch
 
 from benchmarks import cliffs, planner, start
 from benchmarks.gpu_check.jobs import make_job, sizes
+from benchmarks.mutations.__main__ import placed
+from benchmarks.mutations.mutants import MUTANTS
 from benchmarks.processes import LAUNCHER, processor_s
 from benchmarks.training import by_batch
 from benchmarks.training.paged import PagedRows
@@ -122,3 +124,9 @@ def test_the_planner_of_many_widths_plans_as_many_batches_as_are_timed() -> None
 def test_rows_are_touched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cliffs, "TOUCHED", 100)
     assert len(cliffs.rows(2)) == 8
+
+
+def test_every_mutant_has_its_line_of_the_product_and_its_test() -> None:
+    found, stale = placed(MUTANTS)
+    assert not stale
+    assert len(found) == len(MUTANTS)

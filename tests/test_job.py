@@ -96,24 +96,6 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"format": "parquet", "path": "x", "shuffle": "full"}},
         'shuffle = "full" needs random access, which parquet does not have',
     ),
-    "hot rows without an order": (
-        {"data": {"hot": "hot"}},
-        'hot belongs to order = "hot-blocks:N"; set that, or remove',
-    ),
-    "order without hot rows": ({"data": {"order": "hot-blocks:20"}}, "order = 'hot-blocks:20' needs hot = \"...\""),
-    "order": ({"data": {"order": "hot-blocks:0", "hot": "hot"}}, "order = 'hot-blocks:0' is not hot-blocks:N"),
-    "order that follows the loss": (
-        {"data": {"order": "hot-blocks:auto", "hot": "hot"}},
-        'order = "hot-blocks:auto" is refused: blocks that follow the test loss would make plans depend on results',
-    ),
-    "order of a stream": (
-        {"data": {"format": "parquet", "path": "x", "order": "hot-blocks:20", "hot": "hot"}},
-        'needs random access, which parquet does not have; use "criteo-tsv" or',
-    ),
-    "order of own code": (
-        {"data": {"format": "own.data:make", "order": "hot-blocks:20", "hot": "hot"}},
-        "order = 'hot-blocks:20': own.data:make decides the order of its samples; remove it",
-    ),
     "no tables": ({"tables": []}, "no tables; give [[tables]] or [tables_from]"),
     "empty table": (table(num_embeddings=0), "tables[0].num_embeddings = 0 must be a whole number from 1 to 2**48"),
     "endless table": (
@@ -128,7 +110,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "feature of two tables": (
         {"tables": [TABLE, TABLE | {"name": "u"}]},
-        "feature cat_0 appears more than once in [[tables]]",
+        "feature cat_0 is in table t and in table u, and can be in one; give the ids of one of them under a second",
     ),
     "two tables of a name": (
         {"tables": [TABLE, TABLE | {"features": ["x"]}]},
@@ -556,7 +538,7 @@ SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a list for a section": (
         ("cache",),
         [1],
-        "cache = [1] must be a section: write [cache], and its keys below it: capacity, policy, pin",
+        "cache = [1] must be a section: write [cache], and its keys below it: capacity, policy, groups",
     ),
     "one bracket": (
         ("tables",),
@@ -582,7 +564,7 @@ SENTENCES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "a key of every section": (
         ("cache", "kind"),
         1,
-        "cache: unknown key kind; remove it, or use one of capacity, policy, pin, groups",
+        "cache: unknown key kind; remove it, or use one of capacity, policy, groups",
     ),
     "a key of a table": (
         ("model", "pooling"),
@@ -604,7 +586,7 @@ def test_a_name_that_is_gone_is_refused_with_what_replaces_it(monkeypatch: pytes
     for name in ("store.kind = punched", "cache.magic", "run --lace", "knit"):
         monkeypatch.setitem(removed.REMOVED, name, "remove it")
     for name, replacement in removed.REMOVED.items():
-        sentence = f"{name} is gone: {replacement}; commit {removed.LAST_COMMIT} was the last to have it"
+        sentence = f"{name} is gone: {replacement}; commit {removed.LAST_COMMIT} has it"
         path, _, value = name.partition(" = ")
         if "." in path:
             section, key = path.split(".")

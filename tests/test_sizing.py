@@ -32,6 +32,7 @@ from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import small_batches, small_job
 from tests.support.facts import facts
+from tests.support.planner_runs import placed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # as many new rows a batch
@@ -70,9 +71,11 @@ def test_the_arrays_of_a_plan_are_expected_to_take_what_they_take() -> None:
         assert 0.5 * largest < typical_plan(group_specs(job), batches).arrays < 2 * largest, bags
 
 
-def test_a_rank_expects_the_arrays_of_its_own_parts_and_of_the_exchange() -> None:
+@pytest.mark.parametrize("points", [{}, {0: 2**30}, {0: 0, 1: 2**30}])
+def test_a_rank_expects_the_arrays_of_its_own_parts_and_of_the_exchange(points: dict[int, int]) -> None:
+    """And of all parts in tables that it owns. `points`: of placed tables; this rank's is 2^30."""
     job, rank = small_job("adagrad", "multi"), Rank(number=1, count=4, parts=8)
-    groups, batches = group_specs(job), small_batches(job, "multi", num_steps=8, eval_at=())
+    groups, batches = placed(group_specs(job), points), small_batches(job, "multi", num_steps=8, eval_at=())
     planner = job_planner(job, groups, [tuple(group.num_rows for group in groups)], batches, rank=rank)
     largest = 0
     for scheduled in batches:
@@ -85,7 +88,7 @@ def test_a_rank_expects_the_arrays_of_its_own_parts_and_of_the_exchange() -> Non
         found = [getattr(each, name) for each, names in [*arrays, *shares] for name in names]
         largest = max(largest, sum(array.nbytes for array in found if array is not None))
     assert 0.5 * largest < typical_plan(groups, batches, rank).arrays < 2 * largest
-    assert typical_plan(groups, batches, rank).rows < typical_plan(groups, batches).rows / 2
+    assert typical_plan(groups, batches, rank).rows < typical_plan(groups, batches).rows / (1 if points else 2)
 
 
 def test_a_small_job_gets_the_least_and_a_job_file_its_own_ring() -> None:

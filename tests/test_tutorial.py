@@ -29,7 +29,7 @@ print(json.dumps({
     "knows_nothing": float(knows_nothing), "losses": losses.tolist(), "resident": resident.losses.tolist(),
     "differing_losses": int(differing_losses), "differing": differing, "compared": len(theirs),
     "resident_evicted": evicted, "step_ms": list(step_ms.values()),
-    "hot_share": hot_samples.num_hot / hot_samples.num_rows, "chosen": chosen["shares"]["inputs"],
+    "hot_share": float(hot_share), "judged": float(judged),
     "covered": covered, "as_read": as_read.tolist(), "in_blocks": in_blocks.tolist(),
     "fae": [fae.rows_fetched, fae.auc],
     "left_behind": work.exists(),
@@ -203,7 +203,7 @@ def test_hot_blocks_move_the_rows_of_their_own_order_and_reach_its_auc(found: di
     accesses, inputs = found["covered"]["accesses"], found["covered"]["inputs"]
     assert all(few < many for few, many in zip(inputs, accesses, strict=True))
     assert inputs == sorted(inputs)
-    assert found["chosen"] < found["hot_share"] < 1.4 * found["chosen"], "half of them chose the rows"
+    assert found["judged"] < found["hot_share"] < 1.4 * found["judged"], "half of them chose the rows"
     as_read, in_blocks = found["as_read"], found["in_blocks"]
     assert sum(in_blocks) == found["fae"][0] == pytest.approx(sum(as_read), rel=0.05)
     assert sum(as_read) == found["reported"]

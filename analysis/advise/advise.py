@@ -112,7 +112,7 @@ def machine_rates(observed: Observed, job: Job, request: AdviseOptions, capacity
     )
     return Rates(
         rows=tuple(rows),
-        decode_s=probe_decoding(reader),
+        decode_s=probe_decoding(reader, observed.rank),
         plan_s=plan_s,
         plan_bytes=plan_bytes,
         link_bytes_s=(request.link_gbs or LINK_GBS) * 1e9,

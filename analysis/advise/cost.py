@@ -31,7 +31,7 @@ from rowcast.prefetcher.readers.reader import Reader
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.parts import Belonging, arrays_of_samples, samples_of
+from rowcast.protocol.parts import Belonging, Rank, arrays_of_samples, samples_of
 from rowcast.protocol.plan import plan_block
 from rowcast.runtime.arrays import F64, I64
 
@@ -107,12 +107,12 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def probe_decoding(reader: Reader) -> float:
-    """Returns the seconds of a core to decode a batch's ids."""
+def probe_decoding(reader: Reader, rank: Rank) -> float:
+    """Returns the seconds of a core to decode the ids of a rank's samples of a batch."""
     found = []
     for pending in islice(reader.pending("train", 0), DECODED_BATCHES):
         began_s = time.process_time()
-        pending()
+        pending(rank)
         found.append(time.process_time() - began_s)
     return min(found) / COUNTED
 

@@ -26,17 +26,17 @@ from typing import Any
 import numpy as np
 
 from rowcast.analysis.progress import Tick
-from rowcast.analysis.scan.shares import Sharing, part_groupings
+from rowcast.analysis.scan.shares import Sharing
 from rowcast.analysis.scan.steps import EMPTY, Scan, ScannedStep, StepRows, without_arrays
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, batch_features, group_specs
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES, id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Part, Pending, Reader, can_share
 from rowcast.prefetcher.readers.schedule import places
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples, Scheduled, ScheduledBatch
-from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of, rank_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, rank_of
 from rowcast.runtime.arrays import GOLDEN, I64, U64, mix
 from rowcast.runtime.errors import ConfigError
 
@@ -185,7 +185,7 @@ class Observer:
         self._groupers = groupers_of(self._groups)
         ranks = job.ranks
         self._rank = rank_of(ranks, 0)
-        self._sharings = [Sharing(group, ranks.count, ranks.num_parts) for group in self._groups]
+        self._sharing = Sharing(self._groups, ranks.count, ranks.num_parts)
         self._first: list[ScheduledBatch] = []
         self._touched: Touched | None = None
         self._shares: tuple[float, ...] = ()
@@ -198,9 +198,9 @@ class Observer:
         if known is not None:
             self._steps.append(replace(known, scanned=replace(known.scanned, scheduled=place.holding(EMPTY))))
         elif self._touched is not None:
-            self._see(place.holding(whole(place.batch())))
+            self._see(place.holding(whole(place.batch(UNDIVIDED))))
         else:
-            self._first.append(place.holding(whole(place.batch())))
+            self._first.append(place.holding(whole(place.batch(UNDIVIDED))))
             if len(self._first) == MEASURED_BATCHES:
                 self._measure()
 
@@ -250,8 +250,7 @@ class Observer:
         if not self._rank.is_divided:
             rows = tuple(StepRows.of(grouper.group(grouper.lookups(batch))) for grouper in self._groupers)
             return rows, tuple(own.num_unique for own in rows)
-        parts = part_groupings(self._groupers, parts_of(batch, self._rank.parts, batch_features(self._groups)))
-        shares = [sharing.of(own, batch.size) for sharing, own in zip(self._sharings, parts, strict=True)]
+        shares = self._sharing.of(batch)
         return tuple(own.owned[0] for own in shares), tuple(int(own.owner_rows.max()) for own in shares)
 
 

@@ -210,6 +210,5 @@ def sureness(read: Read, predicted: Point) -> str:
 
 
 def left_out(job: Job) -> Iterator[str]:
-    for name, given in (("cache.groups", bool(job.cache.groups)), ("cache.pin", job.cache.pin is not None)):
-        if given:
-            yield f"{name} of the job was ignored, and is not in the sections below"
+    if job.cache.groups:
+        yield "cache.groups of the job was ignored, and is not in the sections below"

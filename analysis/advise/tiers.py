@@ -62,7 +62,7 @@ class TierTrials:
         self, observed: Observed, job: Job, capacity_bytes: int, progress: AnalysisProgress, step_s: float
     ) -> None:
         self._observed, self._progress, self._step_s = observed, progress, step_s
-        values = {"cache": {"capacity": capacity_bytes, "policy": "lookahead", "pin": None, "groups": {}}}
+        values = {"cache": {"capacity": capacity_bytes, "policy": "lookahead", "groups": {}}}
         self._job = with_values(job, {**values, "lookahead": {"horizon": "auto"}})
         self._slots = capacity_slots(observed, capacity_bytes)
 

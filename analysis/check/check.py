@@ -20,8 +20,6 @@ from rowcast.analysis.check.data import (
     Seen,
     check_capacity,
     check_opens,
-    check_order,
-    check_pins,
     check_ranks,
     check_samples,
     check_start,
@@ -86,10 +84,8 @@ def check_job(job: Job, *, whole: bool, ask: Ask) -> Iterator[Finding]:
     if all(finding.level == "ok" for finding in opened):
         yield from findings_of("start", lambda: check_start(job, seen, newest))
         yield from findings_of("data", lambda: check_samples(job, seen, ALL if whole else SAMPLE))
-        yield from findings_of("order", lambda: check_order(job, seen))
     if seen.start is not None:
         yield from findings_of("capacity", lambda: check_capacity(job, seen))
-        yield from findings_of("pins", lambda: check_pins(job, seen))
     yield from check_room(job, seen, ask(job, None if seen.reader is None else len(seen.reader.dense_names)))
 
 

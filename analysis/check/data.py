@@ -9,24 +9,23 @@ from itertools import islice
 import numpy as np
 
 from rowcast.analysis.check.findings import Finding, about, error, ok, warning
-from rowcast.analysis.profile.profile import with_margin
+from rowcast.analysis.check.placement import check_placement
 from rowcast.analysis.scan.sample import Amount, draw_batches, read_drawn, reader_for_another_pass
 from rowcast.analysis.scan.shares import measured_keys, owners_touched
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, TableSpec, make_keys
+from rowcast.job.tables import GroupSpec, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.data_files import in_recorded_order
 from rowcast.prefetcher.readers.reader import Reader, open_reader
-from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.start import Decisions, check_continues, decide, training_data
+from rowcast.prefetcher.run.start import Decisions, check_continues, decide, placed, training_data
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.protocol.parts import belonging, described, input_specs, part_bounds, rank_of
-from rowcast.protocol.shards import BLOCK_BITS, Shards
+from rowcast.protocol.parts import Rank, belonging, described, input_specs, part_bounds, rank_of
+from rowcast.protocol.shards import BLOCK_BITS, Shards, owner_of
 from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.errors import DataError
@@ -147,16 +146,21 @@ def shards_finding(groups: Sequence[GroupSpec], count: int) -> Finding:
     rows = np.array([np.sum([shard_rows(table, count) for table in group.tables], axis=0) for group in groups])
     total, nbytes = rows.sum(axis=0), np.array([group.record_bytes for group in groups]) @ rows
     owned = f"a rank owns {round(total.min()):,} to {round(total.max()):,} of {round(total.sum()):,} rows"
-    if total.max() > UNEVEN * total.mean():
+    num_whole = sum(table.point is not None for group in groups for table in group.tables)
+    if total.max() > UNEVEN * total.mean() and not num_whole:
         return warning(
             f"{owned}: rows are divided in blocks of {BLOCK_ROWS}, and these tables have few; use fewer ranks, which "
             "will have as much to do"
         )
-    return ok(f"{owned}, up to {human_bytes(float(nbytes.max()))}")
+    whole = f"; {plural(num_whole, 'table')} with one owner each" if num_whole else ""
+    return ok(f"{owned}, up to {human_bytes(float(nbytes.max()))}{whole}")
 
 
 def shard_rows(table: TableSpec, count: int) -> F64:
     """Returns the rows of each shard, [count]; their mean for a table that is too large to count."""
+    if (owner := owner_of(table, count)) is not None:
+        whole: F64 = np.eye(count)[owner] * table.num_embeddings
+        return whole
     num_blocks = -(-table.num_embeddings // BLOCK_ROWS)
     if num_blocks > MOST_BLOCKS:
         return np.full(count, table.num_embeddings / count)
@@ -195,7 +199,7 @@ class Seen:
     reader: Reader | None = None  # None: the data does not open
     num_samples: int = 0
     labels: list[SeenLabel] = field(default_factory=list)  # one or several
-    lookups: list[int] = field(default_factory=list)  # by table, in the job's order
+    lookups: list[int] = field(default_factory=list)  # by table in the job's order, then of other pieces
     largest_batch_rows: list[int] = field(default_factory=list)  # by group, of the sample, on one rank
     largest_batch_bytes: int = 0  # of the batch's arrays
     arrays: SeenArrays = field(default_factory=SeenArrays)
@@ -204,8 +208,13 @@ class Seen:
     _of_ranks: list[Touched] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.lookups = [0] * sum(len(group.tables) for group in self.groups)
-        self.largest_batch_rows = [0] * len(self.groups)
+        self.place(self.groups)
+
+    def place(self, groups: tuple[GroupSpec, ...]) -> None:
+        """Counts the rows of these groups from now on."""
+        self.groups, self._of_ranks = groups, []
+        self.lookups = [0] * sum(len(group.tables) for group in groups)
+        self.largest_batch_rows = [0] * len(groups)
 
     def add(self, batch: Batch, groupers: list[Grouper]) -> None:
         for g, (group, grouper) in enumerate(zip(self.groups, groupers, strict=True)):
@@ -283,7 +292,7 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
     for split in SPLITS:
         reader = reader_for_another_pass(job, seen.reader)
         replaced_before = reader.invalid_ids
-        for batch in read_drawn(job, reader, draw_batches(job, reader, amount, split=split), split=split):
+        for batch in read_drawn(job, reader, draw_batches(job, reader, amount, split), split):
             seen.add(batch, groupers)
             seen.arrays.add(batch, job)
             seen.histories.add(batch, job)
@@ -297,7 +306,7 @@ def check_samples(job: Job, seen: Seen, amount: Amount) -> Iterator[Finding]:
 
 def ids_finding(job: Job, seen: Seen, read: str, num_replaced: int) -> Finding:
     if not num_replaced:
-        return ok(f"the {sum(seen.lookups):,} look-ups of {read} are inside their tables")
+        return ok(f"the {sum(seen.lookups[: len(job.tables)]):,} look-ups of {read} are inside their tables")
     return warning(
         f"data.on_invalid_id = {job.data.on_invalid_id!r} replaced {num_replaced:,} ids of {read}, which are missing "
         "or outside their tables; give missing ids a value of their own, and enlarge the tables if the others are real "
@@ -312,20 +321,6 @@ def label_findings(job: Job, seen: Seen) -> Iterator[Finding]:
             yield label_finding(
                 label, f"{name}: " if columns.labels else "", is_binary=columns.label_values == "binary"
             )
-
-
-def check_order(job: Job, seen: Seen) -> Iterator[Finding]:
-    if job.data.order is None or not isinstance(seen.reader, RowReader):
-        return
-    hot = seen.reader.hot_samples
-    share = f"{hot.num_hot:,} of {hot.num_rows:,} training samples are hot: all their ids are in {job.data.hot}"
-    if 0 < hot.num_hot < hot.num_rows:
-        yield ok(share)
-    else:
-        yield warning(
-            f"{share}; so the blocks of data.order change nothing, give data.hot "
-            f"{'fewer' if hot.num_hot else 'more'} rows or remove data.order"
-        )
 
 
 def label_finding(seen: SeenLabel, name: str, *, is_binary: bool) -> Finding:
@@ -355,11 +350,14 @@ def check_start(job: Job, seen: Seen, newest_valid: Callable[[], Manifest | None
         ordered = in_recorded_order(job, newest)
         reader = reader_for_another_pass(ordered, seen.reader)
         measured = list(islice(schedule(ordered, reader, None, newest.position), MEASURED_BATCHES))
-        check_continues(newest, job, training_data(job, reader.dense_names, reader.paths), measured)
+        every_part = Rank(number=0, count=1, parts=job.ranks.num_parts)
+        check_continues(newest, job, training_data(reader.dense_names, reader.paths), measured, every_part)
+    own_places = placed(job, newest, measured)
+    seen.place(group_specs(own_places))
     for own in seen.of_ranks:
         slots_of(job, seen.groups, own)
-    seen.start = decide(job, seen.groups, measured, rank_of(job.ranks, 0))
-    yield from ()
+    seen.start = decide(own_places, seen.groups, measured, rank_of(job.ranks, 0))
+    yield from about("placement", check_placement(job, own_places, measured))
 
 
 def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -377,28 +375,9 @@ def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
 
 
 def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows: int) -> str:
-    rows = min(group.num_rows, with_margin(largest_batch_rows))
+    if group.name not in {own.name for own in group_specs(job)}:
+        return "a larger cache.capacity"  # "auto" has made its pieces, and the job file cannot name it
+    # a tenth more than the largest batch seen, because another may be larger
+    rows = min(group.num_rows, largest_batch_rows - (-largest_batch_rows // 10))
     key = "cache.capacity" if num_groups == 1 and not job.cache.groups else f"cache.groups.{group.name}"
     return f'{key} = "{rows} rows" or more'
-
-
-def check_pins(job: Job, seen: Seen) -> Iterator[Finding]:
-    """What `check_start` has not refused: pins that leave no room for the largest batch read."""
-    if seen.start is None or seen.start.pinned is None:
-        return
-    for group, keys, n, largest in zip(
-        seen.groups, seen.start.pinned, seen.start.slots, seen.largest_rows, strict=True
-    ):
-        pins = most_owned(group, keys, seen.count)
-        needed = pins + largest
-        if needed > n and n < group.num_rows:
-            yield error(
-                f"{pins:,} pinned rows and the {largest:,} rows of the largest batch read do not fit in the {n:,} "
-                "slots of group "
-                f"{group.name}; set {capacity_for(job, group, len(seen.groups), needed)}, or pin fewer rows"
-            )
-        else:
-            yield ok(
-                f"{len(keys):,} rows of {job.cache.pin} fit next to the largest batch in the {n:,} slots of group "
-                f"{group.name}"
-            )

@@ -45,7 +45,7 @@ content, num_dense = json.load(sys.stdin)
 job = parse_job(content)
 try:
     device = choose_device(job.trainer.device)
-except ValueError as error:
+except ConfigError as error:
     answer = {"refusal": str(error)}
 else:
     import torch

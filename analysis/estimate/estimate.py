@@ -29,7 +29,7 @@ from rowcast.analysis.estimate.walk import OFTEN, Walked, described, steady, wal
 from rowcast.analysis.timeline.recording import read_pairs
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import possible_groups
 from rowcast.runtime.command_options import Config, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import usable_cores
@@ -167,7 +167,7 @@ def host_rates(job: Job) -> dict[str, KernelRates]:
     return {
         # rates that `advise` may rely on are a share of those measured
         f"{name} {group.name}": KernelRates(terms={"rows": COUNTED / getattr(rates, name)})
-        for group in group_specs(job)
+        for group in possible_groups(job)
         for rates in [probe_rows(group, job.job.seed)]
         for name in ("read", "first", "write")
     }

@@ -28,25 +28,28 @@ from rowcast.prefetcher.readers.reader import can_share, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.workers import LEAST_AHEAD, NUM_AHEAD
 from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads
+from rowcast.prefetcher.run.start import placed
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.parts import arrays_of_samples, belonging, rank_of, samples_of
 from rowcast.protocol.plan import GroupPlan, Piece, StepPlan, cut, plan_block
+from rowcast.protocol.pooled import vectors_from, vectors_to
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 # kernels of jobs with parts: an exchange on a host, what comes on top across hosts, what a step adds up
 EXCHANGE, NETWORK, DENSE_SUMS = "exchange", "network", "dense sums"
-GRADIENT_BYTES = 4  # gradients travel as fp32
+GRADIENT_BYTES = 4  # of a weight of the dense side: fp32
 PARAMETER_BYTES = "bytes a parameter"  # a count: these bytes for each weight of the dense side
 
 
 def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring]:
     """The steps and the pipeline. Raises ConfigError, DataError as a run would."""
     warm_up()  # what is compiled at a first start would count as planning
-    groups, rank = group_specs(job), rank_of(job.ranks, 0)
     decode_s: list[float] = []
     batches = timed(schedule(job, open_reader(job), max_steps), decode_s)
     measured = list(islice(batches, MEASURED_BATCHES))
+    job = placed(job, None, measured)
+    groups, rank = group_specs(job), rank_of(job.ranks, 0)
     slots = job_slots(job, groups, measured, rank)
     own = sizes(job, groups, measured, job.lookahead.depth, rank)
     levels = job_levels(job, groups, measured, slots, rank)
@@ -233,7 +236,11 @@ def exchange_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, *, tra
         rows = (own.share.header.send_counts, own.share.header.receive_counts)
         yield from exchange(rows, "bytes", group.parts[0].nbytes)
         if trains:  # gradients travel the other way
-            yield from exchange(rows, "bytes", group.embedding_dim * GRADIENT_BYTES)
+            yield from exchange(rows, "bytes", group.gradient_bytes)
+        vectors = [of(group, rank_of(job.ranks, 0), plan.batch_size) for of in (vectors_to, vectors_from)]
+        if any(map(any, vectors)):
+            for _ in range(1 + trains):
+                yield from exchange(vectors, "bytes", group.gradient_bytes)
     slices = [[1] * ranks]
     if trains:
         for _ in range(2):

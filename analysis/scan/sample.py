@@ -4,7 +4,7 @@
     drawn                         1                   10      12                   one at a random place in each
 
 The first batches of a log are only its first hours; a batch of each stratum covers all of it, and all batches are
-equally likely. Each stratum has one batch per draw, all different: draw 0 can choose what draw 1 judges.
+equally likely.
 
 Batches between two drawn ones are not decoded if the format can seek to a row cheaply.
 """
@@ -19,7 +19,6 @@ from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind
-from rowcast.runtime.errors import ConfigError
 
 DECODED_ROWS = 32768  # rows per block when a Parquet file is decoded
 FULL_SHUFFLE_SHARE = 32  # shuffling n rows takes about as long as reading n / 32
@@ -27,38 +26,26 @@ FULL_SHUFFLE_SHARE = 32  # shuffling n rows takes about as long as reading n / 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amount:
-    """How much of an epoch to read in all draws together: a share, and a minimum of batches."""
+    """How much of an epoch to read: a share, and a minimum of batches."""
 
-    share: float
+    share: float  # above 0, at most 1
     least_batches: int = 0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"--sample {self.share}: give a share above 0, at most 1")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """A batch of an epoch. Those of all draws are different."""
-
-    index: int
-    draw: int
-
-
-def draw_batches(job: Job, reader: Reader, amount: Amount, *, draws: int = 1, split: Kind = "train") -> Iterator[Drawn]:
-    """Yields batches in ascending order; a function of job.seed and the arguments.
+def draw_batches(job: Job, reader: Reader, amount: Amount, split: Kind) -> Iterator[int]:
+    """Yields the numbers of batches, ascending; a function of job.seed and the arguments.
 
     Endless if only reading can tell the length of an epoch, as for data.format = "package.module:factory";
     `read_drawn` ends."""
     num_samples = reader.num_samples(split)
     share = amount.share if num_samples is None else share_of(job, amount, num_samples)
     if num_samples is None or not can_share(job):  # a factory's batches have any size
-        stratum = max(draws, round(draws / share))
-        return drawn(((i * stratum, (i + 1) * stratum) for i in count()), draws, job.job.seed)
+        stratum = max(1, round(1 / share))
+        return drawn(((i * stratum, (i + 1) * stratum) for i in count()), job.job.seed)
     num_batches = -(-num_samples // job.data.batch_size)
-    num_strata = min(max(1, round(share * num_batches / draws)), num_batches // draws)
+    num_strata = min(max(1, round(share * num_batches)), num_batches)
     bounds = [i * num_batches // num_strata for i in range(num_strata + 1)] if num_strata else []
-    return drawn(pairwise(bounds), draws, job.job.seed)
+    return drawn(pairwise(bounds), job.job.seed)
 
 
 def share_of(job: Job, amount: Amount, num_samples: int) -> float:
@@ -66,26 +53,24 @@ def share_of(job: Job, amount: Amount, num_samples: int) -> float:
     return min(1.0, wanted / max(num_samples, 1))
 
 
-def drawn(strata: Iterator[tuple[int, int]], draws: int, seed: int) -> Iterator[Drawn]:
+def drawn(strata: Iterator[tuple[int, int]], seed: int) -> Iterator[int]:
     random = np.random.default_rng(seed)
     for first, end in strata:
-        places = first + random.choice(end - first, size=draws, replace=False)
-        yield from (Drawn(index=int(places[draw]), draw=draw) for draw in np.argsort(places).tolist())
+        yield first + int(random.choice(end - first, size=1, replace=False)[0])
 
 
-def read_drawn(job: Job, reader: Reader, wanted: Iterator[Drawn], *, split: Kind = "train") -> Iterator[Batch]:
+def read_drawn(job: Job, reader: Reader, wanted: Iterator[int], split: Kind) -> Iterator[Batch]:
     """Yields the batches, until they or the epoch end. Raises what `Reader.batches` raises."""
     skipped_batches = rows_worth_skipping(job, reader, split) / job.data.batch_size
     batches, at = reader.batches(split, 0, 0), 0
-    for own in wanted:
-        assert own.index >= at, f"batch {own.index} after batch {at}"
-        if own.index - at > skipped_batches:
-            batches, at = reader.batches(split, 0, own.index), own.index
-        found = next(islice(batches, own.index - at, None), None)
+    for index in wanted:
+        if index - at > skipped_batches:
+            batches, at = reader.batches(split, 0, index), index
+        found = next(islice(batches, index - at, None), None)
         if found is None:
             return
         yield found
-        at = own.index + 1
+        at = index + 1
 
 
 def rows_worth_skipping(job: Job, reader: Reader, split: Kind) -> float:

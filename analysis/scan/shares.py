@@ -1,38 +1,37 @@
-"""Computes every rank's work in a step at once: groups every part once, and finds every row's owner once.
+"""Computes every rank's work in a step at once.
 
-    batch --> groupings of M parts --> rows that each of N ranks wants --> rows by owner --> the planner of each owner
-                    once a number of parts                 once a number of ranks
+    batch --> look-ups of each of N ranks --> rows that it wants --> rows by owner --> the planner of each owner
 
-A rank's prefetcher (`prefetcher/planner/exchange.py`) computes only its side, additions of gradients included. Here
-only sizes count, so nothing is done N times.
+Each rank does what its prefetcher does (`prefetcher/planner/exchange.py`), and nothing is done twice.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from rowcast.analysis.scan.steps import StepRows
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.prefetcher.planner.capacity import Touched, touched_by
-from rowcast.prefetcher.planner.grouping import Grouper, Grouping, distinct
+from rowcast.prefetcher.planner.exchange import OwnRows, SharedRows, ShareOfBatch, shared_rows
+from rowcast.prefetcher.planner.grouping import Grouper, JointGrouper
+from rowcast.prefetcher.planner.ordered_sum import some_first
 from rowcast.protocol.batch import Lookups, ScheduledBatch
+from rowcast.protocol.parts import Rank, parts_of
 from rowcast.protocol.shards import Shards
-from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.arrays import I64
 
 NO_KEYS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupShares:
-    """One group of a step: N ranks, M parts, T tables."""
+    """One group of a step: N ranks and M parts."""
 
     owned: tuple[StepRows, ...]  # by rank
     part_rows: I64  # [M] distinct rows of each part
     exchanged: I64  # [N, N] distinct rows that rank i looks up and rank j owns; gradients go the other way
     late: I64  # [N] of those that rank i receives from others: used by some rank in the step before
-    vectors: I64  # [T] pooled rows of each table; look-ups where they are not pooled
 
     @property
     def owner_rows(self) -> I64:
@@ -40,83 +39,52 @@ class GroupShares:
         return np.array([len(own.keys) for own in self.owned])
 
 
-def part_groupings(groupers: Sequence[Grouper], parts: Sequence[Lookups]) -> list[tuple[Grouping, ...]]:
-    """Returns each group's look-ups in each part of a batch."""
-    return [tuple(grouper.group(grouper.lookups(part)) for part in parts) for grouper in groupers]
-
-
 class Sharing:
-    """Divides one group's rows among `count` ranks of `parts` parts. Remembers the rows of the step before."""
+    """Divides the rows of all groups among `count` ranks of `parts` parts. Remembers the rows of the step before."""
 
-    def __init__(self, group: GroupSpec, count: int, parts: int) -> None:
-        self._group, self._count, self._parts = group, count, parts
-        self._shards = Shards(group.tables, count)
-        self._before = NO_KEYS
+    def __init__(self, groups: tuple[GroupSpec, ...], count: int, parts: int) -> None:
+        self._count, self._parts, self._whole = count, parts, batch_features(groups)
+        grouper, ranks = JointGrouper(groups), [Rank(number=n, count=count, parts=parts) for n in range(count)]
+        self._shares = [ShareOfBatch(groups, grouper, rank) for rank in ranks]
+        self._before = [[NO_KEYS] * count for _ in groups]
 
-    def of(self, groupings: Sequence[Grouping], batch_size: int) -> GroupShares:
-        """`groupings`: of each part. Call once for each step, in order."""
-        count, k = self._count, self._parts // self._count
-        wanted = [distinct([own.keys for own in groupings[first : first + k]]) for first in range(0, self._parts, k)]
-        keys = np.concatenate(wanted)
-        ranks = np.repeat(np.arange(count), [len(own) for own in wanted])
-        owners = self._shards.owners(keys)
-        exchanged = np.bincount(ranks * count + owners, minlength=count**2).reshape(count, count)
-        travels = owners != ranks
-        late = ranks[travels][is_in(keys[travels], self._before)]
-        every = distinct(wanted)
-        self._before = every
+    def of(self, batch: Lookups) -> list[GroupShares]:
+        """Returns each group's. Call once for each step, in order."""
+        parts, k = parts_of(batch, self._parts, self._whole), self._parts // self._count
+        own = [share.want(share.sources(parts[k * n : k * (n + 1)], batch)) for n, share in enumerate(self._shares)]
+        return [self._group(g, rows) for g, rows in enumerate(zip(*own, strict=True))]
+
+    def _group(self, group: int, own: Sequence[OwnRows]) -> GroupShares:
+        asked = zip(*(rows.wanted for rows in own), strict=True)  # as `ShareOfBatch.complete`, of all ranks at once
+        shards = list(map(shared_rows, own, asked, range(self._count)))
+        late = np.zeros(self._count, np.int64)
+        for rank, (rows, before) in enumerate(zip(shards, self._before[group], strict=True)):
+            order = some_first(rank, 1, self._count)
+            ranks = np.repeat(order, [rows.send_counts[other] for other in order])
+            is_late = np.isin(rows.keys, before, assume_unique=True)[rows.send] & (ranks != rank)
+            late += np.bincount(ranks[is_late], minlength=self._count)
+        self._before[group] = [rows.keys for rows in shards]
         return GroupShares(
-            owned=self._owned(groupings, exchanged, every),
-            part_rows=np.array([len(own.keys) for own in groupings]),
-            exchanged=exchanged,
-            late=np.bincount(late, minlength=count),
-            vectors=self._vectors(groupings, batch_size),
+            owned=tuple(
+                StepRows(
+                    keys=rows.keys,
+                    num_lookups=rows.num_lookups,
+                    nbytes=rows.own.parts[0].nbytes if self._parts == 1 else rows.nbytes,
+                )
+                for rows in shards
+            ),
+            part_rows=self._part_rows(shards),
+            exchanged=np.array([rows.send_counts for rows in shards]).T,
+            late=late,
         )
 
-    def _owned(self, groupings: Sequence[Grouping], exchanged: I64, every: I64) -> tuple[StepRows, ...]:
-        k = self._parts // self._count
-        own_parts = [groupings[first : first + k] for first in range(0, self._parts, k)]
-        shards = by_owner(every, self._shards.owners(every), self._count)
-        returned, received = exchanged.sum(axis=0).tolist(), exchanged.sum(axis=1).tolist()
-        return tuple(
-            StepRows(
-                keys=keys,
-                num_lookups=sum(part.num_lookups for part in parts),
-                nbytes=sum(part.nbytes for part in parts)
-                + (0 if self._parts == 1 else exchange_bytes(parts, len(keys), returned[rank], received[rank])),
-            )
-            for rank, (keys, parts) in enumerate(zip(shards, own_parts, strict=True))
-        )
-
-    def _vectors(self, groupings: Sequence[Grouping], batch_size: int) -> I64:
-        lookups = sum(np.diff(own.table_starts) for own in groupings)
-        pooled = np.array([len(table.features) * batch_size for table in self._group.tables])
-        unpooled = np.array([table.pooling == "none" for table in self._group.tables])
-        return np.where(unpooled, lookups, pooled)
-
-
-def exchange_bytes(own_parts: Sequence[Grouping], num_owned: int, returned: int, received: int) -> int:
-    """Returns `GroupExchange.nbytes` of a rank that owns `num_owned` rows of the batch, sends `returned` rows and
-    receives `received`, those to and from itself included."""
-    i32, i64 = 4, 8
-    of_parts = sum(part.num_unique for part in own_parts)
-    sums = (i64 + i32) * num_owned + 2 * i32 * (returned - num_owned)
-    home = (i64 + i32) * received + 2 * i32 * (of_parts - received)
-    return i32 * returned + sums + home + i32 * of_parts
-
-
-def by_owner(keys: I64, owners: I32, count: int) -> list[I64]:
-    """Returns the keys of each owner, in their order."""
-    order = np.argsort(owners.astype(np.uint16), kind="stable")
-    return np.split(keys[order], np.cumsum(np.bincount(owners, minlength=count))[:-1])
-
-
-def is_in(keys: I64, ascending: I64) -> npt.NDArray[np.bool_]:
-    if not len(ascending):
-        return np.zeros(len(keys), np.bool_)
-    places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
-    found: npt.NDArray[np.bool_] = ascending[places] == keys
-    return found
+    def _part_rows(self, shards: Sequence[SharedRows]) -> I64:
+        """An owner of whole tables looks up their rows for all parts."""
+        rows, k = np.zeros(self._parts, np.int64), self._parts // self._count
+        for rank, shard in enumerate(shards):
+            numbers = some_first(k * rank, k, self._parts)[: len(shard.own.sources)]
+            rows[numbers] += [len(source.keys) for source in shard.own.sources]
+        return rows
 
 
 def measured_keys(groupers: Sequence[Grouper], batches: Sequence[ScheduledBatch]) -> list[list[I64]]:
@@ -135,6 +103,8 @@ def owners_touched(
     for index, (group, keys) in enumerate(zip(groups, keys_of_batches, strict=True)):
         shards = Shards(group.tables, count)
         for own in keys:
-            for rank, shard in enumerate(by_owner(own, shards.owners(own), count)):
+            owners = shards.owners(own).astype(np.uint16)
+            ends = np.cumsum(np.bincount(owners, minlength=count))
+            for rank, shard in enumerate(np.split(own[np.argsort(owners, kind="stable")], ends[:-1])):
                 of_ranks[rank][index].append(shard)
     return [touched_by(groups, own, batches, count) for own in of_ranks]

@@ -10,7 +10,7 @@ from typer import Option
 
 from rowcast.analysis.progress import ProgressBar
 from rowcast.analysis.show import Part, show, table_of
-from rowcast.analysis.simulate.grid import Grid, check_order, order_values, with_values
+from rowcast.analysis.simulate.grid import Grid, check_order, with_values
 from rowcast.analysis.simulate.plot import plot_results
 from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.simulate.ranks_results import MB, RanksSimulation, Spread
@@ -18,6 +18,7 @@ from rowcast.analysis.simulate.results import Simulation, batches_of
 from rowcast.analysis.simulate.simulate import simulate as simulated
 from rowcast.job.file import load_job
 from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job, check_shared
+from rowcast.prefetcher.planner.placement import Bytes, TableBytes
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
@@ -48,9 +49,7 @@ class SimulateOptions:
     batch_sizes: Annotated[Sequence[int], Option("--batch-size", min=1, help="Repeatable.")] = ()
     shuffles: Annotated[
         Sequence[str],
-        Option(
-            "--shuffle", help="none, window:ROWS or full; or with data.hot, such as full+hot-blocks:20. Repeatable."
-        ),
+        Option("--shuffle", help="none, window:ROWS or full. Repeatable."),
     ] = ()
     ranks: Annotated[
         Sequence[int], Option(min=1, help="Trainers that share each batch; other tables are printed. Repeatable.")
@@ -142,20 +141,20 @@ def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:
         with_values(
             job,
             {
-                "data": {"batch_size": size, **order_values(job.data, shuffle)},
+                "data": {"batch_size": size, "shuffle": shuffle},
                 "ranks": {"count": count, "parts": parts_for(job, count), "per_host": None},
                 "cache": {"capacity": capacity, "policy": policy},
                 "lookahead": {"horizon": horizon},
             },
         )
-        for shuffle in dict.fromkeys(options.shuffles or [job.data.whole_order])
+        for shuffle in dict.fromkeys(options.shuffles or [job.data.shuffle])
         for count in dict.fromkeys(options.ranks)
         for size in batch_sizes(job, options, count)
         for capacity, policy, horizon in product(
             options.all_capacities or [job.cache.capacity], policies, options.all_horizons or [job.lookahead.horizon]
         )
     ]
-    return sorted(found, key=lambda own: (own.data.batch_size, own.data.whole_order))  # stable
+    return sorted(found, key=lambda own: (own.data.batch_size, own.data.shuffle))  # stable
 
 
 def parts_for(job: Job, count: int) -> int:
@@ -233,8 +232,11 @@ def per_step(result: Simulation, name: str) -> float:
 def ranks_parts(results: Sequence[RanksSimulation]) -> Iterator[Part]:
     ran = [result for result in results if result.skipped is None]
     if ran:
-        yield "Rows a step and, but for the batch, a rank; MB that a rank receives in a train step:"
+        yield (
+            "Rows a step and, but for the batch, a rank; MB of a train step, both ways, of the mean rank / the busiest:"
+        )
         yield table_of(ran, RANKS)
+        yield from placed_tables(ran)
     for result in results:
         if result.skipped is not None:
             yield f"Not simulated: {result.ranks} ranks at {result.capacity}: {result.skipped}."
@@ -260,7 +262,25 @@ def late(result: RanksSimulation) -> str:
 
 
 def megabytes(way: str) -> Callable[[RanksSimulation], str]:
-    return lambda own: "" if own.parallelisms is None else f"{getattr(own.parallelisms, way).mean / MB:,.3g}"
+    return lambda own: "" if own.ways is None else mean_and_most(getattr(own.ways, way))
+
+
+def mean_and_most(nbytes: Bytes) -> str:
+    return f"{nbytes.mean / MB:,.3g} / {nbytes.most / MB:,.3g}"
+
+
+def placed_tables(results: Sequence[RanksSimulation]) -> Iterator[Part]:
+    """A line for each table, with each number of ranks that has several and each batch size."""
+    found = {f"{own.ranks} ranks,\nbatch {own.batch_size:,}": own.ways.tables for own in results if own.ways}
+    found = {name: tables for name, tables in found.items() if not name.startswith("1 ranks")}
+    if found:
+        cells = {name: lambda row, at=at: of_table(row[at]) for at, name in enumerate(found)}
+        yield "MB of each table by rows / as pooled vectors, and where auto places it:"
+        yield table_of(zip(*found.values(), strict=True), {"table": lambda row: row[0].table, **cells}, left=("table",))
+
+
+def of_table(own: TableBytes) -> str:
+    return f"{own.rows / MB:,.3g} / {own.vectors / MB:,.3g} {own.placement}"
 
 
 RANKS: dict[str, Callable[[RanksSimulation], str]] = {
@@ -274,7 +294,8 @@ RANKS: dict[str, Callable[[RanksSimulation], str]] = {
     "of these\nlate": late,
     "rows\nfetched": mean("rows_fetched"),
     "written\nback": mean("rows_written_back"),
-    "MB by\nrow": megabytes("rows"),
-    "by\ntable": megabytes("by_table"),
-    "by\ncolumn": megabytes("by_column"),
+    "MB by\nrows": megabytes("rows"),
+    "by\ntables": megabytes("table"),
+    "by\ncolumns": megabytes("columns"),
+    "by\nauto": megabytes("auto"),
 }

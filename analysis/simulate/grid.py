@@ -19,7 +19,6 @@ BOUND = "belady"
 SIMULATED = ("window", "ttl", BOUND)  # exist only in the simulator
 POLICIES = (*EVICTION_POLICIES, *SIMULATED)
 AUTO_BATCHES = 64
-SOME_HOT_ROWS = Data(format="synthetic", order="hot-blocks:1", hot="any")
 WITH_TIER = ("lookahead", BOUND)  # the others are simulated only for the device
 # the others know no future, or all of it
 LOOKING_AHEAD = (*(name for name, own in EVICTION_POLICIES.items() if own.looks_ahead), "window", "ttl")
@@ -34,7 +33,7 @@ class Grid:
     memories: Sequence[str | int] = ()  # as in store.memory; a store without a memory tier is then simulated as tiered
     horizons: Sequence[Horizon] = ()
     batch_sizes: Sequence[int] = ()
-    shuffles: Sequence[str] = ()  # as in data.shuffle, or with a data.order made of it: "full+hot-blocks:20"
+    shuffles: Sequence[str] = ()  # as in data.shuffle
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -73,17 +72,11 @@ def batches_jobs(job: Job, grid: Grid) -> list[Job]:
     for shuffle in grid.shuffles:
         check_order(job.data, shuffle)
     sizes = dict.fromkeys(grid.batch_sizes or [job.data.batch_size])
-    shuffles = dict.fromkeys(grid.shuffles or [job.data.whole_order])
+    shuffles = dict.fromkeys(grid.shuffles or [job.data.shuffle])
     return [
-        with_values(job, {"data": {"batch_size": size, **order_values(job.data, shuffle)}})
+        with_values(job, {"data": {"batch_size": size, "shuffle": shuffle}})
         for size, shuffle in product(sizes, shuffles)
     ]
-
-
-def order_values(data: Data, shuffle: str) -> dict[str, str | None]:
-    """The keys of [data] for a value of --shuffle, which is `Data.whole_order` of a job."""
-    shuffle, _, order = shuffle.partition("+")
-    return {"shuffle": shuffle, "order": order or None, "hot": data.hot if order else None}
 
 
 def check_order(data: Data, shuffle: str) -> None:
@@ -92,21 +85,17 @@ def check_order(data: Data, shuffle: str) -> None:
         raise ConfigError(f"--shuffle {shuffle}: batches of {data.format} have a fixed order; omit --shuffle")
     able = [name for name in FORMATS if can_have(name, shuffle)]
     if not able:
-        raise ConfigError(
-            f"--shuffle {shuffle} is not one of none, full, window:ROWS, nor one of them with +hot-blocks:N"
-        )
+        raise ConfigError(f"--shuffle {shuffle} is not one of none, full, window:ROWS")
     if data.format not in able:
         raise ConfigError(
             f"--shuffle {shuffle}: {data.format} cannot be read in this order; {' and '.join(able)} can, or use "
             "window:65536"
         )
-    if "+" in shuffle and data.hot is None:
-        raise ConfigError(f"--shuffle {shuffle} needs data.hot, the hot rows; `rowcast profile --out` writes them")
 
 
 def can_have(format: str, shuffle: str) -> bool:
     try:
-        Data(format=format, path="any", **order_values(SOME_HOT_ROWS, shuffle))  # type: ignore[arg-type]
+        Data(format=format, path="any", shuffle=shuffle)
     except ValueError:
         return False
     return True

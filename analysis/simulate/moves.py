@@ -6,7 +6,6 @@ in memory or in the cold tier, as every trained row is home before it leaves mem
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from rowcast.analysis.simulate.grid import Setting
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.group_planner import GroupMoves
 from rowcast.prefetcher.planner.planner import RowPlanner, Slots, StepMoves, job_planner
-from rowcast.prefetcher.readers.pin_files import load_pins
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.batch import ScheduledBatch
@@ -54,9 +52,7 @@ def new_planner(
     slots: Sequence[Slots],
     first_batches: Sequence[ScheduledBatch],
 ) -> RowPlanner:
-    pin = setting.job.cache.pin
-    pinned = None if pin is None else load_pins(Path(pin), groups)
-    return job_planner(setting.job, groups, slots, first_batches, pinned=pinned)
+    return job_planner(setting.job, groups, slots, first_batches)
 
 
 def bound_planner(scan: Scan, slots: Sequence[Slots]) -> RowPlanner:

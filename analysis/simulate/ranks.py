@@ -10,21 +10,28 @@ batch but what its planners keep: the memory that it takes is that of N horizons
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
-from pathlib import Path
 
 import numpy as np
 
 from rowcast.analysis.progress import AnalysisProgress
-from rowcast.analysis.scan.shares import GroupShares, Sharing, measured_keys, owners_touched, part_groupings
-from rowcast.analysis.simulate.ranks_results import RanksSimulation, StepExchange, make_result, outline, step_exchange
+from rowcast.analysis.scan.shares import GroupShares, Sharing, measured_keys, owners_touched
+from rowcast.analysis.simulate.ranks_results import (
+    RanksSimulation,
+    StepExchange,
+    Ways,
+    make_result,
+    outline,
+    step_exchange,
+    ways,
+)
 from rowcast.analysis.simulate.simulate import OpenBatches
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, batch_features, group_specs
+from rowcast.job.tables import GroupSpec, group_specs, with_placements
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, slots_of
 from rowcast.prefetcher.planner.planner import RowPlanner, Slots, StepMoves, groupers_of, job_planner
-from rowcast.prefetcher.readers.pin_files import load_pins
+from rowcast.prefetcher.run.start import placed
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.parts import Rank, parts_of
+from rowcast.protocol.parts import Rank
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
@@ -42,12 +49,17 @@ class Setting:
     """A planner for each rank of one setting, and counts while the batches pass."""
 
     def __init__(
-        self, job: Job, groups: tuple[GroupSpec, ...], keys: Sequence[Sequence[I64]], measured: list[ScheduledBatch]
+        self,
+        job: Job,
+        groups: tuple[GroupSpec, ...],
+        keys: Sequence[Sequence[I64]],
+        measured: list[ScheduledBatch],
+        ways: Ways,
     ) -> None:
         """`keys`: of each group, the distinct rows of each measured batch."""
         self.job, self.refusal = job, ""
         self.sharing = count, parts = job.ranks.count, job.ranks.num_parts
-        self._groups = groups
+        self._groups, self._ways = groups, ways
         self._steps: list[StepExchange] = []
         self._fetched: list[I64] = []  # [N, G] rows of each step
         self._written_back: list[I64] = []
@@ -58,9 +70,8 @@ class Setting:
         except ConfigError as error:
             self.refusal = str(error)
             return
-        pinned = None if job.cache.pin is None else load_pins(Path(job.cache.pin), groups)
         self._planners = [
-            job_planner(job, groups, [own], (), pinned=pinned, rank=Rank(number=number, count=count, parts=parts))
+            job_planner(job, groups, [own], (), rank=Rank(number=number, count=count, parts=parts))
             for number, own in enumerate(self._slots)
         ]
 
@@ -91,6 +102,7 @@ class Setting:
             np.array(self._fetched),
             np.array(self._written_back),
             self._flushed,
+            self._ways,
             capacity_rows=sum(map(sum, self._slots)) // len(self._slots),
             per_step=per_step,
         )
@@ -119,34 +131,41 @@ def simulate_ranks(
     progress: AnalysisProgress | None = None,
     per_step: bool = False,
 ) -> list[RanksSimulation]:
-    """A result for each job, in their order; those with the same batches must be neighbours. Raises what reading the
-    data raises."""
+    """A result for each job, in their order; those with the same batches must be neighbours, and a capacity in rows, by
+    which "auto" cuts no table, has a reading of its own. Raises what reading the data raises."""
     results: list[RanksSimulation] = []
-    for _, neighbours in groupby(jobs, key=lambda job: (job.data.batch_size, job.data.whole_order)):
+    for _, neighbours in groupby(jobs, key=batches_and_cuts):
         own = list(neighbours)
         settings = simulated(own, open_batches(own[0]), progress or AnalysisProgress())
         results += [one.result(per_step=per_step) for one in settings]
     return results
 
 
+def batches_and_cuts(job: Job) -> tuple[int, str, bool]:
+    return job.data.batch_size, job.data.shuffle, job.cache.capacity_rows is None
+
+
 def simulated(jobs: Sequence[Job], batches: Iterable[ScheduledBatch], progress: AnalysisProgress) -> list[Setting]:
-    groups, left = group_specs(jobs[0]), iter(batches)
-    groupers, whole = groupers_of(groups), batch_features(groups)
+    left = iter(batches)
     measured = list(islice(left, MEASURED_BATCHES))
-    keys = measured_keys(groupers, measured)
-    settings = [Setting(job, groups, keys, measured) for job in jobs]
-    sharings = {own.sharing: [Sharing(group, *own.sharing) for group in groups] for own in settings}
+    each = {job.ranks.count: job for job in jobs}
+    places = {count: [own.placement for own in placed(job, None, measured).tables] for count, job in each.items()}
+    jobs = [with_placements(job, places[job.ranks.count]) for job in jobs]
+    groups = {job.ranks.count: group_specs(job) for job in jobs}
+    found = {count: ways(job, measured) for count, job in each.items()}
+    keys = {count: measured_keys(groupers_of(own), measured) for count, own in groups.items()}
+    counted = [(job, job.ranks.count) for job in jobs]
+    settings = [Setting(job, groups[count], keys[count], measured, found[count]) for job, count in counted]
+    sharings = {own.sharing: Sharing(groups[own.sharing[0]], *own.sharing) for own in settings}
     ranks = ", ".join(str(count) for count in dict.fromkeys(job.ranks.count for job in jobs))
     tick = progress.begin(f"batches of {jobs[0].data.batch_size}, ranks {ranks}", None)
     for scheduled in chain(emptied(measured), left):
         wanted = {own.sharing for own in settings if not own.refusal}
         if not wanted:
             break
-        groupings = {parts: part_groupings(groupers, parts_of(scheduled.batch, parts, whole)) for _, parts in wanted}
         for count, parts in sorted(wanted):
-            by_group = zip(sharings[count, parts], groupings[parts], strict=True)
-            shares = [sharing.of(own, scheduled.batch.size) for sharing, own in by_group]
-            exchange = step_exchange(groups, scheduled, shares)
+            shares = sharings[count, parts].of(scheduled.batch)
+            exchange = step_exchange(groups[count], scheduled, shares)
             for setting in settings:
                 if setting.sharing == (count, parts) and not setting.refusal:
                     setting.add(scheduled, shares, exchange)

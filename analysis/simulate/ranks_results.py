@@ -1,16 +1,11 @@
-"""What all ranks of a simulated run exchange and move, step by step and in the mean, and by other divisions of tables.
+"""What all ranks of a simulated run exchange and move, step by step and in the mean, and by other placements of tables.
 
 Rows and bytes are those that travel between ranks. What a rank keeps for itself is copied, but it takes no link.
 
-rows        each distinct row that a rank looks up and does not own, and its gradient back: what ranks do
-by table    each table on one rank, which sends pooled rows: one for each sample and feature, and their gradients back
-by column   the same, with tables cut into columns, so that no rank holds a whole wide table
-
-Rows that are not pooled count as one for each look-up. Samples of the rank that holds a table do not travel. Pooled
-rows are fp32. Adding pooled rows of several owners of one table is left out: its bits depend on the number of ranks.
+Ways to place the tables are counted over the first batches, as `placement = "auto"` counts them
+(`prefetcher/planner/placement.py`).
 """
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,18 +14,26 @@ import numpy as np
 
 from rowcast.analysis.scan.shares import GroupShares
 from rowcast.job.schema import Horizon, Job
-from rowcast.job.tables import ITEM_BYTES, GroupSpec
+from rowcast.job.tables import ITEM_BYTES, GroupSpec, with_placements
+from rowcast.prefetcher.planner.placement import (
+    RECEIVED,
+    SENT,
+    Bytes,
+    TableBytes,
+    everywhere,
+    placements,
+)
 from rowcast.protocol.batch import Kind, ScheduledBatch
-from rowcast.runtime.arrays import F64, I64, Bools
+from rowcast.protocol.parts import part_bounds
+from rowcast.protocol.pooled import feature_owners
+from rowcast.runtime.arrays import I64, Bools
 
-GRADIENT_BYTES = 4  # of a column: gradients and pooled rows travel as fp32
-SENT, RECEIVED = 0, 1  # as seen from the rank
 MB = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepExchange:
-    """One step of N ranks, M parts and, over all groups, T tables."""
+    """One step of N ranks and M parts."""
 
     step: int
     kind: Kind
@@ -40,8 +43,9 @@ class StepExchange:
     rows: I64  # [2, N] sent, received
     late: I64  # [N] of the received rows: used by some rank in the step before, so they cannot travel early
     row_bytes: I64  # [2, N]
-    gradient_bytes: I64  # [2, N]; 0 in an evaluation
-    vectors: I64  # [T] pooled rows of each table, or look-ups where they are not pooled
+    gradient_bytes: I64  # [2, N] of rows; 0 in an evaluation
+    vector_bytes: I64  # [2, N] pooled by the owners of whole tables
+    vector_gradient_bytes: I64  # [2, N]; 0 in an evaluation
 
 
 def step_exchange(
@@ -50,7 +54,8 @@ def step_exchange(
     trains = scheduled.kind == "train"
     by_group = [travelled(own.exchanged) for own in shares]
     row_bytes = [group.embedding_dim * ITEM_BYTES[group.parts[0].dtype] for group in groups]
-    gradient_bytes = [group.embedding_dim * GRADIENT_BYTES * trains for group in groups]
+    gradient_bytes = [group.gradient_bytes * trains for group in groups]
+    vector_bytes = total(vectors(group, len(shares[0].owned), scheduled.batch.size) for group in groups)
     return StepExchange(
         step=scheduled.step,
         kind=scheduled.kind,
@@ -62,8 +67,17 @@ def step_exchange(
         row_bytes=total(rows * nbytes for rows, nbytes in zip(by_group, row_bytes, strict=True)),
         # they go back where the rows came from
         gradient_bytes=total(rows[::-1] * nbytes for rows, nbytes in zip(by_group, gradient_bytes, strict=True)),
-        vectors=np.concatenate([own.vectors for own in shares]),
+        vector_bytes=vector_bytes,
+        vector_gradient_bytes=vector_bytes[::-1] * trains,
     )
+
+
+def vectors(group: GroupSpec, count: int, batch_size: int) -> I64:
+    """Bytes of pooled vectors that each rank sends and receives, [2, N]."""
+    owned = np.bincount([own for own in feature_owners(group, count) if own is not None], minlength=count)
+    samples = np.diff(part_bounds(batch_size, count))
+    sent, received = owned * (batch_size - samples), (owned.sum() - owned) * samples
+    return np.stack([sent, received]) * group.gradient_bytes
 
 
 def total(arrays: Iterable[I64]) -> I64:
@@ -77,47 +91,21 @@ def travelled(exchanged: I64) -> I64:
     return np.stack([others.sum(axis=0), others.sum(axis=1)])
 
 
-class Bytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that travel, rows or pooled rows and gradients together."""
+class Ways(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes if all tables are placed one way, over the train steps among the first batches."""
 
-    mean: float  # that a rank receives in a train step, which is what it sends on average
-    most: float  # that one rank sends or receives, in the mean over the steps
-
-
-class Parallelisms(msgspec.Struct, frozen=True, kw_only=True):
     rows: Bytes
-    by_table: Bytes
-    by_column: Bytes
+    table: Bytes
+    columns: Bytes
+    auto: Bytes
+    tables: list[TableBytes]  # in the job's order, as `auto` places them
 
 
-def parallelisms(groups: Sequence[GroupSpec], steps: Sequence[StepExchange], count: int) -> Parallelisms:
-    """Averages over the train steps, of which there must be at least one."""
-    tables = [table for group in groups for table in group.tables]
-    dims = np.array([table.embedding_dim for table in tables])
-    elements = np.mean([step.vectors for step in steps], axis=0) * dims  # pooled, of the whole batch
-    pooled = float(elements.sum()) * 2 * GRADIENT_BYTES * (count - 1) / count**2
-    both = np.mean([step.row_bytes + step.gradient_bytes for step in steps], axis=0)  # [2, N]
-    return Parallelisms(
-        rows=Bytes(mean=float(both[RECEIVED].mean()), most=float(both.max())),
-        by_table=Bytes(mean=pooled, most=most_of(elements, count)),
-        by_column=Bytes(mean=pooled, most=most_of(columns(elements, dims, count), count)),
-    )
-
-
-def columns(elements: F64, dims: I64, count: int) -> F64:
-    """The pieces of tables that are cut into as many slices of columns as there are ranks, or as they have columns."""
-    cuts = [np.arange(n + 1) * dim // n / dim for dim in dims.tolist() for n in (min(dim, count),)]
-    return np.concatenate([np.diff(cut) * own for cut, own in zip(cuts, elements, strict=True)])
-
-
-def most_of(pieces: F64, count: int) -> float:
-    """What the busiest rank sends or receives if the largest piece goes to the rank with the least, and so on: pooled
-    rows of its pieces for the samples of others, and gradients of its samples for the pieces of others."""
-    loads = [0.0] * count
-    for piece in sorted(pieces.tolist(), reverse=True):
-        heapq.heapreplace(loads, loads[0] + piece)
-    most = max(loads)
-    return float(GRADIENT_BYTES * (most * (count - 1) + pieces.sum() - most) / count)
+def ways(job: Job, measured: Sequence[ScheduledBatch]) -> Ways:
+    job = with_placements(job, everywhere(job, "auto"))
+    auto, traffic = placements(job, measured)
+    each = {way: traffic.of(everywhere(job, way)) for way in ("rows", "table", "columns")}
+    return Ways(**each, auto=traffic.of(auto), tables=traffic.of_each(auto))
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,13 +152,15 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
     rows_received: Spread | None = None
     rows_late: float | None = None  # of these, in the mean: used by some rank in the step before
     row_bytes: float | None = None  # received per rank and step
-    gradient_bytes: float | None = None  # sent by a rank in a train step
+    gradient_bytes: float | None = None  # of rows, sent by a rank in a train step
+    vector_bytes: float | None = None  # pooled by the owners of whole tables: received per rank and step
+    vector_gradient_bytes: float | None = None  # sent by a rank in a train step
     rows_fetched: Spread | None = None
     rows_written_back: Spread | None = None  # dirty victims
     bytes_fetched: int | None = None  # row records of the whole run, all ranks
     bytes_written_back: int | None = None  # flushed rows included
     rows_flushed: int | None = None  # by barriers, all ranks
-    parallelisms: Parallelisms | None = None
+    ways: Ways | None = None
     per_step: RankArrays | None = None
 
 
@@ -181,6 +171,7 @@ def make_result(
     fetched: I64,
     written_back: I64,
     flushed: I64,
+    ways: Ways,
     *,
     capacity_rows: int,
     per_step: bool,
@@ -203,13 +194,15 @@ def make_result(
         rows_received=spread(received, trains),
         rows_late=float(late.mean()),
         row_bytes=float(np.mean([step.row_bytes[RECEIVED] for step in steps])),
-        gradient_bytes=float(np.mean([step.gradient_bytes[SENT] for step in train_steps])) if train_steps else 0.0,
+        gradient_bytes=float(np.mean([step.gradient_bytes[SENT] for step in train_steps or steps])),
+        vector_bytes=float(np.mean([step.vector_bytes[RECEIVED] for step in steps])),
+        vector_gradient_bytes=float(np.mean([step.vector_gradient_bytes[SENT] for step in train_steps or steps])),
         rows_fetched=spread(fetched.sum(axis=2), trains),
         rows_written_back=spread(written_back.sum(axis=2), trains),
         bytes_fetched=int(fetched.sum(axis=(0, 1)) @ record_bytes),
         bytes_written_back=int((written_back.sum(axis=(0, 1)) + flushed.sum(axis=0)) @ record_bytes),
         rows_flushed=int(flushed.sum()),
-        parallelisms=parallelisms(groups, train_steps, job.ranks.count) if train_steps else None,
+        ways=ways,
         per_step=rank_arrays(steps, fetched, written_back) if per_step else None,
     )
 
@@ -219,7 +212,7 @@ def outline(job: Job, skipped: str | None = None) -> RanksSimulation:
         ranks=job.ranks.count,
         parts=job.ranks.num_parts,
         batch_size=job.data.batch_size,
-        shuffle=job.data.whole_order,
+        shuffle=job.data.shuffle,
         policy=job.cache.policy,
         capacity=job.cache.capacity,
         horizon=job.lookahead.horizon,

@@ -35,7 +35,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     capacity_rows: int | None = None  # slots of all groups
     horizon: Horizon | None  # None: the policy looks at no future, or at all of it
     batch_size: int
-    shuffle: str  # with data.order, if there is one
+    shuffle: str
     skipped: str | None = None
     steps: int | None = None  # training steps
     eval_steps: int | None = None
@@ -137,7 +137,7 @@ def outline(setting: Setting, skipped: str | None = None) -> Simulation:
         capacity=job.cache.capacity,
         horizon=setting.horizon,
         batch_size=job.data.batch_size,
-        shuffle=job.data.whole_order,
+        shuffle=job.data.shuffle,
         skipped=skipped,
     )
 

@@ -115,7 +115,7 @@ def description(setting: Setting) -> str:
     """`lookahead, horizon 64, capacity 70000 rows, batches of 2048`."""
     horizon = "" if setting.horizon is None else f", horizon {setting.horizon}"
     data = setting.job.data
-    order = "" if data.whole_order == "none" else f", shuffle {data.whole_order}"
+    order = "" if data.shuffle == "none" else f", shuffle {data.shuffle}"
     store = setting.job.store
     tier = f", memory {store.memory}" if isinstance(store, StoreWithTier) else ""
     return (

@@ -20,7 +20,7 @@ from benchmarks.gpu_check.kernels import equal
 from benchmarks.training.resident import ResidentRun
 from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.job.tables import group_specs
-from rowcast.trainer.device.streams import gather, scatter
+from rowcast.trainer.device.row_moves import gather, move, scatter
 from rowcast.trainer.kernels import rows_of, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models.runner import step_lookups
@@ -68,8 +68,8 @@ class RealBatch:
                 partial(self.kernels.reduce, self.grads, self.lookup, None),
                 reduce_bytes(self.dim, self.lookup),
             ),
-            "gather": (partial(gather, self.records, slots, staged), moved_bytes(self.records, slots)),
-            "scatter": (partial(scatter, staged, slots.long(), self.records), moved_bytes(self.records, slots)),
+            "gather": (partial(gather, [move(self.records, slots, staged)]), moved_bytes(self.records, slots)),
+            "scatter": (partial(scatter, [move(self.records, slots.long(), staged)]), moved_bytes(self.records, slots)),
         }
 
 

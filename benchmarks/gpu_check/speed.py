@@ -27,7 +27,6 @@ from benchmarks.training.recorded import record, slots_for, touched
 from benchmarks.training.replay import Recording, Replay
 from benchmarks.training.resident import ResidentRun, wait_for
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
 from rowcast.trainer.models.runner import StepRunner
 
 # of the rows that the run touches, and at least one batch, which is 6 % of those of 48 batches of 16,384 and 10 % of
@@ -90,7 +89,7 @@ class Speed:
 
     def _resident(self, job: Job) -> ResidentRun:
         run = self._all_rows
-        run.runner = StepRunner(job, group_specs(job), run.records, self._batches[0].batch.dense.shape[1])
+        run.runner = StepRunner(job, run.records, self._batches[0].batch.dense.shape[1])
         return run
 
     @cached_property

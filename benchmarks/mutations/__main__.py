@@ -50,8 +50,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default 2")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a mutant's test may take; default 120")
     options = parser.parse_args()
-    sources = product()
-    chosen = [(mutant, place_of(mutant, sources)) for mutant in MUTANTS if options.only in mutant.name]
+    chosen, stale = placed([mutant for mutant in MUTANTS if options.only in mutant.name])
+    if stale:
+        print(*stale, sep="\n")
+        return 1
     if options.list or not chosen:
         print("\n".join(f"{mutant.name}\n    {place}\n    {mutant.test}" for mutant, place in chosen))
         return int(not chosen)
@@ -129,17 +131,36 @@ def copy_tree(target: Path) -> None:
 
 
 def product() -> dict[Path, str]:
+    """The words and signs of each file."""
     own = [path for path in known_files() if path.suffix == ".py" and path.parts[0] not in NOT_PRODUCT]
-    return {path: (ROOT / path).read_text() for path in own if not (ROOT / path).is_symlink()}
+    return {path: spaced((ROOT / path).read_text()) for path in own if not (ROOT / path).is_symlink()}
 
 
-def place_of(mutant: Mutant, sources: dict[Path, str]) -> Path:
-    """The file that holds the mutant's text. Ends the program where the product does not hold it exactly once."""
-    places = [path for path, source in sources.items() for _ in pattern_of(mutant).findall(source)]
-    if len(places) != 1:
-        where = ", ".join(map(str, places)) or "nowhere"
-        sys.exit(f"mutant {mutant.name!r}: the product must hold its text once, but it is in {where}: {mutant.find}")
-    return places[0]
+def spaced(text: str) -> str:
+    return f" {' '.join(TOKEN.findall(text))} "
+
+
+def placed(mutants: Sequence[Mutant]) -> tuple[list[tuple[Mutant, Path]], list[str]]:
+    """Mutants with the files that hold their texts. And a sentence for each other one: the product does not hold its
+    text exactly once, or its test is gone."""
+    sources, found, stale = product(), list[tuple[Mutant, Path]](), list[str]()
+    for mutant in mutants:
+        places = [path for path, source in sources.items() for _ in range(source.count(spaced(mutant.find)))]
+        if len(places) != 1:
+            where = ", ".join(map(str, places)) or "nowhere"
+            stale.append(f"{mutant.name}: the product must hold its text once, but it is in {where}: {mutant.find}")
+        elif not is_test(mutant.test):
+            stale.append(f"{mutant.name}: there is no test {mutant.test}")
+        else:
+            found.append((mutant, places[0]))
+    return found, stale
+
+
+def is_test(name: str) -> bool:
+    """Whether it is defined; a case is known only to pytest."""
+    file, _, function = name.partition("[")[0].partition("::")
+    defined = rf"^def {function}\(" if function else ""
+    return (ROOT / file).is_file() and re.search(defined, (ROOT / file).read_text(), re.MULTILINE) is not None
 
 
 def pattern_of(mutant: Mutant) -> re.Pattern[str]:

@@ -62,8 +62,9 @@ class Rowcast:
     def _arranged(self, step: int) -> GroupLookup:
         plan = self._plans[step]
         assert plan.order is not None, "look-ups of one row each have an order"
-        of_plan = map(torch.from_numpy, (plan.order, plan.segment_offsets, plan.unique_slots))
-        self._arranger.arrange(self._batch_size, [(0, [*of_plan, self._slots, self._bag_order])])
+        own = [array.ctypes.data for array in (plan.order, plan.segment_offsets, plan.unique_slots)]
+        made = [array.data_ptr() for array in (self._slots, self._bag_order)]
+        self._arranger.arrange(self._batch_size, [(0, len(plan.order), len(plan.unique_slots), *own, *made)])
         return replace(self._lookups[step], slots=self._slots, bag_order=self._bag_order)
 
 

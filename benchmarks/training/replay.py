@@ -31,7 +31,6 @@ from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, Step
 from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
 from rowcast.protocol.plan import ArrayBlock, Piece, StepPlan, cut, plan_block, plan_header, plan_stamp
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.link import inproc_pair
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
@@ -46,6 +45,7 @@ from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.engine import WAKES, TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
+from tests.support.inproc_link import inproc_pair
 
 LOOP = "loop"  # the stage that the main thread advances
 BACK_PLANS = 4  # plans whose victims the back ring holds
@@ -208,7 +208,7 @@ class Replay:
         self.results, self.counters = Losses(), new_counters(recording.groups)
 
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[StepRunner, StepRunner]:
-            runner = StepRunner(job, recording.groups, records, recording.first_batch.dense.shape[1], clock=clock)
+            runner = StepRunner(job, records, recording.first_batch.dense.shape[1], clock=clock)
             return runner, runner
 
         self.engine = TrainerEngine(

@@ -29,10 +29,10 @@ from rowcast.protocol.messages import PlanHeader
 from rowcast.protocol.plan import plan_block, plan_header
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.device.cuda import choose_device
-from rowcast.trainer.kernels.derived import chunk_arrays
+from rowcast.trainer.kernels.derived import Chunks, cut_long_rows
 from rowcast.trainer.kernels.lookups import arranged
 from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.step.memory import unpack
+from rowcast.trainer.step.memory import PlanArrays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class ResidentStep:
 
     step: int
     header: PlanHeader
-    arrays: dict[str, Tensor]  # on the device
+    arrays: PlanArrays  # on the device
 
 
 class ResidentRows:
@@ -69,9 +69,13 @@ def step_inputs(recorded: RecordedPlan, groups: Sequence[GroupSpec], device: tor
     content = np.empty(block.nbytes, np.uint8)
     block.write(0, content)
     header = plan_header(recorded.batch, plan, block)
-    chunks = chunk_arrays([group.segment_offsets for group in plan.groups])
-    arrays = unpack(torch.from_numpy(content).to(device), block.specs)
-    arrays |= {name: torch.from_numpy(array).to(device) for name, array in chunks.items()}
+    chunks = {
+        f"{index}.{name}": array
+        for index, group in enumerate(plan.groups)
+        for name, array in zip(Chunks._fields, cut_long_rows(group.segment_offsets), strict=True)
+    }
+    arrays = PlanArrays(torch.from_numpy(content).to(device), block.specs)
+    arrays.made |= {name: torch.from_numpy(array).to(device) for name, array in chunks.items()}
     return ResidentStep(step=plan.step, header=header, arrays=arrays)
 
 
@@ -84,7 +88,7 @@ class ResidentRun:
             rows.fill(recorded)
             self.steps.append(step_inputs(recorded, groups, device))
         self.records = rows.records
-        self.runner = StepRunner(job, groups, rows.records, batches[0].batch.dense.shape[1])
+        self.runner = StepRunner(job, rows.records, batches[0].batch.dense.shape[1])
         self.losses = [torch.zeros((), pin_memory=device.type == "cuda") for _ in self.steps]
 
     def issue(self) -> Iterator[ResidentStep]:

@@ -120,8 +120,9 @@ def check_agrees(path: Path, number: int, found: ShardFile, own: ShardFile) -> N
     if found.model_state != own.model_state:
         raise DataError(
             f"{path}: the trainer of rank {number} has another model state after step {own.position.step - 1} than "
-            f"that of rank 0 (checksum {found.model_state}, not {own.model_state}), so one of them computes wrongly; "
-            "the checkpoint before stays. Check the hardware of both, then start all again"
+            f"that of rank 0 (checksum {found.model_state}, not {own.model_state}); the checkpoint before stays. A "
+            "script has not added up all dense gradients (DistributedDataParallel, rowcast.sum_gradients), or its "
+            "dense= holds a rank's own state, such as running statistics; else check the hardware of both"
         )
 
 

@@ -25,12 +25,13 @@ import numpy as np
 from rowcast.job.embedding_tables import RowType
 from rowcast.job.file import parse_manifest_job
 from rowcast.job.schema import Job
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, group_specs, make_keys
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, groups_at, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.row_files import Rows, merged
+from rowcast.prefetcher.checkpoints.pieces import AscendingRows, saved_rows
+from rowcast.prefetcher.checkpoints.row_files import Rows
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.stores.first_values import first_records
-from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.store import Records
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
 from rowcast.runtime.disk import Disk, partial_of
@@ -48,7 +49,8 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, train
     checkpoints = Checkpoints(run_dir, Disk())
     manifest = checkpoints.choose(checkpoint)
     job = parse_manifest_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
-    rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, job.job.seed)
+    saved = groups_at(job, manifest.points)
+    rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, saved, job.job.seed)
     write_export(out, job, rows, SavedModelState(checkpoints.root, manifest))
     return manifest
 
@@ -56,14 +58,14 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, train
 def export_start(job: Job, out: Path) -> None:
     """Writes the tables that a run of this job starts from, without dense weights (the trainer makes those). Raises
     ConfigError."""
-    write_export(out, job, CheckpointRows(Path(), (), job.job.seed), None)
+    write_export(out, job, CheckpointRows(Path(), (), whole_groups(job), job.job.seed), None)
 
 
 def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModelState | None") -> None:
     """Writes the whole file or none."""
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
-    groups = group_specs(job)
+    groups = whole_groups(job)
     tensors = rows.tensors(groups) | ({} if dense is None else dense.tensors)
     check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
     partial = partial_of(out)
@@ -114,9 +116,11 @@ class CheckpointRows:
     """A checkpoint's rows by table, in blocks. Reads trained rows from its layers, with one file of each in memory, and
     computes the others."""
 
-    def __init__(self, root: Path, layers: tuple[RowLayer, ...], seed: int) -> None:
+    def __init__(self, root: Path, layers: tuple[RowLayer, ...], saved: tuple[GroupSpec, ...], seed: int) -> None:
+        """`saved`: the groups that were written."""
         self._root = root
         self._layers = layers
+        self._saved = saved
         self._seed = seed
 
     def tensors(self, groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
@@ -129,9 +133,9 @@ class CheckpointRows:
             yield table, self._blocks(group, table, trained)
 
     def _merged(self, group: GroupSpec) -> Iterator[Rows]:
-        return merged(self._root, group, self._layers)
+        return saved_rows(self._root, group, self._saved, self._layers)
 
-    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Block]:
+    def _blocks(self, group: GroupSpec, table: TableSpec, trained: AscendingRows) -> Iterator[Block]:
         for first in range(0, table.num_embeddings, BLOCK_ROWS):
             rows = np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64)
             keys = make_keys(table.index, rows)
@@ -166,34 +170,10 @@ class TrainedRows(CheckpointRows):
                 num_rows[int(index)] += int(count)
         return num_rows
 
-    def _blocks(self, group: GroupSpec, table: TableSpec, trained: "AscendingRows") -> Iterator[Block]:
+    def _blocks(self, group: GroupSpec, table: TableSpec, trained: AscendingRows) -> Iterator[Block]:
         [last_key] = make_keys(table.index, np.array([table.num_embeddings - 1]))
         for keys, records in trained.up_to(int(last_key)):
             yield keys & ROW_MASK, records
-
-
-class AscendingRows:
-    """Re-cuts blocks of rows by ascending key to the requested ranges."""
-
-    def __init__(self, blocks: Iterator[Rows]) -> None:
-        self._blocks = blocks
-        self._keys: Keys | None = None
-        self._records: Records | None = None
-
-    def up_to(self, last_key: int) -> Iterator[Rows]:
-        while (block := self._next()) is not None:
-            keys, records = block
-            end = int(np.searchsorted(keys, last_key, side="right"))
-            self._keys, self._records = (keys[end:], records[end:]) if end < len(keys) else (None, None)
-            if end:
-                yield keys[:end], records[:end]
-            if end < len(keys):
-                return
-
-    def _next(self) -> Rows | None:
-        if self._keys is None or self._records is None:
-            return next(self._blocks, None)
-        return self._keys, self._records
 
 
 def write_safetensors(

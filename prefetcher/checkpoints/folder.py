@@ -21,9 +21,9 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
 
-from rowcast.job.file import parse_manifest_job
-from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.interval import FILE as INTERVAL_FILE
+from rowcast.prefetcher.checkpoints.pieces import saved_groups
 from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import NEW_NAME, Steps, read_rows
 from rowcast.prefetcher.stores.elements import FiniteRows
@@ -219,7 +219,7 @@ class Checkpoints:
     def verify(self, manifest: Manifest, whole: set[CheckpointFile] | None = None) -> None:
         """Reads every file. Raises DataError for the first that is damaged or holds a row that is not finite. Skips
         files in `whole`, and adds to it."""
-        groups = groups_of(self.root, manifest)
+        groups = {group.name: group for group in saved_groups(self.root, manifest)}
         for file in manifest.files:
             if whole is None or file not in whole:
                 if isinstance(file, RowFile):
@@ -392,14 +392,6 @@ class Checkpoints:
             yield from sorted(
                 (path for path in root.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()), reverse=True
             )
-
-
-def groups_of(root: Path, manifest: Manifest) -> dict[str, GroupSpec]:
-    try:
-        job = parse_manifest_job(manifest.job, f"{root / manifest.name}/{MANIFEST_NAME}")
-    except ConfigError as error:
-        raise DataError(str(error)) from None
-    return {group.name: group for group in group_specs(job)}
 
 
 def check_rows(root: Path, groups: Mapping[str, GroupSpec], file: RowFile) -> None:

@@ -25,10 +25,10 @@ from rowcast.job.embedding_tables import LARGEST, RowType
 from rowcast.job.file import parse_manifest_job
 from rowcast.job.row_optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, group_specs, make_keys
+from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, groups_at, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out, softly
-from rowcast.prefetcher.checkpoints.row_files import merged
+from rowcast.prefetcher.checkpoints.pieces import saved_rows
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, FiniteRows, elements_of, rounded, widened
@@ -66,11 +66,11 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
 
 def import_into(checkpoints: Checkpoints, job: Job, source: "Source") -> Manifest:
     """Makes the first checkpoint of a run."""
-    writer = CheckpointWriter(job, group_specs(job), uuid.uuid4().hex[:12], None, checkpoints, None, keep=1)
+    writer = CheckpointWriter(job, whole_groups(job), uuid.uuid4().hex[:12], None, checkpoints, None, keep=1)
     writer.begin(source.position, finished=False, reason=IMPORT)
     blocks = (
         (index, keys, records)
-        for index, group in enumerate(group_specs(job))
+        for index, group in enumerate(whole_groups(job))
         for keys, records in checked(source, group, job)
     )
     writer.finish(offer_dense(writer, source), blocks)
@@ -103,7 +103,7 @@ def open_source(job: Job, path: Path) -> "Source":
     if path.is_dir():
         return EarlierRun(job, path)
     exported = ExportedFile(path)
-    exported.check(group_specs(job))
+    exported.check(whole_groups(job))
     return exported
 
 
@@ -116,6 +116,7 @@ class EarlierRun:
         self.path = run_dir
         checkpoints = Checkpoints(run_dir, Disk())
         self._root, self._manifest = checkpoints.root, checkpoints.choose(None)
+        self._saved = groups_at(job, self._manifest.points)
         earlier = parse_manifest_job(self._manifest.job, f"{self._root / self._manifest.name}/manifest.json")
         if earlier.job.seed != job.job.seed:
             raise ConfigError(
@@ -134,7 +135,7 @@ class EarlierRun:
         return Position(step=self._manifest.position.step, train_step=self._manifest.train_steps)
 
     def rows(self, group: GroupSpec, seed: int) -> Iterator[tuple[Keys, Records]]:
-        return merged(self._root, group, self._manifest.layers)
+        return saved_rows(self._root, group, self._saved, self._manifest.layers)
 
     def dense_content(self) -> Iterator[bytes]:
         """Leaves out evaluations, which are of the earlier run's samples."""
@@ -145,7 +146,7 @@ class EarlierRun:
 
 
 def tables_of(job: Job) -> Iterator[str]:
-    for group in group_specs(job):
+    for group in whole_groups(job):
         for table in group.tables:
             linear = ", linear" if table.linear else ""
             yield (

@@ -4,23 +4,26 @@
     read by 2                     |      0: all of 0 and 1    |      1: all of 2 and 3    |
     read by 8                     |   0  |  1  |  2   |   3   |  4  |  5   |   6   |  7   |      half of the rows of one
 
-A prefetcher reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps its rows.
+A prefetcher reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps its rows. If
+other tables were placed whole, it reads those of all shards.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.checkpoints.pieces import cuts_of, saved_groups, saved_rows
 from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
 from rowcast.prefetcher.stores.store import Keys, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.shards import Shards
-from rowcast.runtime.checkpoint_manifest import Manifest, RowFile, RowLayer, checked_file
+from rowcast.runtime.checkpoint_manifest import Manifest, Points, RowFile, RowLayer, checked_file
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import DataError
 
@@ -29,6 +32,7 @@ from rowcast.runtime.errors import DataError
 class OwnShard:
     number: int  # 0 to count - 1
     count: int
+    points: Points = ()  # of tables that are placed whole, as in a manifest
 
     def __post_init__(self) -> None:
         assert 0 <= self.number < self.count, f"shard {self.number} of {self.count}"
@@ -41,13 +45,15 @@ class OwnShard:
     def overlaps(self, other: "OwnShard") -> bool:
         """Returns whether a row may belong to both: to this one of `count` shards, and to the other one of
         `other.count`."""
+        if self.points != other.points:
+            return True
         first = self.number * other.count < (other.number + 1) * self.count
         return first and other.number * self.count < (self.number + 1) * other.count
 
     def parts_of(self, manifest: Manifest) -> Iterator["ShardPart"]:
         """Yields the shards of a checkpoint that may have rows of this one."""
         for number, shard in enumerate(manifest.shards):
-            held = OwnShard(number=number, count=len(manifest.shards))
+            held = OwnShard(number=number, count=len(manifest.shards), points=manifest.points)
             if self.overlaps(held):
                 yield ShardPart(layers=shard.layers, held=held, wanted=self)
 
@@ -59,7 +65,10 @@ class OwnShard:
         return rows if own.all() else (keys[own], records[own])
 
     def owns(self, group: GroupSpec, keys: Keys) -> npt.NDArray[np.bool_]:
-        own: npt.NDArray[np.bool_] = Shards(group.tables, self.count).owners(keys) == self.number
+        of_tables = [own[:1] for own in self.points], [(point,) for own in self.points for point in own[1:]]
+        points = dict(enumerate(chain(*of_tables)))  # by index: see `specs_of`
+        tables = [replace(table, point=next(iter(points.get(table.index, ())), None)) for table in group.tables]
+        own: npt.NDArray[np.bool_] = Shards(tables, self.count).owners(keys) == self.number
         return own
 
 
@@ -87,11 +96,22 @@ class ShardPart:
         return rows if self.held == self.wanted else self.wanted.owned(group, rows)
 
 
+def is_cut_anew(manifest: Manifest, shard: OwnShard) -> bool:
+    return cuts_of(manifest.points) != cuts_of(shard.points)
+
+
 def restore_rows(
     root: Path, manifest: Manifest, groups: Sequence[GroupSpec], stores: Sequence[TrackedStore], shard: OwnShard = ALONE
 ) -> None:
-    """Fills empty stores with the rows of a shard, oldest layer first, with one file in memory. Raises DataError with
-    the damaged file."""
+    """Fills empty stores with the rows of a shard, oldest layer first, with one file in memory: of each layer, if the
+    tables were cut into other pieces. Raises DataError with the damaged file."""
+    if is_cut_anew(manifest, shard):
+        saved = saved_groups(root, manifest)
+        for group, store in zip(groups, stores, strict=True):
+            for rows in saved_rows(root, group, saved, manifest.layers):
+                finish(store.write(*shard.owned(group, rows)))
+            store.settle()
+        return
     for part in shard.parts_of(manifest):
         for layer in part.layers:
             for group, store in zip(groups, stores, strict=True):

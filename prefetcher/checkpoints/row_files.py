@@ -9,7 +9,7 @@ merged   k1 k2 k3 k4 .  k6 k7
 """
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,7 @@ from rowcast.job.tables import GROUP_NAME, KEY_SHIFT, ROW_MASK, GroupSpec
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES, TensorSpec, make_header
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import Bytes
-from rowcast.runtime.checkpoint_manifest import RowFile, RowLayer, differs
+from rowcast.runtime.checkpoint_manifest import MAX_KEY, RowFile, RowLayer, differs
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Content, Disk
 from rowcast.runtime.errors import DataError
@@ -200,7 +200,7 @@ def check_keys(path: Path, group: GroupSpec, file: RowFile, keys: Keys) -> None:
 class LayerCursor:
     """Iterates over the rows of one layer."""
 
-    def __init__(self, root: Path, group: GroupSpec, files: tuple[RowFile, ...]) -> None:
+    def __init__(self, root: Path, group: GroupSpec, files: Iterable[RowFile]) -> None:
         self._root = root
         self._group = group
         self._files = iter(files)
@@ -235,12 +235,16 @@ class LayerCursor:
         self._rows, self._at = None if file is None else read_rows(self._root, self._group, file), 0
 
 
-def merged(root: Path, group: GroupSpec, layers: tuple[RowLayer, ...]) -> Iterator[Rows]:
-    """Yields a group's rows by ascending key, in blocks; `layers` are oldest first. Raises DataError."""
-    cursors = [LayerCursor(root, group, layer.of_group(group.name)) for layer in reversed(layers)]
+def merged(
+    root: Path, group: GroupSpec, layers: tuple[RowLayer, ...], first_key: int = 0, last_key: int = MAX_KEY
+) -> Iterator[Rows]:
+    """Yields a group's rows by ascending key, in blocks; `layers` are oldest first. Leaves out files that have no key
+    of the range. Raises DataError."""
+    own = [[file for file in layer.of_group(group.name) if file.spans(first_key, last_key)] for layer in layers]
+    cursors = [LayerCursor(root, group, files) for files in reversed(own)]
     while cursors := [cursor for cursor in cursors if not cursor.ended]:
-        last_key = min(cursor.reached for cursor in cursors)
-        parts = [cursor.take(last_key) for cursor in cursors]  # newest first
+        reached = min(cursor.reached for cursor in cursors)
+        parts = [cursor.take(reached) for cursor in cursors]  # newest first
         parts = [(keys, records) for keys, records in parts if len(keys)]
         yield parts[0] if len(parts) == 1 else newest_of(parts)
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, groups_at
 from rowcast.prefetcher.checkpoints.commit import Abandoned, await_manifest, gather_shards, publish, write_shard_file
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, softly
+from rowcast.prefetcher.checkpoints.pieces import saved_rows
 from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import (
     HashedFile,
     RowFiles,
     Steps,
     layers_of,
-    merged,
     must_merge,
     new_path,
 )
@@ -223,7 +223,7 @@ class CheckpointWriter:
             yield from rows.add(self._groups[index], keys, records)
             yield True
         yield from rows.flush()
-        shard = ShardLayers(layers=(yield from self._layers(rows.files, folder)))
+        shard = ShardLayers(layers=(yield from self._layers(rows.files, folder)), ahead=start.ahead)
         yield from self._sync_folders(folder)
         self._count([*rows.files, *(file for layer in shard.layers for file in layer.files), dense], folder)
         if self._shard.count == 1:
@@ -257,8 +257,8 @@ class CheckpointWriter:
                 job=self._job.content(),
                 trained_on=self._trained_on,
                 shards=shards,
+                points=self._shard.points,
                 dense=dense,
-                ahead=start.ahead,
                 machine=self.machine(),
                 best=best if self._job.eval.keep == "best" else "",
             )
@@ -327,9 +327,10 @@ class CheckpointWriter:
         older = tuple(layer for part in parts for layer in part.layers)
         is_divided_anew = any(part.held != self._shard for part in parts)
         if is_divided_anew or (written and older and must_merge(older)):
-            base = RowFiles(self._disk, folder, self._shard.tag)
+            base, root = RowFiles(self._disk, folder, self._shard.tag), self._checkpoints.root
+            saved = () if self.newest is None else groups_at(self._job, self.newest.points)
             for group in self._groups:
-                for rows in merged(self._checkpoints.root, group, older):
+                for rows in saved_rows(root, group, saved, older):
                     yield from base.add(group, *self._shard.owned(group, rows))
                     crash_point("merging")
                     yield True

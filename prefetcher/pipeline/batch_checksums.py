@@ -1,101 +1,112 @@
-"""Computes checksums of the known batches, to detect different data before it is trained.
+"""Computes checksums of the known batches, part by part, to detect different data before it is trained.
 
-    a restart   compares the batches that the checkpoint's run had read ahead           `add_ids`, `add_dense`
-    ranks       compare all their batches, up to the one after each plan's   `planned`
+    a restart   compares the batches that the checkpoint's run had read ahead, with any number of ranks
+    ranks       compare the first batches, which all of them read whole
 
 The planning thread makes all calls, batch by batch in step order.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain, islice, pairwise
+from pathlib import PurePath
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
+from msgspec.structs import replace
 
-from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch
-from rowcast.protocol.messages import BATCHES_BITS
-from rowcast.runtime.checkpoint_manifest import BatchChecksum
+from rowcast.protocol.batch import (
+    Cut,
+    Lookups,
+    Samples,
+    Scheduled,
+    ScheduledBatch,
+    checksum_of,
+    dense_checksum,
+    ids_checksum,
+)
+from rowcast.protocol.parts import Belonging, Rank, arrays_of_samples, own_bounds, part_of
+from rowcast.runtime.checkpoint_manifest import BatchChecksum, DataFile
 from rowcast.runtime.errors import Mismatch
 
 MOST_AHEAD = 256  # batches that a checkpoint keeps checksums of
-MOST_NAMED = 1000  # checksums of features
+MOST_NAMED = 1000  # checksums of features, of sizes of files, and of files
 DENSE_AND_LABELS = "dense features and labels"
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A known batch that is not planned yet."""
+
+    checksums: list[BatchChecksum]  # one for each part of this rank
+    cuts: list[Cut]  # each takes one of these parts out of the rank's samples
+
+
 class BatchChecksums:
-    def __init__(self, depth: int, expected: Iterable[BatchChecksum] = ()) -> None:
+    def __init__(self, rank: Rank, of: Belonging, expected: Iterable[BatchChecksum] = ()) -> None:
         """`expected`: of the checkpoint that this attempt begins at."""
-        self._expected = {(batch.train_step, batch.eval_batch): batch for batch in expected}
-        self._known: deque[BatchChecksum] = deque()  # from the next plan's batch on
+        self._rank, self._of = rank, of
+        self._expected = {place_of(part): part for part in expected}
+        self._known: deque[Known] = deque()  # from the next plan's batch on
         self._num_dense = 0  # of these, from the first on: with dense features
-        self._end: tuple[str, ...] = ()  # the end after the last known batch, once known
-        # no more than every rank knows at a plan: with an automatic horizon, each looks ahead at least depth batches
-        self._ids, self._dense = Chain(depth), Chain(1)
 
     @property
     def ahead(self) -> tuple[BatchChecksum, ...]:
         """Returns the checksums of known, unplanned batches, nearest first."""
-        return tuple(islice(self._known, MOST_AHEAD))
+        return tuple(chain.from_iterable(known.checksums for known in islice(self._known, MOST_AHEAD)))
 
-    def add_ids(self, ids: Scheduled[Lookups]) -> None:
-        """Adds a batch. Raises Mismatch if the checkpoint's run had read different ids."""
-        at, checksum = ids.position, ids_checksum(ids.batch)
-        expected = self._expected.get((at.train_step, at.eval_batch))
-        if expected is not None and expected.ids != checksum:
-            raise other_batch(expected, "ids")
-        self._known.append(BatchChecksum(train_step=at.train_step, eval_batch=at.eval_batch, ids=checksum, dense=""))
+    def add_ids(self, ids: Scheduled[Lookups], parts: Sequence[Lookups]) -> None:
+        """Adds a batch. `parts`: of this rank, cut from `ids`. Raises Mismatch if the checkpoint's run had read
+        different ids."""
+        at, bounds = ids.position, own_bounds(ids.batch.batch_size, self._rank)
+        found = [
+            BatchChecksum(
+                train_step=at.train_step, eval_batch=at.eval_batch, ids=ids_checksum(own), dense="", part=part
+            )
+            for part, own in zip(self._rank.own_parts, parts, strict=True)
+        ]
+        for part in found:
+            expected = self._expected.get(place_of(part))
+            if expected is not None and expected.ids != part.ids:
+                raise other_batch(expected, "ids")
+        cuts = [arrays_of_samples(ids.batch, slice(*ends), self._of) for ends in pairwise(bounds)]
+        self._known.append(Known(found, cuts))
 
     def add_dense(self, dense: Samples) -> None:
-        """Adds the dense features of the first batch that lacks them. Raises as `add_ids`."""
-        batch, checksum = self._known[self._num_dense], dense_checksum(dense)
-        expected = self._expected.get((batch.train_step, batch.eval_batch))
-        if expected is not None and expected.dense not in ("", checksum):
-            raise other_batch(expected, DENSE_AND_LABELS)
-        self._known[self._num_dense] = BatchChecksum(
-            train_step=batch.train_step, eval_batch=batch.eval_batch, ids=batch.ids, dense=checksum
-        )
+        """Adds this rank's dense features of the first batch that lacks them. Raises as `add_ids`."""
+        known = self._known[self._num_dense]
+        for index, (part, cut) in enumerate(zip(known.checksums, known.cuts, strict=True)):
+            expected, checksum = self._expected.get(place_of(part)), dense_checksum(dense.within(cut))
+            if expected is not None and expected.dense not in ("", checksum):
+                raise other_batch(expected, DENSE_AND_LABELS)
+            known.checksums[index] = replace(part, dense=checksum)
         self._num_dense += 1
 
-    def end(self, how: str) -> None:
-        """Notes that no batch follows: the data ended, or has a fault there."""
-        self._end = (how,)
-
-    def planned(self) -> int:
-        """The first known batch was planned. Returns a checksum of all batches of the attempt up to it, of the dense
-        part of the next one and the ids of depth more. Equal ones mean that two prefetchers read the same."""
-        near = list(islice(self._known, self._ids.ahead + 1))
-        ids = self._ids.planned([*(batch.ids for batch in near), *self._end])
-        dense = self._dense.planned([batch.dense for batch in near])
+    def planned(self) -> None:
+        """The first known batch was planned."""
         self._known.popleft()
         self._num_dense -= 1
-        return (ids ^ dense) % (1 << BATCHES_BITS)
 
 
-class Chain:
-    """A checksum over all batches up to `ahead` beyond the planned one."""
-
-    def __init__(self, ahead: int) -> None:
-        self._hasher = xxhash.xxh3_64()
-        self.ahead = ahead
-        self._num_added = 0  # of the values from the next plan's batch on
-
-    def planned(self, values: Sequence[str]) -> int:
-        """`values`: of the batches from the planned one on, as far as they are known."""
-        for value in values[self._num_added : self.ahead + 1]:
-            self._hasher.update(value.encode())
-        self._num_added = min(len(values), self.ahead + 1) - 1
-        checksum: int = self._hasher.intdigest()
-        return checksum
+def place_of(part: BatchChecksum) -> tuple[int, int | None, int]:
+    return part.train_step, part.eval_batch, part.part
 
 
-def check_first(batches: Iterable[ScheduledBatch], expected: Iterable[BatchChecksum]) -> None:
+def check_first(
+    batches: Iterable[ScheduledBatch], rank: Rank, of: Belonging, expected: Sequence[BatchChecksum]
+) -> None:
     """Raises Mismatch, before a trainer is welcomed, if the checkpoint's run had read different batches."""
-    checksums = BatchChecksums(depth=1, expected=expected)
-    for own in batches:
-        checksums.add_ids(own)
-        checksums.add_dense(own.batch)
+    known = {place_of(part): part for part in expected}
+    for scheduled in batches:
+        for part in rank.own_parts:
+            before = known.get((scheduled.train_step, scheduled.position.eval_batch, part))
+            if before is None:
+                continue
+            own = part_of(scheduled.batch, part, rank.parts, of)
+            if before.ids != ids_checksum(own):
+                raise other_batch(before, "ids")
+            if before.dense not in ("", dense_checksum(own)):
+                raise other_batch(before, DENSE_AND_LABELS)
 
 
 def other_batch(expected: BatchChecksum, what: str) -> Mismatch:
@@ -107,35 +118,36 @@ def other_batch(expected: BatchChecksum, what: str) -> Mismatch:
     )
 
 
-def ids_checksum(batch: Lookups) -> str:
-    return checksum_of([batch.ids, batch.offsets, batch.weights])
-
-
-def dense_checksum(batch: Samples) -> str:
-    return checksum_of([batch.dense, batch.labels, *batch.inputs.values()])
-
-
-def checksum_of(arrays: Sequence[npt.NDArray[np.generic] | None]) -> str:
-    """Returns the xxh3_64 of the arrays' bytes, 16 hex digits."""
-    hasher = xxhash.xxh3_64()
-    for array in arrays:
-        if array is not None:
-            hasher.update(np.ascontiguousarray(array).data)
-    return hasher.hexdigest()
-
-
 def first_checksums(features: Sequence[str], batches: Iterable[ScheduledBatch]) -> dict[str, str]:
     """A checksum over all of these batches for each feature, and for dense features and labels; separately for
     evaluation batches. With many features, neighbours have one together."""
-    size = -(-len(features) // MOST_NAMED)
-    names = [f"feature {features[first]}" for first in range(0, len(features), size)]
-    names = names if size == 1 else [f"one of {size} features from {name} on" for name in names]
-    hashers: dict[str, xxhash.xxh3_64] = {}
+    parts, names = [], named_together("feature", features)
     for own in batches:
         apart = "" if own.kind == "train" else " of an evaluation"
-        parts = [(names[index // size], of_feature(own.batch, index)) for index in range(len(features))]
-        for name, checksum in [*parts, (DENSE_AND_LABELS, dense_checksum(own.batch))]:
-            hashers.setdefault(name + apart, xxhash.xxh3_64()).update(checksum.encode())
+        parts += [(name + apart, of_feature(own.batch, index)) for index, name in enumerate(names)]
+        parts.append((DENSE_AND_LABELS + apart, dense_checksum(own.batch)))
+    return checksum_of_each(parts)
+
+
+def file_checksums(files: Sequence[DataFile]) -> dict[str, str]:
+    """Returns a checksum of each file's size and one of its sample, sizes first: files of other sizes are sampled in
+    other places. With many files, neighbours share one."""
+    names = named_together("data file", [f"{place} ({PurePath(own.path).name})" for place, own in enumerate(files, 1)])
+    sizes = [(f"the size of {name}", f"{own.nbytes} ") for name, own in zip(names, files, strict=True)]
+    return checksum_of_each([*sizes, *((name, own.checksum) for name, own in zip(names, files, strict=True))])
+
+
+def named_together(what: str, names: Sequence[str]) -> list[str]:
+    """Returns a name for each; at most MOST_NAMED differ."""
+    size, own = -(-len(names) // MOST_NAMED), [f"{what} {name}" for name in names]
+    return own if size <= 1 else [f"one of {size} {what}s from {own[at - at % size]} on" for at in range(len(own))]
+
+
+def checksum_of_each(parts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Returns a checksum of all that has the same name."""
+    hashers: dict[str, xxhash.xxh3_64] = {}
+    for name, part in parts:
+        hashers.setdefault(name, xxhash.xxh3_64()).update(part.encode())
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
 

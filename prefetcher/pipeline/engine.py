@@ -18,19 +18,21 @@ A barrier (`barrier.py`) replaces the fetcher's work between two plans; the writ
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, get_args
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
+from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits, PlanStream
+from rowcast.prefetcher.pipeline.key_exchange import KeyExchange, KeyLinks
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.planning import PlanningStage
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.source import Source
+from rowcast.prefetcher.readers.source import RankSource, Source
 from rowcast.prefetcher.stores.store import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.attempts import check_hello
@@ -52,6 +54,7 @@ from rowcast.protocol.messages import (
 from rowcast.protocol.parts import belonging
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.protocol.transport.ring import RingReader, RingWriter
+from rowcast.runtime.checkpoint_manifest import BatchChecksum
 from rowcast.runtime.stages import Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
@@ -88,13 +91,16 @@ class PrefetcherEngine:
         welcome: Welcome,
         source: Source,
         planner: RowPlanner,
+        links: KeyLinks,
+        expected: Sequence[BatchChecksum],
         stores: tuple[TrackedStore, ...],
         conversation: Conversation,
         rings: tuple[RingWriter, RingReader],
         checkpointer: Checkpointer,
         counters: PrefetcherCounters,
     ) -> None:
-        """`stores`: one per group. `rings`: fetch and back. `counters`: of the process. The caller closes these."""
+        """`links`: to the other ranks. `expected`: batches that a restart must read. `stores`: one per group. `rings`:
+        fetch and back. `counters`: of the process. The caller closes these."""
         groups, send = group_specs(job), conversation.send
         self.hello: Hello | None = None
         self.peer_left = False
@@ -125,15 +131,18 @@ class PrefetcherEngine:
             takes_model_state=welcome.rank == 0,
             tier=lambda: totals(self._store_counts()),
         )
+        of = belonging(job)
         self.planning = PlanningStage(
-            source=source,
+            source=RankSource(source, planner.rank, of),
             planner=planner,
+            keys=KeyExchange(planner, links, welcome.start.step),
+            checksums=BatchChecksums(planner.rank, of, expected),
             stores=stores,
             plans=self.plans,
             fetcher=self.fetcher,
             barrier=self.barrier,
             welcome=welcome,
-            belonging=belonging(job),
+            lookup_arrays=of.arrays,
             counters=counters,
         )
         ahead = any(store.store.works_ahead for store in stores)
@@ -218,6 +227,8 @@ class PrefetcherEngine:
             return "a trainer"
         if self.fetcher.stalled_by == "store":
             return described(self._store_counts())
+        if self.fetcher.stalled_by == "plans" and (ranks := self.planning.awaited_ranks):
+            return f"the keys of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
     def progress(self, work: int) -> ProcessProgress:

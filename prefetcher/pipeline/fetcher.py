@@ -14,6 +14,7 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback, rows_of_table
+from rowcast.prefetcher.stores.all_stores import AllStores, Rows
 from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Answer, Ask, RowSpan, StepReady, StopRequest
@@ -98,7 +99,7 @@ class Fetcher:
         self.stalled_by: Stall | None = None  # written by the fetcher's thread
         self._plans = plans
         self._groups = groups
-        self._stores = stores
+        self._stores, self._all_stores = stores, AllStores(stores)
         self._ring = ring
         self._writeback = writeback
         self._counters = counters
@@ -168,16 +169,15 @@ class Fetcher:
         if piece.arrays is not None:
             plan.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
         returned = self._writeback.returned
-        tickets = [self._read_span(plan, span, slot) for span in piece.rows]
+        tickets = self._all_stores.read([self._rows_of(plan, span, slot) for span in piece.rows])
         self._reading.append(Reading(plan=plan, piece=piece, slice=slot, tickets=tickets, returned=returned))
         self._pieces.popleft()
         return True
 
-    def _read_span(self, plan: Plan, span: RowSpan, slot: RingSlice) -> Ticket:
+    def _rows_of(self, plan: Plan, span: RowSpan, slot: RingSlice) -> Rows:
         width = self._groups[span.group].record_bytes
         rows = slot.payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
-        keys = plan.fetch_keys[span.group][span.start : span.start + span.count]
-        return self._stores[span.group].read(keys, rows)
+        return span.group, plan.fetch_keys[span.group][span.start : span.start + span.count], rows
 
     # store -> a training script
 

@@ -22,10 +22,6 @@ Queue = Literal["batches", "plans", "pieces", "rows_back"]
 # fetch: a plan is cut, its rows read into the ring send: a piece is announced
 # write_back: returned rows go to the store
 #
-# given: the store returns what was written last    filled: a slot holds the row that the store returned
-# returned: a dirty row came home unchanged         dropped: a clean victim equals what was filled
-# kept: at a barrier the store has the rows written to it
-#
 # reader -batches-> planner -plans-> fetcher -pieces-> link -rows_back-> write-back
 
 

@@ -1,19 +1,20 @@
 """The planning stage: turns batches into plans, at most a fixed number of steps ahead of the trainer."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream
+from rowcast.prefetcher.pipeline.key_exchange import KeyExchange
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.source import Source
+from rowcast.prefetcher.readers.source import RankSource
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.batch import Cut, Samples
+from rowcast.protocol.batch import Samples
 from rowcast.protocol.messages import StopRequest, Welcome
-from rowcast.protocol.parts import Belonging, arrays_of_samples, batch_specs, check_same, samples_of
+from rowcast.protocol.parts import batch_specs, check_same
 from rowcast.protocol.plan import StepPlan, pack
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
@@ -39,26 +40,30 @@ class PlanningStage:
     """Makes plans up to 2 * depth + 2 steps beyond the last completed one, so that a stop is prompt. Announces each to
     the stores.
 
-    Adds a barrier to the plan stream wherever the planner says that a checkpoint is due. A *fault*, an error of the
-    reader, ends the stream with a barrier where its batch would be.
+    Adds a barrier to the plan stream wherever the planner says that a checkpoint is due. A *fault*, an error of any
+    rank's reader, ends the stream with a barrier where its batch would be.
     """
 
     def __init__(
         self,
         *,
-        source: Source,
+        source: RankSource,
         planner: RowPlanner,
+        keys: KeyExchange,
+        checksums: BatchChecksums,
         stores: tuple[TrackedStore, ...],
         plans: PlanStream,
         fetcher: Fetcher,
         barrier: PrefetcherBarrier,
         welcome: Welcome,
-        belonging: Belonging,
+        lookup_arrays: Mapping[str, str],
         counters: PrefetcherCounters,
     ) -> None:
+        """`lookup_arrays`: of the batch, with the feature of each."""
         self.planned_through: int | None = None
         self._source = source
         self._planner = planner
+        self._keys = keys
         planner.evaluating = welcome.start.eval_batch is not None
         self._stores = stores
         self._plans = plans
@@ -67,19 +72,16 @@ class PlanningStage:
         self._ahead = plans_ahead(welcome.depth)
         self._start = welcome.start
         self._position = welcome.start  # after the last plan
-        self.checksums = BatchChecksums(welcome.depth)
-        self._samples: deque[Samples] = deque()  # of the batch to be planned next, and of the one after it
+        self.checksums = checksums
+        self._samples: deque[Samples] = deque()  # of the batch to be planned next, and of some after it
         self._misses_dense = False
         self._counters = counters
         self.stop_reason: str | None = None
         self._last_step: int | None = None  # of a stop, if ranks have agreed on one
         self._ended = False
-        self._fault: RowcastError | None = None  # ends the run after the last plan
-        self._dense_ended = False  # the fault is in the dense part that follows `_samples`
         self._barrier_sent = False
         self.pace: Pace | None = None  # converts a time between checkpoints into train steps
-        self._belonging, self._announced = belonging, welcome.inputs
-        self._cuts: deque[Cut] = deque()  # this rank's entries in the arrays of each batch in the horizon
+        self._lookup_arrays, self._announced = lookup_arrays, welcome.inputs
         # of each step that is planned and may not be done, and of the one before the first
         self._position_after: dict[int, Position] = {welcome.start.step - 1: welcome.start}
         self.on_plan: Callable[[StepPlan], None] = lambda plan: None
@@ -91,13 +93,17 @@ class PlanningStage:
         return not self._barrier_sent and (self._misses_dense or (not self._ended and self._planner.wants_batch > 0))
 
     @property
+    def awaited_ranks(self) -> tuple[int, ...]:
+        return self._keys.awaited
+
+    @property
     def waits_for_credit(self) -> bool:
         return not self._barrier_sent and not self._misses_dense and self._planner.ready()
 
     @property
     def _data_is_planned(self) -> bool:
         """Whether all data is planned, so that a stop would change nothing."""
-        return (self._dense_ended and not self._samples) or (self._ended and not self._planner.ready())
+        return self._next_step >= self._keys.fault_step or (self._ended and not self._planner.ready())
 
     def stop(self, request: StopRequest) -> None:
         """Makes no plan after the next turn, and a barrier after the last plan. The mail's thread calls it.
@@ -121,60 +127,80 @@ class PlanningStage:
         self.stop_reason = request.reason
 
     def read_ids_ahead(self) -> bool:
-        """Adds one batch's ids to the horizon if the planner needs them for its next plan."""
-        if self._barrier_sent or self._ended or not self._planner.wants_batch:
+        """Reads one batch's ids, or adds a batch that is complete to the horizon, if plans need them."""
+        arrived = self._keys.advance()
+        if self._barrier_sent:
+            # ranks with a longer horizon have plans to make for which they need more lists
+            return (self._keys.has_others and self._read_ids()) or arrived
+        return self._add_complete() or self._read_ids() or arrived
+
+    def _add_complete(self) -> bool:
+        if self._ended or self._barrier_sent or not self._planner.wants_batch:
+            return False
+        complete = self._keys.take()
+        if complete is not None:
+            self._planner.add(*complete)
+            return True
+        if self._keys.ended:
+            self._planner.end()
+            self._ended = True
+        return self._ended
+
+    def _read_ids(self) -> bool:
+        if not self._keys.wants_batch:
             return False
         try:
             ids = self._source.poll_ids()
         except RowcastError as fault:
-            self._note(fault)
-            return self._end("a fault")
+            self._note(self._keys.next_step, fault)
+            return True
         if ids is not None:
             with self._counters.timed("read", ids.step):
-                self.checksums.add_ids(ids)
-                self._planner.add(ids)
-                samples = samples_of(ids.batch.size, self._planner.rank)
-                self._cuts.append(arrays_of_samples(ids.batch, samples, self._belonging))
+                parts = self._planner.own_parts(ids.batch)
+                self.checksums.add_ids(ids, parts)
+                sources = self._planner.arranger.sources(parts, self._source.whole)
+                self._keys.add(ids, sources, self._source.checksum)
+                self._add_complete()  # this batch, or, of several ranks, one that was read before
             return True
-        return self._source.ended and self._end("the end")
+        if self._source.ended:
+            self._keys.end()
+        else:
+            self._keys.flush()  # a slow reader must not keep lists that others may need
+        return self._source.ended
 
     @property
     def _next_step(self) -> int:
         return self._start.step if self.planned_through is None else self.planned_through + 1
 
-    def _end(self, how: str) -> bool:
-        self.checksums.end(how)
-        self._planner.end()
-        self._ended = True
-        return True
-
-    def _note(self, fault: RowcastError) -> None:
-        self._fault = fault
+    def _note(self, step: int, fault: RowcastError) -> None:
+        self._keys.end_at(step, fault)
         get_logger().warning("training will end at a fault", train_step=self._position.train_step, fault=str(fault))
 
     def _has_dense(self) -> bool:
-        """Whether the next plan's batch and the one after it have their dense parts, as far as there are any."""
-        wanted = min(2, self._planner.num_known)
-        while len(self._samples) < wanted and not self._dense_ended:
+        """Whether this rank has the dense parts of the next plan's batch and of some after it, as far as there are any,
+        and every rank has that of the next."""
+        wanted = min(self._keys.samples_ahead, self._planner.num_known, self._keys.fault_step - self._next_step)
+        while len(self._samples) < wanted:
             dense = self._poll_dense()
             if dense is None:
                 break
             self.checksums.add_dense(dense)
             self._samples.append(dense)
-        self._misses_dense = len(self._samples) < wanted and not self._dense_ended
-        return bool(self._samples) and not self._misses_dense
+            self._keys.read_samples(self._source.checksum)
+        self._misses_dense = len(self._samples) < min(2, wanted, self._keys.fault_step - self._next_step)
+        return bool(self._samples) and not self._misses_dense and self._keys.all_have_samples(self._next_step)
 
     def _poll_dense(self) -> Samples | None:
+        step = self._next_step + len(self._samples)
         try:
             dense = self._source.poll_dense()
             if dense is not None:
-                found = batch_specs(dense, self._belonging.arrays)
+                found = batch_specs(dense, self._lookup_arrays)
                 if found != self._announced:
-                    check_same(found, self._announced, f"the batch of step {self._next_step + len(self._samples)}")
+                    check_same(found, self._announced, f"the batch of step {step}")
             return dense
         except RowcastError as fault:
-            self._note(fault)
-            self._dense_ended = True
+            self._note(step, fault)
             return None
 
     def plan_next(self) -> bool:
@@ -186,9 +212,9 @@ class PlanningStage:
             return self._send_end()
         if not self._planner.ready():
             return False
-        # only here, where every rank knows whether the data has ended as well
+        # only here, where every rank knows whether the data has ended as well, and that no rank finds a fault there
         if self.stop_reason is not None and self.planned_through == self._last_step is not None:
-            return self._send_barrier(self.stop_reason, last=True)
+            return self._has_dense() and self._send_barrier(self.stop_reason, last=True)
         if self._planner.checkpoint_due:
             return self._send_barrier("checkpoint", last=False)
         step = self._next_step
@@ -204,10 +230,12 @@ class PlanningStage:
             for store, group in zip(self._stores, plan.groups, strict=True):
                 store.store.stage(step, group)
         crash_point("plan made")
-        samples = self._samples.popleft().within(self._cuts.popleft())
+        samples = self._samples.popleft()
         self._counters.planned(plan, len(samples.labels))
         self.on_plan(plan)
-        self._plans.append(pack(samples, plan, self.checksums.planned()))
+        self.checksums.planned()
+        self._keys.planned()
+        self._plans.append(pack(samples, plan))
         self.planned_through = step
         self._position = self._position_after[step] = following
         self._position_after.pop(step - self._ahead - 1, None)
@@ -222,7 +250,7 @@ class PlanningStage:
             self._planner.checkpoint_every = steps
 
     def _send_end(self) -> bool:
-        if self._fault is None:
+        if self._keys.fault is None:
             return self._send_barrier("end of data", finished=True, last=True)
         return self._send_barrier("a fault in the data", last=True)
 
@@ -235,9 +263,11 @@ class PlanningStage:
             position=self._position,
             last=last,
             ahead=self.checksums.ahead,
-            fault=self._fault if self._data_is_planned else None,
+            fault=self._keys.fault if self._data_is_planned else None,
             evaluated=evaluated or finished,
         )
         self._plans.append(barrier)
         self._barrier_sent = last
+        if last:
+            self._keys.stop_waiting()
         return True

@@ -9,7 +9,7 @@ Each row is looked at before it is written: one that is not finite ends the run,
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,8 +18,9 @@ import numpy as np
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.readers.script_ids import ascend_below
-from rowcast.prefetcher.stores.elements import FiniteRows
-from rowcast.prefetcher.stores.store import Keys, Records, Ticket
+from rowcast.prefetcher.stores.all_stores import AllStores, Rows
+from rowcast.prefetcher.stores.elements import FiniteRows, first_fault
+from rowcast.prefetcher.stores.store import Keys, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Ask, Released, Returned, RingRef, RowsBack
 from rowcast.protocol.plan import barrier_stamp, plan_stamp
@@ -74,7 +75,7 @@ class Writeback:
         self._groups = groups
         self._finite = tuple(map(FiniteRows, groups))
         self._finite_through = first_train_step  # train steps after which every row was finite
-        self._stores = stores
+        self._stores, self._all_stores = stores, AllStores(stores)
         self._ring = ring
         self._counters = counters
         self._send = send
@@ -169,7 +170,7 @@ class Writeback:
     def _write_spans(
         self, expected: Expected, message: RowsBack, payload: "np.ndarray[tuple[int], np.dtype[np.uint8]]"
     ) -> list[Ticket]:
-        tickets = []
+        found: list[Rows] = []
         for span in message.rows:
             if span.group >= len(self._groups):
                 raise RemoteProtocolError(
@@ -186,13 +187,13 @@ class Writeback:
                     f"rows {span.start}+{span.count} of group {span.group} came back out of order in {expected.name}"
                 )
             rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
-            self._require_finite(expected, span.group, keys, rows)
-            tickets.append(self._stores[span.group].write(keys, rows))
+            found.append((span.group, keys, rows))
             expected.applied[span.group] += span.count
-        return tickets
+        self._require_finite(expected, found)
+        return self._all_stores.write(found)
 
-    def _require_finite(self, expected: Expected, group: int, keys: Keys, rows: Records) -> None:
-        if fault := self._finite[group].fault(keys, rows):
+    def _require_finite(self, expected: Expected, rows: Sequence[Rows]) -> None:
+        if fault := first_fault(self._finite, rows):
             first, last = self._finite_through, expected.train_steps - 1
             when = f"train step {last}" if first >= last else f"one of train steps {first} to {last}"
             raise Diverged(

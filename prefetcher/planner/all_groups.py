@@ -64,21 +64,18 @@ def find_unprepared(states: Records, starts: I64, step: int, unprepared: I64) ->
 
 
 @compiled
-def enter_all(states: Records, keys: I64, starts: I64, step: int, needed: I64) -> None:
-    """Adds a batch with these keys, as `GroupPlanner.enter`. Fills `needed` with the slots of each group."""
+def enter_all(states: Records, keys: I64, starts: I64, step: int) -> None:
+    """Adds a batch with these keys, as `GroupPlanner.enter`."""
     positions, numbers = np.empty(len(keys), np.int64), np.empty(len(keys), np.int32)
     for g in range(len(states)):
         state, own = states[g], keys[starts[g] : starts[g + 1]]
         if state["is_whole"]:
             occurrences, directory = occurrences_of(state), directory_of(state)
-            pinned = i64_at(state["pinned"], state["num_pinned"])
             revived = Revived(positions[: len(own)], numbers[: len(own)])
             head, tail, cells, tracked = state["head"], state["tail"], directory.cells, directory.num_tracked
-            num_pinned, num_revived = enter(step, own, head, tail, pinned, cells, tracked, occurrences, revived)
+            state["num_idle"] -= enter(step, own, head, tail, cells, tracked, occurrences, revived)
             queue_revived(step, occurrences, revived)
-            state["num_idle"] -= num_revived
             state["tail"] += len(own)
-            needed[g] = len(own) + len(pinned) - num_pinned
 
 
 @compiled
@@ -100,7 +97,7 @@ def move_all(
         out[FETCHED], out[EVICTED], out[WRITTEN], out[FILL_AFTER] = found, num_victims, 0, NONE
         fetch_slots = filled[a : a + found]
         if num_victims:
-            rows = Residents(occurrences, state["oldest"], head, head + count, state["tail"], step, last_step)
+            rows = Residents(occurrences, state["oldest"], head, step, last_step)
             evict(rows, state, num_victims, evicted[a : a + num_victims], fetch_slots[:num_victims], out)
             if out[EVICTED] < 0:
                 continue
@@ -139,7 +136,7 @@ def evict(rows: Residents, state: np.void, num_victims: int, keys: I64, slots: I
     take_queued(rows, queued[0], positions, num_picked)
     uses, dirty = np.empty(num_victims, np.int32), np.empty(num_victims, np.int32)
     left = Left(np.empty(num_victims, np.int64), np.empty(num_victims, np.int32), uses, dirty)
-    state["num_idle"] -= leave(rows, positions, num_victims - num_picked, left)
+    state["num_idle"] -= leave(rows, positions, left)
     forget_before(rows.head, directory.cells, directory.num_tracked, left.keys, positions)
     out[WRITTEN] = in_order(left, keys, slots)
     out[FILL_AFTER] = NONE

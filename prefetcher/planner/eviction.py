@@ -22,11 +22,9 @@ import numpy as np
 from rowcast.job.schema import EVICTION_POLICIES
 from rowcast.prefetcher.planner.directory import AHEAD, Records
 from rowcast.prefetcher.planner.grouping import copy, numbered, sort_pairs
-from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, UNUSED, Occurrences
+from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, UNUSED, Occurrences
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch_to_write
-
-NEVER = 2**31 - 1  # instead of a step: no known batch uses the row
 
 
 class Residents(NamedTuple):
@@ -35,8 +33,6 @@ class Residents(NamedTuple):
     occurrences: Occurrences  # with the queues of one part
     oldest: int  # the line of idle rows starts here
     head: int  # and ends here, where the step's own rows start
-    following: int  # the rows that later known batches use start here
-    tail: int  # and end here
     step: int
     last_step: int  # the last known step
 
@@ -85,8 +81,8 @@ class EvictionPolicy(Protocol):
 
 
 class LeastScore:
-    """The base of policies that score rows: the row with the least score leaves first. Ties: idle rows by oldest last
-    use, then smallest key; after them the others, by nearest next use, then smallest key.
+    """The base of policies that score rows and do not look ahead: the row with the least score leaves first. Ties: by
+    oldest last use, then smallest key.
     """
 
     scored = True
@@ -95,17 +91,12 @@ class LeastScore:
     def first_scores(self, keys: I64) -> I32 | None:
         return None
 
-    def ranks(self, scores: I64, next_uses: I32) -> I64:
-        """Ranks rows that may leave, from 0: the least leaves first. `next_uses` are steps or NEVER."""
-        return scores
-
     def choose(self, parts: Sequence[Residents], victims: Victims, num_victims: int) -> Choice:
         rows = parts[0]
-        most = rows.head - rows.oldest + rows.tail - rows.following
-        positions, scores, next_uses = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int32)
-        count = candidates(rows, positions, scores, next_uses)
-        ranks, order = self.ranks(scores[:count], next_uses[:count]), np.arange(count, dtype=np.int32)
-        sort_pairs(ranks, order)
+        positions, scores = np.empty((2, rows.head - rows.oldest), np.int64)
+        count = candidates(rows, positions, scores)
+        order = np.arange(count, dtype=np.int32)
+        sort_pairs(scores[:count], order)
         pick_all(rows.occurrences.rows, positions[order[:num_victims]], victims)
         return Choice(np.zeros((len(parts), 0), np.int64), rows.oldest)
 
@@ -127,21 +118,12 @@ def new_left(count: int) -> Left:
 
 
 @compiled_loop
-def candidates(rows: Residents, positions: I64, scores_found: I64, next_uses: I32) -> int:
-    """Fills the arrays with the rows that may leave, idle ones first; returns how many. `rows`: of the first part,
-    where each batch begins."""
-    occurrences, last, scores = rows.occurrences, len(rows.occurrences.rows) - 1, rows.occurrences.scores
-    last_step, count = len(occurrences.first) - 1, 0
-    begin, end = rows.oldest, rows.head
-    for step in range(rows.step, rows.last_step + 1):
-        if step > rows.step:
-            begin = occurrences.first[step & last_step]
-            end = occurrences.first[(step + 1) & last_step] if step < rows.last_step else rows.tail
-        for position in range(begin, end):
-            row = occurrences.rows[position & last]
-            positions[count], scores_found[count] = position, scores[position & (len(scores) - 1)]
-            next_uses[count] = NEVER if step == rows.step else step
-            count += row["slot"] >= 0 and not row["use"] & PINNED
+def candidates(rows: Residents, positions: I64, scores_found: I64) -> int:
+    """Fills the arrays with the idle rows; returns how many."""
+    records, scores, count = rows.occurrences.rows, rows.occurrences.scores, 0
+    for position in range(rows.oldest, rows.head):
+        positions[count], scores_found[count] = position, scores[position & (len(scores) - 1)]
+        count += records[position & (len(records) - 1)]["slot"] >= 0
     return count
 
 
@@ -180,9 +162,9 @@ def take_queued(rows: Residents, counts: I64, positions: I64, taken: int) -> int
 
 
 @compiled_loop
-def leave(rows: Residents, positions: I64, num_taken: int, left: Left) -> int:
-    """Removes the rows of a part at these positions and fills `left` with them. The last `num_taken` have already left
-    their queues. Returns how many were idle."""
+def leave(rows: Residents, positions: I64, left: Left) -> int:
+    """Removes the rows of a part at these positions, which have left their queues, and fills `left` with them. Returns
+    how many were idle."""
     records, last, num_idle = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
     for i in range(len(positions)):
         if i + AHEAD < len(positions):
@@ -194,7 +176,6 @@ def leave(rows: Residents, positions: I64, num_taken: int, left: Left) -> int:
         num_idle += positions[i] < rows.head
         if positions[i] >= rows.head:
             row["use"] = rows.step << FLAG_BITS if row["use"] & DIRTY else UNUSED
-    leave_queues(rows, len(positions) - num_idle - num_taken)
     return num_idle
 
 
@@ -205,33 +186,6 @@ def oldest_idle(rows: Residents, oldest: int) -> int:
     while oldest < rows.head and records[oldest & last]["slot"] < 0:
         oldest += 1
     return oldest
-
-
-@compiled_loop
-def leave_queues(rows: Residents, num_left: int) -> None:
-    """Removes the `num_left` rows that left from the queues, the farthest first. Removing a queue's head is cheap."""
-    occurrences, last = rows.occurrences, len(rows.occurrences.rows) - 1
-    queued, last_known = occurrences.queued, len(occurrences.queued) - 1
-    for next_use in range(rows.last_step, rows.step, -1):
-        at = next_use & (len(occurrences.first) - 1)
-        first = occurrences.first[at]
-        while num_left and occurrences.heads[at] < occurrences.tails[at]:
-            row = queued[(first + occurrences.heads[at]) & last_known]
-            if occurrences.rows[(first + row) & last]["slot"] != NONE:
-                break
-            occurrences.heads[at] += 1
-            num_left -= 1
-        if not num_left:
-            return
-        tail = occurrences.heads[at]
-        for i in range(tail, occurrences.tails[at]):
-            row = queued[(first + i) & last_known]
-            if occurrences.rows[(first + row) & last]["slot"] == NONE:
-                num_left -= 1
-            else:
-                queued[(first + tail) & last_known] = row
-                tail += 1
-        occurrences.tails[at] = tail
 
 
 @compiled

@@ -1,121 +1,117 @@
 """Plans a group's exchange between ranks in a step: owners send rows to the ranks that look them up, and get gradients
 back.
 
-Every rank knows the ids of the whole batch and computes its side from them, so both sides agree on every size and
-order:
+A rank finds in its own samples which rows it wants of every owner (`want`). With what all ranks want of its shard it
+has its side of the exchange (`complete`), so both sides agree on every size and order:
 
     rows         an owner sends each rank the distinct rows that its parts look up, by ascending key
-    received     from owner 0, owner 1, ...                            place: a row's position among those
+    received     this rank's own, then from owner 0, owner 1, ...      place: a row's position among those
     gradients    each part has one per distinct row; a rank adds its parts (`home`) and sends them back in that order
-    returned     from rank 0, rank 1, ...                              the owner adds them (`sums`) and trains its rows
+    returned     this rank's own, then from rank 0, rank 1, ...        the owner adds them (`sums`) and trains its rows
+
+A rank's own rows and gradients are first, so that what travels is one piece of memory.
 
 Both sums are branches of one tree over all parts of the batch, `((0 + 1) + (2 + 3)) + ...`: level by level, neighbours
 are added, and a value without a neighbour passes unchanged. A part that does not look up a row is not in its tree: its
 zero would not change the sum, which starts from 0 and is never -0.0.
 
-`ShareOfBatch` makes a rank's plan from it: the look-ups of its parts, and the rows of its shard for all ranks' parts.
+A rank that owns whole tables of the group also looks these up for the parts of others (`protocol/pooled.py`): its
+*sources* are its own parts, then those. Nobody else looks up their rows, so all of these stay.
+
+`ShareOfBatch` makes a rank's plan from both: the look-ups of its sources, and the rows of its shard for all ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.prefetcher.planner.group_planner import GroupMoves, plan_fields
-from rowcast.prefetcher.planner.grouping import Grouping, JointGrouper, distinct
+from rowcast.prefetcher.planner.grouping import Grouping, JointGrouper
+from rowcast.prefetcher.planner.ordered_sum import OrderedSum, ordered_sum, some_first
 from rowcast.protocol.batch import Lookups
 from rowcast.protocol.messages import ShareHeader
-from rowcast.protocol.parts import Rank
+from rowcast.protocol.parts import Rank, ids_of_features, part_bounds
 from rowcast.protocol.plan import GroupPlan, GroupShare
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.shards import Shards, owner_of
 from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.compiled import compiled_loop
 
 NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OrderedSum:
-    """The additions, in place, of rows' gradients from several sources, concatenated."""
+class OwnRows:
+    """What a rank knows of a group's rows in a batch from its own look-ups alone."""
 
-    keys: I64  # [U] ascending: every row of any source
-    to: I32  # [A] values[to] += values[of], level by level; within a level all positions differ
-    of: I32  # [A]
-    level_ends: tuple[int, ...]  # additions up to the end of each level
-    roots: I32  # [U] position of each row's sum after the last level
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.to.nbytes + self.of.nbytes + self.roots.nbytes
-
-
-def ordered_sum(sources: Sequence[I64]) -> OrderedSum:
-    """`sources`: the distinct rows with a gradient from each source, by ascending key."""
-    keys = np.concatenate([np.zeros(0, np.int64), *sources])
-    nodes = np.repeat(np.arange(len(sources)), [len(own) for own in sources])
-    places = np.argsort(keys, kind="stable")  # by row, and by source within a row
-    keys, nodes = keys[places], nodes[places]
-    additions = [np.zeros((2, 0), np.int64)]
-    level_ends: list[int] = []
-    for _ in range((len(sources) - 1).bit_length()):
-        nodes >>= 1
-        joins = np.flatnonzero((keys[1:] == keys[:-1]) & (nodes[1:] == nodes[:-1]))
-        additions.append(np.stack([places[joins], places[joins + 1]]))
-        level_ends.append(len(joins) + (level_ends[-1] if level_ends else 0))
-        keys, nodes, places = (np.delete(array, joins + 1) for array in (keys, nodes, places))
-    to, of = np.concatenate(additions, axis=1).astype(np.int32)
-    return OrderedSum(keys=keys, to=to, of=of, level_ends=tuple(level_ends), roots=places.astype(np.int32))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupExchange:
-    """One rank's side of a step's exchange, before the rows have slots."""
-
-    send_counts: tuple[int, ...]  # rows sent to each rank
-    send: I32  # [sent] which of this rank's rows, for rank 0, then rank 1, ...
-    sums: OrderedSum  # over returned gradients, laid out as the sent rows; its keys are the shard's rows of the batch
-    receive_counts: tuple[int, ...]  # rows received from each owner
-    places: tuple[I32, ...]  # for each part here: positions of its distinct rows, ascending, among those received
-    home: OrderedSum  # over the parts here, concatenated; its roots follow the received rows
+    parts: tuple[Grouping, ...]  # of this rank
+    others: tuple[Grouping, ...]  # of all other parts, if this rank owns whole tables: their look-ups
+    places: tuple[I32, ...]  # for each of both: positions of its distinct rows, ascending, among those received
+    home: OrderedSum  # over both, concatenated; its keys are the received rows, this rank's first
+    wanted: tuple[I64, ...]  # for each owner: the rows received from it, by ascending key; views of home.keys
 
     @property
     def nbytes(self) -> int:
-        return self.send.nbytes + self.sums.nbytes + self.home.nbytes + sum(own.nbytes for own in self.places)
+        return self.home.nbytes + sum(own.nbytes for own in self.places) + sum(own.nbytes for own in self.sources)
+
+    @property
+    def sources(self) -> tuple[Grouping, ...]:
+        return self.parts + self.others
 
 
-def exchange_of(keys_of_parts: Sequence[I64], shards: Shards, rank: Rank) -> GroupExchange:
-    """`keys_of_parts`: the distinct rows of a group that each part of the batch looks up, by ascending key."""
-    k = rank.parts_per_rank
-    wanted = [distinct(keys_of_parts[first : first + k]) for first in range(0, rank.parts, k)]  # by each rank
-    asked_here = [shards.rows_of(rank.number, keys) for keys in wanted]
-    sums = ordered_sum(asked_here)
-    home = ordered_sum(own_parts := keys_of_parts[rank.number * k : (rank.number + 1) * k])
-    owners = shards.owners(home.keys)
-    order = np.argsort(owners, kind="stable")  # of the received rows
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
-    return GroupExchange(
-        send_counts=tuple(map(len, asked_here)),
-        send=np.searchsorted(sums.keys, np.concatenate(asked_here)).astype(np.int32),
-        sums=sums,
-        receive_counts=tuple(np.bincount(owners, minlength=rank.count).tolist()),
-        places=tuple(place[np.searchsorted(home.keys, keys)] for keys in own_parts),
-        home=OrderedSum(
-            keys=home.keys[order], to=home.to, of=home.of, level_ends=home.level_ends, roots=home.roots[order]
-        ),
+def own_rows(parts: Sequence[Grouping], others: Sequence[Grouping], shards: Shards, number: int) -> OwnRows:
+    """`parts`: of rank `number`. Every rank has as many shards. `others`: as in `OwnRows`, ascending."""
+    before, after = others[: number * len(parts)], others[number * len(parts) :]
+    home, indices = ordered_sum([own.keys for own in (*before, *parts, *after)], len(before), len(parts))
+    places = shards.owners(home.keys)
+    ends, keys, roots = np.zeros(1 + shards.count, np.int64), np.empty_like(home.keys), np.empty_like(home.roots)
+    receive(home.keys, home.roots, places, indices, number, ends, keys, roots)
+    order = some_first(number, 1, shards.count)
+    wanted = zip(order, pairwise([0, *ends[1:][order].tolist()]), strict=True)
+    return OwnRows(
+        parts=tuple(parts),
+        others=tuple(others),
+        places=tuple(np.split(indices, np.cumsum([len(own.keys) for own in (*parts, *others)])[:-1])),
+        home=replace(home, keys=keys, roots=roots),
+        wanted=tuple(keys[start:end] for _, (start, end) in sorted(wanted)),
     )
+
+
+@compiled_loop
+def receive(
+    keys: I64, roots: I32, places: I32, indices: I32, first: int, ends: I64, received: I64, received_roots: I32
+) -> None:
+    """Sorts the rows by owner, those of owner `first` before all others. `places`: the rows' owners, which become their
+    places; `indices`: of rows, which become places too. `ends` [1 + owners] becomes 0 and the end of each owner's
+    rows."""
+    for owner in places:
+        ends[owner + 1] += 1
+    start, ends[first + 1] = ends[first + 1], 0
+    for owner in range(1, len(ends)):
+        if owner != first + 1:
+            start, ends[owner] = start + ends[owner], start
+    for u in range(len(keys)):
+        place = ends[places[u] + 1]
+        ends[places[u] + 1] += 1
+        places[u], received[place], received_roots[place] = place, keys[u], roots[u]
+    for i in range(len(indices)):
+        indices[i] = places[indices[i]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedRows:
     """A group's rows of a batch: those of this shard for every rank, and the look-ups of this rank's parts."""
 
-    parts: tuple[Grouping, ...]  # of this rank
-    exchange: GroupExchange
+    own: OwnRows
+    send_counts: tuple[int, ...]  # rows sent to each rank
+    send: I32  # [sent] which of this shard's rows, for this rank, then for rank 0, rank 1, ...
+    sums: OrderedSum  # over returned gradients, laid out as the sent rows; its keys are the shard's rows of the batch
 
     @property
     def keys(self) -> I64:
-        return self.exchange.sums.keys
+        return self.sums.keys
 
     @property
     def num_unique(self) -> int:
@@ -123,59 +119,110 @@ class SharedRows:
 
     @property
     def num_lookups(self) -> int:
-        return sum(part.num_lookups for part in self.parts)
+        return sum(source.num_lookups for source in self.own.sources)
 
     @property
     def nbytes(self) -> int:
-        return self.exchange.nbytes + sum(part.nbytes for part in self.parts)
+        return self.own.nbytes + self.send.nbytes + self.sums.nbytes
+
+
+def shared_rows(own: OwnRows, asked: Sequence[I64], number: int) -> SharedRows:
+    """Of rank `number`. `asked`: of each rank, this one included, the distinct rows of this shard that it looks up, by
+    ascending key."""
+    sums, send = ordered_sum(asked, number)
+    return SharedRows(own=own, send_counts=tuple(map(len, asked)), send=send, sums=sums)
 
 
 class ShareOfBatch:
     """Implements `planner.Arranger` for a rank of several, or a batch in several parts."""
 
     def __init__(self, groups: Sequence[GroupSpec], grouper: JointGrouper, rank: Rank) -> None:
-        self._grouper = grouper
-        self._rank = rank
+        """`grouper`: of all groups and features."""
+        self._rank, self._each, self._batch_features = rank, grouper.each, batch_features(groups)
         self._shards = [Shards(group.tables, rank.count) for group in groups]
+        owners = {table.index: owner_of(table, rank.count) for group in groups for table in group.tables}
+        divided, self._own, self._owned = (
+            grouper.of({index for index, owner in owners.items() if owner in looked_up})
+            for looked_up in ({None}, {None, rank.number}, {rank.number})
+        )
+        self._divided, self._pools = divided, [own.num_tables > 0 for own in self._owned.each]
+        others = rank.other_parts if any(self._pools) else []
+        self._sources = [(part, self._own) for part in rank.own_parts] + [(part, self._owned) for part in others]
 
     def group(self, parts: Sequence[Lookups]) -> tuple[SharedRows, ...]:
-        return tuple(map(self._shared, self._shards, zip(*map(self._grouper.group, parts), strict=True)))
+        """Like `want` and `complete`, from the parts of all ranks."""
+        k, number = self._rank.parts_per_rank, self._rank.number
+        own = self.want([grouper.only(parts[part]) for part, grouper in self._sources])
+        asked = [self.wanted(own, number)] * self._rank.count
+        for other in set(range(self._rank.count)) - {number}:
+            divided = [self._divided.group(self._divided.only(part)) for part in parts[other * k : (other + 1) * k]]
+            asked[other] = self.wanted(self._rows(divided, []), number)
+        return self.complete(own, asked)
 
-    def _shared(self, shards: Shards, parts: Sequence[Grouping]) -> SharedRows:
-        exchange = exchange_of([part.keys for part in parts], shards, self._rank)
-        return SharedRows(parts=tuple(parts[own] for own in self._rank.own_parts), exchange=exchange)
+    def sources(self, parts: Sequence[Lookups], whole: Lookups) -> Sequence[Lookups]:
+        """Returns the look-ups of each source, of its features alone. `parts`: of this rank's samples, of all features.
+        `whole`: the batch, if this rank owns whole tables."""
+        if not any(self._pools):
+            return list(map(self._own.only, parts))
+        assert whole.others == 0, f"{whole.others} samples are missing, whose look-ups this rank pools"
+        ends = part_bounds(whole.size, self._rank.parts)
+        return [
+            ids_of_features(whole, slice(*ends[part : part + 2]), self._batch_features, grouper.features)
+            for part, grouper in self._sources
+        ]
+
+    def want(self, sources: Sequence[Lookups]) -> tuple[OwnRows, ...]:
+        """Returns each group's. `sources`: as `sources` returns them; without placed tables the parts of this rank."""
+        groupings = [grouper.group(own) for (_, grouper), own in zip(self._sources, sources, strict=True)]
+        k = self._rank.parts_per_rank
+        return self._rows(groupings[:k], groupings[k:])
+
+    def _rows(
+        self, parts: Sequence[tuple[Grouping, ...]], others: Sequence[tuple[Grouping, ...]]
+    ) -> tuple[OwnRows, ...]:
+        return tuple(
+            own_rows([own[g] for own in parts], [own[g] for own in others if self._pools[g]], shards, self._rank.number)
+            for g, shards in enumerate(self._shards)
+        )
+
+    def wanted(self, own: Sequence[OwnRows], rank: int) -> list[I64]:
+        return [rows.wanted[rank] for rows in own]
+
+    def complete(self, own: Sequence[OwnRows], asked: Sequence[Sequence[I64]]) -> tuple[SharedRows, ...]:
+        """`own`: as `want` returned them. `asked`: as in `shared_rows`, of each rank and group."""
+        of_groups = zip(own, zip(*asked, strict=True), strict=True)
+        return tuple(shared_rows(*one, self._rank.number) for one in of_groups)
 
     def plan(self, group: int, rows: SharedRows, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
-        """Look-ups, distinct rows and bags follow each other part by part. A slot is an index among received rows."""
-        parts, exchange = rows.parts, rows.exchange
-        arranged = list(map(self._grouper.each[group].arrange, parts, exchange.places))
+        """Look-ups, distinct rows and bags follow each other by source. A slot is an index among received rows."""
+        sources, places = rows.own.sources, rows.own.places
+        arranged = list(map(self._each[group].arrange, sources, places))
         orders = [order for _, order in arranged]
-        bags = [part.bag_order(order) for part, order in zip(parts, orders, strict=True)]
-        num_bags = [len(part.order) if part.offsets is None else len(part.offsets) - 1 for part in parts]
-        lookups = starts([part.num_lookups for part in parts])
+        bags = [own.bag_order(order) for own, order in zip(sources, orders, strict=True)]
+        lookups = starts([own.num_lookups for own in sources])
         return GroupPlan(
             slots=one_after_another([slots for slots, _ in arranged]),
-            unique_slots=one_after_another(exchange.places),
-            segment_offsets=joined_offsets([part.segment_offsets for part in parts]),
-            bag_order=one_after_another(bags, starts(num_bags)),
-            lookup_order=None if parts[0].weights is None else one_after_another(orders, lookups),
-            offsets=joined_offsets([part.offsets for part in parts if part.offsets is not None])
-            if parts[0].offsets is not None
+            unique_slots=one_after_another(places),
+            segment_offsets=joined_offsets([own.segment_offsets for own in sources]),
+            bag_order=one_after_another(bags, starts([own.num_bags for own in sources])),
+            lookup_order=None if sources[0].weights is None else one_after_another(orders, lookups),
+            offsets=joined_offsets([own.offsets for own in sources if own.offsets is not None])
+            if sources[0].offsets is not None
             else None,
             weights=None
-            if parts[0].weights is None
-            else np.concatenate([part.weights for part in parts if part.weights is not None]),
-            sequence_offsets=sequences_of(parts),
-            share=share_of(exchange, parts, moves[0], train),
+            if sources[0].weights is None
+            else np.concatenate([own.weights for own in sources if own.weights is not None]),
+            sequence_offsets=sequences_of(rows.own.parts),
+            share=share_of(rows, moves[0], train),
             **plan_fields(moves),
         )
 
 
-def share_of(exchange: GroupExchange, parts: Sequence[Grouping], moves: GroupMoves, train: bool) -> GroupShare:
+def share_of(rows: SharedRows, moves: GroupMoves, train: bool) -> GroupShare:
     """Returns what the rank sends and adds in the step. An evaluation sends no gradients."""
-    home, sums = exchange.home, exchange.sums
+    home, sums = rows.own.home, rows.sums
     return GroupShare(
-        send_slots=moves.unique_slots[exchange.send],
+        send_slots=moves.unique_slots[rows.send],
         home_to=home.to if train else NONE,
         home_of=home.of if train else NONE,
         home_roots=home.roots if train else NONE,
@@ -185,12 +232,13 @@ def share_of(exchange: GroupExchange, parts: Sequence[Grouping], moves: GroupMov
         own_slots=moves.unique_slots if train else NONE,
         header=ShareHeader(
             num_own=len(sums.keys),
-            send_counts=exchange.send_counts,
-            receive_counts=exchange.receive_counts,
+            send_counts=rows.send_counts,
+            receive_counts=tuple(map(len, rows.own.wanted)),
             home_levels=home.level_ends if train else (),
             levels=sums.level_ends if train else (),
             sequence_lookups=tuple(
-                () if part.sequence_offsets is None else tuple(part.sequence_offsets[:, -1].tolist()) for part in parts
+                () if part.sequence_offsets is None else tuple(part.sequence_offsets[:, -1].tolist())
+                for part in rows.own.parts
             ),
         ),
     )

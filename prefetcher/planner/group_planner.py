@@ -69,7 +69,7 @@ from rowcast.runtime.stages import ThreadPool
 
 MOST_GAPS = 3  # in the line of idle rows, as a multiple of its rows
 ROWS_A_PART = 16_384  # distinct rows of a batch, at least: with fewer, waking threads takes longer than they save
-ARRAYS = ("cells", "tracked", "rows", "scores", "next_in", "queued", "first", "heads", "tails", "pinned")
+ARRAYS = ("cells", "tracked", "rows", "scores", "next_in", "queued", "first", "heads", "tails")
 NUMBERS = (
     *("num_slots", "num_idle", "num_resident", "num_dirty"),
     "first_step",  # the next step to be planned
@@ -147,8 +147,7 @@ class GroupPlanner:
     """Batches `enter` and are planned later, both in step order. An evicted row's slot is filled at once, so slots 0 to
     n - 1 are in use.
 
-    pinned: ascending keys of rows that never leave once resident. capacity_key: the job's key that sets its slots.
-    pool: its threads share a large group's parts; they change no plan.
+    capacity_key: the job's key that sets its slots. pool: its threads share a large group's parts; they change no plan.
     """
 
     def __init__(
@@ -156,7 +155,6 @@ class GroupPlanner:
         group: GroupSpec,
         num_slots: int,
         policy: EvictionPolicy,
-        pinned: I64,
         capacity_key: str,
         pool: ThreadPool,
     ) -> None:
@@ -167,13 +165,8 @@ class GroupPlanner:
         self.state["num_slots"] = num_slots
         self._pool = pool
         self._policy = policy
-        self._pinned = pinned
         self.bounds = ALL_KEYS  # part k's keys are from bounds[k] to below bounds[k + 1]
         self.parts = [Part(0, new_directory(), new_occurrences(scored=policy.scored))]
-
-    @property
-    def num_pinned(self) -> int:
-        return len(self._pinned)
 
     @property
     def occupancy(self) -> Occupancy:
@@ -181,6 +174,10 @@ class GroupPlanner:
         return Occupancy(
             num_slots=self.num_slots, num_resident=int(state["num_resident"]), num_dirty=int(state["num_dirty"])
         )
+
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - int(self.state["num_resident"])
 
     @property
     def positions(self) -> tuple[int, int, int]:
@@ -210,8 +207,8 @@ class GroupPlanner:
     def num_tracked(self) -> int:
         return sum(int(part.directory.num_tracked[0]) for part in self.parts)
 
-    def enter(self, keys: I64, step: int) -> int:
-        """Adds a batch with these distinct ascending keys. Returns the slots it needs: its rows and the pinned ones.
+    def enter(self, keys: I64, step: int) -> None:
+        """Adds a batch with these distinct ascending keys.
 
         Raises ConfigError, with nothing changed, if that may be more rows than can be tracked.
         """
@@ -219,18 +216,16 @@ class GroupPlanner:
         head, tail = self.positions[1:]
         cuts = [0, *np.searchsorted(keys, self.bounds[1:-1]).tolist(), len(keys)]
 
-        def enter_part(part: Part) -> tuple[int, int]:
+        def enter_part(part: Part) -> int:
             first = cuts[part.number]
             own = keys[first : cuts[part.number + 1]]
             revived = Revived(np.empty(len(own), np.int64), np.empty(len(own), np.int32))
-            counts = enter(step, own, head, tail + first, self._pinned, *part.directory, part.occurrences, revived)
+            num_revived = enter(step, own, head, tail + first, *part.directory, part.occurrences, revived)
             queue_revived(step, part.occurrences, revived)
-            return counts
+            return num_revived
 
-        num_pinned, num_revived = map(sum, zip(*self._pool.over(self.parts, enter_part), strict=True))
-        self.state["num_idle"] -= num_revived
+        self.state["num_idle"] -= sum(self._pool.over(self.parts, enter_part))
         self.state["tail"] += len(keys)
-        return len(keys) + self.num_pinned - num_pinned
 
     def prepare(self, keys: I64, step: int) -> None:
         """Makes room for this batch. Raises ConfigError as `enter`."""
@@ -258,7 +253,7 @@ class GroupPlanner:
         whole, *others = self.parts
         self.state["is_whole"] = not others and isinstance(self._policy, FarthestNextUse)
         if self.state["is_whole"]:
-            arrays: tuple[npt.NDArray[Any], ...] = (*whole.directory, *whole.occurrences, self._pinned)
+            arrays: tuple[npt.NDArray[Any], ...] = (*whole.directory, *whole.occurrences)
             for name, array in zip(ARRAYS, arrays, strict=True):
                 self.state[name], self.state[f"num_{name}"] = array.ctypes.data, len(array)
 
@@ -283,7 +278,7 @@ class GroupPlanner:
 
     def move(self, num_unique: int, step: int, last_step: int, train: bool) -> GroupMoves:
         """Plans the oldest entered batch. `last_step` is the last one entered. The batch must fit the slots."""
-        oldest, head, tail = self.positions
+        oldest, head, _ = self.positions
         cuts = [*(int(part.occurrences.first[step % len(part.occurrences.first)]) - head for part in self.parts)]
         cuts.append(num_unique)
 
@@ -295,9 +290,7 @@ class GroupPlanner:
         missing = self._pool.over(self.parts, find_part)
         starts = [0, *accumulate(map(len, missing))]
         num_victims = max(0, starts[-1] - self.occupancy.num_free)
-        residents = [
-            Residents(part.occurrences, oldest, head, head + num_unique, tail, step, last_step) for part in self.parts
-        ]
+        residents = [Residents(part.occurrences, oldest, head, step, last_step) for part in self.parts]
         evict_keys, evict_slots, num_dirty, fill_after = self._evict(num_victims, residents)
         self.state["guessed"] = num_victims > 0 and self.state["num_idle"] > 0
         num_resident = self.state["num_resident"] + starts[-1] - num_victims
@@ -355,7 +348,7 @@ class GroupPlanner:
             k, rows = part.number, residents[part.number]
             count = take_queued(rows, choice.queued[k], victims.positions[k], victims.counts[k])
             positions, left = victims.positions[k, :count], new_left(count)
-            num_idle = leave(rows, positions, count - victims.counts[k], left)
+            num_idle = leave(rows, positions, left)
             forget_before(self.state["head"], *part.directory, left.keys, positions)
             keys, slots = np.empty(count, np.int64), np.empty(count, np.int32)
             num_dirty = in_order(left, keys, slots)

@@ -18,7 +18,7 @@ sorted by digits. Tables are independent, so several threads may divide them: th
 number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.protocol.arrange import MOST_ORDERED, arrange
 from rowcast.protocol.batch import Lookups
+from rowcast.protocol.parts import ids_of_features
 from rowcast.runtime.arrays import F32, GOLDEN, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop
 from rowcast.runtime.stages import ThreadPool
@@ -84,6 +85,10 @@ class Grouping:
     def num_lookups(self) -> int:
         return len(self.order)
 
+    @property
+    def num_bags(self) -> int:
+        return len(self.order) if self.offsets is None else len(self.offsets) - 1
+
     def bag_order(self, order: I32) -> I32:
         """Returns the bag of each look-up, in `order`."""
         if self.offsets is None:
@@ -99,10 +104,10 @@ class Grouping:
 
 
 class Grouper:
-    """Extracts one group's look-ups from batches and groups them. `num_features` counts the features of all groups."""
+    """Extracts one group's look-ups from batches and groups them. `num_features`: of a batch."""
 
     def __init__(self, group: GroupSpec, num_features: int, pool: ThreadPool | None = None) -> None:
-        self._num_features = num_features
+        self._num_features, self.num_tables = num_features, len(group.tables)
         self._runs = consecutive_runs(group.feature_positions)
         self._feature_starts = np.cumsum([0, *(len(table.features) for table in group.tables)])
         self._unpooled = group.unpooled_features
@@ -171,7 +176,7 @@ class Grouper:
         """Returns the bag boundaries of these features, from 0 on."""
         if lookups.offsets is None:
             return None
-        size = (len(lookups.offsets) - 1) // int(self._feature_starts[-1])
+        size = (len(lookups.offsets) - 1) // max(int(self._feature_starts[-1]), 1)
         own = lookups.offsets[first * size : end * size + 1]
         return own - own[0] if first else own
 
@@ -212,11 +217,15 @@ class JointGrouper:
     """Groups the look-ups of all groups in one call, which is faster for small batches."""
 
     def __init__(self, groups: Sequence[GroupSpec], pool: ThreadPool | None = None) -> None:
+        self._groups, self._pool = tuple(groups), pool
+        self.features = sorted({position for group in groups for position in group.feature_positions})
+        places = {position: place for place, position in enumerate(self.features)}
+        groups = [replace(own, feature_positions=tuple(places[p] for p in own.feature_positions)) for own in groups]
         positions = tuple(position for group in groups for position in group.feature_positions)
-        self.each = [Grouper(group, len(positions), pool) for group in groups]
+        self.each = [Grouper(group, len(self.features), pool) for group in groups]
         tables = tuple(table for group in groups for table in group.tables)
         joint = replace(groups[0], tables=tables, feature_positions=positions)
-        self._all = Grouper(joint, len(positions), pool)
+        self._all = Grouper(joint, len(self.features), pool)
         self._firsts = np.cumsum([0, *(len(group.tables) for group in groups)])
 
     def group(self, batch: Lookups) -> tuple[Grouping, ...]:
@@ -226,17 +235,26 @@ class JointGrouper:
             return tuple(grouper.group(grouper.lookups(batch)) for grouper in self.each)
         return self._all.group_each(lookups, self.each, self._firsts)
 
+    def of(self, tables: Collection[int]) -> "JointGrouper":
+        """Returns that of some tables, by index. A group may have none of them."""
+        if all(table.index in tables for group in self._groups for table in group.tables):
+            return self
+        return JointGrouper([some_tables(group, tables) for group in self._groups], self._pool)
 
-def distinct(keys: Sequence[I64]) -> I64:
-    """Returns the rows of several batches or parts, ascending; `keys`: those of each, ascending and distinct.
+    def only(self, batch: Lookups) -> Lookups:
+        """Returns the look-ups of `features`, which `group` takes. `batch`: of all features of the job."""
+        if batch.num_bags == len(self.features) * batch.size:
+            return batch
+        return ids_of_features(batch, slice(0, batch.size), (), self.features)
 
-    numpy's `unique` hashes, several times slower than merging sorted keys."""
-    if len(keys) == 1:
-        return keys[0]
-    every = np.sort(np.concatenate([np.zeros(0, np.int64), *keys]), kind="stable")
-    is_first = np.ones(len(every), np.bool_)
-    np.not_equal(every[1:], every[:-1], out=is_first[1:])
-    return every[is_first]
+
+def some_tables(group: GroupSpec, tables: Collection[int]) -> GroupSpec:
+    features = zip(group.feature_positions, group.feature_tables(), strict=True)
+    return replace(
+        group,
+        tables=tuple(table for table in group.tables if table.index in tables),
+        feature_positions=tuple(position for position, table in features if table.index in tables),
+    )
 
 
 def consecutive_runs(positions: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -269,13 +287,13 @@ def check_shape(batch: Lookups, num_features: int) -> None:
 
 
 def joined(values: npt.NDArray[Value], runs: list[tuple[int, int]]) -> npt.NDArray[Value]:
-    parts = [values[start:end] for start, end in runs]
+    parts = [values[start:end] for start, end in runs] or [values[:0]]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def joined_offsets(offsets: I64, runs: list[tuple[int, int]]) -> I32:
     """Returns the offsets of the bags in `runs`, as if they were neighbours."""
-    sizes = np.concatenate([np.diff(offsets[first : end + 1]) for first, end in runs])
+    sizes = np.concatenate([offsets[:0], *(np.diff(offsets[first : end + 1]) for first, end in runs)])
     joined = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=joined[1:])
     return joined

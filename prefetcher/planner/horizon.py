@@ -43,10 +43,9 @@ from rowcast.runtime.arrays import I32, I64, U64
 from rowcast.runtime.compiled import compiled, compiled_loop, prefetch, prefetch_to_write
 
 NONE = -1  # no slot or no step; only inside the planner's arrays
-DIRTY, PINNED = 1, 2  # flags: trained since its fill or the last barrier; never leaves
-FLAGS, FLAG_BITS = DIRTY | PINNED, 2
+DIRTY, FLAG_BITS = 1, 1  # a flag: trained since its fill or the last barrier
 UNUSED = NONE << FLAG_BITS
-MOST_STEPS = 2**29  # what the flags leave of an int32
+MOST_STEPS = 2**30  # what the flag leaves of an int32
 FULLEST = (5, 8)  # fraction of the large buffer in use after closing gaps; above it, the buffer grows
 OCCURRENCES_AHEAD = 8  # how many occurrences ahead the processor prefetches
 INITIAL_OCCURRENCES = 1024
@@ -57,7 +56,7 @@ OCCURRENCE = np.dtype(
         # below 0: the row's state is not here. NONE once it has left; -2 - step while that step's batch waits for it
         ("slot", np.int32),
         # the last planned step since its fill that touches the row, if not resident: the step that evicted it dirty;
-        # in the lowest bits its flags, if not resident: PINNED or nothing
+        # in the lowest bit its flag, if resident
         ("use", np.int32),
     ],
     align=True,
@@ -89,7 +88,6 @@ class BatchRows:
 
     size: int  # samples over all ranks
     groups: tuple[NeededRows, ...]
-    slots_needed: tuple[int, ...]  # by group: its distinct rows, and the pinned ones
     id_bytes: int  # that it counts in lookahead.id_bytes
 
 
@@ -274,22 +272,20 @@ def enter(
     keys: I64,
     head: int,
     position: int,
-    pinned: I64,
     cells: U64,
     num_tracked: I64,
     occurrences: Occurrences,
     revived: Revived,
-) -> tuple[int, int]:
+) -> int:
     """Tracks a part of the batch of `step` from `position` on; `keys` are its distinct rows, ascending. The caller has
     made room.
 
-    Idle rows of the batch stop being idle: `revived` is filled with those that `queue_revived` must queue. Returns how
-    many rows of the batch are pinned, and how many were idle.
+    Idle rows of the batch stop being idle: `revived` is filled with them, for `queue_revived`. Returns their number.
     """
     rows, next_in, at = occurrences.rows, occurrences.next_in, step & (len(occurrences.first) - 1)
     last, last_known = len(rows) - 1, len(next_in) - 1
     occurrences.first[at], occurrences.heads[at], occurrences.tails[at] = position, 0, 0
-    num_idle = num_pinned = 0
+    num_idle = 0
     for u in range(len(keys)):
         expect(cells, keys, u + AHEAD)
         expect_occurrence(cells, rows, keys, u + OCCURRENCES_AHEAD)
@@ -297,22 +293,17 @@ def enter(
         row = rows[(position + u) & last]
         row["key"], row["slot"], row["use"] = keys[u], NONE - 1 - step, UNUSED
         next_in[(position + u) & last_known] = 0
-        if found == EMPTY:
-            row["use"] |= PINNED if contains(pinned, keys[u]) else 0
-        else:
+        if found != EMPTY:
             distance = np.int64((np.uint64(position + u) - found) & LOW)
             before = int(position + u - distance)
-            row["use"] |= rows[before & last]["use"] & PINNED
             if before >= head:
                 next_in[before & last_known] = distance
             else:
                 move_state(rows, occurrences.scores, before, position + u)
+                revived.positions[num_idle], revived.rows[num_idle] = before, u
                 num_idle += 1
-                if not row["use"] & PINNED:
-                    revived.positions[occurrences.tails[at]], revived.rows[occurrences.tails[at]] = before, u
-                    occurrences.tails[at] += 1
-        num_pinned += (row["use"] & PINNED) != 0
-    return num_pinned, num_idle
+    occurrences.tails[at] = num_idle
+    return num_idle
 
 
 @compiled
@@ -332,18 +323,6 @@ def expect_occurrence(cells: U64, rows: Records, keys: I64, i: int) -> None:
         held = cells[hash_of(keys[i]) & np.uint64(len(cells) - 1)]
         if held != EMPTY:
             prefetch(rows, np.int64(held & LOW) & (len(rows) - 1))
-
-
-@compiled_loop
-def contains(ascending: I64, key: int) -> bool:
-    low, high = 0, len(ascending)
-    while low < high:
-        middle = (low + high) // 2
-        if ascending[middle] < key:
-            low = middle + 1
-        else:
-            high = middle
-    return low < len(ascending) and ascending[low] == key
 
 
 @compiled_loop
@@ -378,7 +357,7 @@ def use_rows(
         row = rows[(position + u) & last]
         unique_slots[u] = row["slot"]
         num_dirtied += train and not row["use"] & DIRTY
-        row["use"] = (step << FLAG_BITS) | (row["use"] & FLAGS) | (DIRTY if train else 0)
+        row["use"] = (step << FLAG_BITS) | (row["use"] & DIRTY) | (DIRTY if train else 0)
         if is_scored(scores):
             scores[(position + u) & (len(scores) - 1)] += per_use
         distance = next_in[(position + u) & last_known]
@@ -388,11 +367,9 @@ def use_rows(
         following = position + u + distance
         at = (NONE - 1 - rows[following & last]["slot"]) & last_step
         move_state(rows, scores, position + u, following)
-        if not row["use"] & PINNED:
-            occurrences.queued[(occurrences.first[at] + occurrences.tails[at]) & last_known] = (
-                following - occurrences.first[at]
-            )
-            occurrences.tails[at] += 1
+        queued_at = (occurrences.first[at] + occurrences.tails[at]) & last_known
+        occurrences.queued[queued_at] = following - occurrences.first[at]
+        occurrences.tails[at] += 1
     return num_dirtied, num_idle
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rowcast.job.schema import EVICTION_POLICIES, CheckpointInterval, Job, Lookahead, Policy
-from rowcast.job.tables import GroupSpec, batch_features
+from rowcast.job.tables import GroupSpec, batch_features, num_features
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.all_groups import NUM_MOVED, enter_all, find_unprepared, move_all
 from rowcast.prefetcher.planner.eviction import new_policy
@@ -19,7 +19,7 @@ from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, O
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
 from rowcast.prefetcher.planner.horizon import MOST_STEPS, NONE, BatchRows, Horizon, NeededRows, id_bytes
 from rowcast.protocol.batch import Lookups, Scheduled
-from rowcast.protocol.parts import UNDIVIDED, Rank, parts_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, own_parts, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
@@ -27,7 +27,6 @@ from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import ThreadPool
 
-NO_IDS = np.zeros(0, np.int64)
 CAPACITY_KEYS = ("cache.capacity", "store.memory")  # of the levels, from the device down
 WHILE_FILLING = 8  # batches by which the automatic horizon grows per plan
 SHARE = 16  # it grows by 1/16 per plan while plans guess
@@ -74,6 +73,19 @@ class Arranger(Protocol):
     def group(self, parts: Sequence[Lookups]) -> tuple[NeededRows, ...]:
         """`parts`: of all ranks; the batch itself if it is not divided."""
 
+    def sources(self, parts: Sequence[Lookups], whole: Lookups) -> Sequence[Lookups]:
+        """Returns what this rank looks up, source by source (`protocol/pooled.py`). `parts`: its own, of all features.
+        `whole`: the batch of all ranks, if this one owns placed tables."""
+
+    def want(self, sources: Sequence[Lookups]) -> tuple[Any, ...]:
+        """Returns what this rank knows of each group's rows without the others."""
+
+    def wanted(self, own: Any, rank: int) -> list[I64]:
+        """Returns the keys of a rank's shard that the own samples look up, by group. `own`: as `want` returned it."""
+
+    def complete(self, own: Any, asked: Sequence[Sequence[I64]]) -> tuple[NeededRows, ...]:
+        """`asked`: the keys of this shard that the samples of each rank look up, by group."""
+
     def plan(self, group: int, rows: Any, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         """`rows`: the group's, as `group` returned them. `moves`: of each level, from the device down."""
 
@@ -87,6 +99,18 @@ class WholeBatch:
     def group(self, parts: Sequence[Lookups]) -> tuple[Grouping, ...]:
         [batch] = parts
         return self._grouper.group(batch)
+
+    def sources(self, parts: Sequence[Lookups], whole: Lookups) -> Sequence[Lookups]:
+        return parts
+
+    def want(self, sources: Sequence[Lookups]) -> tuple[Grouping, ...]:
+        return self.group(sources)
+
+    def wanted(self, own: tuple[Grouping, ...], rank: int) -> list[I64]:
+        return [rows.keys for rows in own]
+
+    def complete(self, own: tuple[Grouping, ...], asked: Sequence[Sequence[I64]]) -> tuple[Grouping, ...]:
+        return own
 
     def plan(self, group: int, rows: Grouping, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         own = moves[0].unique_slots
@@ -124,17 +148,16 @@ class Level:
         for group, state in zip(groups, self._states, strict=True):
             group.state = state
 
-    def enter(self, rows: Sequence[NeededRows], step: int) -> Slots:
-        """Adds a batch. Returns the slots that it needs, pinned rows included. `rows`: of each group."""
+    def enter(self, rows: Sequence[NeededRows], step: int) -> None:
+        """Adds a batch. `rows`: of each group."""
         keys = [own.keys for own in rows]
         starts = np.array([0, *accumulate(map(len, keys))])
-        needed, unprepared = np.empty((2, len(keys)), np.int64)
+        unprepared = np.empty(len(keys), np.int64)
         for g in unprepared[: find_unprepared(self._states, starts, step, unprepared)].tolist():
             self.groups[g].prepare(keys[g], step)
-        enter_all(self._states, keys[0] if len(keys) == 1 else np.concatenate(keys), starts, step, needed)
+        enter_all(self._states, keys[0] if len(keys) == 1 else np.concatenate(keys), starts, step)
         for g in self._divided:
-            needed[g] = self.groups[g].enter(keys[g], step)
-        return tuple(needed.tolist())
+            self.groups[g].enter(keys[g], step)
 
     @property
     def _divided(self) -> list[int]:
@@ -171,9 +194,9 @@ class Level:
 
 def check_capacity(levels: Sequence[Level], batch: Scheduled[BatchRows]) -> None:
     """Raises ConfigError if the batch does not fit the device. If it fits there, it fits every level."""
-    for index, needed in enumerate(batch.batch.slots_needed):
-        if needed > levels[0].groups[index].num_slots:
-            raise ConfigError(refusal(levels, index, batch.step, needed))
+    for index, rows in enumerate(batch.batch.groups):
+        if rows.num_unique > levels[0].groups[index].num_slots:
+            raise ConfigError(refusal(levels, index, batch.step, rows.num_unique))
 
 
 def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> str:
@@ -185,10 +208,8 @@ def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> st
         for own in below
         if own.num_slots < num_rows
     )
-    pinned = f", {refused.num_pinned} pinned ones included" if refused.num_pinned else ""
     what = (
-        f"step {step} touches {num_rows} distinct rows of group {group.name}{pinned}, "
-        f"more than its {refused.num_slots} slots"
+        f"step {step} touches {num_rows} distinct rows of group {group.name}, more than its {refused.num_slots} slots"
     )
     needed = f"{num_rows} rows ({num_rows * group.record_bytes} bytes)"
     device = levels[0].groups
@@ -231,7 +252,7 @@ class AutoHorizon:
     def _growth(self, group: GroupPlanner) -> int:
         if group.num_slots >= group.group.num_rows:
             return 0
-        if group.occupancy.num_free:
+        if group.num_free:
             return WHILE_FILLING
         return 1 + self.num_batches // SHARE if group.guessed else 0
 
@@ -242,8 +263,7 @@ class RowPlanner:
     groups: every group of the job. slots: of each level, from the device down (`Level`). depth: steps of rows in
     flight. horizon: batches known beyond the one being planned, or how that number grows; plans use exactly these, so
     they do not depend on when batches are added. policy: a name in EVICTION_POLICIES. Policies that do not look ahead
-    have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with several levels. pinned: for each
-    group, ascending keys of rows that never leave once they are resident; a rank keeps those of its shard.
+    have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with several levels.
     num_threads: changes no plan. The caller makes a `barrier` when `checkpoint_due`.
     """
 
@@ -256,7 +276,6 @@ class RowPlanner:
         *,
         policy: Policy = "lookahead",
         first_batches: Sequence[Scheduled[Lookups]] = (),
-        pinned: tuple[I64, ...] | None = None,
         num_threads: int = 1,
         rank: Rank = UNDIVIDED,
     ) -> None:
@@ -266,19 +285,16 @@ class RowPlanner:
         assert depth >= 1, f"a depth of {depth} steps"
         self._pool = ThreadPool(num_threads, name="planner")
         grouper = JointGrouper(groups, self._pool)
-        self._arranger: Arranger = ShareOfBatch(groups, grouper, rank) if rank.is_divided else WholeBatch(grouper)
-        self.rank, self._batch_features = rank, batch_features(groups)
+        self.arranger: Arranger = ShareOfBatch(groups, grouper, rank) if rank.is_divided else WholeBatch(grouper)
+        self.groups, self.rank, self._batch_features = groups, rank, batch_features(groups)
+        self.shards = [Shards(group.tables, rank.count) for group in groups]
         policies = [
             new_policy(policy, (self.group(batch.batch)[g].keys for batch in first_batches)) for g in range(len(groups))
         ]
-        pins = tuple(
-            Shards(group.tables, rank.count).rows_of(rank.number, keys)
-            for group, keys in zip(groups, pinned or (NO_IDS,) * len(groups), strict=True)
-        )
         self.slots = tuple(slots)
         self.levels = tuple(
             Level(
-                [GroupPlanner(*own, key, self._pool) for own in zip(groups, of_groups, policies, pins, strict=True)],
+                [GroupPlanner(*own, key, self._pool) for own in zip(groups, of_groups, policies, strict=True)],
                 trains=i == 0,
             )
             for i, (of_groups, key) in enumerate(zip(slots, CAPACITY_KEYS[: len(slots)], strict=True))
@@ -296,9 +312,13 @@ class RowPlanner:
         self._before: Scheduled[BatchRows] | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
+    def own_parts(self, own: Lookups) -> Sequence[Lookups]:
+        """`own`: look-ups of the rank's samples of a batch."""
+        return own_parts(own, self.rank, self._batch_features) if self.rank.is_divided else [own]
+
     def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
-        """Groups a batch's look-ups. Several planners over the same batches can `add` the result."""
-        return self._arranger.group(self._parts(batch))
+        """Groups the look-ups of a batch, of all ranks. Several planners over the same batches can `add` the result."""
+        return self.arranger.group(self._parts(batch))
 
     def _parts(self, batch: Lookups) -> Sequence[Lookups]:
         return parts_of(batch, self.rank.parts, self._batch_features) if self.rank.is_divided else [batch]
@@ -310,11 +330,11 @@ class RowPlanner:
             raise ConfigError(f"a run has at most {MOST_STEPS} steps; make data.batch_size larger or data.epochs fewer")
         groupings = groupings or self.group(scheduled.batch)
         # first the lowest, which keeps track of most rows, so that a refusal comes before anything has changed
-        *_, needed = (level.enter(groupings, scheduled.step) for level in reversed(self.levels))
+        for level in reversed(self.levels):
+            level.enter(groupings, scheduled.step)
         rows = BatchRows(
-            size=scheduled.batch.size,
+            size=scheduled.batch.batch_size,
             groups=groupings,
-            slots_needed=needed,
             id_bytes=id_bytes(groupings, len(self.levels)),
         )
         self.known.append(scheduled.holding(rows))
@@ -360,7 +380,7 @@ class RowPlanner:
         known = self.known.next
         moves = self.move()
         plans = tuple(
-            self._arranger.plan(group, rows, of_levels, known.kind == "train")
+            self.arranger.plan(group, rows, of_levels, known.kind == "train")
             for group, (rows, *of_levels) in enumerate(zip(known.batch.groups, *moves.levels, strict=True))
         )
         return StepPlan(
@@ -446,8 +466,7 @@ class WriteBackWindow:
 
 
 def groupers_of(groups: tuple[GroupSpec, ...], pool: ThreadPool | None = None) -> tuple[Grouper, ...]:
-    num_features = sum(group.num_features for group in groups)
-    return tuple(Grouper(group, num_features, pool) for group in groups)
+    return tuple(Grouper(group, num_features(groups), pool) for group in groups)
 
 
 def job_planner(
@@ -456,12 +475,11 @@ def job_planner(
     slots: Sequence[Slots],
     first_batches: Sequence[Scheduled[Lookups]],
     *,
-    pinned: tuple[I64, ...] | None = None,
     num_threads: int = 1,
     rank: Rank = UNDIVIDED,
 ) -> RowPlanner:
     """Makes the planner of a job, the same for a run and for a simulation. `first_batches`: the batches that divided
-    the capacity. `pinned`: the loaded rows of cache.pin. The others as in RowPlanner."""
+    the capacity. The others as in RowPlanner."""
     planner = RowPlanner(
         groups,
         slots,
@@ -469,7 +487,6 @@ def job_planner(
         job_horizon(job.lookahead),
         policy=job.cache.policy,
         first_batches=first_batches,
-        pinned=pinned,
         num_threads=num_threads,
         rank=rank,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.protocol.batch import Lookups, Samples
+from rowcast.protocol.batch import Lookups, Samples, needed_offsets
 from rowcast.runtime.arrays import F32, I64
 
 Ids = I64
@@ -53,13 +53,6 @@ def offsets_of(lengths: Ids) -> Ids:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
-
-
-def needed_offsets(ids: Ids, offsets: Ids | None) -> Ids | None:
-    """Returns the offsets that the reader delivers: None if every bag holds exactly one id."""
-    if offsets is None or len(ids) != len(offsets) - 1 or not (np.diff(offsets) == 1).all():
-        return offsets
-    return None
 
 
 def bag_offsets(ids: Ids, offsets: Ids | None) -> Ids:

@@ -4,9 +4,11 @@
     drawn                            negative     `draws(job.seed, split, epoch, batch)`, feature by feature
     delivered     history  positive  negative     ids, and beside them the arrays negative.id and negative.log_q
 
-Two streams of one batch, of ids and of dense features, draw for themselves and draw the same.
+Two streams of one batch, of ids and of dense features, draw for themselves and draw the same. So do ranks: each decodes
+its own samples, unless a feature is drawn for look-ups, whose draws follow those of the samples before.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from rowcast.prefetcher.readers.columns import Column, bag_offsets, join_columns
 from rowcast.prefetcher.readers.draws import Drawn, Draws, cumulative, draws
 from rowcast.prefetcher.readers.reader import Columns, Part, Pending, Reader, decoded, open_format
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
+from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
@@ -53,6 +56,7 @@ class DrawingReader:
         self._weighted = bool(job.data.columns.weights)
         rows = {feature: table.num_embeddings for table in job.tables for feature in table.features}
         self._features = [DrawnFeature(own, rows[own.feature]) for own in job.data.negatives]
+        self._by_batch = all(own.per == BATCH for own in job.data.negatives)
         self.dense_names = files.dense_names
         self.paths = [*files.paths, *(path for own in self._features for path in own.paths)]
 
@@ -70,13 +74,14 @@ class DrawingReader:
         for batch, decode in enumerate(self._files.pending(split, epoch, start), start):
             yield partial(self._complete, decode, split, epoch, batch)
 
-    def _complete(self, decode: Pending, split: Kind, epoch: int, batch: int) -> Part:
-        part, stream = decode(), draws(self._job.job.seed, split, epoch, batch)
+    def _complete(self, decode: Pending, split: Kind, epoch: int, batch: int, rank: Rank) -> Part:
+        part = decode(rank if self._by_batch else UNDIVIDED)
+        stream = draws(self._job.job.seed, split, epoch, batch)
         if not isinstance(part, Samples):
             columns = self._columns(part)
-            drawn = [own.draw(stream, columns.get(own.per, NO_LOOKUPS).ids) for own in self._features]
+            drawn = [own.draw(stream, part.size, columns.get(own.per, NO_LOOKUPS).ids) for own in self._features]
             return self._with_ids(part, columns, drawn)
-        drawn = [own.draw(stream, self._ids_of(own, part.inputs)) for own in self._features]
+        drawn = [own.draw(stream, len(part.labels), self._ids_of(own, part.inputs)) for own in self._features]
         dense = self._with_arrays(part, drawn)
         if not isinstance(part, Batch):
             return dense
@@ -105,7 +110,8 @@ class DrawingReader:
     def _with_ids(self, ids: Lookups, columns: dict[str, Column], drawn: list[Drawn]) -> Lookups:
         for own, found in zip(self._features, drawn, strict=True):
             columns[own.feature] = Column(ids=found.ids, lengths=own.lengths(columns.get(own.per), ids.size))
-        return join_columns([columns[name] for name in self._job.features], ids.size, self._weighted)
+        joined = join_columns([columns[name] for name in self._job.features], ids.size, self._weighted)
+        return dataclasses.replace(joined, others=ids.others)
 
 
 NO_LOOKUPS = Column(ids=NOTHING)
@@ -121,9 +127,10 @@ class DrawnFeature:
         self.paths = [Path(settings.by)] if settings.by.endswith(".npy") else []
         self._totals = [cumulative_of(path, self.feature, num_rows) for path in self.paths]
 
-    def draw(self, stream: Draws, looked_up: I64) -> Drawn:
-        """`looked_up`: i64 [n], the rows that are drawn for, in their order; none for a feature of the batch."""
-        count = self._number if self.per == BATCH else self._number * len(looked_up)
+    def draw(self, stream: Draws, size: int, looked_up: I64) -> Drawn:
+        """Draws for `size` samples. `looked_up`: i64 [n], the rows that are drawn for, in their order; none for a
+        feature of the batch."""
+        count = self._number * (min(size, 1) if self.per == BATCH else len(looked_up))
         if self._avoids:
             others = stream.below(self._num_rows - 1, count)
             ids = (np.repeat(looked_up, self._number) + 1 + others.ids) % self._num_rows
@@ -136,7 +143,7 @@ class DrawnFeature:
     def lengths(self, per: Column | None, size: int) -> I64:
         """Returns the look-ups of each of `size` samples; those of the batch are in the first."""
         if per is None:
-            return np.append(self._number, np.zeros(size - 1, np.int64))
+            return np.where(np.arange(size) == 0, self._number, 0)
         return self._number * (np.ones(size, np.int64) if per.lengths is None else per.lengths)
 
 

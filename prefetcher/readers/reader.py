@@ -8,10 +8,11 @@ from typing import Literal, Protocol, cast, runtime_checkable
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
+from rowcast.protocol.parts import UNDIVIDED, Rank
 
 Columns = Literal["all", "ids", "dense"]  # what a reader decodes: whole batches, or one half of each
 Part = Lookups | Samples
-Pending = Callable[[], Part]  # decodes and checks a batch when called
+Pending = Callable[[Rank], Part]  # decodes and checks the samples of a batch that a rank has, when called
 
 
 class Reader(Protocol):
@@ -46,7 +47,8 @@ class Reader(Protocol):
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
         """Yields the same batches undecoded. Calling one decodes it: before the next is taken, or never. A batch that
-        is not called is skipped at little or no cost. The call returns the columns that the reader was opened for.
+        is not called is skipped at little or no cost. The call returns the columns that the reader was opened for, of
+        the rank's samples alone: see `RankSource`. A reader that cannot tell them gives every rank the whole batch.
         """
 
 
@@ -73,7 +75,7 @@ def decoded(pending: Iterable[Pending]) -> Iterator[Batch]:
 
 
 def whole_batch(decode: Pending) -> Batch:
-    batch = decode()
+    batch = decode(UNDIVIDED)
     assert isinstance(batch, Batch), f"a reader of all columns gave {type(batch).__name__}"
     return batch
 

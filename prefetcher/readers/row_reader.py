@@ -2,23 +2,23 @@
 
 A format implements `DataSetRows`: the number of rows, and a `Cursor` that reads any row.
 
-    data.batch_size, data.shuffle, data.order -> rows of batch k -> Cursor.take -> Batch
+    data.batch_size, data.shuffle -> rows of batch k, of one rank -> Cursor.take -> Batch
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.data_files import eval_path, files_of, split_rows
-from rowcast.prefetcher.readers.hot_samples import HotBlocks, HotSamples, hot_samples
 from rowcast.prefetcher.readers.id_check import IdCheck
 from rowcast.prefetcher.readers.reader import Part, Pending, decoded
 from rowcast.prefetcher.readers.schedule import RowOrder
-from rowcast.protocol.batch import Batch, Kind
+from rowcast.protocol.batch import Batch, Cut, Kind, Lookups
+from rowcast.protocol.parts import Rank, samples_of
 from rowcast.runtime.errors import DataError, instead
 
 
@@ -65,7 +65,6 @@ class RowReader:
         self._job, self._ids = job, ids
         self._rows = {"train": rows, "eval": evaluation or rows}
         self._spans = split_spans(job, rows, evaluation)
-        self._hot: HotSamples | None = None
         self.dense_names = rows.dense_names
         self.paths = [*rows.paths, *(evaluation.paths if evaluation else [])]
 
@@ -81,28 +80,13 @@ class RowReader:
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
         size, span = self._job.data.batch_size, self._spans[split]
-        order = self._order(split, epoch)
+        window = self._job.data.shuffle_window if split == "train" else None
+        order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=len(span), window=window)
         with self._rows[split].cursor() as cursor:
             for first in range(start * size, len(span), size):
                 yield PendingRows(
                     cursor=cursor, order=order, origin=span.start, start=first, stop=min(first + size, len(span))
                 )
-
-    @property
-    def hot_samples(self) -> HotSamples:
-        """Returns the hot samples of the training rows. The first call may read all their ids. Raises as
-        `hot_samples`."""
-        if self._hot is None:
-            self._hot = hot_samples(self._job, len(self._spans["train"]))
-        return self._hot
-
-    def _order(self, split: Kind, epoch: int) -> RowOrder | HotBlocks:
-        data, num_rows, train = self._job.data, len(self._spans[split]), split == "train"
-        window = data.shuffle_window if train else None
-        order = RowOrder(seed=self._job.job.seed, epoch=epoch, num_rows=num_rows, window=window)
-        if data.num_hot_blocks is None or not train or not num_rows:
-            return order
-        return HotBlocks(order, self.hot_samples, data.num_hot_blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,15 +94,31 @@ class PendingRows:
     """The batch at positions start to stop of a split that begins at row `origin`."""
 
     cursor: Cursor
-    order: RowOrder | HotBlocks
+    order: RowOrder
     origin: int
     start: int
     stop: int
 
-    def __call__(self) -> Part:
-        within = self.order.within(self.start, self.stop)
-        rows = self.origin + self.order.rows(self.start, self.stop)
+    def __call__(self, rank: Rank) -> Part:
+        samples = samples_of(self.stop - self.start, rank)
+        start, stop = self.start + samples.start, self.start + samples.stop
+        part = self._take(start, max(stop, start + 1))  # arrays of no sample have the dtypes and widths of one
+        part = part if start < stop else without_samples(part)
+        others = self.stop - self.start - (stop - start)
+        return replace(part, others=others) if isinstance(part, Lookups) and others else part
+
+    def _take(self, start: int, stop: int) -> Part:
+        within = self.order.within(start, stop)
+        rows = self.origin + self.order.rows(start, stop)
         return self.cursor.take(rows, range(self.origin + within.start, self.origin + within.stop))
+
+
+def without_samples(part: Part) -> Part:
+    none = Cut(slice(0), {})
+    if not isinstance(part, Lookups):
+        return part.within(none)
+    lookups = Lookups(size=0, ids=part.ids[:0], weights=None if part.weights is None else part.weights[:0])
+    return Batch.of(lookups, part.within(none)) if isinstance(part, Batch) else lookups
 
 
 def split_spans(job: Job, rows: DataSetRows, evaluation: DataSetRows | None) -> dict[Kind, range]:

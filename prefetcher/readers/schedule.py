@@ -93,9 +93,6 @@ class Schedule:
         return None if self._max_steps is None else max(self._max_steps - at.train_step, 0)
 
 
-UNSHUFFLED_ROWS = 65536  # in a block of an order without a shuffle
-
-
 def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
     """Returns i64 [num_rows]: row i of the shuffled block is row permutation[i] of the block. Philox is keyed by
     seed, epoch and block."""
@@ -128,18 +125,6 @@ class RowOrder:
             return range(start, stop)
         blocks = self._blocks(start, stop)
         return range(blocks[0] * self._window, min(blocks[-1] * self._window + self._window, self._num_rows))
-
-    @property
-    def block_rows(self) -> int:
-        return UNSHUFFLED_ROWS if self._window is None else self._window
-
-    def block(self, block: int) -> Ids:
-        """Returns the rows of a block of `block_rows`, in order, without keeping them."""
-        first = block * self.block_rows
-        num_rows = min(self.block_rows, self._num_rows - first)
-        if self._window is None:
-            return np.arange(first, first + num_rows, dtype=np.int64)
-        return first + block_permutation(self._seed, self._epoch, block, num_rows)
 
     def _blocks(self, start: int, stop: int) -> range:
         assert self._window is not None, "only an order with a window has blocks"

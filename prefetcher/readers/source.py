@@ -1,4 +1,4 @@
-"""Delivers the planner's batches, decoded in child processes (`workers.py`).
+"""Delivers the planner's batches, decoded in child processes (`workers.py`), and of these the samples of one rank.
 
     stream of ids  ---- far ahead ------------------------> poll_ids
     stream of dense --- as far as poll_dense has asked ---> poll_dense
@@ -6,18 +6,33 @@
 Ids are needed for the whole horizon, dense features and labels only when their batch is planned. A format with separate
 columns is read as two streams, so that hundreds of batches hold only ids. Any other format is one stream of whole
 batches; their dense features are kept here until requested.
+
+    batch 0 to 31     decoded whole by every rank    Source: to measure and to compare    RankSource: the rank's samples
+    later ones        decoded by each rank: its own samples, or whole where a reader cannot tell these; a rank that owns
+                      placed tables decodes the ids of all samples, and all columns of a format that is one stream
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import CutElsewhere, Part, Reader, num_batches
 from rowcast.prefetcher.readers.schedule import expected_train_steps
-from rowcast.protocol.batch import Batch, Lookups, Samples, Scheduled, ScheduledBatch
+from rowcast.protocol.batch import (
+    Batch,
+    Cut,
+    Lookups,
+    Samples,
+    Scheduled,
+    ScheduledBatch,
+    dense_checksum,
+    ids_checksum,
+    needed_offsets,
+)
+from rowcast.protocol.parts import Belonging, Rank, arrays_of_samples, ids_of_samples, samples_of
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import DataError
 
@@ -153,6 +168,12 @@ class Source:
     def _streams(self) -> list[BatchStream]:
         return [self._ids] if self._dense is None else [self._ids, self._dense]
 
+    def _go_on_with(self, ids: BatchStream, dense: BatchStream | None) -> None:
+        """All batches that were returned have been put back, and these streams start after them."""
+        ids.counters = self.counters
+        self._ids, self._dense, self._broken, self._polled = ids, dense, None, None
+        self._num_ids, self._num_arrived = 0, len(self._kept)
+
     def _next_ids(self) -> Scheduled[Lookups] | None:
         arrived = self._take_ids()
         if arrived is None:
@@ -196,6 +217,52 @@ class Source:
     def _keep(self, samples: Samples) -> None:
         self._kept.append(samples)
         self._num_arrived += 1
+
+
+class RankSource:
+    """The samples that a rank has of each batch, in order. Called as `Source`.
+
+    Look-ups of the batch are in the first bag of every rank that has samples. Offsets are left away if every bag here
+    holds one id, whatever other ranks have.
+    """
+
+    def __init__(self, source: Source, rank: Rank, of: Belonging) -> None:
+        self.checksum = 0  # of all samples of what was polled last, if it came whole; else 0
+        self.whole: Lookups  # as the ids that were polled last came: of all samples, if this rank reads these
+        self._source, self._rank, self._of = source, rank, of
+        # of the batches whose ids were returned and whose samples were not: how samples that come whole are cut
+        self._cuts: deque[tuple[int, Cut] | None] = deque()
+
+    def poll_ids(self) -> Scheduled[Lookups] | None:
+        """Returns the rank's look-ups of the next batch. Waits and raises as `Source.poll_ids`."""
+        ids = self._source.poll_ids()
+        if ids is None:
+            return None
+        batch = self.whole = ids.batch
+        if batch.others or self._rank.count == 1:
+            self.checksum = 0
+            self._cuts.append(None)
+            return ids
+        self.checksum = int(ids_checksum(batch), 16)
+        samples = samples_of(batch.size, self._rank)
+        self._cuts.append((batch.size, arrays_of_samples(batch, samples, self._of)))
+        own = ids_of_samples(batch, samples, self._of.batch_positions)
+        offsets = needed_offsets(own.ids, own.offsets)
+        return ids.holding(replace(own, offsets=offsets, others=batch.size - own.size))
+
+    def poll_dense(self) -> Samples | None:
+        """Returns the rank's samples of the oldest batch that lacks them. Waits and raises as `Source.poll_dense`."""
+        samples = self._source.poll_dense()
+        cut = None if samples is None else self._cuts.popleft()
+        if samples is None or cut is None or len(samples.labels) != cut[0]:
+            self.checksum = 0
+            return samples
+        self.checksum = int(dense_checksum(samples), 16)
+        return samples.within(cut[1])
+
+    @property
+    def ended(self) -> bool:
+        return self._source.ended
 
 
 def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position | None) -> SourceInfo:

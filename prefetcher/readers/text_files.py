@@ -4,13 +4,14 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import xxhash
 
+from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.errors import ConfigError, DataError
 
 CHUNK_BYTES = 4 * 2**20
@@ -133,6 +134,19 @@ def first_lines(path: Path) -> tuple[bytes, bytes]:
     """Returns a file's first two lines with their line ends; b"" for one that it does not have."""
     with open_text(path) as stream, whole_gzip(path):
         return stream.readline(MOST_LINE_BYTES * CHUNK_BYTES), stream.readline(MOST_LINE_BYTES * CHUNK_BYTES)
+
+
+def refuse_line(lines: bytes, location: Location, reason: str, line_error: Callable[[bytes], str | None]) -> DataError:
+    """Returns the error of the first bad line; `location(i)` names the i-th line's file and number. `line_error`:
+    returns the sentence after the line's number, None for a good line.
+
+    `reason` is the fast parser's message, used if no line is bad."""
+    split = lines.removesuffix(b"\n").split(b"\n")
+    for i, line in enumerate(split):
+        error = line_error(line)
+        if error is not None:
+            return DataError(f"{location(i)}{error}")
+    return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
 
 
 @contextmanager

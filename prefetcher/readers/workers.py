@@ -18,10 +18,11 @@ import atexit
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process, resource_tracker
 from multiprocessing.context import SpawnProcess
@@ -29,15 +30,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
+from msgspec import structs
 from structlog.typing import EventDict, WrappedLogger
 
 from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.data_files import FileState, file_state
 from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import places
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
 from rowcast.protocol.batch import Scheduled
+from rowcast.protocol.parts import UNDIVIDED, Rank
+from rowcast.protocol.shards import owner_of
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.children import killed_by
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
@@ -52,17 +57,23 @@ LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShare:
-    """What one child decodes: `columns` of every `num_decoders`-th batch of the run, from `start` on."""
+    """What one child decodes: `columns` of every `num_decoders`-th batch of the run, from `start` on. Of each, only the
+    rank's samples, but of the first `num_whole` all."""
 
     job: Job
     columns: Columns
     max_steps: int | None
     start: Position | None
+    rank: Rank = UNDIVIDED
+    num_whole: int = 0
     index: int
     num_decoders: int
 
     def owns(self, step: int) -> bool:
         return step % self.num_decoders == self.index
+
+    def rank_at(self, step: int) -> Rank:
+        return UNDIVIDED if step < (self.start or Position()).step + self.num_whole else self.rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +149,7 @@ def send_share(share: DecoderShare, sender: ArraySender) -> None:
 def decode_share(share: DecoderShare, reader: Reader) -> Iterator[Scheduled[Part]]:
     for place in places(share.job, reader, share.max_steps, share.start):
         if share.owns(place.step):
-            yield place.holding(place.batch())
+            yield place.holding(place.batch(share.rank_at(place.step)))
 
 
 def ignore_group_signals() -> None:
@@ -285,29 +296,16 @@ class DecodedStream:
     """A `BatchStream` of `num_decoders` processes."""
 
     def __init__(
-        self,
-        job: Job,
-        columns: Columns,
-        max_steps: int | None,
-        start: Position | None,
-        *,
-        num_decoders: int,
-        num_ahead: int,
-        on_arrival: Callable[[], None],
-        timeline: Timeline | None,
+        self, share: DecoderShare, *, num_ahead: int, on_arrival: Callable[[], None], timeline: Timeline | None
     ) -> None:
+        """`share`: of the first process."""
         self.counters = SourceCounters()
-        self._timeline, self._columns = timeline, columns
+        self._timeline, self._columns, num_decoders = timeline, share.columns, share.num_decoders
         self._decoded_s: list[float | None] = [None] * num_decoders  # when each decoder had its last batch
         ahead = max(-(-num_ahead // num_decoders), min(LEAST_AHEAD, num_ahead))
-        shares = [
-            DecoderShare(
-                job=job, columns=columns, max_steps=max_steps, start=start, index=index, num_decoders=num_decoders
-            )
-            for index in range(num_decoders)
-        ]
+        shares = [replace(share, index=index) for index in range(num_decoders)]
         self._decoders = [Decoder(share, ahead, on_arrival) for share in shares]
-        self._next_step = (start or Position()).step
+        self._next_step = (share.start or Position()).step
         self._invalid_ids, self._blocked_s = [0] * num_decoders, [0.0] * num_decoders  # of each decoder
         self._ended = False
 
@@ -336,9 +334,9 @@ class DecodedStream:
         assert step == self._next_step, f"decoder {index} gave step {step}, but step {self._next_step} follows"
         self._next_step += 1
         self._show(index, delivery)
+        self.counters.invalid_ids += delivery.invalid_ids - self._invalid_ids[index]
         self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s
         self.counters.batches += 1
-        self.counters.invalid_ids = sum(self._invalid_ids)
         return delivery.scheduled
 
     @property
@@ -366,6 +364,12 @@ class DecodedStream:
         self._decoded_s[index] = delivery.decoded_s
 
 
+def owns_tables(job: Job, rank: Rank) -> bool:
+    """Returns whether the rank owns a placed table, so that it needs the ids of all samples."""
+    tables = [table for group in group_specs(job) for table in group.tables]
+    return any(owner_of(table, rank.count) == rank.number for table in tables)
+
+
 class WorkerSource(Source):
     """A `Source` that decodes in child processes, at most about `num_ahead` batches ahead of the polls."""
 
@@ -375,28 +379,50 @@ class WorkerSource(Source):
         max_steps: int | None = None,
         start: Position | None = None,
         *,
+        rank: Rank = UNDIVIDED,
+        num_whole: int = 0,
         num_ahead: int = NUM_AHEAD,
         on_arrival: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
     ) -> None:
-        """The receivers' threads call `on_arrival` whenever a poll may return something new: a batch, the end, an
-        error."""
+        """`rank`: whose samples are decoded, after `num_whole` batches of all samples. If it owns placed tables, the
+        ids of all samples are decoded always. The receivers' threads call `on_arrival` whenever a poll may return
+        something new: a batch, the end, an error."""
         self._job = job
-        num_decoders = job.prefetcher.workers if can_share(job) else 1
-        self._decoded: list[DecodedStream] = []
-        for columns in stream_columns(job):
-            stream = DecodedStream(
-                job,
-                columns,
-                max_steps,
-                start,
-                num_decoders=1 if columns == "dense" else num_decoders,  # dense features are little work, not far ahead
-                num_ahead=num_ahead,
-                on_arrival=on_arrival,
-                timeline=timeline,
-            )
-            self._decoded.append(stream)
+        self._share = DecoderShare(
+            job=job,
+            columns="all",
+            max_steps=max_steps,
+            start=start,
+            rank=rank,
+            num_whole=num_whole,
+            index=0,
+            num_decoders=job.prefetcher.workers if can_share(job) else 1,
+        )
+        self._stream = partial(DecodedStream, num_ahead=num_ahead, on_arrival=on_arrival, timeline=timeline)
+        self._decoded = self._new_streams()
         super().__init__(self._decoded[0], self._decoded[1] if len(self._decoded) > 1 else None)
+
+    def _new_streams(self) -> list[DecodedStream]:
+        ids = replace(self._share, num_whole=sys.maxsize) if owns_tables(self._job, self._share.rank) else self._share
+        dense = replace(self._share, num_decoders=1)  # dense features are little work, not far ahead
+        return [
+            self._stream(replace(dense if columns == "dense" else ids, columns=columns))
+            for columns in stream_columns(self._job)
+        ]
+
+    def place(self, job: Job, start: Position) -> None:
+        """Decodes what the rank needs with the tables of `job`, which only places them otherwise. All batches before
+        `start` have been returned and put back."""
+        before, self._job = self._job, structs.replace(self._job, tables=job.tables)
+        if owns_tables(before, self._share.rank) == owns_tables(job, self._share.rank):
+            return
+        for stream in self._decoded:
+            stream.close()
+        self._share = replace(self._share, job=self._job, start=start, num_whole=0)
+        self._decoded = self._new_streams()
+        self._go_on_with(self._decoded[0], self._decoded[1] if len(self._decoded) > 1 else None)
+        super().start()
 
     def start(self) -> None:
         if self._job.prefetcher.workers > 1 and not can_share(self._job):

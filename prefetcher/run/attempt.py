@@ -17,17 +17,18 @@ import numpy as np
 from rowcast.job.file import with_ports_of_pair, with_tables_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import group_specs, points_in
 from rowcast.job.training_identity import check_can_evaluate
-from rowcast.job.units import parse_bytes
+from rowcast.job.units import parse_bytes, parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.interval import AttemptInterval
 from rowcast.prefetcher.checkpoints.restore import OwnShard, dense_content
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
-from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums, first_checksums
+from rowcast.prefetcher.pipeline.batch_checksums import first_checksums
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+from rowcast.prefetcher.pipeline.key_exchange import KeyLinks, NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
@@ -37,9 +38,9 @@ from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Connection, Rings
 from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates, gauges_of, train_steps_of
 from rowcast.prefetcher.run.sizing import stage_threads, tier_rows
-from rowcast.prefetcher.run.start import Decisions, check_continues, decide, training_data
+from rowcast.prefetcher.run.start import Decisions, check_continues, data_checksums, decide, placed, training_data
 from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
-from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.run.tables import Tables, checksum_of
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.redis_store import remove_left_keys
 from rowcast.protocol.attempts import Attempts, transport_of_ranks
@@ -47,6 +48,7 @@ from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
 from rowcast.protocol.parts import InputSpec, batch_specs, belonging, rank_of
 from rowcast.protocol.scrape import serve_metrics
+from rowcast.protocol.transport.rank_links import RankLinks
 from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
 from rowcast.runtime.checkpoint_manifest import Position, TrainingData
 from rowcast.runtime.crash_points import crash_point
@@ -93,6 +95,8 @@ class PrefetcherAttempt:
             self._ordered,
             max_steps,
             self._start,
+            rank=run.rank,
+            num_whole=MEASURED_BATCHES,
             on_arrival=partial(crew.wake, "planning"),
             timeline=run.counters.timeline,
         )
@@ -117,6 +121,8 @@ class PrefetcherAttempt:
                 measured = self._measure()
                 if self._run.signals.stop_reason is None:
                     self._check_belongs(measured)
+                    self._job = self._run.place(placed(self._job, self.newest, measured))
+                    self._source.place(self._job, measured[-1].following if measured else self._start)
                     self._run.tables.restore(self.newest)
                     self._serve(connection, measured)
                 connection.say_bye()
@@ -192,7 +198,7 @@ class PrefetcherAttempt:
         if self.newest is not None and self._run.options.mode == "eval":
             check_can_evaluate(self.newest, self._job, self._source.info().dense_names)
         elif self.newest is not None:
-            check_continues(self.newest, self._job, self._training_data, measured)
+            check_continues(self.newest, self._job, self._training_data, measured, self._run.rank)
         needs_some = self._run.options.mode == "eval" or self._job.eval.patience or self._job.eval.keep == "best"
         if needs_some and self._source.info().num_eval == 0:
             raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
@@ -200,7 +206,7 @@ class PrefetcherAttempt:
     @cached_property
     def _training_data(self) -> TrainingData:
         info = self._source.info()
-        return training_data(self._job, info.dense_names, info.paths)
+        return training_data(info.dense_names, info.paths)
 
     def _serve(self, connection: Connection, batches: list[ScheduledBatch]) -> None:
         run = self._run
@@ -215,6 +221,8 @@ class PrefetcherAttempt:
             welcome=self._welcome(connection, start, rings, len(restore), batches),
             source=self._source,
             planner=planner,
+            links=self._links(connection),
+            expected=() if self.newest is None else self.newest.known_ahead(run.rank.parts),
             stores=run.tables.stores,
             conversation=connection.conversation,
             rings=(rings.fetch, rings.back),
@@ -222,8 +230,6 @@ class PrefetcherAttempt:
             counters=run.counters,
         )
         engine.mode = run.options.mode
-        if self.newest is not None:
-            engine.planning.checksums = BatchChecksums(self._job.lookahead.depth, self.newest.ahead)
         if restore:
             engine.barrier.restore(restore)
         engine.planning.pace = self._interval.pace(self.train_steps)
@@ -237,12 +243,30 @@ class PrefetcherAttempt:
         run.health.state = "stopped"
         self._log_end(engine)
 
+    def _links(self, connection: Connection) -> KeyLinks:
+        """Lets the prefetchers of the other ranks connect."""
+        rank, ranks = self._run.rank, self._job.ranks
+        if rank.count == 1:
+            return NoLinks()
+        links = RankLinks(
+            self._job.run_dir,
+            rank,
+            start=f"{self._run.options.mode} {self._run_id} {checksum_of(self.newest)} {self._start.step}",
+            is_only_host=ranks.on_host == ranks.count,
+            timeout_s=parse_seconds(ranks.timeout),
+            may_wait=lambda: connection.met,
+            on_receive=partial(self._crew.wake, "planning"),
+        )
+        links.open()
+        connection.stack.callback(links.close)
+        return links
+
     def _checkpointer(self) -> Checkpointer:
         run = self._run
         if run.options.mode == "eval":
             return NoCheckpoints()
         self._writer = CheckpointWriter(
-            self._job,
+            run.job,
             run.groups,
             self._run_id,
             self._training_data,
@@ -271,7 +295,6 @@ class PrefetcherAttempt:
             self._run.groups,
             start.levels,
             measured,
-            pinned=start.pinned,
             num_threads=stage_threads(self._job),
             rank=self._run.rank,
         )
@@ -321,12 +344,14 @@ class PrefetcherAttempt:
             start=self._start,
             fresh=self._run.checkpoints.are_fresh,
             replaces=self._run.checkpoints.replaced_run_id(),
+            placements=tuple(table.placement for table in self._job.tables),
             epoch_batches=info.epoch_batches,
             pairing=info.pairing,
             data=data,
             rank=self._run.rank.number,
             checkpoint="" if self.newest is None else self.newest.checksum,
             machine=UNRECORDED if self.newest is None else self.newest.machine,
+            data_checksums=tuple(data_checksums(self._training_data, info).items()),
             first_batches=tuple(first_checksums(self._job.features, measured).items()),
         )
 
@@ -371,6 +396,14 @@ class PrefetcherRun:
         self._attempts: Attempts[PrefetcherAttempt] = Attempts("prefetcher", "trainer", transport, signals)
         self.health = self._attempts.health
         self.counters = new_counters(self.groups, number)
+
+    def place(self, job: Job) -> Job:
+        """Settles who owns which rows, the same in every attempt, and returns `job`."""
+        self.groups = group_specs(job)
+        self.counters.place(self.groups)
+        self.shard = replace(self.shard, points=points_in(self.groups))
+        self.tables.place(job, self.groups, self.shard)
+        return job
 
     def run(self) -> bool:
         """Returns whether the run finished; False: it was stopped in order. Raises the first error of any stage."""

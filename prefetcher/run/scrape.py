@@ -71,7 +71,7 @@ class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges
     process, ring_direction = "prefetcher", "to_device"
 
     def own_samples(self, counters: PrefetcherCounters, gauges: PrefetcherGauges) -> Iterator[Sample]:
-        for name, slots in zip(counters.groups, gauges.slots, strict=True):
+        for name, slots in zip(counters.groups, gauges.slots, strict=False):
             yield from samples_of(slots, name, prefix="slots_")
         for name, counts in zip(counters.groups, gauges.stores, strict=False):
             if counts is not None:

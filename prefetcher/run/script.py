@@ -17,6 +17,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs, table_specs
 from rowcast.prefetcher.checkpoints.snapshot import NoCheckpoints
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+from rowcast.prefetcher.pipeline.key_exchange import NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.planner.capacity import Touched, slots_of
 from rowcast.prefetcher.planner.planner import job_planner
@@ -138,6 +139,8 @@ def make_engine(
         welcome=welcome,
         source=Source(ids, None),
         planner=job_planner(job, groups, (slots,), (), num_threads=stage_threads(job)),
+        links=NoLinks(),
+        expected=(),
         stores=stores,
         conversation=connection.conversation,
         rings=(rings.fetch, rings.back),

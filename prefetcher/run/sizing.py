@@ -20,12 +20,22 @@ from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec, aligned, batch_features
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import hand_out, measure
+from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import planner_bytes
-from rowcast.prefetcher.planner.planner import Slots, groupers_of
+from rowcast.prefetcher.planner.grouping import JointGrouper
+from rowcast.prefetcher.planner.planner import Slots
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, Lookups, Scheduled, ScheduledBatch
-from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, belonging, ids_of_samples, samples_of
+from rowcast.protocol.parts import (
+    UNDIVIDED,
+    Rank,
+    arrays_of_samples,
+    belonging,
+    ids_of_samples,
+    part_bounds,
+    samples_of,
+)
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
@@ -100,7 +110,7 @@ def typical_plan(
     new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
     most_rows = sum(touched.largest_batch_rows)
     most_arrays = max(
-        shared_arrays_bytes(groups, scheduled.batch, most_rows, rank)
+        shared_arrays_bytes(tuple(groups), scheduled.batch, most_rows, rank)
         if rank.is_divided
         else group_arrays_bytes(scheduled.batch, most_rows, ordered=is_ordered(groups, scheduled.batch))
         for scheduled in measured
@@ -129,30 +139,36 @@ def group_arrays_bytes(batch: Lookups, num_rows: int, *, ordered: bool) -> int:
         samples=batch.size,
         lookups=len(batch.ids),
         unique=num_rows,
-        bags=len(batch.ids) if batch.offsets is None else len(batch.offsets) - 1,
+        bags=batch.num_bags,
         fetch=num_rows,
         present=frozenset(present),
     )
     return sum(layout.nbytes_of(counts) for layout in GROUP_ARRAYS.values())
 
 
-def shared_arrays_bytes(groups: Sequence[GroupSpec], batch: Lookups, num_owned: int, rank: Rank) -> int:
+def shared_arrays_bytes(groups: tuple[GroupSpec, ...], batch: Lookups, num_owned: int, rank: Rank) -> int:
     """`num_owned`: rows of the batch in the rank's shard. A rank sends about as many rows as it receives."""
-    samples = samples_of(batch.size, rank)
-    own = ids_of_samples(batch, samples, batch_features(groups))
-    received = sum(len(grouper.group(grouper.lookups(own)).keys) for grouper in groupers_of(tuple(groups)))
+    whole, share = batch_features(groups), ShareOfBatch(groups, JointGrouper(groups), rank)
+    ends = part_bounds(batch.size, rank.parts)
+    parts = [ids_of_samples(batch, slice(*ends[part : part + 2]), whole) for part in rank.own_parts]
+    own = share.want(share.sources(parts, batch))
+    sources, received = [source for rows in own for source in rows.sources], sum(len(rows.home.keys) for rows in own)
+    unique = sum(source.num_unique for source in sources)
     counts = Counts(
-        samples=own.size,
-        unique=received,
+        samples=sum(part.size for part in parts),
+        lookups=sum(source.num_lookups for source in sources),
+        unique=unique,
+        bags=sum(source.num_bags for source in sources),
+        fetch=num_owned,
+        present=frozenset(name for name in ("offsets", "weights") if getattr(batch, name) is not None),
         exchanges=True,
         sent=received,
         returned=received,
         trained=num_owned,
         additions=received,
-        home_additions=received if rank.parts_per_rank > 1 else 0,
+        home_additions=unique - received,
     )
-    exchanged = sum(layout.nbytes_of(counts) for layout in EXCHANGE_ARRAYS.values())
-    return group_arrays_bytes(own, max(received, num_owned), ordered=False) + exchanged
+    return sum(layout.nbytes_of(counts) for layout in (*GROUP_ARRAYS.values(), *EXCHANGE_ARRAYS.values()))
 
 
 def automatic_ring_bytes(typical: Typical, depth: int, pairs: int) -> int:

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rowcast.job.embedding_tables import placement_of
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, cuts, with_placements
 from rowcast.job.training_identity import check_belongs
-from rowcast.prefetcher.pipeline.batch_checksums import check_first
+from rowcast.prefetcher.pipeline.batch_checksums import check_first, file_checksums
 from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.planner.placement import placements
 from rowcast.prefetcher.planner.planner import Slots
 from rowcast.prefetcher.readers.file_samples import sampled
-from rowcast.prefetcher.readers.hot_samples import hot_rows_checksum
-from rowcast.prefetcher.readers.pin_files import load_pins
+from rowcast.prefetcher.readers.source import SourceInfo
 from rowcast.prefetcher.run.sizing import Sizes, job_levels, sizes
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.parts import Rank
-from rowcast.runtime.arrays import I64
+from rowcast.protocol.parts import Rank, belonging
 from rowcast.runtime.checkpoint_manifest import Manifest, ManifestOfVersion3, TrainingData
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -28,33 +28,57 @@ class Decisions:
     slots: Slots  # of each group, on the device
     levels: tuple[Slots, ...]  # from the device down: the rows of a memory tier too
     sizes: Sizes
-    pinned: tuple[I64, ...] | None  # rows of each group; None: the job names none
 
 
 def decide(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank) -> Decisions:
-    """`measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError where cache, memory tier, rings or
-    pins do not fit."""
+    """`measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError where cache, memory tier or rings
+    do not fit."""
     slots = job_slots(job, groups, measured, rank)
     return Decisions(
         slots=slots,
         levels=job_levels(job, groups, measured, slots, rank),
         sizes=sizes(job, groups, measured, job.lookahead.depth, rank),
-        pinned=None if job.cache.pin is None else load_pins(Path(job.cache.pin), groups),
     )
 
 
-def training_data(job: Job, dense_names: Sequence[str], paths: Sequence[Path]) -> TrainingData:
-    names = tuple(dense_names)
-    return TrainingData(
-        files=sampled(paths), hot_rows=hot_rows_checksum(job), num_dense=len(names), dense_columns=names
-    )
+def placed(job: Job, newest: Manifest | None, measured: Sequence[ScheduledBatch]) -> Job:
+    """Returns the job with every table placed. `newest`: where the run continues. `measured`: the batches that follow.
+
+    What is left to `auto` stays as that checkpoint has it, if as many ranks wrote it, so that all attempts of a run
+    place tables alike."""
+    own = [table.placement for table in job.tables]
+    if "auto" not in own:
+        return job
+    if newest is not None and len(newest.shards) == job.ranks.count and own == placements_of(newest):
+        kept = [len(held) for held in newest.points or ((),) * len(own)]
+        # the cache may be set otherwise since
+        if all(pieces < 2 or pieces in cuts(job, table) for table, pieces in zip(job.tables, kept, strict=True)):
+            return with_placements(job, [placement_of(pieces) for pieces in kept])
+    return with_placements(job, placements(job, measured)[0])
 
 
-def check_continues(newest: Manifest, job: Job, data: TrainingData, measured: Sequence[ScheduledBatch]) -> None:
+def placements_of(checkpoint: Manifest) -> list[str]:
+    """As its job file had them."""
+    return [table.get("placement", "rows") for table in checkpoint.job["tables"]]
+
+
+def training_data(dense_names: Sequence[str], paths: Sequence[Path]) -> TrainingData:
+    return TrainingData(files=sampled(paths), num_dense=len(dense_names), dense_columns=tuple(dense_names))
+
+
+def data_checksums(data: TrainingData, info: SourceInfo) -> dict[str, str]:
+    """What ranks compare before the first step, besides their first batches."""
+    epoch = f"{info.num_train} {info.num_eval} {info.epoch_batches}"
+    return {**file_checksums(data.files), "the length of an epoch": epoch}
+
+
+def check_continues(
+    newest: Manifest, job: Job, data: TrainingData, measured: Sequence[ScheduledBatch], rank: Rank
+) -> None:
     """Raises if the checkpoint belongs to another job or to other data. `measured`: the batches that follow it."""
     if not newest.is_import and not newest.machine.threads:
         get_logger().warning("an older version made this checkpoint: its number of torch threads is not known")
     check_belongs(newest, job, data)
     if isinstance(newest, ManifestOfVersion3):
         get_logger().warning("an older version made this checkpoint: only the sizes of data files are compared")
-    check_first(measured, newest.ahead)
+    check_first(measured, rank, belonging(job), newest.known_ahead(rank.parts))

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard, restore_changed, restore_rows
+from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard, is_cut_anew, restore_changed, restore_rows
 from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.store import StoreCounts, described
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
@@ -40,6 +42,13 @@ class Tables:
         no_counts = StoreCounts() if isinstance(job.store, StoreWithTier) else None
         self._counts: tuple[StoreCounts | None, ...] = (no_counts,) * len(groups)  # before and after the stores
 
+    def place(self, job: Job, groups: tuple[GroupSpec, ...], shard: OwnShard) -> None:
+        """Says which rows are of this process, before `restore`. `job`: with every table placed."""
+        if shard != self._shard:  # a first look found an earlier run
+            self.close()
+            self._is_known = False
+        self._groups, self._shard, self._job = groups, shard, replace(self._job, tables=job.tables)
+
     @property
     def folder(self) -> Path:
         """The folder for stores with files."""
@@ -53,7 +62,8 @@ class Tables:
 
     def restore(self, newest: Manifest | None) -> None:
         """Sets all rows to this checkpoint's; None: to the start of the run. Raises DataError."""
-        if not self._is_known or self._since != checksum_of(newest):
+        is_cut_anew_now = newest is not None and is_cut_anew(newest, self._shard)
+        if not self._is_known or self._since != checksum_of(newest) or is_cut_anew_now:
             self.close()
             self._open(newest)
         elif newest is None:

@@ -7,9 +7,13 @@ import numpy as np
 
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
+from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import ALL_KEYS, NO_ROWS, NO_SLOTS
+from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.prefetcher.planner.horizon import OCCURRENCE, close_gaps, correct_cells, spread
+from rowcast.prefetcher.planner.key_lists import Unpacker, pack
 from rowcast.prefetcher.planner.planner import RowPlanner, share_key
+from rowcast.prefetcher.stores.all_stores import AllStores
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
 from rowcast.prefetcher.stores.elements import FiniteRows
@@ -23,6 +27,8 @@ from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.shards import Shards
 from rowcast.runtime.compiled import STORES_PAST_CACHES
 from rowcast.runtime.loop_cache import LoopCache
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
@@ -46,19 +52,23 @@ def warm_up(*, tiers_in: Path | None = None) -> None:
 
 def plan_and_move() -> None:
     groups = tuple(tiny_group(index, init) for index, init in enumerate(INITS))
+    share_rows(groups)
     for multi_hot in (False, True):
         planner = RowPlanner(groups, [(2,) * len(groups)], depth=1, horizon=2)
         stores = [TrackedStore(MemoryStore(group), group, seed=0) for group in groups]
+        all_stores = AllStores(stores)
         for step in range(3):
             planner.add(tiny_batch(step, multi_hot=multi_hot))
         planner.end()
         while planner.ready():
             plan = planner.plan()
-            for store, group, rows in zip(stores, groups, plan.groups, strict=True):
-                records = np.empty((len(rows.fetch_keys), group.record_bytes), np.uint8)
-                finish(store.read(rows.fetch_keys, records))
-                finish(store.write(rows.fetch_keys, records))
-                finish(store.read(rows.fetch_keys, records))
+            fetched = [
+                (group.index, rows.fetch_keys, np.empty((len(rows.fetch_keys), group.record_bytes), np.uint8))
+                for group, rows in zip(groups, plan.groups, strict=True)
+            ]
+            for tickets in (all_stores.read(fetched), all_stores.write(fetched), all_stores.read(fetched)):
+                for ticket in tickets:
+                    finish(ticket)
         planner.barrier("warm-up", finished=True)
         for store, group in zip(stores, groups, strict=True):
             keys = store.changed_keys(group.tables[0].index)
@@ -70,6 +80,13 @@ def plan_and_move() -> None:
             store.forget(keys)
             store.settle()
             store.close()
+
+
+def share_rows(groups: tuple[GroupSpec, ...]) -> None:
+    share = ShareOfBatch(groups, JointGrouper(groups), Rank(number=0, count=1, parts=2))
+    own = share.want([tiny_batch(0, multi_hot=True).batch] * 2)
+    unpacker = Unpacker(groups, [Shards(group.tables, 1) for group in groups], 0)
+    share.complete(own, [unpacker.unpack(memoryview(pack([rows.wanted[0] for rows in own])))])
 
 
 def every_loop(folder: Path) -> None:

@@ -1,18 +1,21 @@
 """Converts between records and numpy arrays of their elements; bf16, which numpy lacks, is stored as uint16."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import ALIGNMENT, GroupSpec, RecordPart, aligned
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.runtime.arrays import F32, U16, U64
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.arrays import F32, I64, U16, U64
+from rowcast.runtime.compiled import arrays_of, compiled_loop
 
 Elements = npt.NDArray[np.generic]  # float32, float16, or uint16 for bf16
 ELEMENTS: dict[RowType, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 BF16_NAN = 0x7FC0
 WORD = 8  # bytes
+u64_at = arrays_of(np.uint64)
 # of the elements of a word: their signs, and the last bits of their exponents
 BITS: dict[RowType, tuple[int, int]] = {
     "fp32": (0x8000_0000_8000_0000, 0x0080_0000_0080_0000),
@@ -77,12 +80,19 @@ class FiniteRows:
         for part in group.parts:
             words = slice(part.offset // WORD, (part.offset + aligned(part.nbytes, ALIGNMENT)) // WORD)
             self._signs[words], self._lasts[words] = BITS[part.dtype]
+        self._words = len(self._signs), self._signs.ctypes.data, self._lasts.ctypes.data
 
     def fault(self, keys: Keys, records: Records) -> str:
         """Returns what the first row that is not finite holds, as `row 7 of table users: weight[2] is nan`; "" if all
         are finite. `records`: u8 [n, record_bytes] of these keys."""
-        if not carries(records.view(np.uint64), self._signs, self._lasts):
-            return ""
+        return first_fault([self], [(0, keys, records)])
+
+    def place(self, records: Records) -> tuple[int, ...]:
+        """Returns a row for `first_that_carries`."""
+        return records.ctypes.data, len(records), *self._words
+
+    def named(self, keys: Keys, records: Records) -> str:
+        """Returns the fault of records that have one."""
         found: list[tuple[int, str]] = []
         for part in self._group.parts:
             values = widened(elements_of(records, part), part.dtype)
@@ -90,15 +100,29 @@ class FiniteRows:
             if len(rows):
                 row, column = int(rows[0]), int(columns[0])
                 found.append((row, f"{part.name}[{column}] is {values[row, column]}"))
-        row, what = min(found, key=lambda own: own[0])
+        row, what = min(found, key=lambda own: own[0], default=(0, "bytes beside its values are not 0"))
         return f"{self._group.row_name(int(keys[row]))}: {what}"
 
 
+def first_fault(finite: Sequence[FiniteRows], rows: Sequence[tuple[int, Keys, Records]]) -> str:
+    """Returns the fault of the first rows with one, or "". `rows`: each with the number of its group."""
+    places = [finite[group].place(records) for group, _, records in rows]
+    found = first_that_carries(np.array(places, np.int64).reshape(-1, 5))
+    return "" if found < 0 else finite[rows[found][0]].named(*rows[found][1:])
+
+
 @compiled_loop
-def carries(words: U64, signs: U64, lasts: U64) -> bool:
-    """Whether any element of the records u64 [n, words of a record] carries into its sign."""
-    found = np.uint64(0)
-    for row in range(len(words)):
-        for word in range(len(signs)):
-            found |= ((words[row, word] & ~signs[word]) + lasts[word]) & signs[word]
-    return bool(found != 0)
+def first_that_carries(places: I64) -> int:
+    """Returns the first of several groups' records with an element that carries into its sign, or -1. A row of `places`
+    holds the address of records u64 [n, words], n, the words of a record, and the addresses of these words' signs and
+    lasts."""
+    for k in range(len(places)):
+        size = places[k, 2]
+        signs, lasts, found = u64_at(places[k, 3], size), u64_at(places[k, 4], size), np.uint64(0)
+        words = u64_at(places[k, 0], places[k, 1] * size).reshape(places[k, 1], size)
+        for row in range(len(words)):
+            for word in range(size):
+                found |= ((words[row, word] & ~signs[word]) + lasts[word]) & signs[word]
+        if found != 0:
+            return k
+    return -1

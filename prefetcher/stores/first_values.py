@@ -14,7 +14,7 @@ Philox 4x32-10 turns a counter of four 32-bit words and a key of two into four r
 
 Weights of fp16 and bf16 are these float32 values, rounded to the nearest, ties to even; a record's master weights are
 the values themselves. A table's values do not depend on its index or width, so they stay the same when tables are
-added, moved or widened.
+added, moved or widened. A piece of a table has its columns' values: c counts from its first column.
 """
 
 from math import cos, log, pi, sin, sqrt
@@ -50,13 +50,15 @@ class Initializer(NamedTuple):
     seed: np.uint64
     table: np.uint64  # xxh3_64 of the table's name
     linear: bool  # the last weight in a row is its linear weight
+    first: np.uint64  # c of the first column
 
 
 def table_initializer(seed: int, table: TableSpec) -> Initializer:
     """`seed`: the job's, 0 to 2**63 - 1."""
     kind, a, b = parse_init(table.init, table.num_embeddings)
     name = np.uint64(xxhash.xxh3_64_intdigest(table.name.encode()))
-    return Initializer(KINDS[kind], a, b, np.uint64(seed), name, table.linear)
+    first = np.uint64(table.first_column // 4)
+    return Initializer(KINDS[kind], a, b, np.uint64(seed), name, table.linear, first)
 
 
 def initial_rows(seed: int, table: TableSpec, rows: I64) -> F32:
@@ -128,7 +130,7 @@ def fill_row(initializer: Initializer, row: int, out: F32) -> None:
     seed_low, seed_high = initializer.seed & LOW, initializer.seed >> HALF
     whole = len(out) // 4 if initializer.kind == UNIFORM else 0
     for own in range(whole):  # without a branch or a call: the compiler computes eight at once
-        block = row_high | (np.uint64(own) << np.uint64(16))
+        block = row_high | ((initializer.first + np.uint64(own)) << np.uint64(16))
         words = philox((row_low, block, table_low, table_high), (seed_low, seed_high))
         at = np.uint64(4 * own)
         out[at] = uniform_1(words[0], initializer.a, initializer.b)
@@ -136,7 +138,7 @@ def fill_row(initializer: Initializer, row: int, out: F32) -> None:
         out[at + np.uint64(2)] = uniform_1(words[2], initializer.a, initializer.b)
         out[at + np.uint64(3)] = uniform_1(words[3], initializer.a, initializer.b)
     for first in range(4 * whole, len(out), 4):
-        block = row_high | (np.uint64(first // 4) << np.uint64(16))
+        block = row_high | ((initializer.first + np.uint64(first // 4)) << np.uint64(16))
         words = philox((row_low, block, table_low, table_high), (seed_low, seed_high))
         values = (
             uniform(words, initializer.a, initializer.b)

@@ -33,12 +33,12 @@ class MemoryStore(RowStore):
                 "reserve; allow it more (ulimit -v, vm.overcommit_memory), or use fewer rows"
             ) from None
         self.numbers: NumberedRows = numbers
-        self._name, self._words = group.name, words  # u64 [numbers.most, record_bytes / 8]
+        self._name, self.words = group.name, words  # u64 [numbers.most, record_bytes / 8]
         self._scatter = scatter_for(words)
-        self._pool = ThreadPool()
+        self.pool = ThreadPool()
 
     def use_threads(self, pool: ThreadPool) -> None:
-        self._pool = self.numbers.pool = pool
+        self.pool = self.numbers.pool = pool
 
     def read(self, keys: Keys, out: Records) -> Finished:
         self._check_open(len(keys))
@@ -46,9 +46,9 @@ class MemoryStore(RowStore):
         gather = gather_for(words)
 
         def work(first: int, end: int) -> int:
-            return gather(self._words, numbers[first:end], words[first:end])
+            return gather(self.words, numbers[first:end], words[first:end])
 
-        if any(self._pool.share(work, 0, len(keys))):
+        if any(self.pool.share(work, 0, len(keys))):
             return Finished(absent=np.flatnonzero(numbers == ABSENT))
         return FINISHED
 
@@ -60,15 +60,15 @@ class MemoryStore(RowStore):
         words = rows.view(np.uint64)
 
         def work(first: int, end: int) -> None:
-            self._scatter(words[first:end], numbers[first:end], self._words)
+            self._scatter(words[first:end], numbers[first:end], self.words)
 
-        self._pool.share(work, 0, len(keys))
+        self.pool.share(work, 0, len(keys))
         return FINISHED
 
     def close(self) -> None:
-        self._words = np.empty((0, 0), np.uint64)
+        self.words = np.empty((0, 0), np.uint64)
 
     def _check_open(self, num_rows: int) -> None:
-        assert len(self._words), (
+        assert len(self.words), (
             f"the store of group {self._name} is closed, but {num_rows} rows were requested or written"
         )

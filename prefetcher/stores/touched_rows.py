@@ -115,9 +115,9 @@ class NumberedRows(ABC):
         ends = np.cumsum([0, *(table.num_embeddings for table in group.tables)]).tolist()
         # where each table's rows begin and end in the group
         self._ranges = {table.index: (ends[i], ends[i + 1]) for i, table in enumerate(group.tables)}
-        self._shifts: I64 = np.zeros(max(self._ranges) + 1, np.int64)  # a row's position in the group, less its key
+        self.shifts: I64 = np.zeros(max(self._ranges) + 1, np.int64)  # a row's position in the group, less its key
         for table, (first, _) in self._ranges.items():
-            self._shifts[table] = first - (table << KEY_SHIFT)
+            self.shifts[table] = first - (table << KEY_SHIFT)
         self._lock = SharedLock()
         self.pool = ThreadPool()
 
@@ -166,13 +166,13 @@ class IndexedRows(NumberedRows):
     def __init__(self, group: GroupSpec, most: int) -> None:
         super().__init__(group, most)
         # by position in the group: number + 1, or 0; cleared now, so that no step pays for it
-        self._index: U32 = np.full(group.num_rows, 0, np.uint32)
+        self.index: U32 = np.full(group.num_rows, 0, np.uint32)
 
     def _find(self, keys: Keys, numbers: I64) -> int:
-        return find_in_index(self._index, self._shifts, keys, numbers)
+        return find_in_index(self.index, self.shifts, keys, numbers)
 
     def _add(self, keys: Keys, numbers: I64) -> int:
-        return add_to_index(self._index, self._shifts, keys, numbers, self.count)
+        return add_to_index(self.index, self.shifts, keys, numbers, self.count)
 
     def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
         for table in tables:
@@ -180,7 +180,7 @@ class IndexedRows(NumberedRows):
             at = first
             while at < end:
                 positions, numbers = np.empty(block, np.int64), np.empty(block, np.int64)
-                count, at = select_in_index(self._index, bits, at, end, positions, numbers)
+                count, at = select_in_index(self.index, bits, at, end, positions, numbers)
                 if count:
                     yield make_keys(table, positions[:count] - first), numbers[:count]
 
@@ -205,11 +205,11 @@ class TouchedRows(NumberedRows):
         return int(self._sizes[SIZE]) * BUCKET * 8
 
     def _find(self, keys: Keys, numbers: I64) -> int:
-        return find(self._cells, self._sizes, self._layout, self._shifts, keys, numbers)
+        return find(self._cells, self._sizes, self._layout, self.shifts, keys, numbers)
 
     def _add(self, keys: Keys, numbers: I64) -> int:
         cells, layout, most = self._cells, self._layout, self._most_buckets
-        return add(cells, self._sizes, layout, self._spare, self._shifts, keys, numbers, self.count, most)
+        return add(cells, self._sizes, layout, self._spare, self.shifts, keys, numbers, self.count, most)
 
     def found(self, bits: U64, tables: Sequence[int], block: int) -> Iterator[tuple[Keys, I64]]:
         ranges = [self._ranges[table] for table in tables]

@@ -45,8 +45,9 @@ class TrackedStore:
 
     def __init__(self, store: RowStore, group: GroupSpec, seed: int) -> None:
         self.store, self._group, self._seed = store, group, seed
-        self._numbers = store.numbers or numbered(group, group.num_rows)
-        self._changed: U64 = np.zeros(-(-self._numbers.most // BITS), np.uint64)  # one bit per row, by its number
+        self.numbers = store.numbers or numbered(group, group.num_rows)
+        # one bit per row, by its number
+        self.changed_bits: U64 = np.zeros(-(-self.numbers.most // BITS), np.uint64)
         self._frozen: FrozenRows | None = None
 
     def read(self, keys: Keys, out: Records) -> FilledRead:
@@ -54,11 +55,15 @@ class TrackedStore:
 
     def write(self, keys: Keys, rows: Records) -> Ticket:
         """Stores rows; there must be room. They count as changed from now on, even if the ticket is never awaited."""
-        numbers, frozen = self._numbers.added(keys), self._frozen
+        numbers, frozen = self.numbers.added(keys), self._frozen
         if frozen is not None:
             frozen.set_aside(keys, numbers)
-        set_bits(self._changed, numbers)
+        set_bits(self.changed_bits, numbers)
         return self.store.write_numbered(keys, numbers, rows)
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._frozen is not None
 
     def has_room(self, num_rows: int) -> bool:
         """Returns whether `num_rows` may be written now: False while this would set aside too many frozen rows."""
@@ -71,17 +76,17 @@ class TrackedStore:
 
     @property
     def num_changed(self) -> int:
-        return count_bits(self._changed)
+        return count_bits(self.changed_bits)
 
     def changed_keys(self, table: int) -> Keys:
-        found = self._numbers.found(self._changed, [table], ROWS_AT_ONCE)
+        found = self.numbers.found(self.changed_bits, [table], ROWS_AT_ONCE)
         return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in found)])
 
     def freeze(self, share: float) -> FrozenRows:
         """Declares the rows to be a checkpoint's, and returns the changed ones. These keep their bytes until `thaw`,
         whatever is written. `share`: the fraction of them that can be aside at a time."""
-        changed, self._changed = self._changed, np.zeros(len(self._changed), np.uint64)
-        self._frozen = FrozenRows(self.store, self._group, self._numbers, changed, share)
+        changed, self.changed_bits = self.changed_bits, np.zeros(len(self.changed_bits), np.uint64)
+        self._frozen = FrozenRows(self.store, self._group, self.numbers, changed, share)
         return self._frozen
 
     def thaw(self) -> None:
@@ -90,7 +95,7 @@ class TrackedStore:
 
     def settle(self) -> None:
         """Declares the rows to be a checkpoint's: none has changed."""
-        clear_all_bits(self._changed)
+        clear_all_bits(self.changed_bits)
 
     def forget(self, keys: Keys) -> None:
         """Gives these rows their first values, unchanged."""
@@ -99,7 +104,7 @@ class TrackedStore:
             records = np.empty((len(own), self._group.record_bytes), np.uint8)
             self.fill_first(own, np.arange(len(own)), records)
             finish(self.store.write(own, records))
-        clear_bits(self._changed, self._numbers.of(keys))
+        clear_bits(self.changed_bits, self.numbers.of(keys))
 
     def close(self) -> None:
         self.store.close()

@@ -174,6 +174,8 @@ class ClientAuth:
     The keys are reread for each caller, so removing a file excludes its holder without a restart. Any error refuses the
     caller."""
 
+    REFUSED = (b"400", b"this key is not allowed")  # the caller does not try again
+
     def __init__(self, keys: Path, refusals: Refusals) -> None:
         self.sockets: list[zmq.Socket[bytes]] = []  # the socket that receives requests, once it is open
         self._keys = keys
@@ -193,7 +195,7 @@ class ClientAuth:
         name = self._name_of(credentials[0]) if mechanism == b"CURVE" and credentials else None
         if name is None:
             self._refuse(address.decode(errors="replace"), credentials)
-        status = (b"400", b"this key is not allowed") if name is None else (b"200", b"OK")
+        status = self.REFUSED if name is None else (b"200", b"OK")
         return [ZAP_VERSION, request_id, *status, (name or "").encode(), b""]
 
     def _name_of(self, raw_key: bytes) -> str | None:

@@ -95,12 +95,6 @@ class ZmqLink:
     def refused(self) -> int:
         return self._refusals.count
 
-    @property
-    def processor_seconds(self) -> float:
-        """The processor time of its thread."""
-        ident = self._thread.ident
-        return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
-
     def start(self) -> None:
         """Raises ConfigError if another prefetcher serves there, a key is unusable, or the socket cannot be made."""
         self._end.open()

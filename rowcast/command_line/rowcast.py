@@ -59,10 +59,6 @@ SUBCOMMANDS = {
         f"{ANALYSIS}.simulate.command:simulate",
         "Tell what a run would move, at other settings too, by planning alone: no tables, no trainer. Lists multiply.",
     ),
-    "profile": Subcommand(
-        f"{ANALYSIS}.profile.profile:profile",
-        "Find the rows that are looked up most, from a sample, and what keeping them on the device would cover.",
-    ),
     "estimate": Subcommand(
         f"{ANALYSIS}.estimate.estimate:estimate",
         "Estimate how long a step takes and what bounds it: before a run, or from a recorded one.",

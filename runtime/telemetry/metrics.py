@@ -65,7 +65,7 @@ OF_BOTH = {
         "Distinct rows of each step that went to other ranks or came from them, added up."
     ),
     "rowcast_exchange_bytes_total{group,direction}": (
-        "Bytes of these rows, and of their gradients, which go the other way."
+        "Bytes of these rows and their gradients, and in the trainer of pooled vectors and theirs."
     ),
     "rowcast_plan_bytes_total{direction}": "Bytes of batch, plan and barrier arrays that crossed.",
     "rowcast_phase_seconds_total{phase}": "Time in each phase of a step.",

@@ -5,24 +5,18 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from selectors import EVENT_READ, EVENT_WRITE, PollSelector
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler
-
-from rowcast.runtime.telemetry.logs import get_logger
-
-if TYPE_CHECKING:
-    from _typeshed.wsgi import WSGIApplication
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from rowcast.runtime.errors import ConfigError, advice
+from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health, Process
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, table_specs
 from rowcast.prefetcher.checkpoints.snapshot import NoCheckpoints
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
+from rowcast.prefetcher.pipeline.key_exchange import NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.script_ids import NO_SAMPLES, ScriptIds
@@ -23,16 +25,17 @@ from rowcast.protocol.messages import PROTOCOL_VERSION, Ids, RingSpec, Welcome
 from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
 from rowcast.protocol.script_setup import Columns, ScriptTable
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.link import inproc_pair
 from rowcast.runtime.machine import Machine
 from rowcast.trainer.adopt.rows import Records
 from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
-from rowcast.trainer.adopt.script_process import NoModel, NoResults
+from rowcast.trainer.adopt.script_process import NoModel
 from rowcast.trainer.device.streams import PlainStreams
+from rowcast.trainer.report.results import EvaluationOnly
 from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters as new_trainer_counters
 from tests.support.driver import QUIET_LIMIT, Rings, Settings, StuckError
+from tests.support.inproc_link import inproc_pair
 from tests.support.jobs import job, table
 from tests.support.late_store import LateStore
 
@@ -77,6 +80,8 @@ class ScriptPair:
             welcome=welcome,
             source=Source(ids, None),
             planner=job_planner(self.job, groups, (self.slots,), ()),
+            links=NoLinks(),
+            expected=(),
             stores=tuple(ScriptStore(own_store(group, seed, late=late), group, setup) for group in groups),
             conversation=Conversation(Session("prefetcher", 1), links[0]),
             rings=(rings.fetch_writer, rings.back_reader),
@@ -95,7 +100,7 @@ class ScriptPair:
             rings.of_trainer,
             PlainStreams(),
             lambda records, clock: (NoModel(), None),
-            NoResults(),
+            EvaluationOnly(Path(self.job.job.run_dir)),
             new_trainer_counters(groups),
         )
         self.engine = ScriptEngine(self.trainer, torch.device("cpu"), self.job.lookahead.horizon_batches, self)

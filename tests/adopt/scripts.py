@@ -30,7 +30,7 @@ class Launches:
         self._starter = starter
         self._environment = environment
 
-    def start(self, job_file: Path, log: Path, options: Sequence[str]) -> Child:
+    def start(self, job_file: Path, log: Path, options: Sequence[str], *, is_tied: bool) -> Child:
         arguments = ["-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
         process: Any = self._starter.launch(arguments, log.with_suffix(".out"), log, self._environment)
         self.children.append(Child("prefetcher", process, log))

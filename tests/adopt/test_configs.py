@@ -37,7 +37,7 @@ TORCHREC = {
     "is_weighted": False,
     "has_feature_processor": False,
 }
-TAKEN = {"num_embeddings", "embedding_dim", "name", "feature_names", "data_type", "pooling", "init"}
+TAKEN = {"num_embeddings", "embedding_dim", "name", "feature_names", "data_type", "pooling", "init", "placement"}
 TAKEN |= {"weight_init_max", "weight_init_min", "init_fn"}
 # how torch computes and where, which rowcast decides, and what max_norm uses
 HARMLESS = {"sparse", "include_last_offset", "device", "norm_type"}

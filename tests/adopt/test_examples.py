@@ -5,7 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,20 @@ from rowcast.prefetcher.checkpoints.export import export_run
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
-PAIRS = {"plain_dlrm": 2, "torchrec_model": 2, "torchrec_sequence": 4, "own_dataset": 2}  # lines added but imports
+# lines added but imports
+PAIRS = {"plain_dlrm": 2, "torchrec_model": 2, "torchrec_sequence": 4, "own_dataset": 2, "ddp": 3}
 
 
-def run(name: str, folder: Path, *options: str, stand_ins: bool) -> dict[str, torch.Tensor]:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def run(
+    name: str, folder: Path, *options: str, stand_ins: bool, launcher: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
     """What the script ends with; it has no more than its own folder to write to."""
     paths = [str(ROOT), *([str(STAND_INS)] if stand_ins else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"examples.adopt.{name}", "--end", str(folder / "end"), *options]
+    command = [sys.executable, *launcher, "-m", f"examples.adopt.{name}", "--end", str(folder / "end"), *options]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False
     )
@@ -93,6 +99,19 @@ def test_a_script_with_embedding_bags_gives_the_same_but_for_rounding(
         torch.testing.assert_close(adopted[key], tensor, rtol=1e-3, atol=1e-3 if "weight" in key else 1e-5, msg=key)
 
 
+def test_a_script_on_two_ranks_gives_the_same_but_for_rounding(tmp_path: Path) -> None:
+    begun = run("ddp", tmp_path, stand_ins=False, launcher=TORCHRUN)
+    begun.pop("losses")
+    save_file(begun, tmp_path / "begun")
+    plain, adopted = (
+        run(name, tmp_path, "--begin", str(tmp_path / "begun"), stand_ins=False, launcher=TORCHRUN)
+        for name in ("ddp", "ddp_adopted")
+    )
+    assert list(plain) == list(adopted)
+    for key, tensor in plain.items():
+        torch.testing.assert_close(adopted[key], tensor, rtol=1e-3, atol=1e-3 if "weight" in key else 1e-5, msg=key)
+
+
 def changed_lines(name: str) -> Iterator[str]:
     plain, adopted = (
         (ROOT / "examples" / "adopt" / f"{name}{end}.py").read_text().splitlines() for end in ("", "_adopted")
@@ -107,5 +126,5 @@ def test_the_page_shows_what_changes_in_each_example(name: str) -> None:
     assert "\n".join(["```diff", *lines, "```"]) in (ROOT / "docs" / "connect.md").read_text()
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
     assert len([line for line in added if "import" not in line and line != "+"]) == PAIRS[name], (
-        "the module and the loader, and nothing else"
+        "the module and the loader, of ranks that may start again what they begin with, and nothing else"
     )

@@ -322,7 +322,7 @@ OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x.clone().index_copy_(0, torch.arange(len(x)), y),
     lambda x, y: x.scatter(1, y % x.shape[1], 7),
     lambda x, y: x.expand(17, *x.shape)[1],
-    lambda x, y: torch.bucketize(x.float(), torch.linspace(0, 1000, 50)),
+    lambda x, y: torch.bucketize(x.float().contiguous(), torch.linspace(0, 1000, 50)),
     lambda x, y: x.detach().data.view(x.shape) + torch.zeros_like(x),
 ]  # of [B, W] each
 

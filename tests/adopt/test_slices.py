@@ -18,7 +18,7 @@ DATASET = "tests.adopt.clicks:train"
 bce = nn.functional.binary_cross_entropy_with_logits
 
 
-@pytest.mark.parametrize(("size", "number"), [(8, 1), (8, 3), (8, 4), (5, 4), (2, 4), (1, 1)])
+@pytest.mark.parametrize(("size", "number"), [(8, 1), (8, 3), (8, 4), (5, 4), (2, 4), (1, 1), (0, 1)])
 def test_a_batch_is_cut_as_torch_chunk_cuts(size: int, number: int) -> None:
     cut = [list(range(size))[own.start : own.stop] for own in slices_of(size, number)]
     assert cut == [chunk.tolist() for chunk in torch.arange(size).chunk(number)]

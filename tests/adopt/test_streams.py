@@ -68,7 +68,7 @@ def test_every_use_of_a_step_is_awaited_before_the_step_is_reported(
         )
         next(batches)
     assert compute.notes[5:9] == ["used", "used", "used", "record"]
-    assert compute.awaited == [1, 3, 4]
+    assert compute.awaited == [1, 1, 3, 4], "the look-up awaits the batch, and the step all of it"
 
 
 def test_the_token_says_the_device_of_the_batch_and_memory_is_kept_for_a_stream() -> None:

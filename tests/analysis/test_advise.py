@@ -53,7 +53,7 @@ from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, Kind
-from rowcast.protocol.parts import belonging
+from rowcast.protocol.parts import Rank, belonging
 from rowcast.runtime.arrays import GOLDEN
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
@@ -238,9 +238,9 @@ class CountingReader:
         return getattr(self._reader, name)
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
-        def counted(decode: Pending) -> Any:
+        def counted(decode: Pending, rank: Rank) -> Any:
             self.decoded += 1
-            return decode()
+            return decode(rank)
 
         return (partial(counted, decode) for decode in self._reader.pending(split, epoch, start))
 
@@ -398,7 +398,7 @@ def test_each_value_has_its_reason_above_it() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_shares_and_pins_of_the_job_are_left_out_and_that_is_said() -> None:
+def test_shares_of_the_job_are_left_out_and_that_is_said() -> None:
     job = made_job("zipf", 10, cache={"capacity": "1GiB", "groups": {"fp32_d8_sgd": "100KiB"}}, optimizer=plain_sgd())
     advice = advise_job(job, request())
     assert any(note.startswith("cache.groups of the job was ignored") for note in advice.notes)

@@ -38,7 +38,6 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import WHILE_FILLING
-from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.prefetcher.run.make_keys import make_keys
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.checkpoint_manifest import Position
@@ -243,23 +242,7 @@ def test_what_a_factory_raises_is_a_finding_and_the_other_checks_go_on(
     assert "Traceback" in "".join(capsys.readouterr())
 
 
-# hot blocks
-
-
-def test_the_share_of_hot_samples_is_shown_and_an_order_without_any_is_a_warning(check: Checked) -> None:
-    def in_blocks(num_rows: int) -> list[Finding]:
-        hot = {"order": "hot-blocks:4", "hot": pins(check, num_rows)["pin"]}
-        return check(data={"format": "synthetic", "synthetic": {"samples": 500}, **hot})
-
-    sentence = one(in_blocks(1500), "ok", "order")
-    assert re.fullmatch(r"[1-9]\d* of 500 training samples are hot: all their ids are in .*pins", sentence)
-    assert "give data.hot fewer rows or remove data.order" in only_fault(in_blocks(2000), "warning", "order")
-    sentence = only_fault(in_blocks(1), "warning", "order")
-    assert "0 of 500 training samples are hot" in sentence
-    assert "give data.hot more rows or remove data.order" in sentence
-
-
-# capacity and pins
+# capacity
 
 
 def test_a_capacity_that_just_holds_the_largest_batch_is_a_warning(check: Checked) -> None:
@@ -271,21 +254,6 @@ def test_a_capacity_that_just_holds_the_largest_batch_is_a_warning(check: Checke
     assert {
         finding.level for finding in check(whole=True, data=factory("growing"), cache={"capacity": "270 rows"})
     } == {"ok"}
-
-
-def pins(check: Checked, num_rows: int) -> dict[str, Any]:
-    save_pins(check.folder / "pins", {"t": np.arange(num_rows)}, {})
-    return {"pin": str(check.folder / "pins")}
-
-
-def test_pins_that_fit_beside_the_largest_batch_are_ok(check: Checked) -> None:
-    findings = check(whole=True, data=factory("growing"), cache={"capacity": "340 rows", **pins(check, 100)})
-    assert {finding.level for finding in findings} == {"ok"}
-    assert "100 rows of" in one(findings, "ok", "pins")
-
-
-def test_every_row_may_be_pinned_where_all_rows_have_a_slot(check: Checked) -> None:
-    assert {finding.level for finding in check(cache={"capacity": "2000 rows", **pins(check, 2000)})} == {"ok"}
 
 
 def criteo_file(check: Checked) -> dict[str, Any]:
@@ -380,15 +348,6 @@ FAULTS: list[tuple[str, str, Sections, str]] = [  # level, subject, the job's se
         },
         'set cache.groups.fp32_d4_adagrad = "264 rows" or more',
     ),
-    (
-        "error",
-        "pins",
-        lambda c: {"data": factory("growing"), "cache": {"capacity": "339 rows", **pins(c, 100)}},
-        "100 pinned rows and the 240 rows of the largest batch read do not fit in the 339 slots of group "
-        'fp32_d4_adagrad; set cache.capacity = "374 rows" or more, or pin fewer rows',
-    ),
-    ("error", "start", lambda c: {"cache": {"pin": "nowhere"}}, "cannot be read"),
-    ("error", "start", lambda c: {"cache": pins(c, 2001)}, "row 2000 is outside table t"),
     ("warning", "run directory", finished_run, "holds the report of an earlier run; add --fresh to replace it"),
     ("error", "run directory", damaged_run, "none of 1 checkpoints is whole"),
     (

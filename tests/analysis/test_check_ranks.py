@@ -9,7 +9,7 @@ import pytest
 
 from rowcast.analysis.check import machine
 from rowcast.analysis.check.check import check_job
-from rowcast.analysis.check.data import ALL, Seen, check_opens, check_ranks, check_samples, shard_rows
+from rowcast.analysis.check.data import ALL, Seen, check_opens, check_ranks, check_samples, check_start, shard_rows
 from rowcast.analysis.check.findings import Finding
 from rowcast.analysis.check.machine import Device, check_device, check_ports, check_rings, check_run_directory
 from rowcast.job.file import parse_job
@@ -20,6 +20,7 @@ from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.run_directory import RunDirectory, pair_folder
 from tests.support.jobs import job_content
+from tests.support.jobs import table as table_of
 
 
 def ranked_job(folder: Path, **sections: Any) -> Job:
@@ -56,6 +57,34 @@ def test_the_rows_of_a_shard_are_counted_by_blocks(tmp_path: Path) -> None:
     )
     assert shards.level == "warning"
     assert "use fewer ranks" in shards.sentence
+
+
+def test_each_table_says_where_it_goes_and_why(tmp_path: Path) -> None:
+    tables = [
+        table_of("t", 2000, 4, "cat_0", "cat_1", placement="table"),
+        table_of("u", 9, 4, "cat_2", placement="auto"),
+    ]
+    job = ranked_job(tmp_path, tables=[*tables, table_of("v", 9, 4, "cat_3")])
+    seen = Seen(groups=group_specs(job), count=4)
+    assert [finding.level for finding in check_opens(job, seen)] == ["ok"]
+    pooled, rows, every = check_start(job, seen, lambda: None)
+    assert {own.subject for own in (pooled, rows, every)} == {"placement"}
+    # vectors of two features and of 16 samples a rank, for three of four ranks' samples, there and back
+    assert pooled.sentence.startswith("table t: rank 0 pools it for all, 768 B a rank and step; by rows ")
+    assert rows.sentence.startswith("table u: rows travel, ")
+    assert rows.sentence.endswith(" a rank and step; as pooled vectors 384 B")
+    assert "all tables: " in every.sentence
+    assert "with all tables by rows" in every.sentence
+    assert seen.groups[0].tables[0].point == 0
+    assert shard_rows(seen.groups[0].tables[0], 4).tolist() == [2000, 0, 0, 0]
+    assert "; 1 table with one owner each" in of_ranks(job)[1].sentence
+
+
+def test_tables_by_rows_say_nothing_of_placement(tmp_path: Path) -> None:
+    job = ranked_job(tmp_path)
+    seen = Seen(groups=group_specs(job), count=4)
+    assert [finding.level for finding in check_opens(job, seen)] == ["ok"]
+    assert list(check_start(job, seen, lambda: None)) == []
 
 
 def test_ranks_on_several_hosts_need_one_folder(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from rowcast.analysis.scan import sample
 from rowcast.analysis.scan.sample import (
     Amount,
-    Drawn,
     draw_batches,
     read_drawn,
     reader_for_another_pass,
@@ -21,7 +20,6 @@ from rowcast.analysis.scan.sample import (
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader
 from rowcast.protocol.batch import Batch, Kind
-from rowcast.runtime.errors import ConfigError
 from tests.support.data_files import (
     PARQUET_COLUMNS,
     click_log,
@@ -37,9 +35,9 @@ def synthetic(samples: int, batch_size: int = 8, **data: Any) -> Job:
     return make_job("synthetic", synthetic={"samples": samples}, batch_size=batch_size, eval_fraction=0.0, **data)
 
 
-def drawn_of(num_batches: int, amount: Amount, draws: int = 1) -> list[Drawn]:
+def drawn_of(num_batches: int, amount: Amount) -> list[int]:
     job = synthetic(8 * num_batches)
-    return list(draw_batches(job, open_reader(job), amount, draws=draws))
+    return list(draw_batches(job, open_reader(job), amount, "train"))
 
 
 @pytest.mark.parametrize("num_batches", [100, 97])
@@ -47,48 +45,36 @@ def test_there_is_one_batch_in_each_of_equal_strata(num_batches: int) -> None:
     found = drawn_of(num_batches, Amount(share=0.25))
     assert len(found) == round(num_batches / 4)
     for i, own in enumerate(found):
-        assert i * num_batches // len(found) <= own.index < (i + 1) * num_batches // len(found)
+        assert i * num_batches // len(found) <= own < (i + 1) * num_batches // len(found)
 
 
 def test_the_place_in_a_stratum_is_random_but_the_same_for_one_seed() -> None:
-    assert len({own.index % 10 for own in drawn_of(1000, Amount(share=0.1))}) == 10
+    assert len({own % 10 for own in drawn_of(1000, Amount(share=0.1))}) == 10
     assert drawn_of(1000, Amount(share=0.1)) == drawn_of(1000, Amount(share=0.1))
     counts: Counter[int] = Counter()
     for seed in range(600):
-        counts.update(own.index for own in sample.drawn(iter([(0, 6), (6, 12)]), 1, seed))
+        counts.update(sample.drawn(iter([(0, 6), (6, 12)]), seed))
     assert sorted(counts) == list(range(12)), "every batch is drawn equally often over many seeds"
     assert 65 < min(counts.values()) < max(counts.values()) < 140
 
 
-def test_draws_are_disjoint_and_each_is_in_every_stratum() -> None:
-    found = drawn_of(120, Amount(share=0.5), draws=3)
-    assert len({own.index for own in found}) == len(found) == 60
-    for draw in range(3):
-        assert [own.index // 6 for own in found if own.draw == draw] == list(range(20))
-
-
 @pytest.mark.parametrize(
-    ("num_batches", "amount", "draws", "expected"),
+    ("num_batches", "amount", "expected"),
     [
-        (100, Amount(share=0.05), 1, 5),
-        (100, Amount(share=0.05, least_batches=30), 1, 30),
-        (100, Amount(share=0.5, least_batches=30), 1, 50),
-        (100, Amount(share=0.05, least_batches=1000), 1, 100),
-        (11, Amount(share=1.0), 2, 10),
-        (1, Amount(share=1.0), 2, 0),
-        (3, Amount(share=0.01), 2, 2),
+        (100, Amount(share=0.05), 5),
+        (100, Amount(share=0.05, least_batches=30), 30),
+        (100, Amount(share=0.5, least_batches=30), 50),
+        (100, Amount(share=0.05, least_batches=1000), 100),
+        (1, Amount(share=1.0), 1),
+        (0, Amount(share=1.0), 0),
+        (3, Amount(share=0.01), 1),
     ],
 )
-def test_an_amount_is_a_share_and_at_least_so_many_batches(
-    num_batches: int, amount: Amount, draws: int, expected: int
-) -> None:
-    assert len(drawn_of(num_batches, amount, draws)) == expected
-
-
-@pytest.mark.parametrize("share", [0.0, 1.5, -1.0, float("nan")])
-def test_an_amount_that_cannot_be_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match="--sample"):
-        Amount(share=share)
+def test_an_amount_is_a_share_and_at_least_so_many_batches(num_batches: int, amount: Amount, expected: int) -> None:
+    job = synthetic(8)
+    reader = Watched(open_reader(job))
+    reader.num_samples = lambda split: 8 * num_batches  # type: ignore[method-assign]
+    assert len(list(draw_batches(job, reader, amount, "train"))) == expected
 
 
 # readers
@@ -163,7 +149,7 @@ def test_drawn_batches_are_those_that_a_whole_reading_has_there(
     if seeks:
         monkeypatch.setattr(sample, "DECODED_ROWS", 0)
     wanted = (1, 2, 3, 7, 10)
-    found = list(read_drawn(job, reader, (Drawn(index=index, draw=0) for index in wanted)))
+    found = list(read_drawn(job, reader, iter(wanted), "train"))
     assert all(same_batch(batch, whole[index]) for batch, index in zip(found, wanted, strict=True))
     if make in (custom, iterator):
         assert reader.starts == [0]
@@ -175,24 +161,22 @@ def test_the_evaluation_split_can_be_sampled_too(tmp_path: Path) -> None:
     job = tsv(tmp_path)
     reader = open_reader(job)
     whole = list(reader.batches("eval", 0))
-    wanted = list(draw_batches(job, reader, Amount(share=0.67), split="eval"))
-    found = list(read_drawn(job, reader, iter(wanted), split="eval"))
+    wanted = list(draw_batches(job, reader, Amount(share=0.67), "eval"))
+    found = list(read_drawn(job, reader, iter(wanted), "eval"))
     assert len(found) == 2
-    assert all(same_batch(batch, whole[own.index]) for batch, own in zip(found, wanted, strict=True))
+    assert all(same_batch(batch, whole[index]) for batch, index in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("make", [custom, iterator])
 def test_an_epoch_of_unknown_length_is_sampled_to_its_end(make: Callable[..., Job], tmp_path: Path) -> None:
     job = make(tmp_path)
     reader = open_reader(job)
-    endless = list(islice(draw_batches(job, reader, Amount(share=0.5), draws=2), 50))
-    assert [own.index // 4 for own in endless] == [i // 2 for i in range(50)]
+    endless = list(islice(draw_batches(job, reader, Amount(share=0.25), "train"), 50))
+    assert [index // 4 for index in endless] == list(range(50))
     whole = list(open_reader(make_job("tests.support.data_files:listed")).batches("train", 0))
-    for draw in (0, 1):
-        own = [place for place in endless if place.draw == draw]
-        found = list(read_drawn(job, reader_for_another_pass(job, reader), iter(own)))
-        assert 2 <= len(found) <= 3
-        assert all(same_batch(batch, whole[place.index]) for batch, place in zip(found, own, strict=False))
+    found = list(read_drawn(job, reader_for_another_pass(job, reader), iter(endless), "train"))
+    assert 2 <= len(found) <= 3
+    assert all(same_batch(batch, whole[index]) for batch, index in zip(found, endless, strict=False))
 
 
 def test_a_place_is_sought_only_where_that_is_cheaper_than_reading_on(tmp_path: Path) -> None:

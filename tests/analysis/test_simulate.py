@@ -1,7 +1,6 @@
 """A simulation says step by step what a run of the same job does; settings that cannot run are results that say why."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +17,6 @@ from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import job_slots
-from rowcast.prefetcher.readers.pin_files import load_pins, save_pins
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores.store import StoreCounts
@@ -234,21 +232,6 @@ def test_the_command_agrees_with_the_report_of_two_processes(session: Session) -
     assert result["bytes_written_back"] == report["bytes_from_device"]
 
 
-def test_pinned_rows_stay_as_in_a_run(tmp_path: Path) -> None:
-    job, batches = workload("multi", share=1.5)
-    save_pins(tmp_path / "hot.pins", {"narrow_a": np.arange(40), "wide_b": np.arange(10, 20)}, {})
-    pinned = with_values(job, {"cache": {"pin": str(tmp_path / "hot.pins")}})
-    groups = group_specs(job)
-    slots = job_slots(pinned, groups, batches[:32])
-    run = InProcessRun(
-        pinned, batches, Settings(slots=slots, pinned=load_pins(tmp_path / "hot.pins", groups), seeded_streams=False)
-    ).run()
-    (result,), (without,) = simulated(pinned, batches), simulated(job, batches)
-    assert arrays(result).rows_fetched == [sum(len(group.fetch_keys) for group in plan.groups) for plan in run.plans]
-    assert arrays(result).rows_fetched != arrays(without).rows_fetched
-    assert result.bound_rows_fetched == without.bound_rows_fetched
-
-
 def test_the_grid_is_every_combination_and_horizons_below_the_depth_are_raised() -> None:
     job, batches = workload("multi", depth=3)
     grid = Grid(
@@ -328,19 +311,9 @@ OTHERS = "criteo-tsv and criteo-npy and csv and jsonl and arrow and synthetic ca
             (
                 "synthetic",
                 order,
-                f"--shuffle {order} is not one of none, full, window:ROWS, nor one of them with +hot-blocks:N",
+                f"--shuffle {order} is not one of none, full, window:ROWS",
             )
-            for order in ("random", "window:0", "full+blocks:3")
-        ),
-        (
-            "synthetic",
-            "full+hot-blocks:3",
-            "--shuffle full+hot-blocks:3 needs data.hot, the hot rows; `rowcast profile --out` writes them",
-        ),
-        (
-            "parquet",
-            "none+hot-blocks:3",
-            f"--shuffle none+hot-blocks:3: parquet cannot be read in this order; {OTHERS}, or use window:65536",
+            for order in ("random", "window:0", "full+hot-blocks:3")
         ),
         (
             "my_data:batches",

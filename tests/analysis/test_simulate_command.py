@@ -6,17 +6,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
-import numpy as np
 import pytest
 
 import rowcast.analysis.simulate.plot
 from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
-from rowcast.analysis.simulate.grid import with_values
 from rowcast.analysis.simulate.plot import curves
 from rowcast.analysis.simulate.results import Simulation
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.pin_files import save_pins
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.jobs import job_content
@@ -58,22 +55,6 @@ def results(**values: Any) -> list[Simulation]:
         for policy, worse in (("lookahead", 0), ("lru", 50))
         for rows in (400, 100, 3000)
     ]
-
-
-def test_hot_blocks_are_one_more_order_and_the_job_has_its_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    save_pins(tmp_path / "hot", {"t": np.arange(1200)}, {})
-    job = tiny_job()
-    in_blocks = {"shuffle": "full", "order": "hot-blocks:2", "hot": str(tmp_path / "hot")}
-    job = with_values(job, {"data": in_blocks})
-    fetched: dict[str, list[int]] = {}
-    for shuffles in ((), ("full", "full+hot-blocks:2")):
-        run_simulate(job, options(json=True, policies=("lookahead",), shuffles=shuffles))
-        for result in msgspec.json.decode(capfd.readouterr().out)["results"]:
-            fetched.setdefault(result["shuffle"], []).append(result["rows_fetched"])
-    assert list(fetched) == ["full+hot-blocks:2", "full"]
-    assert fetched["full+hot-blocks:2"][0] == fetched["full+hot-blocks:2"][1] != fetched["full"][0]
 
 
 def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

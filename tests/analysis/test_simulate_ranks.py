@@ -8,24 +8,26 @@ import msgspec
 import numpy as np
 import pytest
 
-from rowcast.analysis.scan.shares import Sharing, measured_keys, part_groupings
+from rowcast.analysis.scan.shares import Sharing, measured_keys, owners_touched
 from rowcast.analysis.simulate.command import SimulateOptions, ranks_jobs, run_simulate
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks import owners_slots, simulate_ranks
 from rowcast.analysis.simulate.ranks_results import RanksSimulation, step_exchange, travelled
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, group_specs
+from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import job_slots, measure
 from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
-from rowcast.prefetcher.planner.grouping import JointGrouper
+from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.pin_files import save_pins
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.protocol.batch import Lookups, ScheduledBatch
 from rowcast.protocol.parts import Rank, parts_of
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.errors import ConfigError
-from tests.support.batches import BAGS, Bags, distinct_rows, small_batches, small_job
+from tests.support import jobs
+from tests.support.batches import BAGS, PLACED, Bags, distinct_rows, placed, small_batches, small_job
 from tests.support.driver import Settings
 from tests.support.facts import facts
 from tests.support.ranked_run import RankedRun
@@ -37,6 +39,11 @@ WAYS: list[tuple[int, int, dict[str, Any]]] = [
     (3, 12, {"lookahead": {"depth": 1, "horizon": 0}}),
     (1, 4, {}),
 ]
+
+
+def part_groupings(groupers: Sequence[Grouper], parts: Sequence[Lookups]) -> list[tuple[Grouping, ...]]:
+    """Of each group, the look-ups of each part of a batch."""
+    return [tuple(grouper.group(grouper.lookups(part)) for part in parts) for grouper in groupers]
 
 
 def workload(bags: Bags, count: int, parts: int, **sections: Any) -> tuple[Job, list[ScheduledBatch]]:
@@ -71,24 +78,35 @@ def test_each_step_exchanges_and_moves_what_a_run_of_as_many_ranks_does(bags: Ba
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_each_rank_pins_the_rows_of_its_shard(tmp_path: Path) -> None:
-    job, batches = workload("single", 2, 2)
-    groups = group_specs(job)
-    keys = tuple(np.unique(np.concatenate(own))[::5] for own in measured_keys(groupers_of(groups), batches))
-    of_tables = {
-        table.name: own[own >> KEY_SHIFT == table.index] & ROW_MASK
-        for group, own in zip(groups, keys, strict=True)
-        for table in group.tables
-    }
-    save_pins(tmp_path / "pins", of_tables, {})
-    rows = {name: f"{int(rows.split()[0]) + 130} rows" for name, rows in job.cache.groups.items()}  # type: ignore[union-attr]
-    job = with_values(job, {"cache": {"pin": str(tmp_path / "pins"), "groups": rows}})
-    slots = job_slots(job, groups, batches, Rank(number=0, count=2, parts=2))
-    assert max(map(len, keys)) > 100
-    assert_equal_counts(job, batches, Settings(slots=slots, pinned=keys))
+@pytest.mark.parametrize("bags", ["multi", "weighted apart"])
+@pytest.mark.parametrize(("count", "parts", "id_bytes"), [(2, 8, "90KB"), (3, 3, "64MiB")])
+def test_ranks_that_own_whole_tables_move_what_those_of_a_run_do(
+    bags: Bags, count: int, parts: int, id_bytes: str
+) -> None:
+    job = small_job("adagrad", bags, lookahead={"horizon": "auto", "id_bytes": id_bytes})
+    job = placed(job, PLACED, count, parts)
+    batches = small_batches(job, bags, num_steps=16, eval_at=(3, 4, 11))
+    keys = measured_keys(groupers_of(group_specs(job)), batches)
+    touched = owners_touched(group_specs(job), keys, batches, count)
+    slots = tuple(3 + max(own) for own in zip(*(rank.largest_batch_rows for rank in touched), strict=True))
+    groups = {group.name: f"{n} rows" for group, n in zip(group_specs(job), slots, strict=True)}
+    job = with_values(job, {"cache": {"groups": groups}})
+    run = assert_equal_counts(job, batches, Settings(slots=slots, seed=5))
+    found, steps = simulated(job, batches), len(batches)
+    assert found.vector_bytes is not None
+    assert found.vector_gradient_bytes is not None
+    assert found.row_bytes is not None
+    assert found.gradient_bytes is not None
+    assert found.steps is not None
+    forward, back = (found.row_bytes + found.vector_bytes), (found.gradient_bytes + found.vector_gradient_bytes)
+    counted = [pair.trainer.counters for pair in run.pairs]
+    assert sum(own.total("bytes_received") for own in counted) == pytest.approx(
+        count * (forward * steps + back * found.steps)
+    )
+    assert sum(own.total("vector_bytes_received") for own in counted) > 0
 
 
-def assert_equal_counts(job: Job, batches: Sequence[ScheduledBatch], settings: Settings) -> None:
+def assert_equal_counts(job: Job, batches: Sequence[ScheduledBatch], settings: Settings) -> RankedRun:
     count, parts = job.ranks.count, job.ranks.num_parts
     run = RankedRun(job, batches, settings, ranks=count, parts=parts).run()
     found = simulated(job, batches).per_step
@@ -106,6 +124,7 @@ def assert_equal_counts(job: Job, batches: Sequence[ScheduledBatch], settings: S
             assert found.rows_fetched[position][number] == sum(len(group.fetch_keys) for group in plan.groups)
             assert found.rows_written_back[position][number] == sum(group.num_dirty for group in plan.groups)
     assert any(map(sum, found.rows_written_back))
+    return run
 
 
 @pytest.mark.parametrize(("count", "parts"), [(1, 1), (1, 6), (2, 2), (2, 8), (3, 6), (8, 8), (70, 70)])
@@ -114,13 +133,13 @@ def test_the_shares_of_all_ranks_are_those_that_each_prefetcher_works_out_alone(
     bags: Bags, count: int, parts: int
 ) -> None:
     """A bound of bytes decides how far an automatic horizon grows, so bytes must be the same too."""
-    job = small_job("adagrad", bags)
+    job = placed(small_job("adagrad", bags), PLACED, count, parts)
     groups = group_specs(job)
     groupers = groupers_of(groups)
     for scheduled in small_batches(job, bags, num_steps=2, eval_at=()):
         groupings = part_groupings(groupers, cut := parts_of(scheduled.batch, parts, ()))
-        for group, own in zip(groups, groupings, strict=True):
-            shares = Sharing(group, count, parts).of(own, scheduled.batch.size)
+        found_shares = Sharing(groups, count, parts).of(scheduled.batch)
+        for group, own, shares in zip(groups, groupings, found_shares, strict=True):
             if parts == 1:
                 assert shares.owned[0].nbytes == own[0].nbytes
                 continue
@@ -130,8 +149,8 @@ def test_the_shares_of_all_ranks_are_those_that_each_prefetcher_works_out_alone(
                 assert isinstance(expected, SharedRows)
                 assert np.array_equal(found.keys, expected.keys)
                 assert (found.num_lookups, found.nbytes) == (expected.num_lookups, expected.nbytes)
-                assert tuple(shares.exchanged[:, number]) == expected.exchange.send_counts
-                assert tuple(shares.exchanged[number]) == expected.exchange.receive_counts
+                assert tuple(shares.exchanged[:, number]) == expected.send_counts
+                assert tuple(shares.exchanged[number]) == tuple(map(len, expected.own.wanted))
             assert shares.part_rows.tolist() == [len(part.keys) for part in own]
 
 
@@ -198,36 +217,44 @@ def test_rows_that_a_rank_owns_do_not_travel() -> None:
     assert received.tolist() == [6, 17, 28, 39]
 
 
-def test_gradients_go_back_where_rows_came_from() -> None:
+@pytest.mark.parametrize(("gradients", "nbytes"), [("fp32", 4), ("bf16", 2)])
+def test_gradients_go_back_where_rows_came_from(gradients: str, nbytes: int) -> None:
     job, batches = workload("multi", 3, 3)
+    job = with_values(job, {"ranks": {"gradients": gradients}})
     groups = group_specs(job)
-    groupings = part_groupings(groupers_of(groups), parts_of(batches[0].batch, 3, ()))
-    shares = [Sharing(group, 3, 3).of(own, batches[0].batch.size) for group, own in zip(groups, groupings, strict=True)]
+    shares = Sharing(groups, 3, 3).of(batches[0].batch)
     found = step_exchange(groups, batches[0], shares)
     for rank in range(3):
         received = [own.exchanged[rank].sum() - own.exchanged[rank, rank] for own in shares]
         sent = sum(rows * group.embedding_dim * 4 for rows, group in zip(received, groups, strict=True))
-        assert found.gradient_bytes[0, rank] == found.row_bytes[1, rank] == sent
+        assert found.gradient_bytes[0, rank] * 4 == found.row_bytes[1, rank] * nbytes == sent * nbytes
     assert found.gradient_bytes[0].tolist() != found.gradient_bytes[1].tolist()
 
 
-def test_other_ways_to_divide_the_tables_send_a_pooled_row_a_sample_and_feature() -> None:
+def test_other_placements_send_a_pooled_row_a_sample_and_feature() -> None:
     job, batches = workload("multi", 4, 4)
     train = [own for own in batches if own.kind == "train"]
     found = simulated(job, batches)
-    assert found.parallelisms is not None
+    assert found.ways is not None
     assert found.row_bytes is not None
-    widths = sum(table.embedding_dim * len(table.features) for table in job.tables)
+    widths = [table.embedding_dim * len(table.features) for table in job.tables]
     samples = np.mean([own.batch.size for own in train])
-    expected = samples * widths * 4 * 2 * 3 / 4 / 4
-    assert found.parallelisms.by_table.mean == pytest.approx(expected)
-    assert found.parallelisms.by_column.mean == pytest.approx(expected)
-    # four tables, the widest of two features: one rank holds 10 of 31 columns, and cut up each holds about as many
-    assert found.parallelisms.by_table.most == pytest.approx(samples * (10 * 3 + 31 - 10 + 0) / 4 * 4, rel=0.2)
-    by_column = found.parallelisms.by_column.most
-    assert by_column < found.parallelisms.by_table.most
-    rows = found.parallelisms.rows
+    expected = samples * sum(widths) * 4 * 2 * 3 / 4 / 4
+    assert found.ways.table.mean == pytest.approx(expected, rel=1e-3)
+    # each rank owns a table; that of the widest, of two features, sends 10 columns of 31 to three others and gets as
+    # many back
+    assert found.ways.table.most == pytest.approx(samples / 4 * 10 * 3 * 4 * 2, rel=0.01)
+    assert found.ways.columns == found.ways.table, "no table is wide enough to be cut"
+    rows = found.ways.rows
     assert rows.mean < rows.most < 2 * rows.mean
+    narrow = simulated(with_values(job, {"ranks": {"gradients": "bf16"}}), batches).ways
+    assert narrow is not None
+    assert narrow.table.mean == pytest.approx(found.ways.table.mean / 2), "vectors and their gradients"
+    assert narrow.rows.mean == pytest.approx(rows.mean * 3 / 4), "only gradients"
+    assert [own.table for own in found.ways.tables] == [table.name for table in job.tables]
+    assert sum(own.rows for own in found.ways.tables) == pytest.approx(rows.mean)
+    assert sum(own.vectors for own in found.ways.tables) == pytest.approx(expected)
+    assert found.ways.auto.most <= rows.most
 
 
 def test_parts_are_the_jobs_where_the_ranks_can_share_them() -> None:
@@ -266,3 +293,15 @@ def test_the_command_prints_json_and_tables(capfdbinary: pytest.CaptureFixture[b
     text = capfdbinary.readouterr().out.decode()
     assert "max over" in text
     assert "MB by" in text
+
+
+@pytest.mark.parametrize("capacities", [["2000 rows", "1MiB"], ["1MiB", "2000 rows"]])
+def test_auto_cuts_tables_for_a_capacity_in_bytes_and_none_for_one_in_rows(capacities: list[str]) -> None:
+    """Single look-ups of rows that seldom come twice send less as bf16 vectors."""
+    tables = [jobs.table("t", 10**6, 64, "cat_0", placement="auto")]
+    own = {"tables": tables, "data": {"format": "synthetic", "batch_size": 200, "synthetic": {"zipf": 0}}}
+    job = jobs.job(**own, ranks={"count": 2, "gradients": "bf16"})
+    each = [with_values(job, {"cache": {"capacity": capacity}}) for capacity in capacities]
+    found = simulate_ranks(each, lambda own: schedule(own, open_reader(own), 3))
+    placed = {own.capacity: own.ways.tables[0].placement for own in found if own.ways is not None}
+    assert placed == {"1MiB": "columns:2", "2000 rows": "rows"}

@@ -1,12 +1,14 @@
 """Several ranks without training, whose writers make one checkpoint in one thread; the seed orders their turns."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from rowcast.job.schema import Job
+from rowcast.job.tables import group_specs, points_in, with_placements
 from rowcast.prefetcher.checkpoints.folder import carry_out
 from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.runtime.checkpoint_manifest import Manifest
@@ -27,10 +29,13 @@ class FakeRanks:
     start: Rows = field(default_factory=dict)
     seed: int = 0
     run_id: str = "0123456789ab"
+    placements: Sequence[str] = ()  # of each table; () divides all by rows
     made: Callable[..., FakeRun] = FakeRun  # of a rank
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
+        placed = with_placements(replace(self.job, ranks=replace(self.job.ranks, count=self.count)), self.placements)
+        points = points_in(group_specs(placed))
         self.ranks = [
             self.made(
                 self.job,
@@ -38,7 +43,7 @@ class FakeRanks:
                 self.keep,
                 self.newest,
                 self.block,
-                shard=OwnShard(number=number, count=self.count),
+                shard=OwnShard(number=number, count=self.count, points=points),
                 run_id=self.run_id,
             )
             for number in range(self.count)

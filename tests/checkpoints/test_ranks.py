@@ -9,8 +9,10 @@ import pytest
 
 from rowcast.prefetcher.checkpoints import commit, row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
-from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_changed
+from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_changed, restore_rows
 from rowcast.prefetcher.checkpoints.row_files import read_rows
+from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.stores.store import finish
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -89,6 +91,54 @@ def test_another_number_of_ranks_goes_on_with_every_row(tmp_path: Path, counts: 
                 assert_holds(run.job.run_dir, run.job, newest, rows, readers)
         kept = [read_manifest(run.checkpoints.root / name) for name in run.checkpoints.candidates()]
         assert files_in(run) == named_by(*kept), "something is left, or gone"
+
+
+def test_tables_are_placed_otherwise_at_each_restart(tmp_path: Path) -> None:
+    rng, newest = np.random.default_rng(7), None
+    rows: Rows = {}
+    lives = [(4, "rows table rows"), (4, "table rows rows"), (2, "table table table"), (3, ""), (3, "rows table table")]
+    for index, (count, placements) in enumerate(lives):
+        run = ranks(tmp_path, count, newest=newest, start=rows, seed=index, placements=placements.split())
+        assert run.rows() == rows
+        for share in (0.4, 0.05):
+            run.train(some(rng, share))
+            newest, rows = run.checkpoint(), run.rows()
+            assert any(newest.points) == ("table" in placements)
+            for number in range(len(BIG)):
+                owners = {n for n, rank in enumerate(run.ranks) for key in rank.rows() if key >> 48 == number}
+                assert (len(owners) == 1) == (placements.split()[number : number + 1] == ["table"])
+            for readers in (1, 2, 4):
+                assert_holds(run.job.run_dir, run.job, newest, rows, readers)
+        run.train(some(rng, 0.3))
+        assert newest is not None
+        for rank in run.ranks:
+            restore_changed(run.checkpoints.root, newest, rank.groups, rank.stores, rank.shard)
+        assert run.rows() == rows
+
+
+def test_stores_that_an_earlier_look_has_opened_are_filled_again_if_tables_are_placed_otherwise(tmp_path: Path) -> None:
+    run = ranks(tmp_path, 2, placements=["table", "rows", "rows"])
+    run.train(some(np.random.default_rng(9), 0.9))
+    manifest, first = run.checkpoint(), run.ranks[0]
+    tables = Tables(run.job, first.groups, run.checkpoints, OwnShard(number=0, count=2))
+    for shard in (OwnShard(number=0, count=2), first.shard):
+        tables.place(run.job, first.groups, shard)
+        tables.restore(manifest)
+    for group, store in zip(first.groups, tables.stores, strict=True):
+        keys = np.array([key for key in first.rows() if key >> 48 in {own.index for own in group.tables}], np.int64)
+        records = np.empty((len(keys), group.record_bytes), np.uint8)
+        finish(store.read(keys, records))
+        assert [record.tobytes() for record in records] == [first.rows()[key] for key in keys.tolist()]
+    tables.close()
+
+
+def test_a_row_in_the_files_of_a_rank_that_does_not_own_its_table_is_damage(tmp_path: Path) -> None:
+    run = ranks(tmp_path, 2, placements=["table", "rows", "rows"])
+    run.train(some(np.random.default_rng(8), 0.9))
+    manifest = run.checkpoint()
+    other = msgspec.structs.replace(manifest, points=manifest.points[1:] + manifest.points[:1])
+    with pytest.raises(DataError, match=facts("is not of shard", "of 2")):
+        restore_rows(run.checkpoints.root, other, run.ranks[0].groups, run.ranks[0].stores, run.ranks[0].shard)
 
 
 def test_the_first_checkpoint_of_another_number_of_ranks_is_a_base_of_each(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_jobs_that_prepare_has_not_seen_compile_nothing(tmp_path: Path) -> None:
     for number, (kind, dtype, master, store) in enumerate(
         [
             ("adagrad", "fp32", "", tiered),
-            ("rowwise_adagrad", "fp32", "", ""),
+            ("rowwise_adagrad", "fp32", "", "[ranks]\nparts = 2"),
             ("sgd", "fp32", "", ""),
             ("adam", "bf16", ", master = true", tiered),
         ]

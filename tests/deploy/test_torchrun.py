@@ -66,19 +66,64 @@ def listening(pid: int) -> list[str]:
     return [row[1].rpartition(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in sockets]
 
 
-def test_a_killed_trainer_comes_back_at_the_same_port_and_a_stop_is_passed_on_once(session: Session) -> None:
+def test_a_killed_trainer_comes_back_at_a_new_store_and_a_stop_is_passed_on_once(session: Session) -> None:
     torchrun = started(session, "waits")
     torchrun.until(lambda: len(re.findall("attempt 1 .*\n", torchrun.stdout)) == 2, "second attempt of both")
     assert [address for address in listening(torchrun.pid) if address not in LOOPBACK] == []
-    assert len(listening(torchrun.pid)) == 1
+    assert len(listening(torchrun.pid)) == 2, "the stores of hosts and of trainers"
     met = re.findall(r"rank (\d) attempt (\d) port (\d+) on lo lo\n", torchrun.stdout)
     assert {("0", "1"), ("1", "1")} <= {found[:2] for found in met}
-    assert len({found[2] for found in met}) == 1
+    ports = {attempt: {port for _, own, port in met if own == attempt} for attempt in "01"}
+    assert len(ports["1"]) == 1
+    assert ports["0"] != ports["1"], "an old store has addresses of trainers that have ended"
     torchrun.signal(signal.SIGTERM)
     ended = torchrun.ended()
     assert ended.code == 0, ended.stderr
     assert sorted(re.findall(r"rank (\d) attempt 1 stops (\d)", ended.stdout)) == [("0", "1"), ("1", "1")]
     assert session.remains() == []
+
+
+SCRIPT = """
+import os, signal, time
+import torch.distributed as dist
+rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt and rank == "0":
+    time.sleep(1)  # so long the other has only what the store held before
+dist.init_process_group("gloo")
+if rank == "1" and not attempt:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+os.write(1, f"met {attempt}\\n".encode())
+time.sleep(600)  # as a script that has not come to `connect`
+"""
+
+
+def test_a_script_meets_in_a_new_process_group_after_a_kill_and_a_stop_ends_it(session: Session) -> None:
+    script = session.folder / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = session.start_module("rowcast.deploy.torchrun", "--nproc-per-node=2", "--max-restarts=1", str(script))
+    torchrun.until(lambda: torchrun.stdout.count("met 1") == 2, "a meeting of both")
+    torchrun.signal(signal.SIGTERM)
+    assert torchrun.ended().code == 128 + signal.SIGTERM
+    assert session.remains() == []
+
+
+MASK = """#!/usr/bin/env python3
+import signal
+signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+print("holds" if signal.SIGRTMIN + 1 in signals else "holds nothing", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("trainer", "holds\n"), ("script", "holds nothing\n")])
+def test_a_command_called_trainer_holds_stops_from_its_start_and_a_script_does_not(
+    name: str, said: str, session: Session
+) -> None:
+    command = session.folder / name
+    command.write_text(MASK)
+    command.chmod(0o755)
+    ended = session.start_module("rowcast.deploy.torchrun", "--no-python", str(command)).ended()
+    assert (ended.code, ended.stdout) == (0, said), ended.stderr
 
 
 def test_trainers_that_start_after_a_stop_get_it_and_children_of_the_shell_before_do_not(

@@ -9,13 +9,12 @@ from rowcast.analysis.estimate.estimate import estimate_job, estimated
 from rowcast.analysis.estimate.pipeline import Planned
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.rates_file import DeviceRates, KernelRates
-from rowcast.analysis.scan.shares import GroupShares, Sharing, part_groupings
+from rowcast.analysis.scan.shares import GroupShares, Sharing
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.planner import groupers_of
+from rowcast.job.tables import group_specs, with_placements
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.protocol.parts import parts_of
+from rowcast.protocol.shards import owner_of
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.made_up_device import PARAMETERS, device, host, job
@@ -35,11 +34,9 @@ def exchanging(
 
 def simulated(own: Job) -> Iterator[GroupShares]:
     """What `simulate --ranks` counts of each step, all ranks at once."""
-    [group], ranks = group_specs(own), own.ranks
-    groupers, sharing = groupers_of((group,)), Sharing(group, ranks.count, ranks.num_parts)
+    sharing = Sharing(group_specs(own), own.ranks.count, own.ranks.num_parts)
     for scheduled in schedule(own, open_reader(own), None):
-        [groupings] = part_groupings(groupers, parts_of(scheduled.batch, ranks.num_parts, ()))
-        yield sharing.of(groupings, scheduled.batch.size)
+        yield from sharing.of(scheduled.batch)
 
 
 def counts(planned: Planned, kernel: str, count: str) -> list[float]:
@@ -47,8 +44,20 @@ def counts(planned: Planned, kernel: str, count: str) -> list[float]:
     return [call.counts[count] for call in planned.calls if call.kernel == kernel and count in call.counts]
 
 
-def test_the_first_rank_exchanges_what_a_simulation_of_all_ranks_counts() -> None:
-    own = job(ranks={"count": 4, "parts": 8, "per_host": 2})
+def test_the_vectors_of_placed_tables_travel_in_both_directions() -> None:
+    own = job(ranks={"count": 4, "parts": 8, "per_host": 4})
+    own = with_placements(own, ["table"] * len(own.tables))
+    (group,) = group_specs(own)
+    owned = sum(owner_of(table, 4) == 0 for table in group.tables)
+    of_rank = own.data.batch_size // 4
+    longer = max(owned * 3, len(group.tables) - owned) * of_rank * ROW_BYTES
+    first, *_ = plan_job(own)[0]
+    assert counts(first, "exchange", "bytes") == [0.0, 0.0, longer, longer], "rows and gradients, vectors and theirs"
+
+
+@pytest.mark.parametrize(("gradients", "gradient_bytes"), [("fp32", ROW_BYTES), ("bf16", ROW_BYTES // 2)])
+def test_the_first_rank_exchanges_what_a_simulation_of_all_ranks_counts(gradients: str, gradient_bytes: int) -> None:
+    own = job(ranks={"count": 4, "parts": 8, "per_host": 2, "gradients": gradients})
     plan, wiring = plan_job(own)
     assert wiring.num_ranks == 4
     for planned, shares in zip(plan, simulated(own), strict=True):
@@ -56,11 +65,11 @@ def test_the_first_rank_exchanges_what_a_simulation_of_all_ranks_counts() -> Non
         rows = shares.part_rows[:2].sum()
         assert counts(planned, "lookup", "rows") == [rows]
         trained = counts(planned, "update adagrad", "rows")
-        both_ways = 2 if trained else 1  # rows, and their gradients
+        both_ways = [ROW_BYTES, gradient_bytes] if trained else [ROW_BYTES]
         in_host, across = max(looked_up[1], owned[1]), max(looked_up[2:].sum(), owned[2:].sum())
         sums = [] if trained else [4.0], [] if trained else [4.0 * 2]  # of an evaluation: its losses
-        assert counts(planned, "exchange", "bytes") == [in_host * ROW_BYTES] * both_ways + sums[0]
-        assert counts(planned, "network", "bytes") == [across * ROW_BYTES] * both_ways + sums[1]
+        assert counts(planned, "exchange", "bytes") == [in_host * nbytes for nbytes in both_ways] + sums[0]
+        assert counts(planned, "network", "bytes") == [across * nbytes for nbytes in both_ways] + sums[1]
         moved = [call.counts["rows"] for call in planned.calls if call.task == "step" and call.kernel == "gather"]
         assert moved[0] == owned.sum()
         if trained:

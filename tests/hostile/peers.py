@@ -18,11 +18,12 @@ from rowcast.protocol.codec import decode
 from rowcast.protocol.messages import AnyMessage, ArraySpec, RingRef
 from rowcast.protocol.plan_layout import ITEM_BYTES
 from rowcast.protocol.session import PREFETCHER
-from rowcast.protocol.transport.link import InprocLink, Link, Payload, inproc_pair
+from rowcast.protocol.transport.link import Link, Payload
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.run_directory import Role
 from tests.support.batches import Bags, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings
+from tests.support.inproc_link import InprocLink, inproc_pair
 
 # (message, its payload, which may be changed) -> what goes, or None: not here
 Lie = Callable[[AnyMessage, Bytes], AnyMessage | None]

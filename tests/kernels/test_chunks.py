@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.trainer.kernels import derived
-from rowcast.trainer.kernels.derived import cut_groups, cut_long_rows, most_chunk_items
+from rowcast.trainer.kernels.derived import SPARE_ITEMS, cut_long_rows, derived_items, most_chunk_items
 
 bounded = settings(derandomize=True, max_examples=300)
 counts = st.lists(st.integers(0, 30) | st.just(3), max_size=30)  # look-ups of each row
@@ -34,8 +34,12 @@ def test_groups_are_cut_together_as_each_by_itself(counts_of_groups: list[list[i
     offsets = [np.cumsum([0, *own], dtype=np.int32) for own in counts_of_groups]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(derived, "CHUNK_LOOKUPS", 3)
-        for found, own in zip(cut_groups(offsets), offsets, strict=True):
-            for array, expected in zip(found, cut_long_rows(own), strict=True):
+        places = [(sum(map(len, offsets[:g])), len(own) - 1, 0, 0) for g, own in enumerate(offsets)]
+        room = sum(most_chunk_items(int(own[-1])) + SPARE_ITEMS for own in offsets)
+        items, found = derived_items(np.concatenate(offsets), places, room)
+        for ends, own in zip(found.tolist(), offsets, strict=True):
+            for (first, end), expected in zip(ends[:-1], cut_long_rows(own), strict=True):
+                array = items[first:end]
                 assert array.dtype == np.int32
                 assert array.tolist() == expected.tolist()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rowcast.job.tables import group_specs
 from rowcast.runtime.stages import ThreadPool, cuts
 from rowcast.trainer.device.cuda import warm_up_sqrt
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, compiled_ops, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, all_groups, compiled_ops, torch_ops
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
 from rowcast.trainer.kernels.self_check import difference
@@ -86,6 +86,31 @@ def test_steps_have_the_bits_of_torch(
     assert_equal_steps(
         ours, Layout(dim=dim, kind=kind), group, random_gradients(num_bags, dim), divisors, rule_of(kind)
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_groups_in_one_call_have_the_bits_of_torch_group_by_group(ours: Kernels, kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layouts, records, lookups, divisors, grads = [], [], [], [], []
+    for number in range(int(rng.integers(1, 9))):
+        dim, (dtype, master) = int(rng.integers(1, 40)), PRECISIONS[max(0, int(rng.integers(-6, len(PRECISIONS))))]
+        most, num_bags = int(rng.integers(0, 4)), int(rng.integers(0, 70))
+        group = random_group(100 * seed + number, 30, num_bags, most, bool(rng.integers(2)))
+        layouts.append(Layout(dim=dim, kind=kind, dtype=dtype, master=master))
+        records.append(layouts[-1].records(33, number))
+        lookups.append(group)
+        divisors.append(divisors_of(group) if most and rng.integers(2) else None)
+        grads.append(random_gradients(num_bags, dim, number))
+    found = []
+    for kernels in map(all_groups, (ours, torch_ops)):
+        after = [own.clone() for own in records]
+        rows = [layout.rows(own) for layout, own in zip(layouts, after, strict=True)]
+        groups = list(zip(rows, lookups, divisors, strict=True))
+        pooled = kernels.lookup_all(groups)
+        kernels.update_all(groups, grads, rule_of(kind, 0.01 if seed == 5 else None))
+        found.append([*map(bits, pooled), *map(bits, after)])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("kind", KINDS)

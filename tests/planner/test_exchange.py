@@ -1,20 +1,28 @@
 """Exchange plans against brute force: every look-up finds its row, and every row's gradients are added as one tree."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.tables import TableSpec
-from rowcast.prefetcher.planner.exchange import GroupExchange, OrderedSum, exchange_of, ordered_sum
-from rowcast.protocol.parts import Rank
+from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
+from rowcast.prefetcher.planner.grouping import JointGrouper
+from rowcast.prefetcher.planner.ordered_sum import OrderedSum, ordered_sum
+from rowcast.protocol.batch import Lookups
+from rowcast.protocol.parts import Rank, parts_of
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
+from tests.support.exchange_oracle import assert_same, shared_rows_of
+from tests.support.planner_runs import group, one_group, random_batch, table, without_pooling
 
-TABLE = TableSpec(
-    index=0, name="t", num_embeddings=2**30, embedding_dim=4, features=("t",), pooling="sum", init="uniform"
+GROUP = one_group(2**30)
+GROUPS = (  # whose features alternate in a batch
+    group(0, (table(0, 50_000, 4, "a", "b"), table(2, 300, 4, "d")), (0, 1, 3)),
+    group(1, (table(1, 5_000, 8, "c"), table(3, 40, 8, "e")), (2, 4)),
 )
 Terms = dict[int, str]  # what each source that has a row gives
 
@@ -51,10 +59,13 @@ def ascending(keys: set[int]) -> I64:
     return np.array(sorted(keys), np.int64)
 
 
-@given(sources)
-def test_every_row_is_the_tree_over_the_sources_that_have_it(rows: list[set[int]]) -> None:
-    plan = ordered_sum([ascending(own) for own in rows])
-    given_values = [f"{source}" for source, own in enumerate(rows) for _ in own]
+@given(sources, st.integers(0, 12))
+def test_every_row_is_the_tree_over_the_sources_that_have_it(rows: list[set[int]], first: int) -> None:
+    first %= len(rows)
+    plan, indices = ordered_sum([ascending(own) for own in rows], first)
+    order = [first, *(source for source in range(len(rows)) if source != first)]
+    assert plan.keys[indices].tolist() == [key for source in order for key in sorted(rows[source])]
+    given_values = [f"{source}" for source in order for _ in rows[source]]
     assert plan.keys.tolist() == sorted(set().union(*rows))
     assert added(plan, given_values) == [
         tree({source: f"{source}" for source, own in enumerate(rows) if key in own}, 0, len(rows))
@@ -66,7 +77,7 @@ def test_every_row_is_the_tree_over_the_sources_that_have_it(rows: list[set[int]
 class Side:
     """A rank of the brute force: dictionaries instead of slots."""
 
-    plan: GroupExchange
+    plan: SharedRows
     rank: Rank
     received: list[int]  # keys
     returned: list[str]  # gradients
@@ -74,29 +85,42 @@ class Side:
 
 def exchanged(parts: list[set[int]], ranks: int) -> list[Side]:
     """Runs a step of all ranks: each value sent lands where the receiver's sizes say that it comes from the sender."""
-    shards = Shards([TABLE], ranks)
     keys = [ascending(own) for own in parts]
     sides = []
     for number in range(ranks):
         rank = Rank(number=number, count=ranks, parts=len(parts))
-        sides.append(Side(plan=exchange_of(keys, shards, rank), rank=rank, received=[], returned=[]))
+        alone = ShareOfBatch(GROUP, JointGrouper(GROUP), rank)
+        [rows] = alone.group([Lookups(size=len(own), ids=own) for own in keys])
+        sides.append(Side(plan=rows, rank=rank, received=[], returned=[]))
     for a in sides:
         for b in sides:
-            assert a.plan.send_counts[b.rank.number] == b.plan.receive_counts[a.rank.number]
+            assert a.plan.send_counts[b.rank.number] == len(b.plan.own.wanted[a.rank.number])
     for receiver in sides:
-        for sender in sides:
-            start = sum(sender.plan.send_counts[: receiver.rank.number])
-            end = start + sender.plan.send_counts[receiver.rank.number]
-            receiver.received += sender.plan.sums.keys[sender.plan.send[start:end]].tolist()
+        for sender in own_first(receiver, sides):
+            sent = pieces(sender, sides, sender.plan.send_counts, sender.plan.send.tolist())[receiver.rank.number]
+            receiver.received += [int(sender.plan.sums.keys[row]) for row in sent]
     back: list[list[str]] = []
     for side in sides:
-        values = [f"g{part}" for part, own in zip(side.rank.own_parts, side.plan.places, strict=True) for _ in own]
-        back.append(added(side.plan.home, values))
+        values = [f"g{part}" for part, own in zip(side.rank.own_parts, side.plan.own.places, strict=True) for _ in own]
+        back.append(added(side.plan.own.home, values))
     for owner in sides:
-        for sender, values in zip(sides, back, strict=True):
-            start = sum(sender.plan.receive_counts[: owner.rank.number])
-            owner.returned += values[start : start + sender.plan.receive_counts[owner.rank.number]]
+        for sender in own_first(owner, sides):
+            counts = [len(own) for own in sender.plan.own.wanted]
+            owner.returned += pieces(sender, sides, counts, back[sender.rank.number])[owner.rank.number]
     return sides
+
+
+def own_first(side: Side, sides: list[Side]) -> list[Side]:
+    return [side, *(other for other in sides if other is not side)]
+
+
+def pieces(side: Side, sides: list[Side], counts: Sequence[int], values: list[Any]) -> dict[int, list[Any]]:
+    """What it has for each rank, its own first."""
+    found, start = {}, 0
+    for other in own_first(side, sides):
+        found[other.rank.number] = values[start : start + counts[other.rank.number]]
+        start += counts[other.rank.number]
+    return found
 
 
 rows_of_parts = st.integers(1, 9).flatmap(
@@ -119,7 +143,7 @@ def test_every_part_finds_its_rows_and_each_has_one_owner_who_adds_the_gradients
         [{64 * row for row in own} for own in parts], ranks
     )  # blocks of their own, so all owners have some
     for side in sides:
-        for part, places in zip(side.rank.own_parts, side.plan.places, strict=True):
+        for part, places in zip(side.rank.own_parts, side.plan.own.places, strict=True):
             assert [side.received[place] for place in places.tolist()] == [64 * row for row in sorted(parts[part])]
     owned = [key for side in sides for key in side.plan.sums.keys.tolist()]
     assert sorted(owned) == sorted({64 * row for own in parts for row in own})
@@ -134,7 +158,54 @@ def test_a_rank_without_parts_of_its_own_still_owns_rows() -> None:
     first, second = exchanged([{0, 64, 128, 192, 256, 320}, set()], 2)
     assert second.received == []
     assert second.plan.send_counts[0] > 0
-    assert first.plan.receive_counts[1] == second.plan.send_counts[0] == len(second.returned)
+    assert len(first.plan.own.wanted[1]) == second.plan.send_counts[0] == len(second.returned)
+
+
+def of_batch(batch: Lookups, features: frozenset[int]) -> Lookups:
+    """The batch with all look-ups of some features in its first sample's bag."""
+    if batch.offsets is None:
+        return batch
+    offsets = batch.offsets.copy()
+    for feature in features:
+        first, end = feature * batch.size, (feature + 1) * batch.size
+        offsets[first + 1 : end] = offsets[end]
+    return replace(batch, offsets=offsets)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(1, 9),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 7, 30, 200)),
+    st.tuples(st.booleans(), st.booleans()),
+    st.frozensets(st.integers(0, 3)),
+    st.frozensets(st.integers(0, 4)),
+    st.integers(0, 2**32),
+)
+def test_ranks_that_tell_each_other_their_rows_have_the_exchange_that_each_would_find_in_the_whole_batch(
+    count: int,
+    k: int,
+    size: int,
+    kind: tuple[bool, bool],
+    unpooled: frozenset[int],
+    whole: frozenset[int],
+    seed: int,
+) -> None:
+    groups = without_pooling(GROUPS, *unpooled)
+    batch = of_batch(random_batch(np.random.default_rng(seed), groups, size, *kind).lookups, whole)
+    cut, grouper = parts_of(batch, count * k, whole if kind[0] else ()), JointGrouper(groups)
+    ranks = [Rank(number=number, count=count, parts=count * k) for number in range(count)]
+    shares = [ShareOfBatch(groups, grouper, rank) for rank in ranks]
+    wanted = [own.want([cut[part] for part in rank.own_parts]) for own, rank in zip(shares, ranks, strict=True)]
+    by_part = [grouper.group(part) for part in cut]
+    for share, rank, own in zip(shares, ranks, wanted, strict=True):
+        asked = [[rows.wanted[rank.number] for rows in of_rank] for of_rank in wanted]
+        found, together = share.complete(own, asked), share.group(cut)
+        for g, (rows, alike) in enumerate(zip(found, together, strict=True)):
+            parts = [groupings[g] for groupings in by_part]
+            expected = shared_rows_of(parts, Shards(groups[g].tables, count), rank)
+            assert_same(rows, expected, f"group {g}")
+            assert_same(alike, expected, f"group {g}")
 
 
 def is_accepted(count: int, parts: int) -> bool:

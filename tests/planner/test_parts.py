@@ -50,17 +50,16 @@ def run_of(
     large: bool,
     policy: Policy,
     horizon: int,
-    pins: bool,
     tiered: bool,
     rank: Rank,
 ) -> Run:
-    """Slots from just enough to several times as many: rows stay idle, leave from the queues or never leave."""
+    """Slots from just enough to several times as many: rows stay idle, or leave from the queues."""
     rng = np.random.default_rng(seed)
     if large:
-        run = random_run(seed, LARGE, 24, int(rng.choice([3, 60, 400])), 2, horizon, policy, pins)
+        run = random_run(seed, LARGE, 24, int(rng.choice([3, 60, 400])), 2, horizon, policy)
     else:
         groups = without_pooling(two_groups(), 0, 3) if rng.random() < 0.3 else two_groups()
-        run = random_run(seed, groups, 14, 4, 1, horizon, policy, pins)
+        run = random_run(seed, groups, 14, 4, 1, horizon, policy)
     slots = tuple(int(n * rng.choice([1, 1, 1.3, 4])) for n in run.slots)
     tiers = (tuple(int(n * rng.choice([1, 1.5, 3])) for n in slots),) if tiered and policy == "lookahead" else ()
     return replace(run, slots=slots, tiers=tiers, rank=rank)
@@ -72,7 +71,6 @@ runs = st.builds(
     large=st.booleans(),
     policy=st.sampled_from(["lookahead", "lookahead", *EVICTION_POLICIES]),
     horizon=st.integers(0, 8),
-    pins=st.booleans(),
     tiered=st.booleans(),
     rank=st.sampled_from([UNDIVIDED, UNDIVIDED, Rank(number=1, count=2, parts=4)]),
 )

@@ -30,7 +30,6 @@ runs = st.builds(
     depth=st.integers(1, 4),
     horizon=st.integers(0, 8),
     policy=st.sampled_from(list(EVICTION_POLICIES)),
-    pins=st.booleans(),
 )
 
 

@@ -36,12 +36,10 @@ bounded = settings(derandomize=True, max_examples=100)
 AMPLE_BYTES = 2**30
 
 
-def tiered_run(
-    seed: int, spare: tuple[int, int], num_steps: int, batch_size: int, depth: int, horizon: int, pins: bool
-) -> Run:
+def tiered_run(seed: int, spare: tuple[int, int], num_steps: int, batch_size: int, depth: int, horizon: int) -> Run:
     """A random run whose tier has `spare` slots more than the device, by group."""
     groups = without_pooling(two_groups(), 1)
-    run = random_run(seed, groups, num_steps, batch_size, depth, horizon, pins=pins)
+    run = random_run(seed, groups, num_steps, batch_size, depth, horizon)
     return replace(run, tiers=(tuple(n + more for n, more in zip(run.slots, spare, strict=True)),))
 
 
@@ -53,7 +51,6 @@ runs = st.builds(
     batch_size=st.integers(1, 4),
     depth=st.integers(1, 4),
     horizon=st.integers(0, 8),
-    pins=st.booleans(),
 )
 
 

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from rowcast.job.schema import AUTO_MIRROR_BYTES, Transport
 from rowcast.protocol.messages import Bye, RingRef, RingSpec
-from rowcast.protocol.transport.link import MAX_PART_BYTES, inproc_pair
+from rowcast.protocol.transport.link import MAX_PART_BYTES
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import RingMemory, attach_ring, create_ring, in_memory_buffer
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.protocol.mirrors import End, exchange, make_end, rows_back
 from tests.support.facts import facts
+from tests.support.inproc_link import inproc_pair
 
 RING_BYTES = 16 * 1024
 STAMP = 7

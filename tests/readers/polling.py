@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.source import Source
+from rowcast.prefetcher.readers.source import RankSource, Source
 from rowcast.protocol.batch import Batch, Lookups, Samples, Scheduled, ScheduledBatch
 
 ROOT = Path(__file__).parents[2]
@@ -43,12 +43,12 @@ def whole_batch(ids: Scheduled[Lookups], dense: Samples) -> ScheduledBatch:
     return ids.holding(Batch.of(ids.batch, dense))
 
 
-def next_ids(source: Source) -> Scheduled[Lookups] | None:
+def next_ids(source: Source | RankSource) -> Scheduled[Lookups] | None:
     """None at the end."""
     return asked(source.poll_ids, lambda: source.ended)
 
 
-def next_dense(source: Source) -> Samples:
+def next_dense(source: Source | RankSource) -> Samples:
     rest = asked(source.poll_dense, lambda: False)
     assert rest is not None, "rest has no end of its own"
     return rest
@@ -59,7 +59,7 @@ def rest_of(source: Source) -> list[ScheduledBatch]:
     return list(iter(lambda: next_batch(source), None))
 
 
-def polled_ahead(source: Source, horizon: int) -> list[ScheduledBatch]:
+def polled_ahead(source: Source | RankSource, horizon: int) -> list[ScheduledBatch]:
     """Every batch that is left, the ids polled `horizon` batches ahead of the rest."""
     known: list[Scheduled[Lookups]] = []
     whole: list[ScheduledBatch] = []

@@ -13,6 +13,7 @@ from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.draws import draws
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
+from rowcast.protocol.parts import UNDIVIDED
 from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
 from tests.support.facts import facts
@@ -84,7 +85,7 @@ def test_a_stream_of_ids_and_one_of_the_rest_draw_the_same_from_any_start(data: 
     job = job_of(data, SHARED, OWN)
     ids, dense = (open_reader(job, columns).pending("train", 1, start) for columns in ("ids", "dense"))
     for whole, one, other in zip(read(job, epoch=1)[start:], ids, dense, strict=True):
-        half, rest = one(), other()
+        half, rest = one(UNDIVIDED), other(UNDIVIDED)
         assert isinstance(half, Lookups)
         assert isinstance(rest, Samples)
         joined = Batch.of(half, rest)

@@ -7,6 +7,7 @@ import pytest
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Part, open_reader, stream_columns
 from rowcast.protocol.batch import Kind
+from rowcast.protocol.parts import UNDIVIDED
 from tests.support.data_files import make_job, same_batch
 from tests.support.one_frame import TABLES, WAYS, written
 
@@ -27,7 +28,7 @@ def test_every_format_gives_the_same_batches(shuffle: str, tmp_path: Path) -> No
 def batches(job: Job) -> list[Part]:
     splits: list[tuple[Kind, int]] = [("train", 0), ("train", 1), ("eval", 0)]
     return [
-        decode()
+        decode(UNDIVIDED)
         for part in stream_columns(job)
         for split, epoch in splits
         for decode in open_reader(job, part).pending(split, epoch)

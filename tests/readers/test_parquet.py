@@ -16,6 +16,7 @@ from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import block_permutation, schedule
 from rowcast.prefetcher.readers.workers import DecoderShare, decode_share
 from rowcast.protocol.batch import Batch, Samples
+from rowcast.protocol.parts import UNDIVIDED
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import (
     PARQUET_COLUMNS,
@@ -100,7 +101,7 @@ def test_without_labels_and_dense_columns_every_row_is_read(tmp_path: Path) -> N
     columns = {"dense": [], "label_values": "none"}
     job = make_job("parquet", TABLES, path=str(path), eval_fraction=0.0, columns=columns)
     [dense] = cast(RowReader, open_reader(job, "dense")).pending("train", 0)
-    assert cast(Samples, dense()).labels.shape == (batch.size,)
+    assert cast(Samples, dense(UNDIVIDED)).labels.shape == (batch.size,)
 
 
 @pytest.mark.parametrize("shuffle", ["none", "window:3", "window:5", "window:100"])

@@ -4,7 +4,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from rowcast.job.file import load_job
 from rowcast.job.tables import GroupSpec
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
-from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.run.attempt import TrainerRun
-from rowcast.trainer.run.errands import TRAIN
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.memory import make_records
 from tests.recovery.restarted import Recovering, end_well, killed
@@ -77,15 +74,16 @@ def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
 def test_a_model_without_room_beside_the_cache_is_a_sentence_of_both(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*parts: object) -> StepRunner:
+    def refuse(*parts: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore lines")
 
+    monkeypatch.setattr("rowcast.trainer.run.attempt.StepRunner", refuse)
     prefetcher = Recovering(session).start("prefetcher")
     sentence = (
         "no room for the model on cpu beside the cache (CUDA out of memory. Tried to allocate); make cache.capacity "
         "smaller"
     )
     with pytest.raises(ConfigError) as refused:
-        TrainerRun(load_job(session.config), Signals(), errand=replace(TRAIN, runner=refuse)).run()
+        TrainerRun(load_job(session.config), Signals()).run()
     assert str(refused.value) == sentence
     assert sentence in prefetcher.ended().refused(2)

@@ -15,8 +15,9 @@ import msgspec
 
 from rowcast.protocol import codec
 from rowcast.protocol.messages import EndOfData, Envelope, StepDone
-from rowcast.protocol.transport.link import InprocLink, Payload, inproc_pair
+from rowcast.protocol.transport.link import Payload
 from rowcast.runtime.errors import RemoteProtocolError
+from tests.support.inproc_link import InprocLink, inproc_pair
 
 FrameFaultKind = Literal["delay", "drop", "duplicate", "reorder", "cut short", "flip", "stale", "other incarnation"]
 FRAME_FAULTS: tuple[FrameFaultKind, ...] = get_args(FrameFaultKind)

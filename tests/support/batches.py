@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.embedding_tables import RowType
+from rowcast.job.embedding_tables import Placement, RowType
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import GroupSpec, with_placements
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.arrays import F32
 from rowcast.trainer.models import Embedded, Sequences
@@ -17,6 +18,8 @@ from tests.support import jobs
 
 Bags = Literal["single", "multi", "weighted", "mean", "empty", "apart", "single apart", "weighted apart"]
 BAGS: tuple[Bags, ...] = ("single", "multi", "weighted", "mean", "empty", "apart")
+# of the tables of `small_job`, in groups that have both
+PLACED: tuple[Placement, ...] = ("table", "rows", "rows", "table")
 UNPOOLED = {  # tables with pooling = "none"
     "apart": ("narrow_a", "wide_b"),
     "single apart": ("narrow_a", "wide_b"),
@@ -67,6 +70,14 @@ def small_job(
         "lookahead": {"depth": depth, "horizon": horizon},
     }
     return jobs.job(**jobs.laid_over(content, sections))
+
+
+def placed(job: Job, placements: Sequence[Placement], ranks: int, parts: int) -> Job:
+    """The job for some ranks. Tables without pooling stay by rows."""
+    pooled = zip(job.tables, placements, strict=True)
+    own = ["rows" if table.pooling == "none" else placement for table, placement in pooled]
+    shared = msgspec.structs.replace(job.ranks, count=ranks, parts=parts)
+    return msgspec.structs.replace(with_placements(job, own), ranks=shared)
 
 
 def small_batches(

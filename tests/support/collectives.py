@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from rowcast.trainer.models.exchanges import Sizes
+
 
 @dataclass(slots=True, kw_only=True)
 class Call:
@@ -82,26 +84,16 @@ class InProcessCollectives:
     def __post_init__(self) -> None:
         self.count = len(self.network.calls)
 
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None,
-        *,
-        async_op: bool,
-    ) -> Call:
-        return self._call(
-            "all_to_all_single",
-            async_op,
-            self._split(input, input_split_sizes),
-            self._split(output, output_split_sizes),
-        )
+    def all_to_all(self, output: Tensor, given: Tensor, receive: Sizes, send: Sizes) -> Call:
+        return self._call("all_to_all", self._split(given, send), self._split(output, receive))
 
-    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Call:
-        return self._call("all_gather", async_op, [input_tensor] * self.count, self._split(output_tensor, None))
+    def all_gather(self, output: Tensor, given: Tensor) -> Call:
+        return self._call("all_gather", [given] * self.count, self._split(output, None))
 
-    def _split(self, tensor: Tensor, sizes: list[int] | None) -> Sequence[Tensor]:
+    def watch(self) -> None:
+        pass
+
+    def _split(self, tensor: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         assert tensor.is_contiguous(), "torch.distributed takes contiguous tensors only"
         if sizes is None:
             assert len(tensor) % self.count == 0, f"{len(tensor)} rows for {self.count} ranks"
@@ -110,6 +102,5 @@ class InProcessCollectives:
         pieces: Sequence[Tensor] = tensor.split(sizes)  # type: ignore[no-untyped-call]
         return pieces
 
-    def _call(self, name: str, async_op: bool, given: Sequence[Tensor], taken: Sequence[Tensor]) -> Call:
-        assert async_op, "one thread runs all ranks, so none may wait"
+    def _call(self, name: str, given: Sequence[Tensor], taken: Sequence[Tensor]) -> Call:
         return self.network.call(self.rank, Call(name=name, given=given, taken=taken, left=4 * self.count))

@@ -21,14 +21,14 @@ from torch import Tensor
 import rowcast.prefetcher.pipeline.engine
 import rowcast.trainer.step.engine
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, group_specs, make_keys
+from rowcast.job.tables import GroupSpec, TableSpec, group_specs, make_keys, points_in
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import OwnShard, dense_content, restore_rows
 from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
-from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
+from rowcast.prefetcher.pipeline.key_exchange import KeyLinks, NoLinks
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.source import Source
@@ -42,10 +42,10 @@ from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved
 from rowcast.protocol.parts import UNDIVIDED, Rank, batch_specs, belonging
 from rowcast.protocol.plan import StepPlan
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.link import Link, inproc_pair
+from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
 from rowcast.protocol.transport.ring_file import in_memory_buffer
-from rowcast.runtime.checkpoint_manifest import Manifest, Position
+from rowcast.runtime.checkpoint_manifest import Manifest, Position, TrainingData
 from rowcast.runtime.machine import Machine
 from rowcast.trainer.device.cuda import Bounced, RingEnds
 from rowcast.trainer.device.streams import PhaseClock, PlainStreams, Streams, Wait
@@ -58,6 +58,7 @@ from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.run.connection import hello
 from rowcast.trainer.step.metrics import new_counters
 from tests.support.cold_dict import ColdDict
+from tests.support.inproc_link import inproc_pair
 from tests.support.late_store import LateStore
 from tests.support.planner_integrity import check_planner
 from tests.support.seeded_streams import SeededStreams
@@ -157,7 +158,6 @@ class Settings:
     seed: int = 0
     late_store: bool = False  # and late dense features and labels
     seeded_streams: bool = True
-    pinned: tuple[npt.NDArray[np.int64], ...] | None = None
     without: Wait | None = None  # a wait to leave out, to show that it is needed
     # what stands in front of each store, to show that harm is noticed
     harm: Callable[[RowStore], RowStore] | None = None
@@ -189,6 +189,7 @@ class Sharing:
 
     rank: Rank
     collectives: Collectives
+    links: KeyLinks = field(default_factory=NoLinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,7 @@ class InProcessRun:
     ) -> None:
         """`batches` are of the whole run; with a `past` it goes on where that ends, writing checkpoints there."""
         rank = UNDIVIDED if sharing is None else sharing.rank
-        shard = OwnShard(number=rank.number, count=rank.count)
+        shard = OwnShard(number=rank.number, count=rank.count, points=points_in(group_specs(job)))
         start = Position() if past is None or past.newest is None else past.newest.position
         first = batches[0].batch.samples if batches else EMPTY
         batches = batches[start.step :]
@@ -253,8 +254,9 @@ class InProcessRun:
         )
         self.writer = None
         if past is not None:
+            data = TrainingData(files=(), num_dense=first.dense.shape[1])
             self.writer = CheckpointWriter(
-                job, self.groups, "test", None, past.checkpoints, past.newest, keep=job.checkpoint.keep, shard=shard
+                job, self.groups, "test", data, past.checkpoints, past.newest, keep=job.checkpoint.keep, shard=shard
             )
         self.rings = rings = Rings(settings, self.streams.device)
         links = settings.links()
@@ -275,9 +277,10 @@ class InProcessRun:
                 self.groups,
                 [settings.slots] if settings.tier_slots is None else [settings.slots, settings.tier_slots],
                 batches[:MEASURED_BATCHES],
-                pinned=settings.pinned,
                 rank=rank,
             ),
+            links=NoLinks() if sharing is None else sharing.links,
+            expected=() if past is None or past.newest is None else past.newest.known_ahead(rank.parts),
             stores=stores,
             conversation=conversation,
             rings=(rings.fetch_writer, rings.back_reader),
@@ -286,42 +289,12 @@ class InProcessRun:
             else BarrierCheckpointer(self.groups, stores, self.writer, parse_bytes(job.checkpoint.memory)),
             counters=seen,
         )
-        if past is not None and past.newest is not None:
-            self.prefetcher.planning.checksums = BatchChecksums(job.lookahead.depth, past.newest.ahead)
         if restore:
             self.prefetcher.barrier.restore(restore)
         self.prefetcher.planning.on_plan = self.plans.append
         trainer_conversation = Conversation(Session("trainer"), links[1])
         self._greet(trainer_conversation, rank)
-        self.stop = AgreedStop(rank, welcome.depth, trainer_conversation.send)
-        trainer_conversation.listen({StopRequest: lambda message: self.stop.ask(message.reason)})
-        # without a wait they may be given nonsense, and must check it
-        kernels = None if settings.without is None else torch_ops
-        counters = new_counters(self.groups, rank.number)
-
-        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Any, Any]:
-            """A StepRunner, or a SharedRunner where ranks share batches."""
-            own = job, self.groups, records, first.dense.shape[1]
-            runner: Any
-            if sharing is None or not rank.is_divided:
-                runner = StepRunner(*own, clock, kernels)
-            else:
-                runner = SharedRunner(*own, sharing.rank, sharing.collectives, self.stop, kernels, clock)
-                runner.balanced = counters.balanced
-            self.runner = runner
-            return runner, runner
-
-        self.trainer = rowcast.trainer.step.engine.TrainerEngine(
-            job,
-            welcome,
-            trainer_conversation,
-            rings.of_trainer,
-            self.streams,
-            make_model,
-            self.results,
-            counters,
-            rank,
-        )
+        self.trainer = self.make_trainer(welcome, trainer_conversation, sharing, rank, first.dense.shape[1])
         self.records = self.trainer.slots.records
         self.saved: list[bytes] = []  # model states that the trainer has packed for checkpoints
         send_state = self.trainer.sender.send_state
@@ -338,6 +311,40 @@ class InProcessRun:
             *([] if self.writer is None else [self.writer.advance]),
         ]
         self._until = list(accumulate(self.chance.choice((0.05, 0.3, 1.0)) for _ in self.advances))
+
+    def make_trainer(
+        self, welcome: Welcome, conversation: Conversation, sharing: Sharing | None, rank: Rank, num_dense: int
+    ) -> rowcast.trainer.step.engine.TrainerEngine:
+        self.stop = AgreedStop(rank, welcome.depth, conversation.send)
+        conversation.listen({StopRequest: lambda message: self.stop.ask(message.reason)})
+        # without a wait they may be given nonsense, and must check it
+        kernels = None if self.settings.without is None else torch_ops
+        counters = new_counters(self.groups, rank.number)
+
+        def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Any, Any]:
+            """A StepRunner, or a SharedRunner where ranks share batches."""
+            own = self.job, records, num_dense
+            runner: Any
+            if sharing is None or not rank.is_divided:
+                runner = StepRunner(*own, clock, kernels)
+            else:
+                runner = SharedRunner(*own, sharing.rank, sharing.collectives, self.stop, kernels, clock)
+                runner.balanced = counters.balanced
+                counters.pools(self.groups, rank)
+            self.runner = runner
+            return runner, runner
+
+        return rowcast.trainer.step.engine.TrainerEngine(
+            self.job,
+            welcome,
+            conversation,
+            self.rings.of_trainer,
+            self.streams,
+            make_model,
+            self.results,
+            counters,
+            rank,
+        )
 
     def make_streams(self, settings: Settings) -> Streams:
         return SeededStreams(settings.seed, settings.without) if settings.seeded_streams else PlainStreams()
@@ -415,8 +422,13 @@ def table_state(group: GroupSpec, store: TrackedStore | None, seed: int) -> dict
                 if part.name == "weight"
                 else f"optimizer.{table.name}.{part.name}"
             )
-            state[name] = values
+            state[name + columns_of(table)] = values
     return state
+
+
+def columns_of(table: TableSpec) -> str:
+    """What follows a name in the state of a rank, if it has other pieces of a table than the first."""
+    return f"@{table.first_column:04d}" if table.first_column else ""
 
 
 def start_state(job: Job, num_dense: int) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import numpy as np
 
 from rowcast.prefetcher.planner.directory import EMPTY, LOW, Directory, Records, locate
 from rowcast.prefetcher.planner.group_planner import GroupPlanner, Part
-from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, PINNED, Occurrences
+from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, Occurrences
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.runtime.arrays import I32, I64
 
@@ -118,14 +118,13 @@ def check_occurrences(
 
 
 def check_queues(occurrences: Occurrences, known_steps: list[int], resident: Records, next_uses: I64) -> None:
-    """A part's queue of a step holds its resident rows next used there except pinned ones, ordered by last use and
-    key."""
+    """A part's queue of a step holds its resident rows next used there, ordered by last use and key."""
     for step in known_steps:
         at = step % len(occurrences.first)
         places = occurrences.first[at] + np.arange(occurrences.heads[at], occurrences.tails[at])
         queue = occurrences.queued[places % len(occurrences.queued)]
         found = occurrences.rows[(occurrences.first[at] + queue) % len(occurrences.rows)]
-        belongs = resident[(next_uses == step) & (resident["use"] & PINNED == 0)]
+        belongs = resident[next_uses == step]
         expected = belongs[np.lexsort((belongs["key"], belongs["use"] >> FLAG_BITS))]
         assert np.array_equal(found["key"], expected["key"]), (
             f"the queue of step {step} holds {len(found)} rows, but {len(expected)} belong there"

@@ -18,7 +18,6 @@ class GroupOracle:
         self.num_slots = run.slots[index]
         self.policy = run.policy
         self.horizon = run.horizon if EVICTION_POLICIES[run.policy].looks_ahead else 0
-        self.pinned = set(run.pinned[index]) if run.pinned else set()
         self.uses = [(scheduled.step, set(distinct_keys(self.group, scheduled.batch))) for scheduled in run.trace]
         self.first_uses = [keys for _, keys in self.uses[: run.num_first]]
         self.num_uses: dict[int, int] = {}  # of resident rows, since their fill
@@ -39,12 +38,10 @@ class GroupOracle:
                 return self.num_uses[key]
             case "static":
                 return sum(key in keys for keys in self.first_uses)
-            case "nearest":  # of test_policies.py
-                return next_use, 0 if next_use == math.inf else key
         raise NotImplementedError(f"the order of {self.policy} is to be written down here")
 
     def victims(self, count: int, step: int, own: list[int]) -> list[int]:
-        others = [key for key in self.slot if key not in own and key not in self.pinned]
+        others = [key for key in self.slot if key not in own]
         others.sort(key=lambda key: (self.rank(key, step), self.last_use[key], key))
         return sorted(others[:count], key=lambda key: (key not in self.dirty, key))
 

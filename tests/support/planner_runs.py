@@ -1,6 +1,7 @@
 """Small groups of tables and random traces over them."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,6 +70,18 @@ def without_pooling(groups: tuple[GroupSpec, ...], *indices: int) -> tuple[Group
     )
 
 
+def placed(groups: tuple[GroupSpec, ...], points: Mapping[int, int]) -> tuple[GroupSpec, ...]:
+    """The groups with whole tables owned by the ranks around these `points`, by index."""
+    return tuple(
+        replace(g, tables=tuple(replace(t, point=points.get(t.index), pooling=pooled(t, points)) for t in g.tables))
+        for g in groups
+    )
+
+
+def pooled(own: TableSpec, points: Mapping[int, int]) -> Literal["sum", "mean", "none"]:
+    return "sum" if own.index in points and own.pooling == "none" else own.pooling
+
+
 def num_rows_by_feature(groups: tuple[GroupSpec, ...]) -> list[int]:
     rows = {p: t.num_embeddings for g in groups for p, t in zip(g.feature_positions, g.feature_tables(), strict=True)}
     return [rows[position] for position in sorted(rows)]
@@ -122,7 +135,6 @@ class Run:
     barriers: frozenset[int]  # steps after which a barrier comes
     policy: Policy = "lookahead"
     num_first: int = 0  # first batches, by which "static" judges
-    pinned: tuple[tuple[int, ...], ...] = ()  # keys of each group
     num_threads: int = 1
     tiers: tuple[tuple[int, ...], ...] = ()  # slots of each level below the device
     rank: Rank = UNDIVIDED
@@ -135,7 +147,6 @@ class Run:
             horizon or self.horizon,
             policy=self.policy,
             first_batches=self.trace[: self.num_first],
-            pinned=tuple(i64(list(keys)) for keys in self.pinned) or None,
             num_threads=self.num_threads,
             rank=self.rank,
         )
@@ -149,9 +160,8 @@ def random_run(
     depth: int,
     horizon: int,
     policy: Policy = "lookahead",
-    pins: bool = False,
 ) -> Run:
-    """Random batches, kinds and barriers; slots from just enough for the largest batch and the pinned rows upwards."""
+    """Random batches, kinds and barriers; slots from just enough for the largest batch upwards."""
     rng = np.random.default_rng(seed)
     jagged, weighted, evals = rng.random(3) < 0.5
     sizes = rng.integers(1, batch_size + 1, num_steps).tolist()
@@ -159,13 +169,7 @@ def random_run(
     kinds: list[Kind] = ["eval" if evals and rng.random() < 0.4 else "train" for _ in range(num_steps)]
     trace = schedule(batches, kinds, first_step=int(rng.integers(0, 3)))
     barriers = frozenset(scheduled.step for scheduled in trace if rng.random() < 0.15)
-    keys = [[distinct_keys(g, scheduled.batch) for scheduled in trace] for g in groups]
-    seen = [sorted({key for batch in of_group for key in batch}) for of_group in keys]
-    pinned = tuple(tuple(key for key in of_group if pins and rng.random() < 0.3) for of_group in seen)
-    least = [
-        max((len({*batch, *held}) for batch in of_group), default=0)
-        for of_group, held in zip(keys, pinned, strict=True)
-    ]
+    least = [max((len(distinct_keys(g, scheduled.batch)) for scheduled in trace), default=0) for g in groups]
     return Run(
         groups=groups,
         slots=tuple(int(n + rng.integers(0, 4)) for n in least),
@@ -175,7 +179,6 @@ def random_run(
         barriers=barriers,
         policy=policy,
         num_first=int(rng.integers(0, 4)),
-        pinned=pinned,
     )
 
 

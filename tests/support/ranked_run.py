@@ -17,8 +17,9 @@ from rowcast.protocol.parts import Rank
 from rowcast.protocol.shards import Shards
 from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support.collectives import InProcessCollectives, Network
-from tests.support.driver import QUIET_LIMIT, InProcessRun, Past, Settings, Sharing, StuckError
+from tests.support.driver import QUIET_LIMIT, InProcessRun, Past, Settings, Sharing, StuckError, columns_of
 from tests.support.full_capacity import bits
+from tests.support.key_network import KeyNetwork
 from tests.support.planner_integrity import check_planner
 
 
@@ -40,15 +41,17 @@ class RankedRun:
         self.job = job
         self._chance = random.Random(settings.seed)
         self.network = Network(ranks, settings.seed)
+        self.keys = KeyNetwork(ranks, settings.seed)
         self.pairs = [
-            InProcessRun(
-                job,
+            self.make_pair(
+                number,
                 batches,
                 replace(settings, seed=settings.seed * ranks + number),
                 None if pasts is None else pasts[number],
-                sharing=Sharing(
+                Sharing(
                     rank=Rank(number=number, count=ranks, parts=parts),
                     collectives=LocalCollectives() if ranks == 1 else InProcessCollectives(self.network, number),
+                    links=self.keys.links[number],
                 ),
             )
             for number in range(ranks)
@@ -64,6 +67,11 @@ class RankedRun:
         self._weights = list(itertools.accumulate([*weights, self._chance.choice((0.05, 0.3, 1.0)) * ranks]))
         self._happenings: list[tuple[Callable[[], bool], Callable[[], object]]] = []
         self.most_apart = 0  # steps between the rank that has begun the most and the one that has begun the fewest
+
+    def make_pair(
+        self, number: int, batches: Sequence[ScheduledBatch], settings: Settings, past: Past | None, sharing: Sharing
+    ) -> InProcessRun:
+        return InProcessRun(self.job, batches, settings, past, sharing)
 
     def when(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
         """Does `action` once, between two turns, if the condition is ever true while trainers run."""
@@ -101,7 +109,7 @@ class RankedRun:
                 self.most_apart = max(self.most_apart, max(begun) - min(begun))
             else:
                 quiet += 1
-            if quiet > QUIET_LIMIT * len(self.pairs):
+            if quiet > QUIET_LIMIT * len(self.pairs) ** 2:
                 waits = [(pair.prefetcher.waiting_for, pair.trainer.loop.waiting_for) for pair in self.pairs]
                 raise StuckError(f"prefetchers and trainers wait for {waits}; steps begun {begun}")
 
@@ -134,14 +142,15 @@ def merged(groups: Sequence[GroupSpec], states: Sequence[dict[str, Tensor]]) -> 
         for table in group.tables:
             keys = make_keys(table.index, np.arange(table.num_embeddings))
             owners = torch.from_numpy(shards.owners(keys)).long()
-            for name in (
-                f"embedding_bags.{table.name}.weight",
-                *(f"optimizer.{table.name}.{p.name}" for p in group.parts),
-            ):
+            names = [f"embedding_bags.{table.name}.weight", *(f"optimizer.{table.name}.{p.name}" for p in group.parts)]
+            for name in (name + columns_of(table) for name in names):
                 if name in states[0]:
                     state[name] = torch.stack([own[name] for own in states])[owners, torch.arange(len(keys))]
     for name in states[0].keys() - state.keys():
         for own in states:
             assert torch.equal(bits(own[name]), bits(states[0][name])), f"ranks have other values: {name}"
         state[name] = states[0][name]
+    for name in sorted(name for name in state if "@" in name):
+        whole = name.partition("@")[0]
+        state[whole] = torch.cat([state[whole], state.pop(name)], dim=1)
     return state

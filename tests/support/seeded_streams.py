@@ -4,12 +4,13 @@ halves. Can omit one named wait, to show that the wait is needed.
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from rowcast.trainer.device.streams import Closure, Event, Stream, Streams, Wait, Work, copy, gather, scatter
+from rowcast.trainer.device.row_moves import Move, gather, scatter
+from rowcast.trainer.device.streams import Closure, Event, Stream, Streams, Wait, Work, copy
 
 
 class SeededEvent:
@@ -66,15 +67,13 @@ class SeededStream(Stream):
         self.run(lambda: copy(source[:half], out[:half]))
         self.run(lambda: copy(source[half:], out[half:]))
 
-    def gather(self, rows: Tensor, slots: Tensor, out: Tensor) -> None:
-        half = len(slots) // 2
-        self.run(lambda: gather(rows, slots[:half], out[:half]))
-        self.run(lambda: gather(rows, slots[half:], out[half:]))
+    def gather(self, moves: Sequence[Move]) -> None:
+        for half in halves(moves):
+            self.run(lambda half=half: gather(half))  # type: ignore[misc]
 
-    def scatter(self, source: Tensor, slots: Tensor, rows: Tensor) -> None:
-        half = len(slots) // 2
-        self.run(lambda: scatter(source[:half], slots[:half], rows))
-        self.run(lambda: scatter(source[half:], slots[half:], rows))
+    def scatter(self, moves: Sequence[Move]) -> None:
+        for half in halves(moves):
+            self.run(lambda half=half: scatter(half))  # type: ignore[misc]
 
     @property
     def runnable(self) -> bool:
@@ -84,6 +83,10 @@ class SeededStream(Stream):
         head = self._queue.popleft()
         if callable(head):
             head()
+
+
+def halves(moves: Sequence[Move]) -> list[tuple[Move, ...]]:
+    return list(zip(*(move.halves() for move in moves), strict=True))
 
 
 class SeededStreams(Streams):

@@ -1,6 +1,7 @@
 """A small job's groups, and counters that have seen a few steps of it."""
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,7 +26,6 @@ from rowcast.protocol.plan import GroupPlan, StepPlan, group_headers
 from rowcast.runtime.telemetry.metrics import Health, build_info, versions
 from rowcast.trainer.kernels.lookups import lookup_arrays
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
-from rowcast.trainer.report.report_json import RunFacts
 from rowcast.trainer.step.engine import TrainerCollector, TrainerGauges
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.metrics import new_counters as new_trainer_counters
@@ -182,29 +182,29 @@ def facts(
     stopped_by: str | None = None,
     train_steps: int = 2,
     tier: TierTotals | None = None,
-) -> RunFacts:
-    return RunFacts(
-        train_steps=train_steps,
-        skipped_steps=0,
-        wall_s=4.0,
-        startup_s=0.5,
-        table_bytes=2**34,
-        cache_bytes=2**19,
-        loss=0.6,
-        first_loss=0.7,
-        evaluations=() if evaluation is None else (evaluation,),
-        staging_bytes=2**20,
-        plans_bytes=2**19,
-        device_bytes=3 * 2**20,
-        host_bytes=5 * 2**30,
-        prefetcher_waits_s={"credit": 1.5, "store": 0.25},
-        tier=tier,
-        threads=2,
-        pinned=False,
-        device="cpu",
-        versions=versions("torch", "numpy"),
-        pids={"prefetcher": 11, "trainer": 12},
-        finished=finished,
-        stopped_by=stopped_by,
-        ended_early="",
-    )
+) -> dict[str, Any]:
+    return {
+        "train_steps": train_steps,
+        "skipped_steps": 0,
+        "wall_s": 4.0,
+        "startup_s": 0.5,
+        "table_bytes": 2**34,
+        "cache_bytes": 2**19,
+        "loss": 0.6,
+        "first_loss": 0.7,
+        "evaluations": () if evaluation is None else (evaluation,),
+        "staging_bytes": 2**20,
+        "plans_bytes": 2**19,
+        "device_bytes": 3 * 2**20,
+        "host_bytes": 5 * 2**30,
+        "prefetcher_waits_s": {"credit": 1.5, "store": 0.25},
+        "tier": tier,
+        "threads": 2,
+        "pinned": False,
+        "device": "cpu",
+        "versions": versions("torch", "numpy"),
+        "pids": {"prefetcher": 11, "trainer": 12},
+        "finished": finished,
+        "stopped_by": stopped_by,
+        "ended_early": "",
+    }

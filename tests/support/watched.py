@@ -12,8 +12,8 @@ from rowcast.job.schema import Transport
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.link import inproc_pair
 from rowcast.protocol.transport.zmq_link import ZmqLink
+from tests.support.inproc_link import inproc_pair
 
 
 @dataclass

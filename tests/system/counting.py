@@ -1,12 +1,12 @@
 """Counts rows, bytes and slots where they move: at the store, at the rings, and at the copies on the device."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from torch import Tensor
 
 from rowcast.prefetcher.stores.memory_store import MemoryStore
@@ -14,7 +14,8 @@ from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.messages import RingRef
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.arrays import I64
-from rowcast.trainer.device import cuda, streams
+from rowcast.trainer.device import cuda, row_moves, streams
+from rowcast.trainer.device.row_moves import Move
 from tests.support import driver, seeded_streams
 
 
@@ -52,6 +53,7 @@ class Traffic:
     rings: list[RingTraffic] = field(default_factory=list)  # fetch, back
     writers: list["CountingWriter"] = field(default_factory=list)
     gathered: list[tuple[int, list[int]]] = field(default_factory=list)  # address of the records, slots
+    gathered_bytes: int = 0
     scattered: list[tuple[int, list[int]]] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)  # keys
 
@@ -97,13 +99,14 @@ def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
             traffic.rings[1].waiting.append(Written(out.data_ptr(), out.nbytes, []))
         out.copy_(source)
 
-    def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
-        traffic.gathered.append((rows.data_ptr(), slots.tolist()))
-        torch.index_select(rows, 0, slots, out=out)
+    def gather(moves: Sequence[Move]) -> None:
+        traffic.gathered += [(own.rows.data_ptr(), own.slots.tolist()) for own in moves]
+        traffic.gathered_bytes += sum(own.beside.nbytes for own in moves)
+        row_moves.gather(moves)
 
-    def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
-        traffic.scattered.append((rows.data_ptr(), slots.tolist()))
-        rows.index_copy_(0, slots, source)
+    def scatter(moves: Sequence[Move]) -> None:
+        traffic.scattered += [(own.rows.data_ptr(), own.slots.tolist()) for own in moves]
+        row_moves.scatter(moves)
 
     monkeypatch.setattr(CountingStore, "traffic", traffic, raising=False)
     monkeypatch.setattr(driver, "MemoryStore", CountingStore)

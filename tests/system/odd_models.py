@@ -132,17 +132,26 @@ def normalized_model(job: Job, num_dense: int) -> nn.Module:
 class MoodyModel(SmallModel):
     """One weight is never used, another where the first sample says so: some parts give no gradient of it."""
 
+    above = 0.6
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.never, self.sometimes = (nn.Parameter(torch.ones(3)) for _ in range(2))
 
     def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
         logits = super().forward(dense, embeddings)
-        return logits + dense[:, :3] @ self.sometimes if dense[0, 0] > 0.6 else logits
+        return logits + dense[:, :3] @ self.sometimes if dense[0, 0] > self.above else logits
 
 
 def moody_model(job: Job, num_dense: int) -> nn.Module:
     return MoodyModel(small_width(job, num_dense))
+
+
+def choosy_model(job: Job, num_dense: int) -> nn.Module:
+    """The other weight is used by a part of every batch."""
+    model = MoodyModel(small_width(job, num_dense))
+    model.above = 0.1
+    return model
 
 
 class DivergingModel(SmallModel):

@@ -167,7 +167,7 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     planner.end()
     plan = planner.plan()
     assert any(len(group.fetch_keys) for group in plan.groups), "the later plan has nothing to read"
-    prefetcher.plans.append(pack(planning._samples[0], plan, 0))
+    prefetcher.plans.append(pack(planning._samples[0], plan))
     run.advance_until(lambda: prefetcher.barrier.ended)
     assert (fetcher.sent_through, fetcher.reading, len(prefetcher.plans)) == (last, 0, 1)
     assert [plan.step for plan in run.plans] == list(range(last + 1))

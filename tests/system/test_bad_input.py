@@ -118,8 +118,8 @@ def test_a_trainer_alone_is_refused_where_the_job_file_has_two(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused_trainer(session, capsys, "--set=ranks.count=2") == (
-        "WORLD_SIZE = 1, but ranks.count = 2 in the job file; start as many trainers as it says (torchrun's --nnodes "
-        "times --nproc-per-node), or change it"
+        "WORLD_SIZE = 1, but ranks.count = 2; start as many trainers as it says (torchrun's --nnodes times "
+        "--nproc-per-node), or change it; a script needs none"
     )
 
 

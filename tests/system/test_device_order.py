@@ -15,11 +15,13 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.device.streams import RankWait, Wait
+from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support.batches import NUM_DENSE, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
-from tests.support.driver import InProcessRun, Settings, StuckError, start_state
+from tests.support.driver import InProcessRun, Settings, Sharing, StuckError, start_state
 from tests.support.fake_cuda import CUDA, FakeCuda
 from tests.support.repeats import count
 
@@ -31,10 +33,10 @@ VARIANTS = (  # capacity, bytes of each ring, of staging each way
 
 
 @functools.cache
-def workload() -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor]]:
+def workload(parts: int = 1) -> tuple[Job, list[ScheduledBatch], list[float], dict[str, Tensor]]:
     job = small_job("adagrad", "multi", depth=4, horizon=4)
     batches = small_batches(job, "multi", num_steps=8, eval_at=(3,))
-    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches)
+    losses, end = run_plain_loop(job, start_state(job, NUM_DENSE), batches, parts)
     return job, batches, losses, end
 
 
@@ -58,11 +60,12 @@ def run(seed: int, without: Wait | None = None) -> None:
     assert_equal_bits(InProcessRun(job, batches, settings_of(seed, without)).run(), losses, end)
 
 
-def run_on_cuda(seed: int, without: Wait | None = None) -> FakeCuda:
-    job, batches, losses, end = workload()
+def run_on_cuda(seed: int, without: Wait | None = None, parts: int = 1) -> FakeCuda:
+    job, batches, losses, end = workload(parts)
+    sharing = Sharing(rank=Rank(number=0, count=1, parts=parts), collectives=LocalCollectives())
     cuda: FakeCuda
     with pytest.MonkeyPatch.context() as patched, FakeCuda(patched, seed, without) as cuda:
-        made = DeviceRun(CUDA, job, batches, settings_of(seed, without))
+        made = DeviceRun(CUDA, job, batches, settings_of(seed, without), sharing=sharing)
         cuda.synchronize()
         cuda.pageable = 0  # the start may wait
         assert_equal_bits(made.run(), losses, end)
@@ -75,9 +78,10 @@ def test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop(first
         run(seed)
 
 
-def test_cuda_streams_give_the_bits_of_the_plain_loop_and_copy_from_page_locked_memory_only() -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_cuda_streams_give_the_bits_of_the_plain_loop_and_copy_from_page_locked_memory_only(parts: int) -> None:
     for seed in range(count(4, soak=200)):
-        cuda = run_on_cuda(seed)
+        cuda = run_on_cuda(seed, parts=parts)
         assert not cuda.pageable, "the host waits for such a copy"
         assert not cuda.registered, "a ring stayed page-locked"
 

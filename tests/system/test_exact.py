@@ -3,15 +3,12 @@
 import functools
 import itertools
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import EVICTION_POLICIES, Policy
-from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.planner import RowPlanner
+from rowcast.job.tables import group_specs
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.batch import ScheduledBatch
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
@@ -107,31 +104,13 @@ def test_rows_that_come_and_go_between_memory_and_a_cold_tier_give_the_bits_of_t
         assert_tested_what_it_claims(run, job)
 
 
-def hot_keys(
-    groups: tuple[GroupSpec, ...], batches: list[ScheduledBatch], num_rows: int
-) -> tuple[npt.NDArray[np.int64], ...]:
-    """The keys that most batches use, ascending, of each group."""
-    planner = RowPlanner(groups, [tuple(0 for _ in groups)], 1, 0)
-    found = []
-    for of_group in zip(*(planner.group(scheduled.batch) for scheduled in batches), strict=True):
-        keys, counts = np.unique(np.concatenate([grouping.keys for grouping in of_group]), return_counts=True)
-        found.append(np.sort(keys[np.argsort(-counts, kind="stable")[:num_rows]]))
-    return tuple(found)
-
-
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-@pytest.mark.parametrize("pins", [0, 20])
-def test_every_policy_with_and_without_pinned_rows_gives_the_bits_of_the_plain_loop(policy: Policy, pins: int) -> None:
+def test_every_policy_gives_the_bits_of_the_plain_loop(policy: Policy) -> None:
     losses, end, batches = reference("adagrad", "multi")
     for seed, (horizon, depth) in enumerate([(1, 1), (8, 4), ("auto", 2)]):
         job = small_job("adagrad", "multi", depth=depth, cache={"policy": policy}, lookahead={"horizon": horizon})
         groups = group_specs(job)
-        slots = tuple(n + pins for n in slots_for(groups, batches, "one batch"))
-        pinned = hot_keys(groups, batches, pins)
-        run = InProcessRun(job, batches, Settings(slots=slots, seed=seed, pinned=pinned)).run()
+        slots = slots_for(groups, batches, "one batch")
+        run = InProcessRun(job, batches, Settings(slots=slots, seed=seed)).run()
         assert_equal_bits(run, losses, end)
         assert_tested_what_it_claims(run, job)
-        evicted = [np.concatenate([plan.groups[g].evict_keys for plan in run.plans]) for g in range(len(groups))]
-        for keys, gone in zip(pinned, evicted, strict=True):
-            assert len(keys) == pins
-            assert not len(np.intersect1d(keys, gone)), "a pinned row left"

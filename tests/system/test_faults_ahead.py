@@ -44,7 +44,7 @@ class BrokenSource(ListSource):
 
 
 def broken(run: InProcessRun, step: int, where: Where) -> InProcessRun:
-    run.prefetcher.planning._source = BrokenSource(BATCHES, step, where)
+    run.prefetcher.planning._source._source = BrokenSource(BATCHES, step, where)
     return run
 
 

@@ -46,9 +46,7 @@ def test_an_evaluation_has_the_mean_of_the_models_own_loss_and_auc_only_of_logit
     end = run.state()
     side = JobModel(job, NUM_DENSE)
     side.model.load_state_dict({name: end[name] for name in side.model.state_dict()})
-    tables = [
-        PlainTable(table, job.features.index(table.features[0]), job.optimizer.sparse, end) for table in job.tables
-    ]
+    tables = [PlainTable(table, job.features.index(table.features[0]), job, end) for table in job.tables]
     losses = []
     for batch in (own.batch for own in batches if own.kind == "eval"):
         embeddings = [feature for table in tables for feature in table.forward(batch)]
@@ -83,8 +81,7 @@ def test_ranks_of_positives_are_the_same_for_any_parts_and_trainers() -> None:
 
 def test_tied_weights_are_saved_under_each_of_their_names() -> None:
     job = small_job("sgd", model={"kind": "tests.system.odd_models:tied_model"})
-    groups = group_specs(job)
-    runner = StepRunner(job, groups, [torch.zeros(4, group.record_floats) for group in groups], NUM_DENSE)
+    runner = StepRunner(job, [torch.zeros(4, group.record_floats) for group in group_specs(job)], NUM_DENSE)
     tensors = unpack(pack(runner.state()))
     assert torch.equal(tensors["model.same.weight"], tensors["model.hidden.weight"])
 

@@ -6,7 +6,9 @@ import signal
 import pytest
 
 from rowcast.prefetcher.checkpoints.commands import verify
+from rowcast.trainer.report.report_json import read_report
 from tests.support.comparisons import assert_trained_as_the_plain_loop
+from tests.support.jobs import table
 from tests.support.processes import Process, Session
 from tests.support.repeats import count as times
 
@@ -40,6 +42,52 @@ def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Se
         session.start("local", "--max-steps", str(steps)).ended(300).quiet()
         manifest = session.manifest()
         assert (manifest.train_steps, len(manifest.shards)) == (steps, ranks)
+    assert_trained_as_the_plain_loop(session, STEPS, 4)
+    assert verify(session.run_dir, None) == 0
+    assert session.remains() == []
+
+
+def test_tables_that_one_rank_owns_change_no_bit_and_may_be_others_at_a_restart(session: Session) -> None:
+    last = 45  # more than the 32 batches that every rank reads whole, and those that decoders are ahead
+    for ranks, steps, placements in ((4, 5, ("table", "rows", "table")), (2, last, ("table", "table", "rows"))):
+        tables = [
+            table(name, rows, 4, *features, placement=placement)
+            for name, rows, features, placement in zip(
+                "abc", (2000, 300, 5000), (("cat_0",), ("cat_1", "cat_2"), ("cat_3",)), placements, strict=True
+            )
+        ]
+        session.write_job(**SMALL, tables=tables, checkpoint={"every": 3}, ranks={"count": ranks, "parts": 4})
+        session.start("local", "--max-steps", str(steps)).ended(300).quiet()
+        report = read_report(session.run_dir / "report.json")
+        assert sum(own.bytes_sent for own in report.ranks) == sum(own.bytes_received for own in report.ranks) > 0
+    assert_trained_as_the_plain_loop(session, last, 4)
+    assert verify(session.run_dir, None) == 0
+    assert session.remains() == []
+
+
+def test_column_pieces_on_two_ranks_and_then_one_have_the_bits_of_the_plain_loop(session: Session) -> None:
+    tables = [table("t", 2000, 8, "cat_0", "cat_1", placement="columns:2")]
+    for ranks, steps in ((2, 6), (1, STEPS)):
+        own = {"tables": tables, "ranks": {"count": ranks, "parts": 2}, "model": {"bottom_mlp": [8]}}
+        session.write_job(**SMALL, **own, checkpoint={"every": 3})
+        session.start("local", "--max-steps", str(steps)).ended(300).quiet()
+        assert len(session.manifest().points) == (ranks > 1)
+        assert verify(session.run_dir, None) == 0
+    assert_trained_as_the_plain_loop(session, STEPS, 2)
+
+
+def test_auto_cuts_a_table_into_pieces_keeps_them_and_cuts_anew_for_other_ranks(session: Session) -> None:
+    """Its single look-ups of rows that seldom come twice send less as bf16 vectors."""
+    tables = [table("t", 5000, 64, "cat_0", placement="auto"), table("u", 4, 64, "cat_1", placement="auto")]
+    data = {"batch_size": 400, "synthetic": {"samples": 20_000, "zipf": 0}}
+    stores = ({"kind": "memory"}, {"kind": "tiered", "memory": "2000 rows"}, {"kind": "memory"})
+    own = {"tables": tables, "data": data, "model": {"bottom_mlp": [64]}, "cache": {"capacity": "128KiB"}}
+    for ranks, steps, store in zip((4, 4, 2), (3, 5, STEPS), stores, strict=True):
+        of_ranks = {"count": ranks, "parts": 4, "gradients": "bf16"}
+        session.write_job(**SMALL | own, checkpoint={"every": 2}, store=store, ranks=of_ranks)
+        session.start("local", "--max-steps", str(steps)).ended(300).quiet()
+        assert [len(points) for points in session.manifest().points] == [ranks, 0]
+        assert all(found.vector_bytes_sent > 0 for found in read_report(session.run_dir / "report.json").ranks)
     assert_trained_as_the_plain_loop(session, STEPS, 4)
     assert verify(session.run_dir, None) == 0
     assert session.remains() == []

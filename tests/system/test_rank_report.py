@@ -14,6 +14,7 @@ from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.trainer.report.report_json import Report, read_report
+from tests.support.jobs import table
 from tests.support.processes import Session
 from tests.support.timeline_format import check_events
 
@@ -37,6 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SeenRun:
         session.write_job(
             data={"batch_size": 50, "eval_fraction": 0.05, "synthetic": {"samples": 50 * STEPS * 2}},
             eval={"every": 100},
+            tables=[table("t", 2000, 4, "cat_0", "cat_1"), table("u", 500, 4, "cat_2", placement="table")],
             ranks={"count": RANKS, "parts": RANKS},
         )
         started = session.start("local", "--timeline", f"--max-steps={STEPS}")
@@ -87,8 +89,11 @@ def test_the_run_counts_what_simulating_its_ranks_counts(run: SeenRun) -> None:
     assert report.rows_written_back == sum(map(sum, steps.rows_written_back)) + (found.rows_flushed or 0)
     assert report.rows_flushed == found.rows_flushed
     assert report.rank_imbalance == pytest.approx(found.owner_rows.imbalance)
-    nbytes = (found.row_bytes or 0) * len(steps.step) + (found.gradient_bytes or 0) * STEPS
-    assert sum(own.bytes_sent for own in report.ranks) == pytest.approx(RANKS * nbytes)
+    rows = (found.row_bytes or 0) * len(steps.step) + (found.gradient_bytes or 0) * STEPS
+    vectors = (found.vector_bytes or 0) * len(steps.step) + (found.vector_gradient_bytes or 0) * STEPS
+    assert sum(own.vector_bytes_sent for own in report.ranks) == pytest.approx(RANKS * vectors)
+    assert sum(own.bytes_sent for own in report.ranks) == pytest.approx(RANKS * (rows + vectors))
+    assert min(rows, vectors) > 0
 
 
 def test_only_rank_0_talks_and_every_log_line_has_its_rank(run: SeenRun) -> None:

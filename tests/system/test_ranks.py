@@ -7,6 +7,7 @@ any time that the waits between streams leave open.
 import functools
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -25,15 +26,18 @@ from tests.support.batches import (
     BAGS,
     NUM_DENSE,
     OPTIMIZERS,
+    PLACED,
     SEVERAL_LABELS,
     Bags,
     make_batch,
+    placed,
     slots_for,
     small_batches,
     small_job,
 )
 from tests.support.comparisons import Plain, assert_equal_bits, differing
 from tests.support.driver import Settings, StuckError, start_state
+from tests.support.facts import facts
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
 
@@ -55,7 +59,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"model": {"precision": "bf16"}},
     "dropout": {"model": {"kind": f"{ODD}dropout_model"}},
     "tables that the model ignores": {"model": {"kind": f"{ODD}dense_only_model"}},
-    "weights that few parts use": {"model": {"kind": f"{ODD}moody_model"}, "settings": DECAYING},
+    "weights that few parts use": {"model": {"kind": f"{ODD}choosy_model"}, "settings": DECAYING},
     "two towers, whose batch is a part": {
         "model": {
             **{"kind": "two-tower", "item_features": ["f2", "f3"], "user_mlp": [6, 5], "item_mlp": [5]},
@@ -176,7 +180,8 @@ def test_several_labels_have_the_same_bits_and_evaluations_on_any_number_of_rank
 
 @functools.cache
 def small_steps() -> tuple[Job, list[ScheduledBatch], Plain]:
-    job = small_job("adagrad", "multi", depth=2, horizon=4)
+    """With tables by rows and tables that one rank pools, so that every wait is needed."""
+    job = placed(small_job("adagrad", "multi", depth=2, horizon=4), PLACED, 3, 6)
     batches = small_batches(job, "multi", num_steps=4, eval_at=(2, 5, 6))  # a stop after step 5 is in an evaluation
     return job, batches, run_plain_loop(job, start_state(job, NUM_DENSE), batches, 6)
 
@@ -211,6 +216,17 @@ def test_without_any_one_wait_some_order_gives_wrong_bits(wait: RankWait) -> Non
 
 
 # what is refused
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_weight_that_has_a_gradient_in_some_batches_only_is_refused_by_name(ranks: int) -> None:
+    """The first batch has no part that uses it, the second one has; and the other way round."""
+    job = small_job("adagrad", "multi", model={"kind": f"{ODD}moody_model"})
+    without, using, *rest = small_batches(job, "multi", num_steps=5, eval_at=(2,))
+    swapped = [replace(without, batch=using.batch), replace(using, batch=without.batch), *rest]
+    for batches, given in (([without, using, *rest], "a gradient"), (swapped, "no gradient")):
+        with pytest.raises(ConfigError, match=facts("train step 1", f"sometimes {given}", "several parts or ranks")):
+            ranked(job, batches, ranks, 4, "everything")
 
 
 def test_a_model_with_running_statistics_is_refused() -> None:

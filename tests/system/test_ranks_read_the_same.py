@@ -36,7 +36,7 @@ def two_ranks(others: list[ScheduledBatch]) -> RankedRun:
     """Rank 1 reads `others`."""
     settings = Settings(slots=slots_for(group_specs(JOB), [*BATCHES, *others], "one batch"))
     run = RankedRun(JOB, BATCHES, settings, ranks=2, parts=2)
-    run.pairs[1].prefetcher.planning._source = ListSource(others)
+    run.pairs[1].prefetcher.planning._source._source = ListSource(others)
     return run
 
 

@@ -76,7 +76,7 @@ def plain_logits(session: Session, data: Path, parts: int) -> torch.Tensor:
     tensors = load_file(session.folder / "end")
     side = JobModel(job, 1, needs_labels=False)
     side.model.load_state_dict({name: tensors[name] for name in side.model.state_dict()})
-    tables = [PlainTable(own, job.features.index(own.features[0]), job.optimizer.sparse, tensors) for own in job.tables]
+    tables = [PlainTable(own, job.features.index(own.features[0]), job, tensors) for own in job.tables]
     found = []
     for batch in open_reader(job).batches("train", 0):
         sizes = part_sizes(batch.size, Rank(number=0, count=1, parts=parts))

@@ -222,8 +222,8 @@ class Late:
 
 
 class LateCollectives(LocalCollectives):
-    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool) -> Work:
-        super().all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op)
+    def all_gather(self, output: Tensor, given: Tensor) -> Work:
+        super().all_gather(output, given)
         return Late()
 
 

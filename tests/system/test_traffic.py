@@ -13,13 +13,23 @@ from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.plan import BarrierPlan, Piece, StepPlan, barrier_stamp, cut, plan_block, plan_stamp
+from rowcast.protocol.plan import (
+    ARRAY_ALIGNMENT,
+    BarrierPlan,
+    Piece,
+    StepPlan,
+    barrier_stamp,
+    cut,
+    plan_block,
+    plan_stamp,
+)
 from rowcast.protocol.transport.ring import RingWriter
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
 from tests.system.counting import Traffic, count_traffic
 
 SMALL_RING = 24 * 1024  # plans take several pieces
+MOST_PIECES = 8
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ def workload(depth: int) -> tuple[Job, list[ScheduledBatch]]:
 
 def assert_moved_as_planned(traffic: Traffic, alone: Alone) -> None:
     fetch, back = traffic.rings
+    gaps = len(alone.groups) * MOST_PIECES * ARRAY_ALIGNMENT  # after a group's victims, up to the next aligned byte
     assert not fetch.waiting, "rows were read that no piece carried"
     assert not back.waiting, "victims were copied that no piece carried"
     for batch, plan in zip(alone.batches, alone.plans, strict=True):
@@ -76,15 +87,15 @@ def assert_moved_as_planned(traffic: Traffic, alone: Alone) -> None:
         assert fetch.all_bytes[stamp] == sum(
             piece.nbytes for piece in pieces_of(batch, plan, alone.groups, traffic.writers[0])
         )
-        assert back.row_bytes[stamp] == alone.bytes_from_device(plan)
+        assert 0 <= back.row_bytes[stamp] - alone.bytes_from_device(plan) <= gaps
     barrier = barrier_stamp(alone.barrier.barrier, 0) >> 20
     flushed = sum(len(move) * spec.record_bytes for move, spec in zip(alone.barrier.dirty, alone.groups, strict=True))
-    assert back.row_bytes[barrier] == flushed
+    assert 0 <= back.row_bytes[barrier] - flushed <= gaps
     assert fetch.row_bytes[barrier] == 0
     assert sum(fetch.row_bytes.values()) == sum(map(alone.bytes_to_device, alone.plans)), (
         "a piece of no plan carried rows"
     )
-    assert sum(back.row_bytes.values()) == sum(map(alone.bytes_from_device, alone.plans)) + flushed
+    assert traffic.gathered_bytes == sum(map(alone.bytes_from_device, alone.plans)) + flushed
 
 
 def pieces_of(batch: ScheduledBatch, plan: StepPlan, groups: tuple[GroupSpec, ...], ring: RingWriter) -> list[Piece]:
@@ -155,10 +166,10 @@ def test_both_processes_count_what_moved(depth: int, traffic: Traffic) -> None:
     job, batches = workload(depth)
     slots = slots_for(group_specs(job), batches, "one batch")
     run = InProcessRun(job, batches, Settings(slots=slots, seed=depth)).run()
-    fetch, back = traffic.rings
+    fetch, _ = traffic.rings
     for counters in (run.prefetcher.counters, run.trainer.counters):
         assert counters.total("row_bytes_to_device") == sum(fetch.row_bytes.values())
-        assert counters.total("row_bytes_from_device") == sum(back.row_bytes.values())
+        assert counters.total("row_bytes_from_device") == traffic.gathered_bytes
         assert counters.total("rows_fetched") == sum(map(len, fetch.keys.values()))
         assert counters.total("rows_written_back") == len(traffic.stored)
         assert counters.total("rows_evicted") == sum(

@@ -20,13 +20,13 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
 from rowcast.protocol.plan import GroupPlan
-from rowcast.protocol.transport.link import inproc_pair
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.stages import Stage, Wakes
 from tests.support import driver, repeats
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, ListSource, Past, Settings
+from tests.support.inproc_link import inproc_pair
 
 TABLES: dict[str, Wakes] = {
     "prefetcher": rowcast.prefetcher.pipeline.engine.WAKES,

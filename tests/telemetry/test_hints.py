@@ -36,7 +36,7 @@ def tasks(**changed: Any) -> dict[str, Any]:
     ],
 )
 def test_a_figure_that_nobody_wants_ends_in_one_sentence(found: dict[str, Any], begin: list[str]) -> None:
-    report = replace(make_report(run_of_three_steps()[1], facts()), **GOOD | found)
+    report = replace(make_report(run_of_three_steps()[1], **facts()), **GOOD | found)
     said = list(hints(report))
     assert len(said) == len(begin)
     assert all(sentence.startswith(own) for sentence, own in zip(said, begin, strict=True))

@@ -20,10 +20,11 @@ GROUPS = group_specs(JOB)
 BATCHES = small_batches(JOB, "single", num_steps=6, eval_at=(2,))
 
 
-@pytest.fixture(scope="module")
-def run() -> RankedRun:
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def run(request: pytest.FixtureRequest) -> RankedRun:
     settings = Settings(slots=slots_for(GROUPS, BATCHES, "one batch"), seed=3)
-    return RankedRun(JOB, BATCHES, settings, ranks=RANKS, parts=RANKS).run()
+    job = small_job("adagrad", "single", ranks={"gradients": request.param})
+    return RankedRun(job, BATCHES, settings, ranks=RANKS, parts=RANKS).run()
 
 
 def wanted(group: GroupSpec, batch: Batch, rank: int) -> set[int]:
@@ -73,7 +74,7 @@ def test_a_rank_counts_the_rows_and_bytes_that_brute_force_moves(run: RankedRun)
             own = counted(run, rank, group)
             assert own.rows_sent == trained.sent(rank) + evaluated.sent(rank) > 0
             assert own.rows_received == trained.received(rank) + evaluated.received(rank) > 0
-            gradient_bytes = 4 * group.embedding_dim
+            gradient_bytes = {"fp32": 4, "bf16": 2}[run.job.ranks.gradients] * group.embedding_dim
             assert own.bytes_sent == own.rows_sent * own.weight_bytes + trained.received(rank) * gradient_bytes
             assert own.bytes_received == own.rows_received * own.weight_bytes + trained.sent(rank) * gradient_bytes
 

@@ -1,6 +1,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,6 @@ from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.report_json import (
     ADDED,
     Report,
-    RunFacts,
     make_report,
     read_report,
     report_of_all,
@@ -25,10 +25,10 @@ from tests.support.sample_messages import tier_totals
 from tests.support.three_steps import facts
 
 
-def report(run: RunFacts | None = None) -> Report:
+def report(run: dict[str, Any] | None = None) -> Report:
     _, counters = three_steps.run_of_three_steps()
     counters.stalled("rows", 0.5)
-    return make_report(counters, run or facts())
+    return make_report(counters, **(run or facts()))
 
 
 def test_a_report_says_what_the_counters_say() -> None:
@@ -62,7 +62,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_what_did_not_happen_is_null_not_a_number(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.json", make_report(new_counters(three_steps.groups()), facts()))
+    write_report(tmp_path / "report.json", make_report(new_counters(three_steps.groups()), **facts()))
     content = json.loads((tmp_path / "report.json").read_text())
     assert [content[name] for name in ("auc", "logloss", "accuracy", "hit_ratio", "stopped_by", "tier")] == [None] * 6
     assert content["samples_per_s"] == 0
@@ -91,14 +91,13 @@ def test_the_summary_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 OWN_LOSS = Evaluation(train_step=2, auc=None, logloss=2.5, is_own_loss=True, accuracy=None)
-EARLY = msgspec.structs.replace(
-    facts(),
-    evaluations=(msgspec.structs.replace(OWN_LOSS, train_step=1, logloss=2.25), OWN_LOSS),
-    ended_early="eval.patience = 1: why",
-)
-SUMMARIES: list[tuple[RunFacts, str]] = [
+EARLY = facts() | {
+    "evaluations": (msgspec.structs.replace(OWN_LOSS, train_step=1, logloss=2.25), OWN_LOSS),
+    "ended_early": "eval.patience = 1: why",
+}
+SUMMARIES: list[tuple[dict[str, Any], str]] = [
     (facts(), r"\ntables +16 GiB in all, 3 MiB on the device \(0.0 %\)\n"),
-    (msgspec.structs.replace(facts(), table_bytes=2**20), r"\ntables +1 MiB in all, 3 MiB on the device\n"),
+    (facts() | {"table_bytes": 2**20}, r"\ntables +1 MiB in all, 3 MiB on the device\n"),
     (facts(tier=tier_totals()), r"\ncold tier +1,234,567 rows from it, 7 late, 45,678 to it\n"),
     (facts(tier=tier_totals()), r"\nits traffic +3 GiB read, 512 MiB written; 2 GiB of disk\n"),
     (facts(evaluation=OWN_LOSS), r"\nevaluation +loss 2.500000\n"),
@@ -110,7 +109,7 @@ SUMMARIES: list[tuple[RunFacts, str]] = [
 
 
 @pytest.mark.parametrize(("own", "line"), SUMMARIES, ids=[line for _, line in SUMMARIES])
-def test_a_summary_has_the_lines_of_its_run(own: RunFacts, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_summary_has_the_lines_of_its_run(own: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(report(own))
     assert re.search(line, capsys.readouterr().out)
 
@@ -142,7 +141,7 @@ def of_rank(rank: int) -> Report:
     group.rows_sent, group.bytes_sent, group.rows_received, group.bytes_received = 10 + rank, 100 + rank, 11, 102
     for _ in range(2):
         counters.balanced(1.5)
-    return make_report(counters, facts(tier=tier_totals()))
+    return make_report(counters, **facts(tier=tier_totals()))
 
 
 def test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_did() -> None:

@@ -66,7 +66,7 @@ def record(
     rng = np.random.default_rng(0)
     return RunRecord(
         job=load_job(JOB, (f'job.name="{name}"',)),
-        report=make_report(counters, facts(evaluation=results[-1] if results else None, train_steps=losses)),
+        report=make_report(counters, **facts(evaluation=results[-1] if results else None, train_steps=losses)),
         losses=(
             0.7 - 0.2 * np.arange(losses, dtype=np.float32) / max(1, losses) + 0.02 * rng.standard_normal(losses)
         ).astype(np.float32),

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.trainer.adopt.connect.current_step import StreamOrder
 from rowcast.trainer.device.cuda import (
     Bounced,
+    CudaStream,
     adopted_streams,
     host_memory,
     make_streams,
@@ -73,6 +76,13 @@ def test_phases_are_measured_by_the_marks_between_them(cuda: FakeCuda) -> None:
     cuda.synchronize()
     clock.complete(0)
     assert laps == {"lookup": pytest.approx(2e-3), "forward": pytest.approx(5e-3)}
+
+
+def test_memory_for_a_stream_is_taken_while_it_is_torch_s_current_one(cuda: FakeCuda) -> None:
+    compute, found = CudaStream(CUDA), list[tuple[object, int]]()
+    like: Any = SimpleNamespace(new_empty=lambda count: found.append((cuda.current, count)))
+    compute.memory_like(like, 3)
+    assert found == [(compute._stream, 3)]
 
 
 def test_streams_that_move_rows_come_before_the_one_that_computes(cuda: FakeCuda) -> None:

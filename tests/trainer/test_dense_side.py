@@ -20,7 +20,7 @@ from rowcast.trainer.models.model_state import (
     restore_optimizer,
     unpack,
 )
-from rowcast.trainer.models.runner import EvaluationRunner
+from rowcast.trainer.models.runner import StepRunner
 from tests.support import jobs
 from tests.support.facts import facts
 from tests.support.full_capacity import make_job
@@ -113,8 +113,8 @@ def test_a_compiled_model_over_sequences_is_refused_at_load() -> None:
 def test_what_only_evaluates_asks_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", None)
     job = job_with({"compile": True})
-    groups = group_specs(job)
-    EvaluationRunner(job, groups, [torch.zeros(4, group.record_floats) for group in groups], NUM_DENSE)
+    records = [torch.zeros(4, group.record_floats) for group in group_specs(job)]
+    StepRunner(job, records, NUM_DENSE, trains=False)
 
 
 def test_full_train_batches_run_compiled_and_all_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
@@ -147,7 +146,7 @@ def test_results_set_aside_twice_are_those_of_the_run_that_is_there(tmp_path: Pa
 def test_a_script_whose_engine_cannot_be_made_gets_the_earlier_results_back(tmp_path: Path) -> None:
     """As when the device has no room for its model."""
     job = small_job("sgd", job={"run_dir": str(tmp_path)})
-    telemetry = ScriptTelemetry(job, torch.device("cpu"), new_counters(group_specs(job)), lambda: None)
+    telemetry = ScriptTelemetry(job, new_counters(group_specs(job)), lambda: None)
     write(tmp_path, report_json="of A")
     telemetry.accept(msgspec.structs.replace(welcome(), fresh=True, replaces="A"))
     assert read(tmp_path) == {"earlier/report.json": "of A", "earlier/run_id": "A"}

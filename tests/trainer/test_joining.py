@@ -1,11 +1,9 @@
 """Ranks join torch's group, or all end soon with the sentence of the first that ended."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,13 +12,18 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from rowcast.runtime.network import interface_toward
 from rowcast.trainer.run import joining
-from rowcast.trainer.run.joining import GLOO_NETWORK, choose_network, interface_toward
+from rowcast.trainer.run.joining import GLOO_NETWORK, choose_network
+from tests.support.two_hosts import on, two_hosts
+
+hosts = pytest.fixture(two_hosts)
 
 ROOT = Path(__file__).parents[2]
 RANK = """
 import sys, threading
 from datetime import timedelta
+import torch
 from torch.distributed import PrefixStore, TCPStore
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, PeerLost
@@ -39,9 +42,9 @@ def check():
         raise ConfigError("the port is taken")
 
 try:
-    rank = Rank(number=number, count=count, parts=count)
+    rank, cpu = Rank(number=number, count=count, parts=count), torch.device("cpu")
     store = PrefixStore("a", store)
-    joined = join_group("gloo", store, rank, timeout_s, check, lambda: fate == "is stopped" and asked.is_set())
+    joined = join_group(cpu, store, rank, timeout_s, check, lambda: fate == "is stopped" and asked.is_set())
     print("joined" if joined else "left")
 except (ConfigError, PeerLost) as error:
     print(error)
@@ -126,29 +129,6 @@ def test_the_network_is_the_one_that_reaches_the_meeting_point(monkeypatch: pyte
 # two hosts whose names are loopback's
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces that reach each other as 10.77.0.1 and 10.77.0.2; skips where they cannot be made."""
-    names = f"rowcast{os.getpid()}a", f"rowcast{os.getpid()}b"
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "delete", name)
-            ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
-            for number, name in enumerate(names, start=1):
-                ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "veth0")
-                for link in ("veth0", "lo"):
-                    ip("-n", name, "link", "set", link, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield names
-
-
 SERVE = """
 import sys, time
 from datetime import timedelta
@@ -159,11 +139,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(not shutil.which("ip"), reason="needs iproute2")
 def test_two_hosts_whose_names_are_of_loopback_connect(hosts: tuple[str, str]) -> None:
-    def on(host: str) -> tuple[str, ...]:
-        return "ip", "netns", "exec", host
-
     met = Meeting("10.77.0.1", 29466, [])
     with subprocess.Popen(
         [*on(hosts[0]), sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -13,7 +13,17 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, DataError, Mismatch, PeerLost, RanksDiffer, RowcastError
 from rowcast.trainer.run.launch import Launch
-from rowcast.trainer.run.meeting import Greeting, Meeting, Named, Present, encoded, new_greeting, open_store
+from rowcast.trainer.run.meeting import (
+    Greeting,
+    Greetings,
+    Meeting,
+    Named,
+    Present,
+    Word,
+    encoded,
+    new_greeting,
+    open_store,
+)
 from rowcast.trainer.run.rank_group import RankGroup, Start, all_start
 from tests.support.facts import facts
 
@@ -158,22 +168,34 @@ def test_a_greeting_that_is_none_ends_the_wait_of_rank_0(server: Any) -> None:
 
     def intrude() -> None:
         name = msgspec.json.decode(server.get("leader"), type=Named).name
-        server.set(f"{name}/greeting/1/1", "no JSON")
-        server.add(f"{name}/greetings/1", 1)
+        server.set(f"{name}/1", "no JSON")
 
     ended, _ = each(first.hold, intrude)
     assert isinstance(ended, PeerLost)
     assert "another program writes to the meeting point" in str(ended)
 
 
-def test_a_counter_beyond_all_processes_is_not_counted_to(server: Any) -> None:
+@pytest.mark.parametrize("count", [0, 17])
+def test_more_greetings_of_a_rank_than_are_kept_are_of_no_rank(count: int, server: Any) -> None:
     first = Meeting(client(server), greeting(0, 2), 10.0, NEVER)
-    ended, _ = each(
-        first.hold,
-        lambda: server.add(f"{msgspec.json.decode(server.get('leader'), type=Named).name}/greetings/1", 10**12),
-    )
+
+    def intrude() -> None:
+        name = msgspec.json.decode(server.get("leader"), type=Named).name
+        server.set(f"{name}/1", encoded(Greetings(greetings=(greeting(1, 2),) * count)))
+
+    ended, _ = each(first.hold, intrude)
     assert isinstance(ended, PeerLost)
-    assert "1,000,000,000,000 processes say that they are rank 1; at most 16 can" in str(ended)
+    assert "another program writes to the meeting point" in str(ended)
+    assert "Expected `array` of length" in str(ended)
+
+
+def test_of_many_dead_processes_of_a_rank_the_last_are_kept(server: Any) -> None:
+    server.set("leader", encoded(Named(name="met", world_size=2)))
+    for _ in range(20):
+        with pytest.raises(PeerLost, match=facts("missing are ranks 0")):
+            Meeting(client(server), greeting(1, 2), 0.0, NEVER).hold()
+    met = meet(server, [greeting(rank, 2) for rank in range(2)])
+    assert met[0] == met[1]
 
 
 @pytest.mark.parametrize("ranks", [(1,), (1, 0), (0, 1, 2), (0, 0, 1)], ids=repr)
@@ -221,6 +243,33 @@ def test_a_rank_that_does_not_come_is_named(server: Any) -> None:
         assert "waited 0.5 s for ranks 2" in str(outcome)
 
 
+def closing(server: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[list[RankGroup], list[str]]:
+    """Groups as after `connect`, and what happens to them."""
+    own, happened = groups(server, count), list[str]()
+    for group in own:
+        monkeypatch.setattr(group, "_connected", True)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: happened.append("destroyed"))
+    return own, happened
+
+
+def test_no_rank_destroys_its_group_before_all_close(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second), happened = closing(server, monkeypatch, 2)
+
+    def still_exchanges() -> None:
+        client(server).wait(["met/0/0"], timedelta(seconds=10))  # the first rank is in its close
+        happened.append("exchanged")
+        second.close()
+
+    each(first.close, still_exchanges)
+    assert happened == ["exchanged", "destroyed", "destroyed"]
+
+
+def test_a_rank_that_never_closes_holds_no_other_up_for_long(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, _), happened = closing(server, monkeypatch, 2)
+    first.close()
+    assert happened == ["destroyed"]
+
+
 def test_when_one_leaves_before_all_are_there_all_leave(server: Any) -> None:
     first, second, third = groups(server, 3)
     asked = iter([False, False, True])
@@ -259,6 +308,28 @@ def test_ranks_that_have_read_other_batches_name_what_differs(server: Any) -> No
     }
 
 
+def test_ranks_that_read_other_data_files_name_the_file(server: Any) -> None:
+    same = Start(run_id="run", data_checksums=(("the size of data file 1 (a)", "1"), ("data file 1 (a)", "2")))
+    one = msgspec.structs.replace(same, data_checksums=(*same.data_checksums[:1], ("data file 1 (a)", "3")))
+    assert sentences(starts(server, same, one), Mismatch) == {
+        "rank 1 reads other data than rank 0: data file 1 (a) differs; give every host the same data files, and a data "
+        "set of your own the same order on every rank"
+    }
+
+
+def test_ranks_that_place_tables_otherwise_say_how(server: Any) -> None:
+    same = Start(run_id="run", placements=("rows", "table"))
+    other = msgspec.structs.replace(same, placements=("rows", "rows"))
+    (sentence,) = sentences(starts(server, same, other), ConfigError)
+    assert "rank 0 places tables as rows, table, that of rank 1 as rows, rows" in sentence
+
+
+def test_tables_that_other_data_has_placed_otherwise_are_no_other_job_file(server: Any) -> None:
+    one, other = (Start(run_id="run", placements=(way,), data_checksums=(("a", way),)) for way in ("rows", "table"))
+    (sentence,) = sentences(starts(server, one, other), Mismatch)
+    assert "rank 1 reads other data than rank 0: a differs" in sentence
+
+
 def test_a_rank_that_has_read_less_is_named(server: Any) -> None:
     same = Start(run_id="run", first_batches=(("feature user", "1"), ("feature item", "2"), ("labels", "3")))
     fewer = msgspec.structs.replace(same, first_batches=(("feature user", "1"),))
@@ -275,6 +346,22 @@ def test_a_start_that_is_none_is_one_sentence(server: Any) -> None:
     PrefixStore("met", client(server)).set("0/1", "\x1b no JSON")
     with pytest.raises(PeerLost, match=facts("another program", "--master-port")):
         all_start(groups(server, 2)[0], Start(), 5.0, NEVER)
+
+
+@pytest.mark.parametrize(
+    "content", ["\x1b", "[]", '{"values": ["a"]}', '{"values": {"a": ["0"]}}', '{"lost": 1}', "[" * 100_000], ids=repr
+)
+def test_what_rank_0_cannot_have_published_is_one_sentence(content: str, server: Any) -> None:
+    PrefixStore("met", client(server)).set("0/present", content)
+    with pytest.raises(PeerLost, match=facts("another program", "--master-port")):
+        groups(server, 2)[1].gather(b"")
+
+
+def test_a_sentence_of_another_rank_is_shown_without_control_characters(server: Any) -> None:
+    PrefixStore("met", client(server)).set("0/present", encoded(Word(lost=f"no{ESCAPES}")))
+    with pytest.raises(PeerLost) as caught:
+        groups(server, 2)[1].gather(b"")
+    assert str(caught.value) == f"no{CLEAN}"
 
 
 def test_all_leave_if_one_leaves(server: Any) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rowcast.job.tables import group_specs
+from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.messages import PlanHeader, ShareHeader, StepReady
@@ -18,8 +18,9 @@ from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.step.plan_check import PlanCheck
 from tests.support import sample_messages
-from tests.support.batches import NUM_DENSE, small_batches, small_job
+from tests.support.batches import NUM_DENSE, Bags, small_batches, small_job
 from tests.support.facts import facts
+from tests.support.planner_runs import placed
 
 RANK = Rank(number=1, count=3, parts=6)
 GROUPS = group_specs(small_job("adagrad", "weighted apart"))
@@ -27,10 +28,12 @@ SLOTS = tuple(group.num_rows for group in GROUPS)
 POSITIONS = [name for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS).items() if layout.below is not None]
 
 
-def plan_of_rank(rank: Rank = RANK) -> tuple[PlanHeader, Bytes]:
-    job = small_job("adagrad", "weighted apart")
-    batches = small_batches(job, "weighted apart", num_steps=2, eval_at=())
-    planner = job_planner(job, GROUPS, [SLOTS], batches, rank=rank)
+def plan_of_rank(
+    rank: Rank = RANK, groups: tuple[GroupSpec, ...] = GROUPS, bags: Bags = "weighted apart"
+) -> tuple[PlanHeader, Bytes]:
+    job = small_job("adagrad", bags)
+    batches = small_batches(job, bags, num_steps=2, eval_at=())
+    planner = job_planner(job, groups, [SLOTS], batches, rank=rank)
     planner.add(batches[0])
     planner.end()
     plan = planner.plan()
@@ -42,14 +45,30 @@ def plan_of_rank(rank: Rank = RANK) -> tuple[PlanHeader, Bytes]:
     return plan_header(share, plan, block), content
 
 
-def take(header: PlanHeader, content: Bytes, rank: Rank = RANK) -> None:
-    check = PlanCheck(GROUPS, SLOTS, sample_messages.announced(NUM_DENSE), 0, 2**20, is_tcp=True, rank=rank)
+def take(header: PlanHeader, content: Bytes, rank: Rank = RANK, groups: tuple[GroupSpec, ...] = GROUPS) -> None:
+    check = PlanCheck(groups, SLOTS, sample_messages.announced(NUM_DENSE), 0, 2**20, is_tcp=True, rank=rank)
     check.message(StepReady(step=0, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=()))
     check.arrays(0, content)
 
 
 def test_what_the_planner_makes_passes() -> None:
     take(*plan_of_rank())
+
+
+@pytest.mark.parametrize("bags", ["single", "multi", "weighted"])
+@pytest.mark.parametrize("number", range(3))
+def test_plans_of_placed_tables_pass_where_the_tables_are_placed_and_nowhere_else(bags: Bags, number: int) -> None:
+    by_rows, rank = group_specs(small_job("adagrad", bags)), Rank(number=number, count=3, parts=6)
+    pooled = [table.index for group in by_rows for table in group.tables if table.pooling != "none"]
+    owners = [{own: own % 3 for own in pooled}, {own: (own + 1) % 3 for own in pooled}, {}]
+    first, *others = [
+        placed(by_rows, {own: (2 * owner + 1) * 2**31 // 3 for own, owner in of.items()}) for of in owners
+    ]
+    header, content = plan_of_rank(rank, first, bags)
+    take(header, content, rank, first)
+    for other in others:
+        with pytest.raises(RemoteProtocolError, match=r"bags|array"):
+            take(header, content, rank, other)
 
 
 def with_share(header: PlanHeader, change: Callable[[ShareHeader], dict[str, Any]]) -> PlanHeader:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.trainer.device.streams import PlainStream
+from rowcast.trainer.models import torch_collectives
 from rowcast.trainer.models.torch_collectives import TorchCollectives
 from tests.support.facts import facts
 
@@ -42,7 +43,7 @@ def exchange(
     monkeypatch.setattr(dist, "all_to_all_single", lambda *arguments, async_op: work)
     collectives = TorchCollectives(RANK, timeout_s, check)
     collectives.doing = "the rows of step 12"
-    return lambda: collectives.all_to_all_single(output, output, [1], [1], async_op=True)
+    return lambda: collectives.all_to_all(output, output, [1], [1])
 
 
 def test_on_the_host_a_stream_goes_on_once_the_collective_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +81,67 @@ def test_an_exchange_that_is_not_complete_in_time_is_given_up(monkeypatch: pytes
     start = exchange(monkeypatch, OneWork(float("inf")), torch.zeros(1), timeout_s=0.01)
     with pytest.raises(PeerLost, match=facts("rank 1 of 4", "step 12", "ranks.timeout")):
         start().wait()
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, *works: OneWork) -> tuple[TorchCollectives, Clock]:
+    """Has begun these works at 0 s, one for each step, with a time-out of 60 s."""
+    begun, clock = iter(works), Clock()
+    monkeypatch.setattr(torch_collectives, "time", clock)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *arguments, async_op: next(begun))
+    collectives, output = TorchCollectives(RANK, 60), cast(Any, SimpleNamespace(is_cuda=True))
+    for step in range(len(works)):
+        collectives.doing = f"the rows of step {step}"
+        collectives.all_to_all(output, output, None, None)
+    return collectives, clock
+
+
+def test_on_a_device_the_oldest_collective_that_is_not_complete_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    collectives, clock = on_device(monkeypatch, OneWork(1), OneWork(float("inf")), OneWork(float("inf")))
+    collectives.watch()
+    clock.now_s = 60
+    collectives.watch()
+    clock.now_s = 61
+    with pytest.raises(PeerLost, match=facts("rank 1 of 4", "61 s", "step 1", "ranks.timeout")):
+        collectives.watch()
+
+
+def test_on_a_device_the_time_of_a_collective_begins_when_those_before_it_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = OneWork(float("inf")), OneWork(float("inf"))
+    collectives, clock = on_device(monkeypatch, first, second)
+    clock.now_s, first.polls = 50, 1
+    collectives.watch()
+    clock.now_s = 100
+    collectives.watch()
+    second.polls = 1
+    collectives.watch()
+    clock.now_s = 1000
+    collectives.watch()  # none is left
+
+
+def test_ranks_connect_before_the_first_step_and_the_host_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    works, calls = [OneWork(3), OneWork(2)], list[tuple[Any, ...]]()
+
+    def start(*arguments: Any, async_op: bool) -> OneWork:
+        calls.append(arguments)
+        return works[len(calls) - 1]
+
+    monkeypatch.setattr(dist, "all_to_all_single", start)
+    monkeypatch.setattr(torch_collectives, "all_gather", start)
+    TorchCollectives(RANK, 60).open(torch.device("cpu"))
+    assert [(len(output), len(given)) for output, given, *_ in calls] == [(4, 4), (4, 1)]
+    assert [work.waited for work in works] == [True, True]
 
 
 def test_an_error_of_this_process_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,8 @@ class Doors:
     def add(self, name: str, parameter: nn.Parameter) -> None:
         while name in self.tables:
             name += "'"
-        home = self.home(name, parameter)
+        weights = parameter.detach()
+        home = self.engine.home(name, weights.cpu(), weights.untyped_storage().filename or "")
         table, key = AdoptedTable(name, parameter, home), LookedUp(name, len(parameter))
         become(parameter, table)
 
@@ -205,12 +206,6 @@ class Doors:
         table.note = note
         self.tables[name] = weakref.finalize(table, self.let_go, name, home)
         self.tables[name].atexit = False
-
-    def home(self, name: str, parameter: nn.Parameter) -> Home:
-        """The rows of a table, with the values that it has."""
-        weights = parameter.detach()
-        path = weights.untyped_storage().filename or ""
-        return self.engine.home(name, weights.cpu(), path)
 
     def let_go(self, name: str, home: Home) -> None:
         """The script has dropped a table. Python calls this from any thread, at any time."""

@@ -141,10 +141,6 @@ class AdoptedTable:
         leaf.register_post_accumulate_grad_hook(lambda own: self._collect(ids, own, given))  # type: ignore[no-untyped-call]
         return leaf
 
-    def write_weights(self) -> None:
-        """Writes the step's rows after a look-up has changed them (`max_norm`)."""
-        self.home.write(self.ids, self.step_rows)
-
     # gradients
 
     def _collect(self, ids: Tensor, leaf: Tensor, given: list[Tensor]) -> None:

@@ -35,9 +35,15 @@ class Records:
         """The columns of a record: weights, states, and the steps that the row has had."""
         return self.weights.shape[1] * (1 + len(self.states)) + 1
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Records":
+        """Returns rows of what `change` makes of each tensor."""
+        return Records(
+            change(self.weights), {name: change(own) for name, own in self.states.items()}, change(self.lasts)
+        )
+
     def take(self, index: Tensor | slice) -> "Records":
         """`index`: i64 [m]. Returns copies, or views if it is a slice."""
-        return Records(self.weights[index], {name: own[index] for name, own in self.states.items()}, self.lasts[index])
+        return self.each(lambda own: own[index])
 
     def put(self, index: Tensor | slice, rows: "Records") -> None:
         self.weights[index] = rows.weights
@@ -89,10 +95,10 @@ class ChangedRows:
         rows = self.first.take(own)
         at, is_changed = positions(self.ids, own)
         rows.put(is_changed, self.rows.take(at[is_changed]))
-        return moved(rows, ids.device)
+        return rows.each(lambda own: own.to(ids.device))
 
     def write(self, ids: Tensor, rows: Records) -> None:
-        own, new = ids.cpu(), moved(rows, torch.device("cpu"))
+        own, new = ids.cpu(), rows.each(Tensor.cpu)
         _, is_replaced = positions(own, self.ids)
         self.ids, order = torch.sort(torch.cat([self.ids[~is_replaced], own]))
         self.rows = self.rows.take(~is_replaced).joined(new, order)
@@ -273,12 +279,6 @@ def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def alike(value: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """All elements are `value`; takes no memory."""
     return torch.full([1] * len(shape), value, dtype=dtype, device="cpu").expand(*shape)
-
-
-def moved(rows: Records, device: torch.device) -> Records:
-    return Records(
-        rows.weights.to(device), {k: own.to(device) for k, own in rows.states.items()}, rows.lasts.to(device)
-    )
 
 
 def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

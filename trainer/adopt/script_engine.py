@@ -14,7 +14,7 @@ that may still be on its way to a slot: it gets the written values once it is th
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -246,10 +246,12 @@ class ScriptEngine:
         ids: I64 = wanted.cpu().numpy()
         slots = self._residency[place.group].slots(place.base + ids)
         is_here = slots >= 0
-        found = self._gather(place.group, slots[is_here])
+        with self._between_fills():
+            found = torch.index_select(self._engine.slots.records[place.group], 0, self._index(slots[is_here]))
         if is_here.all():
             return place.unpacked(found)
-        asked = self._ask(place, ids[~is_here])
+        asked = torch.frombuffer(self._answer(place, ids[~is_here]), dtype=torch.float32)
+        asked = asked.view(-1, found.shape[1]).to(self._device)
         order = np.argsort(np.concatenate([np.flatnonzero(is_here), np.flatnonzero(~is_here)]))
         return place.unpacked(torch.cat([found, asked])[self._index(order)])
 
@@ -272,11 +274,6 @@ class ScriptEngine:
             _, is_planned = places_in(self._steps[0].rows[place.group], numbers)
         if not is_planned.all():
             self._return(place, ids[~is_planned], records[torch.from_numpy(~is_planned)])
-
-    def _ask(self, place: Place, ids: I64) -> Tensor:
-        """Returns f32 [n, record_floats]."""
-        content = torch.frombuffer(self._answer(place, ids), dtype=torch.float32)
-        return content.view(len(ids), self.groups[place.group].record_floats).to(self._device)
 
     def _answer(self, place: Place, ids: I64) -> bytearray:
         """Returns the rows' records. All that was returned before is home then."""
@@ -304,23 +301,14 @@ class ScriptEngine:
             late = Late(self._num_returned, place.group, place.base + rows, own)
             self._leaving.append(late)
             for step in self._steps:
-                if step.number != self._current_number:
+                if self._current is None or step.number != self._current.step:
                     step.note(late)
         self._run.wake("sender")
         if len(self._leaving) > MOST_LEAVING:
             self._answer(place, NO_ROWS)
 
-    @property
-    def _current_number(self) -> int | None:
-        return None if self._current is None else self._current.step
-
     def _at_once(self, group: GroupSpec) -> int:
         return max(1, PARCEL_BYTES // group.record_bytes)
-
-    def _gather(self, group: int, slots: I64) -> Tensor:
-        """Returns the records in slots, f32 [n, record_floats]."""
-        with self._between_fills():
-            return torch.index_select(self._engine.slots.records[group], 0, self._index(slots))
 
     def _scatter(self, group: int, slots: I64, records: Tensor) -> None:
         with self._between_fills():
@@ -346,10 +334,8 @@ class ScriptEngine:
 
 def taken(fields: Records, slots: Tensor) -> Records:
     """`slots`: i32 or i64 [n]. Returns copies."""
-    states = {name: torch.index_select(own, 0, slots) for name, own in fields.states.items()}
-    return Records(
-        torch.index_select(fields.weights, 0, slots), states, torch.index_select(fields.lasts, 0, slots).long()
-    )
+    found = fields.each(lambda own: torch.index_select(own, 0, slots))
+    return replace(found, lasts=found.lasts.long())
 
 
 def put(fields: Records, slots: Tensor, rows: Records) -> None:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import structlog
 import torch
 
@@ -27,8 +26,8 @@ from rowcast.runtime.telemetry.metrics import Health
 from rowcast.trainer.adopt.script_engine import ScriptEngine
 from rowcast.trainer.device.cuda import adopted_streams
 from rowcast.trainer.device.streams import Streams, on_device
-from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.model_state import Tensors
+from rowcast.trainer.report.results import EvaluationOnly
 from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
@@ -51,21 +50,6 @@ class NoModel:
         return False
 
 
-class NoResults:
-    """Implements `barrier.Results`: the script keeps its losses."""
-
-    evaluations = ()
-
-    def loss(self, train_step: int, loss: np.float32) -> None: ...
-
-    def evaluation(self, result: Evaluation) -> None: ...
-
-    def state(self) -> Tensors:
-        return {}
-
-    def restore(self, tensors: Tensors) -> None: ...
-
-
 class ScriptProcess:
     """Implements `script_engine.Run`. The script's thread calls it."""
 
@@ -73,7 +57,7 @@ class ScriptProcess:
         """Starts the prefetcher, and waits for it. Raises RowcastError after closing everything."""
         if not structlog.is_configured():
             setup_logging("trainer", "warning")  # otherwise structlog writes to the script's standard output
-        self._device = device
+        self._device, self._folder = device, job.run_dir
         self._failure = ""  # what has ended the engine
         self._crew = Crew("trainer", Doorbell(), owns_process=False)
         self._stack = ExitStack()
@@ -100,7 +84,9 @@ class ScriptProcess:
         welcome = self._connection.meet(machine, "train", lambda: False, None, lambda: child.code is not None)
         if welcome is None:
             raise PeerLost("the prefetcher has ended")
-        return self._connection.start(adopted_streams, lambda records, clock: (NoModel(), None), NoResults())
+        return self._connection.start(
+            adopted_streams, lambda records, clock: (NoModel(), None), EvaluationOnly(self._folder)
+        )
 
     def wake(self, thread: str) -> None:
         self._crew.wake(thread)

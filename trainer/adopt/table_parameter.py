@@ -122,7 +122,7 @@ def embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     with as_plain():
         result = func(**given)
     if changes_rows:
-        table.write_weights()
+        table.home.write(table.ids, table.step_rows)
     return result
 
 

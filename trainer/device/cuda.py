@@ -51,6 +51,10 @@ class CudaStream(Stream):
         with torch.cuda.stream(self._stream):
             closure()
 
+    def memory_like(self, tensor: Tensor, count: int) -> Tensor:
+        with torch.cuda.stream(self._stream):  # torch reuses dropped memory in the order of the stream that took it
+            return super().memory_like(tensor, count)
+
     def wait(self, event: Event, why: Wait) -> None:
         assert isinstance(event, torch.cuda.Event), "the event belongs to another kind of stream"
         self._stream.wait_event(event)
@@ -177,6 +181,7 @@ class RingEnds:
 
     def __init__(self, fetch: Bytes, back: Bytes, device: torch.device, *, page_locked: bool, mirrored: bool) -> None:
         """`page_locked`: both buffers are. `mirrored`: each process has a copy of each ring, kept equal over TCP."""
+        self.page_locked = page_locked
         self.fetch = RingReader(fetch, mirror=mirrored)
         self.back = RingWriter(back, always_checksum=mirrored)
         self.fetch_memory = host_memory(fetch, device, page_locked=page_locked)
@@ -184,13 +189,13 @@ class RingEnds:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is CUDA if there is a device, a different one for each rank of a host. Raises ValueError for a device that
-    torch does not know or have."""
+    """`auto` is CUDA if there is a device, a different one for each rank of a host. Raises ConfigError for a device
+    that torch does not know or have."""
     if name == "auto":
         if not torch.cuda.is_available():
             return torch.device("cpu")
         if local_rank >= torch.cuda.device_count():
-            raise ValueError(
+            raise ConfigError(
                 f"{local_rank + 1} trainers run on this host, where torch sees {torch.cuda.device_count()} CUDA "
                 'devices; start fewer trainers on a host, or set trainer.device = "cpu"'
             )
@@ -198,14 +203,16 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"trainer.device = {name!r} is not a device that torch knows; use auto, cpu or cuda") from None
+        raise ConfigError(
+            f"trainer.device = {name!r} is not a device that torch knows; use auto, cpu or cuda"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"trainer.device = {name!r}, but torch sees no CUDA device here; use cpu")
+        raise ConfigError(f"trainer.device = {name!r}, but torch sees no CUDA device here; use cpu")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"trainer.device = {name!r} is not supported; use auto, cpu or cuda")
+        raise ConfigError(f"trainer.device = {name!r} is not supported; use auto, cpu or cuda")
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
-        raise ValueError(f"trainer.device = {name!r}, but this machine has cuda:0 to cuda:{last}; use one of these")
+        raise ConfigError(f"trainer.device = {name!r}, but this machine has cuda:0 to cuda:{last}; use one of these")
     return device
 
 

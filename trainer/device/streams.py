@@ -10,7 +10,7 @@ queue the closure and run it later (`tests/support/seeded_streams.py`). Only an 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,7 @@ from rowcast.protocol.transport.ring import RingReader, release
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import Stage
+from rowcast.trainer.device.row_moves import Move, gather, scatter
 
 Closure = Callable[[], None]
 
@@ -29,6 +30,12 @@ Closure = Callable[[], None]
 RankWait = Literal[
     "rows_packed",  # exchange: the rows for other ranks have left their slots
     "rows_received",  # compute: the rows that this rank's parts look up have arrived
+    # only if one rank owns a whole table:
+    "vectors_packed",  # exchange: this rank has pooled its tables for the parts of others
+    "vectors_received",  # compute: the vectors of this rank's parts have arrived from other owners
+    "vector_gradients_packed",  # exchange: the gradients of these are together
+    "vector_gradients_received",  # compute: those of the vectors that this rank has pooled for others have arrived
+    # in any case:
     "parts_packed",  # exchange: gradients, losses and counts of this rank's parts are added up
     "parts_received",  # compute: all parts' values for this rank's rows, and for its slice of the rest, have arrived
     "slice_summed",  # exchange: this rank's slice is added up
@@ -92,6 +99,11 @@ class Stream(ABC):
     @abstractmethod
     def record(self) -> Event: ...
 
+    def memory_like(self, tensor: Tensor, count: int) -> Tensor:
+        """Returns [count] of the tensor's dtype and device, not initialised, for this stream's work. Once dropped, its
+        bytes may be those of work that is issued next, on any stream that this one does not wait for."""
+        return tensor.new_empty(count)
+
     def communicate(self, start: Callable[[], Work]) -> None:
         """Starts a collective; later work waits until it is complete."""
         self.run(lambda: ignore(start().wait()))
@@ -104,13 +116,13 @@ class Stream(ABC):
         """Copies: out[:] = source, both contiguous and of one dtype."""
         self.run(lambda: copy(source, out))
 
-    def gather(self, rows: Tensor, slots: Tensor, out: Tensor) -> None:
-        """out[i] = rows[slots[i]]; slots int32, read when the work runs."""
-        self.run(lambda: gather(rows, slots, out))
+    def gather(self, moves: Sequence[Move]) -> None:
+        """As `row_moves.gather`; slots are read when the work runs."""
+        self.run(lambda: gather(moves))
 
-    def scatter(self, source: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """rows[slots[i]] = source[i]; slots int64 and distinct, read when the work runs."""
-        self.run(lambda: scatter(source, slots, rows))
+    def scatter(self, moves: Sequence[Move]) -> None:
+        """As `row_moves.scatter`; slots are read when the work runs."""
+        self.run(lambda: scatter(moves))
 
 
 def ignore(result: object) -> None:
@@ -119,14 +131,6 @@ def ignore(result: object) -> None:
 
 def copy(source: Tensor, out: Tensor) -> None:
     out.copy_(source, non_blocking=True)
-
-
-def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
-    torch.index_select(rows, 0, slots, out=out)
-
-
-def scatter(source: Tensor, slots: Tensor, rows: Tensor) -> None:
-    rows.index_copy_(0, slots, source)
 
 
 class Streams(ABC):

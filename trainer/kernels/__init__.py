@@ -9,9 +9,10 @@ and then the chunks' sums:
     row gradient              0 + (0 + 0 + 1 + ... + 127) + (0 + 128 + ... + 255) + (0 + 256 + 257)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,11 +22,13 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart
 from rowcast.protocol.plan_layout import LookupArrays
-from rowcast.runtime.arrays import F32
 from rowcast.trainer.kernels.derived import Chunks
 
+# of look-ups, what compiled loops take by address
+ADDRESSED = ("slots", "offsets", "weights", "bag_order", "segment_offsets", "lookup_order", "unique_slots")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(kw_only=True, slots=True)
 class GroupLookup(LookupArrays[Tensor]):
     """One group's arrays of a step, on the device: the plan's and those derived from them."""
 
@@ -34,6 +37,19 @@ class GroupLookup(LookupArrays[Tensor]):
     batch_size: int
     sequence_lookups: tuple[int, ...] = ()  # look-ups of each feature that is not pooled
     chunks: Chunks[Tensor]
+
+    def addresses(self) -> list[int]:
+        """Of the arrays ADDRESSED; 0 if one is absent."""
+        arrays = [getattr(self, name) for name in ADDRESSED]
+        return [0 if array is None else array.data_ptr() for array in arrays]
+
+    @property
+    def num_lookups(self) -> int:
+        return self.slots.numel()  # len() takes several times as long
+
+    @property
+    def num_unique(self) -> int:
+        return self.unique_slots.numel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +67,9 @@ class RecordViews:
     states: tuple[Tensor, ...]
 
     @cached_property
-    def flat(self) -> list[tuple[F32, int]]:
-        """`weight` and `states`, fp32 on a CPU: memory from the first element to the last, and its stride."""
-        return [flat_of(field) for field in (self.weight, *self.states)]
+    def places(self) -> list[tuple[int, int, int]]:
+        """Of `weight` and `states`: address, elements from the first to the last, and the stride in elements."""
+        return [place_of(field) for field in (self.weight, *self.states)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +114,38 @@ class Kernels(Protocol):
         """Does `reduce`, then `apply`, with the same bits and as few passes over the rows as possible."""
 
 
+Group = tuple[RecordViews, GroupLookup, Tensor | None]  # records, look-ups of a step, and the divisors of their bags
+
+
+@runtime_checkable
+class AllGroups(Protocol):
+    """Kernels that take all groups of a step in one call: groups share nothing."""
+
+    def lookup_all(self, groups: Sequence[Group]) -> list[Tensor]:
+        """Does `lookup` of each group."""
+
+    def update_all(self, groups: Sequence[Group], pooled_grads: Sequence[Tensor], rule: Rule) -> None:
+        """Does `update` of each group."""
+
+
+class GroupByGroup:
+    """Implements `AllGroups` for kernels that take one group: on a device each group has its own launches."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def lookup_all(self, groups: Sequence[Group]) -> list[Tensor]:
+        return [self._kernels.lookup(*group) for group in groups]
+
+    def update_all(self, groups: Sequence[Group], pooled_grads: Sequence[Tensor], rule: Rule) -> None:
+        for (rows, lookup, divisors), grad in zip(groups, pooled_grads, strict=True):
+            self._kernels.update(rows, grad, lookup, divisors, rule)
+
+
+def all_groups(kernels: Kernels) -> AllGroups:
+    return kernels if isinstance(kernels, AllGroups) else GroupByGroup(kernels)
+
+
 DTYPES: dict[RowType, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -119,11 +167,10 @@ def rows_of(records: Tensor, group: GroupSpec) -> RecordViews:
     return RecordViews(weight=parts.pop("weight"), master=parts.pop("master", None), states=tuple(parts.values()))
 
 
-def flat_of(field: Tensor) -> tuple[F32, int]:
+def place_of(field: Tensor) -> tuple[int, int, int]:
     num_slots, width = field.shape
     stride = field.stride(0)
-    length = (num_slots - 1) * stride + width if num_slots else 0
-    return field.as_strided((length,), (1,)).numpy(), stride
+    return field.data_ptr(), (num_slots - 1) * stride + width if num_slots else 0, stride
 
 
 def part_of(records: Tensor, part: RecordPart) -> Tensor:

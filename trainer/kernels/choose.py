@@ -11,10 +11,11 @@ import torch
 from rowcast.job.file import parse_job
 from rowcast.job.models import DLRMSettings
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.protocol.arrange import arrange_each, first_not_permuted
+from rowcast.job.tables import GroupSpec, group_specs, possible_groups
+from rowcast.protocol.arrange import arrange_each, first_not_ordered, first_not_rising
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
+from rowcast.trainer.device.row_moves import gather_each, scatter_each
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.kernels import Kernels, interaction, torch_ops
 from rowcast.trainer.kernels.interaction import Interaction
@@ -49,7 +50,7 @@ def compiled_kernels(job: Job | None) -> Kernels:
 
     LoopCache.say = get_logger().warning
     compiled = CompiledOps(torch.get_num_threads())
-    found = None if job is None else differing(CompiledOps, group_specs(job))
+    found = None if job is None else differing(CompiledOps, possible_groups(job))
     if found is None:
         return compiled
     get_logger().warning(
@@ -65,7 +66,11 @@ def compile_for_cpu() -> None:
 
     tables = [{"name": "t", "num_embeddings": 8, "embedding_dim": 4, "features": ["f"], "pooling": "mean"}]
     arrange_each(np.zeros((0, 9), np.int64), np.zeros(1, np.int64))
-    first_not_permuted(np.zeros(0, np.uint16), np.zeros(1, np.int64), np.zeros(1, np.uint8))
+    no_places = np.zeros((0, 4), np.int64)
+    first_not_ordered(np.zeros(0, np.uint16), no_places, np.zeros(1, np.int64), np.zeros(1, np.uint8))
+    first_not_rising(np.zeros(0, np.int32), no_places)
+    gather_each(no_moves := np.zeros((0, 7), np.int64))
+    scatter_each(no_moves)
     for kind in UPDATES:
         optimizer = {"sparse": {"kind": kind, "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}
         job = parse_job(
@@ -104,7 +109,7 @@ def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
         return triton_ops
     try:
         with on_device(device):
-            found = difference(triton_ops, group_specs(job), device, exact=False)
+            found = difference(triton_ops, possible_groups(job), device, exact=False)
     except Exception as error:  # noqa: BLE001 - Triton, its compilers and the driver raise errors of many types
         cause = f"{type(error).__name__}: {error}"
         refuse_if_lost(device, cause)

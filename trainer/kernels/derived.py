@@ -17,9 +17,13 @@ from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.arrange import arrange_each, table_starts
-from rowcast.runtime.arrays import I32
+from rowcast.protocol.plan import ARRAY_ALIGNMENT
+from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.compiled import compiled_loop
 
 CHUNK_LOOKUPS = 128  # a row with more look-ups in a step is a long row
+ARRAY_ITEMS = ARRAY_ALIGNMENT // 4
+SPARE_ITEMS = (4 + 1) * ARRAY_ITEMS  # of a group, before its arrays and for the first row that may be long
 
 A = TypeVar("A")  # a numpy array on the host, a tensor on the device
 
@@ -34,38 +38,56 @@ class Chunks(NamedTuple, Generic[A]):
 
 def cut_long_rows(segment_offsets: I32) -> Chunks[I32]:
     """Returns the chunks. `segment_offsets` i32 [U + 1]: start and end of each row's look-ups."""
-    (chunks,) = cut_groups([segment_offsets])
-    return chunks
+    places = [(0, len(segment_offsets) - 1, 0, 0)]
+    room = most_chunk_items(int(segment_offsets[-1])) + SPARE_ITEMS
+    items, found = derived_items(segment_offsets, places, room)
+    return Chunks(*(items[first:end] for first, end in found[0, :-1].tolist()))
 
 
-def cut_groups(segment_offsets: Sequence[I32]) -> list[Chunks[I32]]:
-    """Returns the chunks of each group, cut in one pass: a group has few long rows, and each numpy call takes time."""
-    starts = list(accumulate(map(len, segment_offsets), initial=0))
-    joined = np.concatenate(segment_offsets)
-    lengths = joined[1:] - joined[:-1]  # from one group to the next the offsets fall: no long row
-    rows = np.flatnonzero(lengths > CHUNK_LOOKUPS).astype(np.int32)
-    num_chunks = -(-lengths[rows] // CHUNK_LOOKUPS)
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(num_chunks, out=offsets[1:])
-    chunk_rows = np.repeat(np.arange(len(rows), dtype=np.int32), num_chunks)
-    bounds = np.searchsorted(rows, starts).tolist()
-    return [
-        Chunks(
-            long_rows=rows[first:last] - start,
-            chunk_offsets=offsets[first : last + 1] - offsets[first],
-            chunk_rows=chunk_rows[offsets[first] : offsets[last]] - first,
-        )
-        for start, first, last in zip(starts[:-1], bounds[:-1], bounds[1:], strict=True)
-    ]
+def derived_items(words: I32, places: Sequence[tuple[int, ...]], room: int) -> tuple[I32, I64]:
+    """Returns the chunks of several groups and their fetch_slots as i64, each array from a multiple of ARRAY_ITEMS; and
+    where these four arrays of each group begin and end, [groups, 4, 2].
+
+    places: of each group, where its segment_offsets begin in `words`, its rows, where its fetch_slots begin, and how
+    many these are. room: at least as many items as all take."""
+    items, found = np.zeros(room, np.int32), np.empty((len(places), len(Chunks._fields) + 1, 2), np.int64)
+    return items[: derive_each(words, np.array(places, np.int64), CHUNK_LOOKUPS, items, found)], found
 
 
-def chunk_arrays(segment_offsets: Sequence[I32]) -> dict[str, I32]:
-    """Returns the chunks of each group, named like the arrays of a plan, from each group's segment_offsets."""
-    return {
-        f"{group}.{name}": array
-        for group, chunks in enumerate(cut_groups(segment_offsets))
-        for name, array in zip(Chunks._fields, chunks, strict=True)
-    }
+@compiled_loop
+def derive_each(words: I32, places: I64, longest: int, items: I32, found: I64) -> int:
+    end = 0
+    for k in range(len(places)):
+        segments, fetch, size = places[k, 0], places[k, 2], places[k, 3]
+        begin, num_long, num_chunks = end, 0, 0
+        for row in range(places[k, 1]):
+            items[begin + num_long] = row
+            num_long += words[segments + row + 1] - words[segments + row] > longest
+        found[k, 0, 0], found[k, 0, 1] = begin, begin + num_long
+        offsets = after(begin + num_long)
+        items[offsets] = 0
+        for i in range(num_long):
+            row = segments + items[begin + i]
+            num_chunks += -(-(words[row + 1] - words[row]) // longest)
+            items[offsets + 1 + i] = num_chunks
+        found[k, 1, 0], found[k, 1, 1] = offsets, offsets + num_long + 1
+        rows = after(offsets + num_long + 1)
+        for i in range(num_long):
+            for chunk in range(items[offsets + i], items[offsets + 1 + i]):
+                items[rows + chunk] = i
+        found[k, 2, 0], found[k, 2, 1] = rows, rows + num_chunks
+        slots = after(rows + num_chunks)
+        for i in range(size):
+            items[slots + 2 * i], items[slots + 2 * i + 1] = words[fetch + i], 0
+        found[k, 3, 0], found[k, 3, 1] = slots, slots + 2 * size
+        end = after(slots + 2 * size)
+    return end
+
+
+@compiled_loop
+def after(end: int) -> int:
+    """Where the array after the one that ends there begins."""
+    return (end + ARRAY_ITEMS - 1) // ARRAY_ITEMS * ARRAY_ITEMS
 
 
 def most_chunk_items(num_lookups: int) -> int:
@@ -75,7 +97,7 @@ def most_chunk_items(num_lookups: int) -> int:
 
 
 class Arranger:
-    """Makes `slots` and `bag_order` of all groups: on a CPU in one compiled call."""
+    """Makes `slots` and `bag_order` of all groups in one compiled call on a CPU."""
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
         self._groups = groups
@@ -83,23 +105,11 @@ class Arranger:
         self._starts = np.concatenate(starts)
         self._firsts = list(accumulate(map(len, starts), initial=0))
 
-    def arrange(self, batch_size: int, plans: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
-        """Writes `slots` and `bag_order`, i32 [N], of each plan: a group's number, and its `order` u16 [N], checked,
-        `segment_offsets` and `unique_slots`, as in `LookupArrays`, and the two."""
-        if plans and plans[0][1][0].device.type != "cpu":
-            for group, arrays in plans:
-                arrange_in_torch(self._groups[group], *arrays)
-            return
-        places = [
-            (
-                self._firsts[g],
-                len(self._groups[g].tables),
-                len(own[0]),
-                len(own[2]),
-                *(array.data_ptr() for array in own),
-            )
-            for g, own in plans
-        ]
+    def arrange(self, batch_size: int, plans: Sequence[tuple[int, ...]]) -> None:
+        """Writes `slots` and `bag_order`, i32 [N], of each plan: the group's number, its look-ups, its distinct rows,
+        and the addresses on the host of its `order`, u16 [N], checked, `segment_offsets` and `unique_slots`, as in
+        `LookupArrays`, and of the two."""
+        places = [(self._firsts[g], len(self._groups[g].tables), *own) for g, *own in plans]
         arrange_each(np.array(places, np.int64).reshape(-1, 9), self._starts * batch_size)
 
 

@@ -42,7 +42,8 @@ def arranged(arrays: Arrays, group: GroupSpec) -> Arrays:
         return arrays
     slots, bag_order = np.empty(len(arrays.order), np.int32), np.empty(len(arrays.order), np.int32)
     own = (arrays.order, arrays.segment_offsets, arrays.unique_slots, slots, bag_order)
-    Arranger([group]).arrange(len(arrays.order) // group.num_features, [(0, [*map(torch.from_numpy, own)])])
+    plan = (0, len(slots), len(arrays.unique_slots), *(array.ctypes.data for array in own))
+    Arranger([group]).arrange(len(slots) // group.num_features, [plan])
     return replace(arrays, order=None, slots=slots, bag_order=bag_order)
 
 

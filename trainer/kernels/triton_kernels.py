@@ -86,11 +86,18 @@ def segments_kernel(
 ) -> None:
     chunk_programs = tl.cdiv(num_chunks, CHUNK_ROWS)
     if tl.program_id(0) < chunk_programs:
-        sum_chunks(
-            pooled_grad, divisors, weights, bag_order, lookup_order, segment_offsets,
-            long_rows, chunk_offsets, chunk_rows, chunk_sums, num_chunks,
-            CHUNK, SUM_STRIDE, D, BLOCK, CHUNK_ROWS, CHUNK_UNROLL,
-        )  # fmt: skip
+        chunk = tl.program_id(0) * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
+        is_chunk = chunk < num_chunks
+        which = tl.load(chunk_rows + chunk, mask=is_chunk, other=0)
+        row = tl.load(long_rows + which, mask=is_chunk, other=0)
+        place = chunk - tl.load(chunk_offsets + which, mask=is_chunk, other=0)
+        begin = tl.load(segment_offsets + row, mask=is_chunk, other=0) + place * CHUNK
+        end = tl.load(segment_offsets + row + 1, mask=is_chunk, other=0)
+        size = tl.where(is_chunk, tl.minimum(end - begin, CHUNK), 0)
+        chunk_sum = sum_of(
+            pooled_grad, D, bag_order, begin, size, divisors, weights, lookup_order, D, BLOCK, CHUNK_ROWS, CHUNK_UNROLL
+        )
+        put(chunk_sums, chunk, chunk_sum, is_chunk, SUM_STRIDE, SUM_STRIDE, BLOCK)
     else:
         own = (tl.program_id(0) - chunk_programs) * ROWS + tl.arange(0, ROWS)
         live = own < num_rows
@@ -107,38 +114,6 @@ def segments_kernel(
                 total, slots, live, weight, master, states, rate,
                 RULE, CONSTANTS, PER_ROW, CLIP, WEIGHT_STRIDE, STRIDE, WEIGHT_WIDTH, WIDTH, D, BLOCK,
             )  # fmt: skip
-
-
-@device
-def sum_chunks(
-    pooled_grad: tl.tensor,
-    divisors: tl.tensor,
-    weights: tl.tensor,
-    bag_order: tl.tensor,
-    lookup_order: tl.tensor,
-    segment_offsets: tl.tensor,
-    long_rows: tl.tensor,
-    chunk_offsets: tl.tensor,
-    chunk_rows: tl.tensor,
-    chunk_sums: tl.tensor,
-    num_chunks: tl.tensor,
-    CHUNK: tl.constexpr,
-    SUM_STRIDE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
-) -> None:
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = own < num_chunks
-    which = tl.load(chunk_rows + own, mask=live, other=0)
-    row = tl.load(long_rows + which, mask=live, other=0)
-    chunk = own - tl.load(chunk_offsets + which, mask=live, other=0)
-    first = tl.load(segment_offsets + row, mask=live, other=0) + chunk * CHUNK
-    end = tl.load(segment_offsets + row + 1, mask=live, other=0)
-    count = tl.where(live, tl.minimum(end - first, CHUNK), 0)
-    total = sum_of(pooled_grad, D, bag_order, first, count, divisors, weights, lookup_order, D, BLOCK, ROWS, UNROLL)
-    put(chunk_sums, own, total, live, SUM_STRIDE, SUM_STRIDE, BLOCK)
 
 
 @kernel("num_long")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import chain, groupby, islice, pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.streams import Phase
-from rowcast.trainer.kernels import GroupLookup, Kernels, Rule, rows_of, rule_at, torch_ops
+from rowcast.trainer.kernels import Group, GroupLookup, Kernels, Rule, all_groups, rows_of, rule_at, torch_ops
+from rowcast.trainer.kernels.gradients import with_gradients
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 __all__ = ["Embeddings", "GroupLookup"]
@@ -38,7 +39,11 @@ class Embeddings:
         Calls `lap` when the rows' update begins and ends in a backward pass."""
         pairs = zip(groups, records, strict=True)
         self._groups = [GroupRows(group, group_records, kernels) for group, group_records in pairs]
-        self._places = places_of(groups)
+        self._places = places_of([piece for group in groups for piece in group.feature_pieces])
+        # those of the job: groups share them
+        self._kernels = all_groups(with_gradients(kernels, groups[0].gradients))
+        self._optimizer = groups[0].optimizer
+        self._newest: tuple[Sequence[GroupLookup], list[Group]] = (), []  # look-ups
         self.trigger = torch.zeros((), dtype=torch.float32, device=records[0].device, requires_grad=True)
         self._awaits_backward: PendingUpdate | None = None
         self._lap = lap
@@ -51,13 +56,17 @@ class Embeddings:
         exactly one backward: a second forward before it, or a second backward, raises RuntimeError. Under
         `torch.no_grad()`, this only looks up."""
         pooled = self.pool(lookups)
-        if torch.is_grad_enabled():
-            pooled = update_in_backward(self.trigger, pooled, self.expect_update(lookups, train_step))
-        return self.by_feature(pooled, lookups)
+        pending = self.expect_update(lookups, train_step) if torch.is_grad_enabled() else None
+        return self.by_feature(pooled, lookups, pending)
 
     def pool(self, lookups: Sequence[GroupLookup]) -> list[Tensor]:
         """f32 [G, D] of each group."""
-        return [group.lookup(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
+        self._newest = lookups, self._of_step(lookups)
+        return self._kernels.lookup_all(self._newest[1])
+
+    def _of_step(self, lookups: Sequence[GroupLookup]) -> list[Group]:
+        pairs = zip(self._groups, lookups, strict=True)
+        return [(own.rows, lookup, own.divisors(lookup, own.bags_of(lookup))) for own, lookup in pairs]
 
     def expect_update(self, lookups: Sequence[GroupLookup], train_step: int) -> "PendingUpdate":
         """Announces an `update` of these look-ups. Raises RuntimeError if one is already expected."""
@@ -69,18 +78,20 @@ class Embeddings:
         self._awaits_backward = PendingUpdate(self, lookups, train_step)
         return self._awaits_backward
 
-    def slots(self, lookups: Sequence[GroupLookup]) -> list[dict[str, "FeatureSlots"]]:
-        """The slots of each group's features, by name. Waits for the device."""
-        return [group.slots(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
+    def by_feature(
+        self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup], pending: "Pending | None"
+    ) -> list[Embedded]:
+        """f32 [G, D] of each group -> the model's input for each feature, in the job's order.
 
-    def by_feature(self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup]) -> list[Embedded]:
-        """f32 [G, D] of each group -> the model's input for each feature, in the job's order."""
+        `pending`: what their backward pass does; None under `torch.no_grad()`."""
+        bags = [group.bags_of(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
+        values = iter(update_in_backward(self.trigger, pooled, bags, pending))
         by_group = [
             feature
-            for group, group_pooled, lookup in zip(self._groups, pooled, lookups, strict=True)
-            for feature in group.by_feature(group_pooled, lookup)
+            for group, own, lookup in zip(self._groups, bags, lookups, strict=True)
+            for feature in group.inputs(list(islice(values, len(own))), lookup.sequence_offsets)
         ]
-        return [by_group[place] for place in self._places]
+        return in_job_order(by_group, self._places)
 
     @property
     def awaits_backward(self) -> bool:
@@ -102,7 +113,7 @@ class Embeddings:
     def close(self) -> None:
         """Releases records and look-ups. A later backward pass raises RuntimeError."""
         self.give_up()
-        self._groups = []
+        self._groups, self._newest = [], ((), [])
 
     def update(self, pooled_grads: Sequence[Tensor], lookups: Sequence[GroupLookup], train_step: int) -> None:
         """Reduces and applies the gradients f32 [G, D] of one forward's pooled embeddings, group by group."""
@@ -115,23 +126,25 @@ class Embeddings:
             )
         self._awaits_backward = None
         self._lap("backward")
-        for group, grad, lookup in zip(self._groups, pooled_grads, lookups, strict=True):
-            group.update(grad, lookup, train_step)
+        newest, self._newest = self._newest, ((), [])
+        groups = newest[1] if newest[0] is lookups else self._of_step(lookups)
+        self._kernels.update_all(groups, pooled_grads, rule_at(self._optimizer, train_step))
         self._lap("update")
 
 
-def places_of(groups: Sequence[GroupSpec]) -> list[int]:
-    """Returns for each feature, in the job's order, its position among those of the groups."""
-    positions = [position for group in groups for position in group.feature_positions]
-    return sorted(range(len(positions)), key=positions.__getitem__)
+def places_of(pieces: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Returns for each feature, in the job's order, where its pieces are among `pieces`, in the order of their columns.
+    Pieces are as in `GroupSpec.feature_pieces`."""
+    places = sorted(range(len(pieces)), key=pieces.__getitem__)
+    return [list(own) for _, own in groupby(places, key=lambda place: pieces[place][0])]
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureSlots:
-    """What a feature looks up."""
-
-    slots: Tensor  # i32 [n], in the order of the look-ups
-    lengths: Tensor  # [B], look-ups of each sample
+def in_job_order(by_piece: Sequence[Embedded], places: Iterable[Sequence[int]]) -> list[Embedded]:
+    """Returns the model's input for each feature, with the columns of its pieces. `places`: as `places_of`."""
+    return [
+        by_piece[own[0]] if len(own) == 1 else torch.cat([cast(Tensor, by_piece[place]) for place in own], dim=1)
+        for own in places
+    ]
 
 
 class GroupRows:
@@ -141,71 +154,42 @@ class GroupRows:
         self.dim = group.embedding_dim
         self.rows = rows_of(records, group)
         self._settings = group.optimizer
-        self._features = group.feature_names
+        self._num_features = group.num_features
         self._unpooled = group.unpooled_features
-        self._kernels = kernels
+        self._kernels = with_gradients(kernels, group.gradients)
         means = [table.pooling == "mean" for table in group.feature_tables()]
-        self._means = torch.tensor(means, device=records.device) if any(means) else None  # bool [F]
-        self._divided: tuple[GroupLookup, Tensor | None] | None = None  # the newest look-up with its divisors
-
-    def lookup(self, lookup: GroupLookup) -> Tensor:
-        divisors = self.divisors(lookup, self._bags_of(lookup))
-        self._divided = lookup, divisors
-        return self._kernels.lookup(self.rows, lookup, divisors)
+        self._means = torch.tensor(means, device=records.device) if any(means) else None  # bool, of each feature
 
     def rule(self, train_step: int) -> Rule:
         return rule_at(self._settings, train_step)
 
-    def by_feature(self, pooled: Tensor, lookup: GroupLookup) -> list[Embedded]:
-        """f32 [G, D] -> the model's input for each of the group's features."""
-        return self.cut(pooled, self._bags_of(lookup), lookup.sequence_offsets)
+    def inputs(self, values: list[Tensor], sequence_offsets: Tensor | None) -> list[Embedded]:
+        """f32 [bags, D] of each feature -> the model's input for it.
 
-    def cut(self, pooled: Tensor, bags: Sequence[int], sequence_offsets: Tensor | None) -> list[Embedded]:
-        """`bags`: of each feature. `sequence_offsets`: i32 [S, B + 1], of the features that are not pooled."""
-        values = cut(pooled, bags)
+        `sequence_offsets`: i32 [S, B + 1], of the features that are not pooled."""
         features: list[Embedded] = list(values)
         for feature, offsets in zip(self._unpooled, () if sequence_offsets is None else sequence_offsets, strict=True):
             features[feature] = Sequences(values=values[feature], offsets=offsets)
         return features
 
-    def slots(self, lookup: GroupLookup) -> dict[str, FeatureSlots]:
-        counts = lookup.slots.new_ones(len(lookup.slots)) if lookup.offsets is None else lookup.offsets.diff()
-        lengths = list(counts.split_with_sizes(self._bags_of(lookup)))
-        slots = lookup.slots.split_with_sizes([int(own.sum()) for own in lengths])
-        for feature, offsets in zip(
-            self._unpooled, () if lookup.sequence_offsets is None else lookup.sequence_offsets, strict=True
-        ):
-            lengths[feature] = offsets.diff()
-        return dict(zip(self._features, map(FeatureSlots, slots, lengths), strict=True))
-
     def zeros(self, lookup: GroupLookup) -> Tensor:
-        return torch.zeros(sum(self._bags_of(lookup)), self.dim, dtype=torch.float32, device=self.rows.weight.device)
-
-    def update(self, pooled_grad: Tensor, lookup: GroupLookup, train_step: int) -> None:
-        divided, self._divided = self._divided, None
-        divisors = (
-            divided[1] if divided is not None and divided[0] is lookup else self.divisors(lookup, self._bags_of(lookup))
-        )
-        self._kernels.update(self.rows, pooled_grad, lookup, divisors, self.rule(train_step))
+        return torch.zeros(sum(self.bags_of(lookup)), self.dim, dtype=torch.float32, device=self.rows.weight.device)
 
     def divisors(self, lookup: GroupLookup, bags: Iterable[int]) -> Tensor | None:
         """Returns the look-ups of each averaged bag, at least 1; 1 for other bags. None if all are 1.
 
-        `bags`: of each feature, part by part."""
+        `bags`: of each of `_means`."""
         if self._means is None or lookup.offsets is None:
             return None
-        is_mean = torch.cat([mean.expand(count) for mean, count in zip(cycle(self._means), bags, strict=False)])
+        is_mean = torch.cat([mean.expand(count) for mean, count in zip(self._means, bags, strict=True)])
         return torch.where(is_mean, lookup.offsets.diff().clamp(min=1), 1).float().view(-1, 1)
 
-    def num_bags(self, batch_size: int, sequence_lookups: Sequence[int]) -> list[int]:
+    def bags_of(self, lookup: GroupLookup) -> list[int]:
         """Returns the number of bags of each feature."""
-        bags = [batch_size] * len(self._features)
-        for feature, num_lookups in zip(self._unpooled, sequence_lookups, strict=True):
+        bags = [lookup.batch_size] * self._num_features
+        for feature, num_lookups in zip(self._unpooled, lookup.sequence_lookups, strict=True):
             bags[feature] = num_lookups
         return bags
-
-    def _bags_of(self, lookup: GroupLookup) -> list[int]:
-        return self.num_bags(lookup.batch_size, lookup.sequence_lookups)
 
 
 @dataclass(slots=True)
@@ -227,22 +211,30 @@ class Pending(Protocol):
 
 
 class UpdateInBackward(torch.autograd.Function):
-    """Identity whose backward pass updates rows instead of returning gradients; `trigger` makes autograd call it."""
+    """Cuts the groups' bags into those of features; the backward pass updates rows instead of returning gradients.
+
+    `trigger` makes autograd call it."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: Tensor, pending: Pending, *pooled: Tensor) -> tuple[Tensor, ...]:
-        ctx.pending = pending
-        return tuple(tensor.view_as(tensor) for tensor in pooled)
+    def forward(
+        ctx: Any, trigger: Tensor, pending: Pending | None, bags: Sequence[Sequence[int]], *pooled: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.pending, ctx.counts = pending, list(map(len, bags))
+        return tuple(chain.from_iterable(map(Tensor.split_with_sizes, pooled, bags)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        ctx.pending.apply(grads)
-        return (None,) * (2 + len(grads))
+        own = iter(grads)
+        ctx.pending.apply([joined(list(islice(own, count))) for count in ctx.counts])
+        return (None,) * (3 + len(ctx.counts))
 
 
-def update_in_backward(trigger: Tensor, pooled: list[Tensor], pending: Pending) -> list[Tensor]:
-    """Returns `pooled` as results of autograd; the only typed call of `Function.apply`."""
-    return list(cast(Any, UpdateInBackward).apply(trigger, pending, *pooled))
+def update_in_backward(
+    trigger: Tensor, pooled: Sequence[Tensor], bags: Sequence[Sequence[int]], pending: Pending | None
+) -> list[Tensor]:
+    """Returns f32 [bags, D] of each feature, group by group, as results of autograd; the only typed call of
+    `Function.apply`."""
+    return list(cast(Any, UpdateInBackward).apply(trigger, pending, bags, *pooled))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

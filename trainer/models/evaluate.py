@@ -107,8 +107,8 @@ class EvalCounts:
         are_all = counted == (num_known or [num_samples]) and sum(counted) > 0
         aucs = [area_under_curve(*own) for own in histograms]
         mean_auc = None if None in aucs else sum(auc for auc in aucs if auc is not None) / len(aucs)
-        losses = sum_in_order(self.task_loss_sum.unbind()).tolist()
-        logloss = sum_in_order(self.loss_sum.unbind()).item() / num_samples if num_samples else None
+        losses = sum_in_order(self.task_loss_sum.clone()).tolist()
+        logloss = sum_in_order(self.loss_sum.clone()).item() / num_samples if num_samples else None
         is_own_loss = bool(self.num_own)
         is_plain = are_all and not num_known and not is_own_loss
         tasks = []

@@ -95,6 +95,17 @@ class JobModel:
         metrics.update(self.logits(outputs), labels, loss, part)
         metrics.update_ranks(self.ranks(outputs))
 
+    def scores(self, outputs: Any, labels: Tensor) -> Tensor:
+        """Returns f32 in the shape of `labels`. Raises ConfigError if the outputs are not numbers for each of these."""
+        logits = self.logits(outputs)
+        if not isinstance(logits, Tensor) or logits.shape != labels.shape:
+            found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
+            raise ConfigError(
+                f"the model's outputs have {found}, which are no scores; give the model a method logits(outputs) that "
+                f"returns shape {list(labels.shape)}"
+            )
+        return logits.float()
+
     def step(self, train_step: int) -> None:
         """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""
         clip(self.model, self._settings)
@@ -225,7 +236,7 @@ def check_compiler(device: torch.device) -> None:
 
 def named_inputs(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the batch's arrays among those of a plan, without dense features and labels."""
-    return {name.removeprefix(PREFIX): array for name, array in arrays.items() if name.startswith(PREFIX)}
+    return {name.removeprefix(PREFIX): arrays[name] for name in arrays if name.startswith(PREFIX)}
 
 
 class ModelInputs:

@@ -33,7 +33,9 @@ STATES = {
 
 
 def pack(tensors: Tensors) -> bytes:
-    return save({name: own_copy(tensor) for name, tensor in tensors.items()})
+    # contiguous copies on the host in separate memory, as safetensors requires even for tied weights
+    layout = torch.contiguous_format
+    return save({name: own.detach().cpu().clone(memory_format=layout) for name, own in tensors.items()})
 
 
 @contextmanager
@@ -52,11 +54,6 @@ def unpack(content: bytes) -> Tensors:
     """Raises DataError."""
     with readable():
         return load(content)
-
-
-def own_copy(tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy on the host in separate memory, as safetensors requires even for tied weights."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:

@@ -1,5 +1,7 @@
 """Computes a step with the job's model: issues look-up, forward, backward and update to the compute stream."""
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -7,15 +9,15 @@ import torch
 from torch import Tensor
 
 from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec
-from rowcast.protocol.messages import PlanHeader
-from rowcast.protocol.plan_layout import LOOKUP_ARRAYS
+from rowcast.job.tables import group_specs
+from rowcast.protocol.messages import GroupHeader, PlanHeader
+from rowcast.runtime.arrays import F32
 from rowcast.trainer.device.streams import PhaseClock, Shown, Streams
-from rowcast.trainer.kernels import Kernels
+from rowcast.trainer.kernels import ADDRESSED, Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.derived import Chunks
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
-from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics
+from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
 from rowcast.trainer.models.job_model import JobModel, named_inputs
 from rowcast.trainer.models.model_state import (
     Tensors,
@@ -27,7 +29,18 @@ from rowcast.trainer.models.model_state import (
     restore_random,
 )
 
-LOOKUP_FIELDS = tuple(LOOKUP_ARRAYS)
+
+class Arrays(Mapping[str, Tensor]):
+    """A plan's arrays, by name."""
+
+    @abstractmethod
+    def addresses(self, names: Sequence[str]) -> list[int]:
+        """Returns where each array begins; 0 if there is none of this name."""
+
+
+@cache
+def array_names(group: int, fields: tuple[str, ...]) -> list[str]:
+    return [f"{group}.{field}" for field in fields]
 
 
 class StepInputs(Protocol):
@@ -40,34 +53,70 @@ class StepInputs(Protocol):
     def header(self) -> PlanHeader: ...
 
     @property
-    def arrays(self) -> dict[str, Tensor]:
-        """Arrays on the device, by name."""
-
-
-@cache
-def array_names(group: int, fields: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Each field with the name of the group's array."""
-    return [(field, f"{group}.{field}") for field in fields]
+    def arrays(self) -> Arrays:
+        """On the device."""
 
 
 def step_lookups(step: StepInputs) -> list[GroupLookup]:
-    arrays = step.arrays
     return [
-        GroupLookup(
-            batch_size=step.header.batch_size,
-            sequence_lookups=header.sequence_lookups,
-            chunks=Chunks(*[arrays[name] for _, name in array_names(group, Chunks._fields)]),
-            **{field: arrays[name] for field, name in array_names(group, LOOKUP_FIELDS) if name in arrays},
-        )
+        ArrivedLookup.of(step.arrays, group, header, step.header.batch_size)
         for group, header in enumerate(step.header.groups)
     ]
+
+
+class ArrivedLookup(GroupLookup):
+    """The look-ups of a plan, whose tensors are made when they are asked for."""
+
+    __slots__ = ("_addresses", "_arrays", "_group", "_header")
+    _addresses: list[int]
+    _arrays: Arrays
+    _group: int
+    _header: GroupHeader
+
+    @classmethod
+    def of(cls, arrays: Arrays, group: int, header: GroupHeader, batch_size: int) -> GroupLookup:
+        lookup = cls.__new__(cls)
+        lookup._arrays, lookup._group, lookup._header = arrays, group, header
+        lookup.batch_size, lookup.sequence_lookups = batch_size, header.sequence_lookups
+        return lookup
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for a field that was not asked for yet."""
+        if name in ("_arrays", "_group"):
+            raise AttributeError(name)
+        if name == "_addresses":
+            found: Any = self._arrays.addresses(array_names(self._group, ADDRESSED))
+        elif name == "chunks":
+            found = Chunks(*[self._arrays[own] for own in array_names(self._group, Chunks._fields)])
+        else:
+            found = self._arrays.get(f"{self._group}.{name}")
+        setattr(self, name, found)
+        return found
+
+    def addresses(self) -> list[int]:
+        return self._addresses
+
+    @property
+    def num_lookups(self) -> int:
+        return self._header.num_lookups
+
+    @property
+    def num_unique(self) -> int:
+        return self._header.num_unique
+
+
+class Scores(Protocol):
+    """Takes the scores of all samples, in their order; implemented by `ScoreFile`."""
+
+    def begin(self, name: str) -> None:
+        """`name`: of what they are, as `JobModel.score_name`."""
+
+    def write(self, scores: F32) -> None: ...
 
 
 class Runner:
     """A model and its evaluation: what runners of whole batches and of parts share. Implements `barrier.ModelState`."""
 
-    trains = True
-    needs_labels = True
     keeps_random_state = True
 
     def __init__(
@@ -78,23 +127,36 @@ class Runner:
         clock: PhaseClock | None = None,
         kernels: Kernels | None = None,
         parts: int = 1,
+        *,
+        trains: bool = True,
+        scores: Scores | None = None,
     ) -> None:
-        """`clock` times the steps' stream. `kernels`: None chooses those for the device."""
+        """`clock` times the steps' stream. `kernels`: None chooses those for the device. `scores`: take what evaluation
+        steps compute, instead of metrics."""
         self.device = device
         self._job = job
         self._clock: PhaseClock = clock or PhaseClock()
-        self._side = JobModel(job, num_dense, device, trains=self.trains, needs_labels=self.needs_labels, parts=parts)
+        self._trains, self._scores = trains, scores
+        self._scored: dict[int, list[Tensor]] = {}  # by step, on their way to the host
+        self._side = JobModel(job, num_dense, device, trains=trains, needs_labels=scores is None, parts=parts)
         self.model = self._side.model
         self.trained = [self.model, self._side.optimizer]
         self._kernels = kernels or choose_kernels(device, job)
         self._metrics = EvalMetrics(device, parts, len(job.data.columns.labels))
+        if scores is not None:
+            scores.begin(self._side.score_name)
 
     def count(self, step: int, outputs: Any, labels: Tensor, part: int = 0) -> None:
-        """Adds the outputs of an evaluation step, or of one of its parts, to the metrics."""
-        self._side.count(self._metrics, outputs, labels, part)
+        """Adds the outputs of an evaluation step, or of one of its parts, to the metrics or to the scores."""
+        if self._scores is None:
+            self._side.count(self._metrics, outputs, labels, part)
+        else:
+            self._scored.setdefault(step, []).append(to_host(self._side.scores(outputs, labels)))
 
     def completed(self, step: int) -> None:
-        pass
+        for part in self._scored.pop(step, []):
+            assert self._scores is not None, "`count` found it"
+            self._scores.write(part.numpy())
 
     def issue_state(self, streams: Streams) -> None:
         pass
@@ -112,7 +174,7 @@ class Runner:
         """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress. To
         evaluate, restores only weights."""
         restore_model(self.model, tensors)
-        if not self.trains:
+        if not self._trains:
             return False
         restore_optimizer(self.model, self._side.optimizer, tensors)
         if self.keeps_random_state:
@@ -126,15 +188,17 @@ class StepRunner(Runner):
     def __init__(
         self,
         job: Job,
-        groups: tuple[GroupSpec, ...],
         records: list[Tensor],
         num_dense: int,
         clock: PhaseClock | None = None,
         kernels: Kernels | None = None,
+        *,
+        trains: bool = True,
+        scores: Scores | None = None,
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group."""
-        super().__init__(job, records[0].device, num_dense, clock, kernels)
-        self._embeddings = Embeddings(groups, records, self._kernels, self._clock.lap)
+        super().__init__(job, records[0].device, num_dense, clock, kernels, trains=trains, scores=scores)
+        self._embeddings = Embeddings(group_specs(job), records, self._kernels, self._clock.lap)
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:
         streams.compute.run(lambda: self.train(step, loss))
@@ -169,9 +233,3 @@ class StepRunner(Runner):
             embeddings = self._embeddings(step_lookups(step), step.header.train_step)
             outputs = self._side.forward(step.arrays["dense"], embeddings, named_inputs(step.arrays), training=False)
             self.count(step.step, outputs, step.arrays["labels"])
-
-
-class EvaluationRunner(StepRunner):
-    """The runner of `trainer eval`."""
-
-    trains = False

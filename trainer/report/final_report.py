@@ -11,7 +11,7 @@ from rowcast.protocol.messages import Welcome
 from rowcast.runtime.telemetry.metrics import versions
 from rowcast.trainer.report.charts import RunRecord
 from rowcast.trainer.report.progress import History
-from rowcast.trainer.report.report_json import Report, RunFacts, make_report
+from rowcast.trainer.report.report_json import Report, make_report
 from rowcast.trainer.report.results import ResultFiles
 from rowcast.trainer.step.engine import TrainerEngine
 
@@ -22,8 +22,6 @@ def final_report(
     results: ResultFiles,
     *,
     train_steps: int,
-    device: torch.device,
-    pinned: bool,
     met_s: float,
     first_step_s: float | None,
 ) -> Report:
@@ -36,31 +34,29 @@ def final_report(
     first_step_s = first_step_s or now_s
     return make_report(
         engine.counters,
-        RunFacts(
-            wall_s=now_s - first_step_s,
-            startup_s=first_step_s - met_s,
-            train_steps=train_steps,
-            skipped_steps=len(results.skipped),
-            loss=results.mean_loss,
-            first_loss=results.first_loss,
-            evaluations=tuple(results.evaluations),
-            table_bytes=engine.slots.table_bytes,
-            cache_bytes=engine.slots.cache_bytes,
-            staging_bytes=engine.cache.staging_bytes,
-            plans_bytes=engine.cache.plans_bytes,
-            device_bytes=engine.device_bytes,
-            host_bytes=end.host_bytes,
-            prefetcher_waits_s={wait.reason: wait.seconds for wait in end.waits},
-            tier=end.tier,
-            threads=torch.get_num_threads(),
-            pinned=pinned,
-            device=str(device),
-            versions=versions("torch", "numpy"),
-            pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
-            finished=end.finished,
-            stopped_by=None if end.finished else engine.barrier.stop_reason,
-            ended_early=engine.loop.ended_by,
-        ),
+        wall_s=now_s - first_step_s,
+        startup_s=first_step_s - met_s,
+        train_steps=train_steps,
+        skipped_steps=len(results.skipped),
+        loss=results.mean_loss,
+        first_loss=results.first_loss,
+        evaluations=results.evaluations,
+        table_bytes=engine.slots.table_bytes,
+        cache_bytes=engine.slots.cache_bytes,
+        staging_bytes=engine.cache.staging_bytes,
+        plans_bytes=engine.cache.plans_bytes,
+        device_bytes=engine.device_bytes,
+        host_bytes=end.host_bytes,
+        prefetcher_waits_s={wait.reason: wait.seconds for wait in end.waits},
+        tier=end.tier,
+        threads=torch.get_num_threads(),
+        pinned=engine.has_page_locked_rings,
+        device=str(engine.device),
+        versions=versions("torch", "numpy"),
+        pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
+        finished=end.finished,
+        stopped_by=None if end.finished else engine.barrier.stop_reason,
+        ended_early=engine.loop.ended_by,
     )
 
 

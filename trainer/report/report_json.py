@@ -17,6 +17,11 @@ from rowcast.trainer.step.metrics import TrainerCounters
 RECENT = 100  # losses in the average
 # what the counters of all groups add up to, by the same names
 COUNTED = ("lookups", "unique_rows", "rows_fetched", "rows_evicted", "rows_written_back", "rows_flushed")
+EXCHANGED = (
+    *("rows_sent", "rows_received", "bytes_sent", "bytes_received"),
+    *("vector_bytes_sent", "vector_bytes_received"),
+)
+OF_EVALUATION = ("auc", "logloss", "is_own_loss", "accuracy", "normalized_entropy", "ranking", "tasks")
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,8 +34,10 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     waited_for_ranks_s: float  # until the others reached the same point, and during the transfer
     rows_sent: int  # to other ranks
     rows_received: int
-    bytes_sent: int  # of these rows, and of the gradients of those received
+    bytes_sent: int  # of these rows, of pooled vectors, and of the gradients of those received
     bytes_received: int
+    vector_bytes_sent: int = 0  # of these, vectors' of tables that one rank owns whole, and their gradients'
+    vector_bytes_received: int = 0
     device: str
     pids: dict[str, int]  # prefetcher, trainer
 
@@ -93,83 +100,60 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lines_lost: int = 0  # lines that stdout or stderr of the trainers could not take
 
 
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A report's content besides the counters."""
-
-    train_steps: int
-    skipped_steps: int
-    wall_s: float
-    startup_s: float
-    loss: float | None
-    first_loss: float | None
-    evaluations: tuple[Evaluation, ...]
-    table_bytes: int
-    cache_bytes: int
-    staging_bytes: int
-    plans_bytes: int
-    device_bytes: int
-    host_bytes: int
-    prefetcher_waits_s: dict[str, float]
-    tier: TierTotals | None
-    threads: int
-    pinned: bool
-    device: str
-    versions: dict[str, str]
-    pids: dict[str, int]
-    finished: bool
-    stopped_by: str | None
-    ended_early: str
-
-
-def make_report(counters: TrainerCounters, run: RunFacts) -> Report:
-    """Makes the report of one rank."""
+def make_report(
+    counters: TrainerCounters,
+    *,
+    wall_s: float,
+    evaluations: Sequence[Evaluation],
+    prefetcher_waits_s: dict[str, float],
+    device: str,
+    pids: dict[str, int],
+    **facts: Any,
+) -> Report:
+    """Makes the report of one rank. `facts`: its other fields that no counter knows."""
     unique_rows = counters.total("unique_rows")
     counted: dict[str, Any] = {name: counters.total(name) for name in COUNTED}
     none = Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
-    place = place_of_best(run.evaluations)
+    last, place = evaluations[-1] if evaluations else none, place_of_best(evaluations)
     return Report(
         steps=counters.train_steps,
         eval_steps=counters.eval_steps,
         samples=counters.samples,
-        samples_per_s=counters.samples / run.wall_s if run.wall_s else 0.0,
+        samples_per_s=counters.samples / wall_s if wall_s else 0.0,
+        wall_s=wall_s,
         hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
         trainer_wait_s=counters.stalls["rows"],
         waits_s={
-            "prefetcher": run.prefetcher_waits_s,
+            "prefetcher": prefetcher_waits_s,
             "trainer": {str(reason): seconds for reason, seconds in counters.stalls.items()},
         },
         phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
-        stall_share=counters.stalls["rows"] / run.wall_s if run.wall_s else 0.0,
+        stall_share=counters.stalls["rows"] / wall_s if wall_s else 0.0,
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
         rank_imbalance=counters.mean_imbalance,
-        ranks=(rank_figures(counters, run),),
+        ranks=(rank_figures(counters, device, pids),),
+        device=device,
+        pids=pids,
         lines_lost=LOST.lines,
-        best_train_step=None if place < 0 else run.evaluations[place].train_step,
+        evaluations=tuple(evaluations),
+        best_train_step=None if place < 0 else evaluations[place].train_step,
+        **{name: getattr(last, name) for name in OF_EVALUATION},
         **counted,
-        **fields_of_report(run.evaluations[-1] if run.evaluations else none),
-        **fields_of_report(run),
+        **facts,
     )
 
 
-def fields_of_report(part: msgspec.Struct) -> dict[str, Any]:
-    """The fields that a report has by the same names."""
-    return {name: getattr(part, name) for name in part.__struct_fields__ if name in Report.__struct_fields__}
-
-
-def rank_figures(counters: TrainerCounters, run: RunFacts) -> RankFigures:
+def rank_figures(counters: TrainerCounters, device: str, pids: dict[str, int]) -> RankFigures:
     return RankFigures(
         rank=counters.rank,
         samples=counters.samples,
         rows_owned=counters.total("unique_rows"),
         waited_for_rows_s=counters.stalls["rows"],
         waited_for_ranks_s=counters.stalls["ranks"],
-        rows_sent=counters.total("rows_sent"),
-        rows_received=counters.total("rows_received"),
-        bytes_sent=counters.total("bytes_sent"),
-        bytes_received=counters.total("bytes_received"),
-        device=run.device,
-        pids=run.pids,
+        device=device,
+        pids=pids,
+        **{name: counters.total(name) for name in EXCHANGED},
     )
 
 
@@ -178,21 +162,8 @@ def rank_figures(counters: TrainerCounters, run: RunFacts) -> RankFigures:
 
 # quantities that ranks divide; the other fields are the same on all, or rank 0's
 ADDED = (
-    "samples",
-    "lookups",
-    "unique_rows",
-    "rows_fetched",
-    "rows_evicted",
-    "rows_written_back",
-    "rows_flushed",
-    "bytes_to_device",
-    "bytes_from_device",
-    "cache_bytes",
-    "staging_bytes",
-    "plans_bytes",
-    "device_bytes",
-    "host_bytes",
-    "lines_lost",
+    *("samples", *COUNTED, "bytes_to_device", "bytes_from_device"),
+    *("cache_bytes", "staging_bytes", "plans_bytes", "device_bytes", "host_bytes", "lines_lost"),
 )
 
 
@@ -201,6 +172,7 @@ def report_of_all(ranks: Sequence[Report]) -> Report:
     added = msgspec.structs.replace(ranks[0], **sums(ranks, ADDED))
     unique_rows, wall_s = added.unique_rows, added.wall_s
     waited_s = max(own.trainer_wait_s for own in ranks)
+    tiers = [own.tier for own in ranks if own.tier is not None]
     return msgspec.structs.replace(
         added,
         samples_per_s=added.samples / wall_s if wall_s else 0.0,
@@ -211,7 +183,7 @@ def report_of_all(ranks: Sequence[Report]) -> Report:
             process: by_name(max, [own.waits_s.get(process, {}) for own in ranks]) for process in ranks[0].waits_s
         },
         phase_ms=by_name(fmean, [own.phase_ms for own in ranks]),
-        tier=tier_of_all([own.tier for own in ranks if own.tier is not None]),
+        tier=TierTotals(**sums(tiers, TierTotals.__struct_fields__)) if tiers else None,
         ranks=tuple(figures for own in ranks for figures in own.ranks),
     )
 
@@ -222,10 +194,6 @@ def sums(parts: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
 
 def by_name(put_together: Callable[[list[float]], float], parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: put_together([part.get(name, 0.0) for part in parts]) for name in parts[0]}
-
-
-def tier_of_all(tiers: Sequence[TierTotals]) -> TierTotals | None:
-    return TierTotals(**sums(tiers, TierTotals.__struct_fields__)) if tiers else None
 
 
 # the file

@@ -247,7 +247,7 @@ class ResultsInMemory(ResultFiles):
 
 
 class EvaluationOnly(ResultsInMemory):
-    """The results of `trainer eval`: restores nothing from the checkpoint."""
+    """The results of `trainer eval`, and of a script that keeps its own: restores nothing from a checkpoint."""
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Does nothing: the run's results are not this evaluation's."""
+        """Does nothing: the run's results are not these."""

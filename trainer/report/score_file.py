@@ -27,7 +27,7 @@ WRITERS = {".csv": csv.CSVWriter, ".parquet": pq.ParquetWriter}
 
 
 class ScoreFile:
-    """Implements `scoring.Scores`. `finish` gives the file its name."""
+    """Implements `runner.Scores`. `finish` gives the file its name."""
 
     def __init__(self, path: Path, labels: Sequence[str], *, probability: bool) -> None:
         """`labels`: their names if there are several. Raises ConfigError."""

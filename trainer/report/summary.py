@@ -104,9 +104,11 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def exchange_rows(report: Report) -> list[tuple[str, str]]:
-    rows, nbytes = (sum(getattr(own, name) for own in report.ranks) for name in ("rows_sent", "bytes_sent"))
+    names = ("rows_sent", "bytes_sent", "vector_bytes_sent")
+    rows, nbytes, of_vectors = (sum(getattr(own, name) for own in report.ranks) for name in names)
+    vectors = f"; pooled vectors and theirs, {human_bytes(of_vectors)}" if of_vectors else ""
     return [
-        ("exchanged", f"{rows:,} rows and their gradients, {human_bytes(nbytes)}"),
+        ("exchanged", f"{rows:,} rows and their gradients, {human_bytes(nbytes - of_vectors)}{vectors}"),
         ("rows of a rank", f"{report.rank_imbalance:.3f}, the most over the mean"),
     ]
 

@@ -7,10 +7,10 @@ rings, model and cold cache. It always closes them in the reverse order of openi
 import io
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import msgspec
 import torch
 from rich.console import Console
 
@@ -18,15 +18,14 @@ from rowcast.job.file import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.job.training_identity import refuse_finished
-from rowcast.job.units import parse_seconds
 from rowcast.protocol.attempts import Attempts, RankPatience
 from rowcast.protocol.messages import Welcome
 from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.crew import Crew
-from rowcast.runtime.errors import ConfigError, DataError, PeerLost, RowcastError
-from rowcast.runtime.machine import UNRECORDED, keep_freed_memory, usable_cores
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.machine import UNRECORDED, Machine, keep_freed_memory, seen, usable_cores
 from rowcast.runtime.process import STOPPING, Signals
 from rowcast.runtime.run_directory import RunDirectory, holder, note_refusal, pair_folder
 from rowcast.runtime.telemetry.logs import get_logger
@@ -37,15 +36,14 @@ from rowcast.trainer.device.streams import PhaseClock, on_device
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
 from rowcast.trainer.report.progress import History, TerminalProgress, ignore
-from rowcast.trainer.report.report_json import Report, report_of_all
+from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.tensorboard import TensorBoardWriter, check_board
 from rowcast.trainer.run.connection import MODEL, Connection
 from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.launch import read_launch
 from rowcast.trainer.run.machine import prepared, set_threads, settle, warn_of_overridden
-from rowcast.trainer.run.meeting import POLL_S, decoded
-from rowcast.trainer.run.rank_group import Group, all_start, failed_start, party_of, start_of
+from rowcast.trainer.run.rank_group import Group, await_complete, gathered_report, meet_together, party_of
 from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
 from rowcast.trainer.step.metrics import new_counters
 
@@ -70,6 +68,7 @@ class TrainerAttempt:
         kind = EvaluationOnly if run.errand.mode == "eval" else ResultFiles if self._leads else ResultsInMemory
         self._results = kind(run.job.run_dir)
         self._crew = crew
+        self._watch: Callable[[], None] = lambda: None  # over exchanges with other ranks
 
     def live(self) -> None:
         """Returns when the run is finished or was stopped. Raises the first error of any stage, PeerLost included."""
@@ -80,7 +79,7 @@ class TrainerAttempt:
         with self._connection as connection:
             welcome = self._meet(connection, group)
             if welcome is None:
-                who = "the prefetcher was stopped" if connection.has_left else "stopped"
+                who = "the prefetcher was stopped" if connection.left.is_set() else "stopped"
                 self._log.info(f"{who} before the run had begun")
                 return
             if self._keeps_results:
@@ -89,6 +88,9 @@ class TrainerAttempt:
                 self._train(connection, group, welcome)
             except RankLeft:
                 self._log.info("a rank was stopped before the run had begun")
+            except BaseException:
+                group.abandon(run.device)
+                raise
             finally:
                 engine = connection.engine
                 if engine is not None:
@@ -102,26 +104,18 @@ class TrainerAttempt:
 
     def _meet(self, connection: Connection, group: Group) -> Welcome | None:
         """Connects to the prefetcher. Returns once all ranks are connected to theirs, None if any of them leaves."""
+        run = self._run
 
-        def given_up() -> bool:
-            if connection.welcome is not None:
-                connection.attend()
-            return self._given_up()
-
-        run, machine = self._run, UNRECORDED
-        timeout_s = sum(map(parse_seconds, (self._job.transport.connect_timeout, self._job.ranks.timeout)))
-        try:
+        def meet() -> tuple[Welcome | None, Machine]:
             welcome = connection.meet(run.machine, run.errand.mode, self._given_up, run.signals.began_s)
-            if welcome is not None:
-                machine = settle(self._job, run.errand.mode, run.machine, run.cores, welcome.machine)
-            if welcome is not None and self._keeps_results:
+            if welcome is None:
+                return None, UNRECORDED
+            machine = settle(self._job, run.errand.mode, run.machine, run.cores, welcome.machine)
+            if self._keeps_results:
                 self._earlier.check(welcome, fresh=run.fresh)
-        except RowcastError as error:
-            if not self._given_up():
-                with suppress(RowcastError):
-                    all_start(group, failed_start(error), 0.0, lambda: False)
-            raise
-        return welcome if all_start(group, start_of(welcome, machine), timeout_s, given_up) else None
+            return welcome, machine
+
+        return meet_together(group, meet, self._job, self._given_up, connection.attend)
 
     def gauges(self) -> TrainerGauges:
         welcome, engine = self._connection.welcome, self._connection.engine
@@ -170,34 +164,18 @@ class TrainerAttempt:
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
-        own = self._report(engine, welcome, are_pinned=connection.has_page_locked_rings)
-        report = report_of_all([decoded(content, Report) for content in group.gather(msgspec.json.encode(own))])
+        report = gathered_report(group, self._report(engine, welcome))
         self._results.close()  # before the good-bye: after it the run counts as complete
         if self._leads:
             self._write_report(report)
         elif run.errand.mode == "train" and report.finished:
-            self._await_complete()
+            await_complete(self._job, self._crew.check)
         connection.say_bye()
         if self._leads:
             from rowcast.trainer.report.summary import print_summary
 
             page = self._job.run_dir / PAGE
             print_summary(report, page=page if run.errand.mode == "train" and page.exists() else None)
-
-    def _await_complete(self) -> None:
-        """Waits for the first rank to end, so that the others are still running if it has to restart.
-
-        Raises PeerLost if the run is not complete within ranks.timeout."""
-        directory = RunDirectory(self._job.run_dir, "trainer")
-        deadline_s = time.monotonic() + parse_seconds(self._job.ranks.timeout)
-        while directory.completion() is None:
-            self._crew.check()
-            if time.monotonic() > deadline_s:
-                raise PeerLost(
-                    f"rank 0 has not completed the run within {self._job.ranks.timeout} (ranks.timeout) after its last "
-                    "step; its log says why"
-                )
-            time.sleep(POLL_S)
 
     def _write_report(self, report: Report) -> None:
         crash_point("report not written")
@@ -212,15 +190,18 @@ class TrainerAttempt:
         self, group: Group, records: list[torch.Tensor], num_dense: int, clock: PhaseClock, stop: AgreedStop
     ) -> Runner:
         run = self._run
+        trains, scores = run.errand.mode == "train", run.errand.scores
         if not group.rank.is_divided:
-            return run.errand.runner(run.job, run.groups, records, num_dense, clock, run.kernels)
-        self._connection.waits_for = "the other ranks"
+            return StepRunner(run.job, records, num_dense, clock, run.kernels, trains=trains, scores=scores)
+        connection = self._connection
+        connection.waits_for = "the other ranks"
         collectives = group.connect(run.device, self._crew.check, self._given_up)
-        self._connection.waits_for = MODEL
+        connection.waits_for = MODEL
         if collectives is None:
             raise RankLeft
-        parts = run.job, run.groups, records, num_dense, group.rank, collectives, stop
-        runner = run.errand.shared_runner(*parts, run.kernels, clock)
+        self._watch = collectives.watch
+        parts = connection.job, records, num_dense, group.rank, collectives, stop
+        runner = SharedRunner(*parts, run.kernels, clock, trains=trains, scores=scores)
         runner.balanced = run.counters.balanced
         return runner
 
@@ -240,13 +221,14 @@ class TrainerAttempt:
                 stop.ask(reason)
             progress.update()
             run.history.update(engine.loop.first_step_s)
+            self._watch()
             return engine.loop.advance()
 
         connection.drive(advance, until=lambda: engine.loop.finished)
 
     # the report
 
-    def _report(self, engine: TrainerEngine, welcome: Welcome, *, are_pinned: bool) -> Report:
+    def _report(self, engine: TrainerEngine, welcome: Welcome) -> Report:
         from rowcast.trainer.report.final_report import final_report  # charts and all: not before the first step
 
         run = self._run
@@ -257,8 +239,6 @@ class TrainerAttempt:
             welcome,
             self._results,
             train_steps=steps,
-            device=run.device,
-            pinned=are_pinned,
             met_s=run.met_s,
             first_step_s=run.first_step_s or engine.loop.first_step_s,
         )
@@ -280,7 +260,6 @@ class TrainerRun:
         """`tensorboard`: the folder for event files; None writes none. Raises ConfigError."""
         self._launch = launch = read_launch(os.environ)
         self.job = with_ports_of_pair(job, launch.rank)
-        self.groups = group_specs(job)
         self.party = party_of(job, launch, errand.mode)  # all trainers of the run
         self.folder = pair_folder(job.run_dir, launch.rank, launch.world_size)  # of this pair of processes
         self.errand, self.fresh, self.tensorboard = errand, fresh, tensorboard
@@ -288,7 +267,7 @@ class TrainerRun:
         patience = RankPatience("prefetcher", job.transport) if launch.world_size > 1 else None
         self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals, patience)
         self.health = self._attempts.health
-        self.counters = new_counters(self.groups, launch.rank)
+        self.counters = new_counters(group_specs(job), launch.rank)
         self.history = History(self.counters)
         # by time.perf_counter(); set by the first attempt
         self.met_s: float | None = None  # the first prefetcher connected
@@ -300,7 +279,7 @@ class TrainerRun:
         try:
             if self.tensorboard is not None:
                 check_board(self.tensorboard)
-            self.device = self._choose_device()
+            self.device = choose_device(self.job.trainer.device, self._launch.local_rank)
         except ConfigError as error:
             note_refusal(self.folder, "trainer", error)
             raise
@@ -334,10 +313,11 @@ class TrainerRun:
             self._attempts.run(lambda _, transport, crew: TrainerAttempt(self, transport, crew))
 
     def _has_ended(self, of_run: RunDirectory) -> bool:
-        """Returns whether the run is over: a trainer killed after the last good-byes may be restarted without a
-        prefetcher."""
-        first = pair_folder(self.job.run_dir, 0, self._launch.world_size)
-        return of_run.completion() is not None and holder(first, "prefetcher") is None
+        """Returns whether the run has ended since torchrun began: a trainer killed after the last good-byes may be
+        restarted without a prefetcher."""
+        first, torchrun = pair_folder(self.job.run_dir, 0, self._launch.world_size), seen(os.getppid())
+        has_ended = torchrun is not None and of_run.was_completed_since(torchrun.began_s)
+        return has_ended and holder(first, "prefetcher") is None
 
     def _prepare(self) -> None:
         trainers = self._launch.local_world_size
@@ -348,12 +328,6 @@ class TrainerRun:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.kernels, self.machine = prepared(self.job, self.device, self.cores)
-
-    def _choose_device(self) -> torch.device:
-        try:
-            return choose_device(self.job.trainer.device, self._launch.local_rank)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
     def _bring_back_results(self) -> None:
         """Restores the results that a fresh run set aside, if it was killed before its first checkpoint."""

@@ -45,7 +45,7 @@ from rowcast.runtime.telemetry.timeline import recorded_stages
 from rowcast.trainer.device.cuda import RingEnds, page_locked, release_memory
 from rowcast.trainer.device.streams import Streams, stage_on
 from rowcast.trainer.step.barrier import Results
-from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine, check_welcome_fits
+from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine, check_welcome_fits, placed
 from rowcast.trainer.step.metrics import TrainerCounters
 
 # after a stop, the wait for a Welcome in flight: a prefetcher that has sent one expects a trainer
@@ -76,26 +76,21 @@ class Connection:
         self.conversation: Conversation | None = None
         self.welcome: Welcome | None = None
         self.engine: TrainerEngine | None = None
-        self.has_page_locked_rings = False
         self.asked_to_stop: str | None = None  # the reason, if the prefetcher of any rank got a stop request
         self.waits_for = MODEL  # before the engine is there
         # changes this process's progress before it is reported
         self.adjust_progress: Callable[[ProcessProgress], ProcessProgress] = lambda progress: progress
-        self._job, self._groups, self._rank = job, group_specs(job), rank
+        self.job, self.groups, self._rank = job, group_specs(job), rank  # placed as the Welcome says
         self._folder = pair_folder(job.run_dir, rank.number, rank.count)
         self._transport, self._crew, self._health = transport, crew, health
         self._counters, self._device = counters, device
-        self._left = threading.Event()
+        self.left = threading.Event()  # set once the prefetcher has
         self._watch: PeerWatch | None = None
 
     def _progress(self) -> ProcessProgress:
         if self.engine is not None:
             return self.engine.loop.progress()
         return ProcessProgress(step_begun=None, step_done=None, work=0, waiting_for=self.waits_for, ended=False)
-
-    @property
-    def has_left(self) -> bool:
-        return self._left.is_set()
 
     def meet(
         self,
@@ -118,7 +113,7 @@ class Connection:
         conversation = self.conversation = Conversation(Session("trainer"), link)
         conversation.on_message = self._crew.wake_after
         conversation.listen(
-            {Welcome: arrived.append, Bye: lambda message: self._left.set(), StopRequest: self._note_stop}
+            {Welcome: arrived.append, Bye: lambda message: self.left.set(), StopRequest: self._note_stop}
         )
         watch = self._watch = PeerWatch(
             "prefetcher",
@@ -130,16 +125,20 @@ class Connection:
             lambda: None if began_s is None else failure_since(self._folder, "prefetcher", began_s),
             PeerStart(self._folder, "prefetcher", parse_seconds(self._transport.stall_timeout)).goes_on,
         )
-        conversation.send(hello(self._job, self._rank, mode, machine, self._device))
+        conversation.send(hello(self.job, self._rank, mode, machine, self._device))
         has_started(self._folder, "trainer")
         crash_point("Hello sent")
         self._health.state = "connecting"
         get_logger().info("waiting for the prefetcher", run_dir=str(self._folder.resolve()))
         welcome = await_welcome(
-            arrived, conversation, watch, self._crew.bell, given_up, lambda: self._left.is_set() or gone()
+            arrived, conversation, watch, self._crew.bell, given_up, lambda: self.left.is_set() or gone()
         )
         if welcome is not None:
-            check_welcome_fits(welcome, self._job, self._groups)
+            self.job = placed(self.job, welcome.placements)
+            self.groups = group_specs(self.job)
+            self._counters.place(self.groups)
+            self._counters.pools(self.groups, self._rank)
+            check_welcome_fits(welcome, self.job, self.groups)
             check_welcome(welcome, self._rank.number)
             self.welcome = welcome
         return welcome
@@ -147,7 +146,8 @@ class Connection:
     def attend(self) -> None:
         """Sends heartbeats between `meet` and `start`. Messages wait for the engine. Raises PeerLost."""
         assert self._watch is not None, "attend comes after meet"
-        self._watch.advance()
+        if self.welcome is not None:
+            self._watch.advance()
 
     def _note_stop(self, message: StopRequest) -> None:
         self.asked_to_stop = message.reason
@@ -167,15 +167,13 @@ class Connection:
         self._crew.start({"watch": self._watch.advance}, {})
         self.stack.callback(self._crew.stop)
         buffers = rings[0].buffer, rings[1].buffer
-        self.has_page_locked_rings = self.stack.enter_context(page_locked(buffers, self._device))
+        is_locked = self.stack.enter_context(page_locked(buffers, self._device))
         release_memory(self._device)  # an earlier attempt's cache: the device may not hold two
         engine = self.engine = TrainerEngine(
-            self._job,
+            self.job,
             welcome,
             conversation,
-            RingEnds(
-                *buffers, self._device, page_locked=self.has_page_locked_rings, mirrored=self._job.transport.is_tcp
-            ),
+            RingEnds(*buffers, self._device, page_locked=is_locked, mirrored=self.job.transport.is_tcp),
             make_streams(self._device),
             make_model,
             results,
@@ -187,7 +185,7 @@ class Connection:
         return engine
 
     def _attach_rings(self, welcome: Welcome) -> list[RingFile | RingMemory]:
-        rings = [attach_ring(self._job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
+        rings = [attach_ring(self.job.transport, spec) for spec in (welcome.fetch_ring, welcome.back_ring)]
         for ring in rings:
             self.stack.callback(ring.close)
             if ring.path:

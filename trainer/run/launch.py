@@ -63,11 +63,11 @@ def check_launch(launch: Launch, ranks: Ranks) -> None:
     """Raises ConfigError if torchrun's number of trainers differs from the job file's."""
     if launch.world_size != ranks.count:
         raise ConfigError(
-            f"WORLD_SIZE = {launch.world_size}, but ranks.count = {ranks.count} in the job file; start as many "
-            "trainers as it says (torchrun's --nnodes times --nproc-per-node), or change it"
+            f"WORLD_SIZE = {launch.world_size}, but ranks.count = {ranks.count}; start as many trainers as "
+            "it says (torchrun's --nnodes times --nproc-per-node), or change it; a script needs none"
         )
     if launch.local_world_size != ranks.on_host:
         raise ConfigError(
-            f"{launch.local_world_size} trainers were started on this host, but the job file has {ranks.on_host} for a "
-            "host; set ranks.per_host to torchrun's --nproc-per-node"
+            f"{launch.local_world_size} trainers were started on this host, but a host has {ranks.on_host}; "
+            "set ranks.per_host to torchrun's --nproc-per-node"
         )

@@ -4,9 +4,11 @@ The store outlives an attempt, so it also holds values of dead trainers. So rank
 a meeting ends only when rank 0 has published who is present:
 
     rank 0                                                rank r
-    "leader" = N, a new name        ->                    reads N, writes its greeting under N
-    reads all greetings under N
+    "leader" = N, a new name        ->                    reads N, adds its greeting to "N/r"
+    reads "N/0", "N/1", ...
     "N/present" = the greetings     ->                    among them? then all are here; if not, N is an old meeting
+
+Only rank 0 asks for the keys of all ranks, with one request. The others look at what it has published.
 
 Values are JSON, never unpickled: any process that reaches the store can write there.
 """
@@ -15,9 +17,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -28,14 +30,14 @@ from rowcast.runtime.errors import ConfigError, Mismatch, PeerLost, cleaned
 from rowcast.trainer.models.torch_collectives import first_sentence
 from rowcast.trainer.run.launch import Launch
 
-POLL_S = 0.01
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.2  # between two looks at the store
 CONNECT_S = 2.0  # for one try to reach the store
 SETTLE_S = 0.3  # for a second process of a rank to be seen
 ROLL_CALL_S = 2.0  # for live processes to answer, if a rank has greeted twice
-MOST_GREETINGS = 16  # of one rank in one meeting: its process and earlier ones that died
+MOST_GREETINGS = 16  # that are kept of one rank in one meeting: its process and earlier ones that died
 INTRUDER = (
-    "another program writes to the meeting point of the ranks, or the hosts run different versions of rowcast; give "
-    "torchrun another --master-port, and install the same rowcast on all hosts"
+    "another program writes to the meeting point of the ranks, or the hosts run different versions of rowcast; start "
+    "torchrun again or give it another --master-port, and install the same rowcast on all hosts"
 )
 
 GivenUp = Callable[[], bool]
@@ -52,16 +54,33 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
 
 
+class Greetings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all processes that claim to be one rank."""
+
+    greetings: Annotated[tuple[Greeting, ...], msgspec.Meta(min_length=1, max_length=MOST_GREETINGS)]
+
+
 class Named(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's announcement of a meeting."""
 
     name: str
     world_size: int
+    calls_roll: bool = False  # each process that has greeted answers
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True):
     greetings: tuple[Greeting, ...]  # by rank
     refused: str = ""  # a sentence, if not every rank is one process
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """The first one published holds for all ranks."""
+
+    values: dict[str, list[int]] = {}  # each value with the ranks that left it; empty if a rank gave up
+    lost: str = ""  # the sentence of a rank that ended
+
+
+NOBODY = Present(greetings=())  # this rank gave up, or did not greet
 
 
 def new_greeting(launch: Launch, digest: str, mode: Mode) -> Greeting:
@@ -79,16 +98,13 @@ def new_greeting(launch: Launch, digest: str, mode: Mode) -> Greeting:
 def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> Store | None:
     """Connects to the store; None if given up. Raises PeerLost if it is not served."""
     serves = launch.rank == 0 and not launch.has_agent
-    deadline_s = time.monotonic() + timeout_s
-    while not serves and not answers(launch):
-        if given_up():
-            return None
-        if time.monotonic() > deadline_s:
-            raise PeerLost(
-                f"rank {launch.rank} found no meeting point at {launch.address}:{launch.port} within {timeout_s:g} s; "
-                "torchrun serves it on the first host, or else rank 0"
-            )
-        time.sleep(POLL_S)
+    if not look_until(lambda: serves or given_up() or answers(launch) or None, timeout_s):
+        raise PeerLost(
+            f"rank {launch.rank} found no meeting point at {launch.address}:{launch.port} within {timeout_s:g} s; "
+            "torchrun serves it on the first host, or else rank 0"
+        )
+    if given_up():
+        return None
     try:
         return TCPStore(
             launch.address,
@@ -101,7 +117,7 @@ def open_store(launch: Launch, timeout_s: float, given_up: GivenUp) -> Store | N
     except RuntimeError as error:
         raise PeerLost(
             f"rank {launch.rank} cannot use the meeting point at {launch.address}:{launch.port} "
-            f"({first_sentence(error)}); give torchrun another --master-port"
+            f"({first_sentence(error)}); start torchrun again or give it another --master-port"
         ) from None
 
 
@@ -120,13 +136,66 @@ def answers(launch: Launch) -> bool:
     return True
 
 
+def look_until(look: Callable[[], Value | None], timeout_s: float) -> Value | None:
+    """Returns what `look` has found. It looks a last time after `timeout_s`."""
+    deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    while (found := look()) is None and time.monotonic() <= deadline_s:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return found
+
+
+class Room:
+    """Where each rank leaves a value. Rank 0 waits for all and publishes one value; the others look at that one."""
+
+    def __init__(self, store: Store, name: str, count: int) -> None:
+        self.ranks = range(count)
+        self.keys = [f"{name}/{rank}" for rank in self.ranks]
+        self._store, self._published = store, f"{name}/present"
+
+    def missing(self, ranks: range) -> str:
+        """Asks for halves: mostly far less often than once a rank."""
+        if self._store.check([self.keys[rank] for rank in ranks]):
+            return ""
+        half = len(ranks) // 2
+        return ", ".join(filter(None, map(self.missing, (ranks[:half], ranks[half:])))) if half else str(ranks[0])
+
+    def publish(self, value: object) -> None:
+        """Only the first value is published."""
+        self._store.compare_set(self._published, "", encoded(value))
+
+    def published(self) -> bytes | None:
+        return self._store.get(self._published) if self._store.check([self._published]) else None
+
+    def agree(self, rank: int, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
+        """See `Group`."""
+
+        def look() -> bytes | None:
+            if given_up():
+                self.publish(Word())
+            elif rank == 0 and self._store.check(self.keys):
+                values: dict[str, list[int]] = {}
+                for number, key in enumerate(self.keys):
+                    values.setdefault(parsed(self._store.get(key), str), []).append(number)
+                self.publish(Word(values=values))
+            return self.published()
+
+        own = content.decode()
+        self._store.set(self.keys[rank], encoded(own))
+        while (first := look_until(look, timeout_s)) is None:
+            missing = self.missing(self.ranks) or "0"
+            lost = f"rank {rank} of {len(self.ranks)} waited {timeout_s:g} s for ranks {missing}; their logs say what "
+            self.publish(Word(lost=lost + "they do, or why they ended") if timeout_s else Word(values={own: [rank]}))
+        return told(first)
+
+
 class Meeting:
     """One rank's way into a meeting."""
 
     def __init__(self, store: Store, own: Greeting, timeout_s: float, given_up: GivenUp) -> None:
         self._store, self._own, self._timeout_s, self._given_up = store, own, timeout_s, given_up
-        self._greeted = ""  # the meeting
-        self._answered = ""  # the meeting whose roll call was answered
+        self._named = Named(name="", world_size=own.world_size)  # as it was last seen
+        self._room = Room(store, "", 0)  # the one in which this rank has greeted
 
     def hold(self) -> str | None:
         """Returns the meeting's name once all ranks are here; None if given up.
@@ -134,73 +203,64 @@ class Meeting:
         Raises PeerLost if some did not arrive, Mismatch or ConfigError if they do not belong together, with the same
         sentence on every rank."""
         try:
-            return self._lead() if self._own.rank == 0 else self._follow()
+            if self._own.rank == 0:
+                self._named = msgspec.structs.replace(self._named, name=secrets.token_hex(8))
+                self._store.set("leader", encoded(self._named))
+                self._greet()
+            present = look_until(self._look, self._timeout_s)
+            if present is None:
+                raise PeerLost(self._waited())
         except RuntimeError as error:  # raised by the store
             raise lost_store(self._own.rank, error) from None
+        return None if present is NOBODY else checked(present, self._named.name, self._own.world_size)
 
-    def _lead(self) -> str | None:
-        own = self._own
-        name = secrets.token_hex(8)
-        self._store.set("leader", encoded(Named(name=name, world_size=own.world_size)))
-        deadline_s = time.monotonic() + self._timeout_s
-        self._greet(name)
-        while missing := self._missing(name):
-            if not self._waits(deadline_s, missing):
-                return None
-        time.sleep(SETTLE_S)
-        present = self._present(name)
-        self._store.set(f"{name}/present", encoded(present))
-        return checked(present, name, own.world_size)
+    def _look(self) -> Present | None:
+        if self._given_up():
+            return NOBODY
+        if self._own.rank > 0:
+            self._follow()
+        elif self._store.check(self._room.keys):
+            time.sleep(SETTLE_S)
+            self._room.publish(self._present())
+        content = self._room.published()
+        present = NOBODY if content is None else decoded(content, Present)
+        is_among = self._own.name in [greeting.name for greeting in present.greetings]
+        return present if present.refused or is_among else None
 
-    def _follow(self) -> str | None:
-        deadline_s = time.monotonic() + self._timeout_s
-        while True:
-            named = self._read("leader", Named)
-            if named is not None:
-                self._check_size(named)
-                if named.name != self._greeted:
-                    self._greet(named.name)
-                if self._store.check([f"{named.name}/roll call"]) and self._answered != named.name:
-                    self._store.set(f"{named.name}/here/{self._own.name}", "")
-                    self._answered = named.name
-                present = self._read(f"{named.name}/present", Present)
-                if present is not None and (present.refused or any(map(self._is_own, present.greetings))):
-                    return checked(present, named.name, self._own.world_size)
-            if not self._waits(deadline_s, [0] if named is None else self._missing(named.name)):
-                return None
-
-    def _check_size(self, named: Named) -> None:
-        if named.world_size != self._own.world_size:
+    def _follow(self) -> None:
+        if not self._named.name and not self._store.check(["leader"]):
+            return
+        before, self._named = self._named, decoded(self._store.get("leader"), Named)
+        if self._named.world_size != self._own.world_size:
             raise ConfigError(
-                f"rank 0 was started with WORLD_SIZE = {named.world_size}, rank {self._own.rank} with "
+                f"rank 0 was started with WORLD_SIZE = {self._named.world_size}, rank {self._own.rank} with "
                 f"{self._own.world_size}; give torchrun the same --nnodes and --nproc-per-node on each host"
             )
+        if self._named.name != before.name:
+            self._greet()
+        if self._named.calls_roll and self._named != before:
+            self._store.set(self._answer_of(self._own), "")
 
-    def _greet(self, name: str) -> None:
-        number = self._store.add(f"{name}/greetings/{self._own.rank}", 1)
-        self._store.set(f"{name}/greeting/{self._own.rank}/{number}", encoded(self._own))
-        self._greeted = name
+    def _greet(self) -> None:
+        """Greets, beside other processes that claim to be this rank."""
+        self._room = Room(self._store, self._named.name, self._own.world_size)
+        key, before, own = self._room.keys[self._own.rank], "", encoded(Greetings(greetings=(self._own,)))
+        while (found := self._store.compare_set(key, before, own)) != own.encode():
+            others = decoded(found, Greetings).greetings
+            before, own = found.decode(), encoded(Greetings(greetings=(*others[1 - MOST_GREETINGS :], self._own)))
 
-    def _greetings(self, name: str, rank: int) -> list[Greeting]:
-        """Returns the greetings of all processes that claim to be this rank."""
-        count = self._store.add(f"{name}/greetings/{rank}", 0)
-        if count > MOST_GREETINGS:
-            raise PeerLost(
-                f"{count:,} processes say that they are rank {rank}; at most {MOST_GREETINGS} can: {INTRUDER}"
-            )
-        found = (self._read(f"{name}/greeting/{rank}/{number + 1}", Greeting) for number in range(count))
-        return [greeting for greeting in found if greeting is not None]
-
-    def _present(self, name: str) -> Present:
+    def _present(self) -> Present:
         """Chooses one process per rank. Of several, some may have died and been restarted."""
-        came = [self._greetings(name, rank) for rank in range(self._own.world_size)]
+        came = [decoded(content, Greetings).greetings for content in map(self._store.get, self._room.keys)]
         if all(len(greetings) == 1 for greetings in came):
             return Present(greetings=tuple(greetings[0] for greetings in came))
-        self._store.set(f"{name}/roll call", "")
+        calling = encoded(msgspec.structs.replace(self._named, calls_roll=True))
+        self._store.compare_set("leader", encoded(self._named), calling)  # unless a new process leads
+        self._store.set(self._answer_of(self._own), "")
         time.sleep(ROLL_CALL_S)
         chosen = []
         for rank, greetings in enumerate(came):
-            here = [one for one in greetings if self._is_own(one) or self._store.check([f"{name}/here/{one.name}"])]
+            here = [one for one in greetings if self._store.check([self._answer_of(one)])]
             if len(here) > 1:
                 both = " and ".join(one.process for one in here)
                 refused = f"{both} were both started as rank {rank} of {self._own.world_size}; start each rank once"
@@ -208,38 +268,38 @@ class Meeting:
             chosen.append((here or greetings)[-1])
         return Present(greetings=tuple(chosen))
 
-    def _is_own(self, greeting: Greeting) -> bool:
-        return greeting.name == self._own.name
+    def _answer_of(self, greeting: Greeting) -> str:
+        return f"{self._named.name}/here/{greeting.name}"
 
-    def _missing(self, name: str) -> list[int]:
-        return [rank for rank in range(self._own.world_size) if not self._greetings(name, rank)]
-
-    def _waits(self, deadline_s: float, missing: Sequence[int]) -> bool:
-        if self._given_up():
-            return False
-        if time.monotonic() > deadline_s:
-            waited = f"rank {self._own.rank} of {self._own.world_size} waited {self._timeout_s:g} s for the others; "
-            if not missing:
-                raise PeerLost(waited + "they met without it: another process took its place, or they have ended since")
-            raise PeerLost(
-                f"{waited}missing are ranks {', '.join(map(str, missing))}; start them with the same job file, or "
-                "raise ranks.timeout"
-            )
-        time.sleep(POLL_S)
-        return True
-
-    def _read(self, key: str, kind: type[Value]) -> Value | None:
-        return decoded(self._store.get(key), kind) if self._store.check([key]) else None
+    def _waited(self) -> str:
+        waited = f"rank {self._own.rank} of {self._own.world_size} waited {self._timeout_s:g} s for the others; "
+        missing = self._room.missing(self._room.ranks) if self._named.name else "0"
+        if not missing:
+            return waited + "they met without it: another process took its place, or they have ended since"
+        return f"{waited}missing are ranks {missing}; start them with the same job file, or raise ranks.timeout"
 
 
 def encoded(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+def told(content: bytes) -> list[bytes] | None:
+    """Returns a word's values by rank; who decodes them cleans their texts. Raises PeerLost."""
+    word = parsed(content, Word)
+    if word.lost:
+        raise PeerLost(cleaned(word.lost))
+    by_rank = sorted((rank, value) for value, ranks in word.values.items() for rank in ranks)
+    return [value.encode() for _, value in by_rank] or None
+
+
 def decoded(content: bytes, kind: type[Value]) -> Value:
     """Decodes a value from a different rank and cleans its texts. Raises PeerLost if no rank can have written it."""
+    return msgspec.convert(with_clean_texts(msgspec.to_builtins(parsed(content, kind))), kind)
+
+
+def parsed(content: bytes, kind: type[Value]) -> Value:
     try:
-        return msgspec.convert(with_clean_texts(msgspec.json.decode(content)), kind)
+        return msgspec.json.decode(content, type=kind)
     except (ValueError, RecursionError) as error:  # of JSON, UTF-8, or a value of another type
         raise PeerLost(f"{INTRUDER} ({kind.__name__}: {cleaned(str(error))})") from None
 

@@ -9,8 +9,8 @@ A single trainer also has a group, of itself. Before training, `all_start` compa
 and sends every rank's error to all.
 """
 
-import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -24,15 +24,26 @@ from rowcast.protocol.messages import Mode, Welcome
 from rowcast.protocol.parts import Rank, rank_of
 from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, Mismatch, PeerLost, RanksDiffer, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine, differences
+from rowcast.runtime.run_directory import Completion, RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.models.exchanges import Collectives, LocalCollectives
 from rowcast.trainer.models.torch_collectives import TorchCollectives
+from rowcast.trainer.report.report_json import Report, report_of_all
 from rowcast.trainer.run.joining import choose_network, join_group
 from rowcast.trainer.run.launch import Launch, check_launch
-from rowcast.trainer.run.meeting import POLL_S, GivenUp, Meeting, decoded, lost_store, new_greeting, open_store
+from rowcast.trainer.run.meeting import (
+    GivenUp,
+    Meeting,
+    Room,
+    decoded,
+    look_until,
+    lost_store,
+    new_greeting,
+    open_store,
+)
 
 Idle = Callable[[], object]
-GO, LEAVE = b"go", b"leave"
+CLOSING_S = 10.0  # for ranks that have nothing else left to do
 
 
 def never() -> bool:
@@ -49,6 +60,7 @@ class Group(Protocol):
 
     def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
         """As `gather`, within `timeout_s`; or None on every rank, if any was `given_up` before all were here.
+        With a `timeout_s` of 0 it does not wait, and the others get `content` alone.
 
         It calls `given_up` while it waits; errors of `given_up` end the wait."""
 
@@ -56,8 +68,12 @@ class Group(Protocol):
         """Call at most once; None if a rank was stopped before all had joined. It calls `check` while it waits, as does
         a collective; errors of `check` end the wait. Raises PeerLost."""
 
+    def abandon(self, device: torch.device) -> None:
+        """Call it after an error, before anything waits for the device: it may wait for a rank that is lost."""
+
     def close(self) -> None:
-        """Call it after the last successful exchange. A process that lost a rank must leave at once instead."""
+        """Call it after the last successful exchange: all ranks close together, since some may still exchange. A
+        process that lost a rank must leave at once instead."""
 
 
 class Party(Protocol):
@@ -87,6 +103,9 @@ class OnlyRank:
 
     def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
         return LocalCollectives()
+
+    def abandon(self, device: torch.device) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -133,7 +152,7 @@ class RankGroup:
         """`store`: only this attempt's. `timeout_s`: how long ranks wait for each other."""
         self.rank = rank
         self._store, self._timeout_s = store, timeout_s
-        self._num_gathered = 0
+        self._num_calls = 0
         self._connected = False
 
     def gather(self, content: bytes) -> list[bytes]:
@@ -142,48 +161,50 @@ class RankGroup:
         return gathered
 
     def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
-        call, number = self._num_gathered, self.rank.number
-        self._num_gathered += 1
-        keys = [f"{call}/{rank}" for rank in range(self.rank.count)]
-        deadline_s = time.monotonic() + timeout_s
+        room, self._num_calls = Room(self._store, str(self._num_calls), self.rank.count), self._num_calls + 1
         try:
-            self._store.set(keys[number], content.decode())
-            while not self._store.check(keys):
-                # the first statement of any rank holds for all: that it leaves, or that all are here
-                if given_up() and self._decided(call, LEAVE) == LEAVE:
-                    return None
-                if self._store.check([f"{call}/decided"]) and self._decided(call, LEAVE) == LEAVE:
-                    return None
-                if time.monotonic() > deadline_s:
-                    missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
-                    raise PeerLost(
-                        f"rank {number} of {self.rank.count} waited {timeout_s:g} s for ranks {missing}; their logs "
-                        "say what they do, or why they ended"
-                    )
-                time.sleep(POLL_S)
-            return None if self._decided(call, GO) == LEAVE else [self._store.get(key) for key in keys]
+            return room.agree(self.rank.number, content, timeout_s, given_up)
         except RuntimeError as error:  # raised by the store
             raise lost_store(self.rank.number, error) from None
-
-    def _decided(self, call: int, proposal: bytes) -> bytes:
-        decided: bytes = self._store.compare_set(f"{call}/decided", "", proposal.decode())
-        return decided
 
     def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
-        backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            self._connected = join_group(backend, self._store, self.rank, self._timeout_s, check, given_up)
+            self._connected = join_group(device, self._store, self.rank, self._timeout_s, check, given_up)
         except RuntimeError as error:  # raised by the store
             raise lost_store(self.rank.number, error) from None
-        return TorchCollectives(self.rank, self._timeout_s, lambda: ignore(check())) if self._connected else None
+        if not self._connected:
+            return None
+        collectives = TorchCollectives(self.rank, self._timeout_s, check)
+        collectives.open(device)
+        return collectives
+
+    def abandon(self, device: torch.device) -> None:
+        if device.type == "cuda" and dist.group.WORLD is not None:
+            dist.group.WORLD.abort()
 
     def close(self) -> None:
-        if self._connected:
-            dist.destroy_process_group()
+        if not self._connected:
+            return
+        with suppress(PeerLost):  # nothing is left to lose
+            self.agree(b"closes", min(self._timeout_s, CLOSING_S), never)
+        dist.destroy_process_group()
 
 
-def ignore(result: object) -> None:
-    pass
+def await_complete(job: Job, check: Idle) -> None:
+    """Waits for the first rank to end, so that the others are still running if it has to restart. Calls `check`.
+
+    Raises PeerLost if the run is not complete within ranks.timeout."""
+    directory = RunDirectory(job.run_dir, "trainer")
+
+    def completion() -> Completion | None:
+        check()
+        return directory.completion()
+
+    if look_until(completion, parse_seconds(job.ranks.timeout)) is None:
+        raise PeerLost(
+            f"rank 0 has not completed the run within {job.ranks.timeout} (ranks.timeout) after its last step; its log "
+            "says why"
+        )
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +213,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""
     checkpoint: str = ""  # the checksum of its manifest
     train_steps: int = 0
-    first_batches: tuple[tuple[str, str], ...] = ()  # see `Welcome`
+    data_checksums: tuple[tuple[str, str], ...] = ()  # see `Welcome`
+    first_batches: tuple[tuple[str, str], ...] = ()
+    placements: tuple[str, ...] = ()
     machine: Machine = UNRECORDED  # that will compute its parts
     leaves: bool = False  # it or its prefetcher was stopped
     failure: tuple[int, str] | None = None  # exit code and sentence
@@ -205,20 +228,18 @@ def start_of(welcome: Welcome | None, machine: Machine) -> Start:
         run_id=welcome.run_id,
         checkpoint=welcome.checkpoint,
         train_steps=welcome.first_train_step,
+        data_checksums=welcome.data_checksums,
         first_batches=welcome.first_batches,
+        placements=welcome.placements,
         machine=machine,
     )
-
-
-def failed_start(error: RowcastError) -> Start:
-    return Start(failure=(error.exit_code, str(error)))
 
 
 def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> bool:
     """Waits for all ranks. Returns False if any of them leaves.
 
     Raises the error of a rank that failed, the same on every rank, RanksDiffer if they begin at different checkpoints,
-    and Mismatch if they have read different batches."""
+    and Mismatch if their data or first batches differ."""
     gathered = group.agree(msgspec.json.encode(own), timeout_s, given_up)
     if gathered is None:
         return False
@@ -238,8 +259,17 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
                 "hosts share, and all must be started with the same options"
             )
     for rank, start in enumerate(starts):
+        if start.data_checksums != first.data_checksums:
+            raise other_data(f"rank {rank} reads other data", dict(first.data_checksums), dict(start.data_checksums))
         if start.first_batches != first.first_batches:
-            raise other_batches(rank, dict(first.first_batches), dict(start.first_batches))
+            batches = dict(first.first_batches), dict(start.first_batches)
+            raise other_data(f"rank {rank} has read other batches", *batches)
+        if start.placements != first.placements:
+            read = [", ".join(one.placements) for one in (first, start)]
+            raise ConfigError(
+                f"the prefetcher of rank 0 places tables as {read[0]}, that of rank {rank} as {read[1]} ([[tables]] "
+                "placement); start all with one job file"
+            )
         here, others = start.machine, first.machine
         if here.threads != others.threads:
             raise ConfigError(
@@ -251,10 +281,42 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
     return True
 
 
-def other_batches(rank: int, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:
+def meet_together(
+    group: Group, meet: Callable[[], tuple[Welcome | None, Machine]], job: Job, given_up: GivenUp, idle: Idle
+) -> Welcome | None:
+    """Returns what `meet` does, once all ranks have met their prefetchers, or None if any of them leaves.
+
+    `meet`: returns the prefetcher's Welcome, and this machine as it will compute. Calls `idle` while it waits for other
+    ranks. Raises as `meet` and `all_start` do; a rank's error ends the others."""
+    timeout_s = sum(map(parse_seconds, (job.transport.connect_timeout, job.ranks.timeout)))
+
+    def leaves() -> bool:
+        idle()
+        return given_up()
+
+    try:
+        welcome, machine = meet()
+    except RowcastError as error:
+        if not given_up():
+            with suppress(RowcastError):
+                all_start(group, Start(failure=(error.exit_code, str(error))), 0.0, never)
+        raise
+    return welcome if all_start(group, start_of(welcome, machine), timeout_s, leaves) else None
+
+
+def gathered_report(group: Group, own: Report) -> Report:
+    """Returns the report of all ranks, the same on each. Raises PeerLost."""
+    # without what grows with the run: a store limits the size of a value
+    brief = msgspec.structs.replace(own, evaluations=())
+    of_all = report_of_all([decoded(content, Report) for content in group.gather(msgspec.json.encode(brief))])
+    return msgspec.structs.replace(of_all, evaluations=own.evaluations)
+
+
+def other_data(what: str, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:
     differing = [name for name in {**first, **others} if first.get(name) != others.get(name)]
+    differing.sort(key=lambda name: name in first and name in others)  # what one lacks may change all others
     more = "" if len(differing) == 1 else f" and {len(differing) - 1} more"
     return Mismatch(
-        f"rank {rank} has read other batches than rank 0: {differing[0]}{more} {'differs' if not more else 'differ'}; "
+        f"{what} than rank 0: {differing[0]}{more} {'differs' if not more else 'differ'}; "
         "give every host the same data files, and a data set of your own the same order on every rank"
     )

@@ -6,7 +6,7 @@ mail    accept_flush, accept_restore, accept_end   flushes, _restores (appends, 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -27,7 +27,7 @@ from rowcast.trainer.models.evaluate import Evaluation, end_of_patience, place_o
 from rowcast.trainer.models.model_state import ModelStatePieces, Tensors, pack, readable, require_finite
 from rowcast.trainer.models.model_state import unpack as read_tensors
 from rowcast.trainer.step.cache import DeviceCache
-from rowcast.trainer.step.memory import unpack
+from rowcast.trainer.step.memory import PlanArrays
 from rowcast.trainer.step.plan_check import PlanCheck
 
 
@@ -186,7 +186,7 @@ class TrainerBarrier:
         self._state_issued: Event | None = None  # while the model state is gathered
         self._flush: ArrivingFlush | None = None
         # "<group>.slots" on the device; kept until the next barrier, because a stream may still read them
-        self._dirty: dict[str, Tensor] = {}
+        self._dirty: Mapping[str, Tensor] = {}
         self._sends_model_state = sends_model_state
         if not resumes:
             self._follow(TrainerEvent.RESTORED)
@@ -282,7 +282,7 @@ class TrainerBarrier:
         with memory_for(f"{what}has no room", "make cache.capacity or data.batch_size smaller"):
             block = streams.allocate(message.arrays_bytes)
         streams.fill.copy(content, block)
-        self._dirty = unpack(block, message.arrays)
+        self._dirty = PlanArrays(block, message.arrays)
         self.checkpoints += message.checkpoint
         self._follow(TrainerEvent.ALL_SLOTS)
 
@@ -294,7 +294,7 @@ class TrainerBarrier:
         with self._cache.counters.shown("flush"):
             self._sender.send_rows(
                 rows,
-                [self._dirty[f"{span.group}.slots"][span.start : span.start + span.count] for span in rows],
+                [self._dirty[f"{span.group}.slots"] for span in rows],
                 room,
                 step=flush.header.after_step,
                 barrier=flush.header.barrier,

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.messages import ArraySpan, PlanHeader, RingRef, RowSpan, StepReady
-from rowcast.protocol.plan import plan_stamp
+from rowcast.protocol.plan import ARRAY_ALIGNMENT, plan_stamp
 from rowcast.runtime.arrays import Bytes
 from rowcast.trainer.device.cuda import phase_clock
 from rowcast.trainer.device.streams import Event, FetchRing
-from rowcast.trainer.step.memory import DerivedArrays, PlanMemory, Slots, Staging, StagingSpan, derive, unpack
+from rowcast.trainer.step.memory import DerivedArrays, PlanArrays, PlanMemory, Slots, Staging, StagingSpan, derive
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.sender import Sender
@@ -39,8 +40,8 @@ class Step:
     header: PlanHeader
     num_pieces: int
     parts: list[Bytes] = field(default_factory=list)  # copies of its arrays so far; used by the mail thread only
-    block: Tensor = field(init=False)  # u8 [arrays_bytes] on the device, from its first copy on
-    arrays: dict[str, Tensor] = field(init=False)  # by name; derived arrays are added with the block's last bytes
+    # on the device, from its first copy on; derived arrays are added with the block's last bytes
+    arrays: PlanArrays = field(init=False)
     # one of each per piece, in order
     pieces: list[StepReady] = field(default_factory=list)  # copied in
     copied: list[Event] = field(default_factory=list)
@@ -170,8 +171,7 @@ class DeviceCache:
         self._inbox.popleft()
         memory = self._plans[step.step % len(self._plans)]
         if message.plan is not None:
-            step.block = memory.open(step.step, step.header)
-            step.arrays = unpack(step.block, step.header.arrays)
+            step.arrays = memory.open(step.step, step.header)
             self._steps.append(step)
         with self.counters.shown("copy in", step.step):
             if payload is not None:
@@ -195,10 +195,10 @@ class DeviceCache:
     ) -> None:
         stream = self._streams.copy_in
         if derived is not None:
-            step.arrays.update(memory.put(step.header, derived))
+            memory.put(step.header, derived, step.arrays)
         if message.arrays is not None:
             offset, end = message.arrays.offset, message.arrays.nbytes
-            stream.copy(payload[:end], step.block[offset : offset + end])
+            stream.copy(payload[:end], step.arrays.block[offset : offset + end])
         if derived is not None:
             memory.arrange(step.header, step.arrays)
         if room is not None:
@@ -218,7 +218,7 @@ class DeviceCache:
         awaited = {groups[span.group].fill_after for span in message.rows}
         if not all(map(self._is_issued, awaited)):
             return False
-        victims = dirty_victims(step, message)
+        victims = dirty_victims(step, message, self.slots.groups)
         room = self.sender.room(victims) if victims else None
         if victims and room is None:
             return False
@@ -233,7 +233,9 @@ class DeviceCache:
         self._clock.lap("gather")
         staged = step.staged[message.piece]
         if staged is not None:
-            self.slots.scatter(staged.content, message.rows, slots_of(step, message.rows, self._fill_slots))
+            self.slots.scatter(
+                staged.content, message.rows, [step.arrays[self._fill_slots[span.group]] for span in message.rows]
+            )
         self._clock.lap("fill")
         step.filled.append(fill.record())
         if staged is not None:
@@ -249,7 +251,8 @@ class DeviceCache:
         step.num_gathered += sum(span.count for span in victims)
         self.sender.send_rows(
             victims,
-            slots_of(step, victims, self._fetch_slots),  # a victim leaves the slot of the fetched row
+            # a victim leaves the slot of the fetched row
+            [step.arrays[self._fetch_slots[span.group]] for span in victims],
             room,
             step=step.step,
             barrier=None,
@@ -259,17 +262,15 @@ class DeviceCache:
         step.evict_pieces += 1
 
 
-def dirty_victims(step: Step, message: StepReady) -> list[RowSpan]:
-    """Returns the victims that make room for the piece's rows; offsets count from the piece's first row."""
-    return [
-        RowSpan(group=span.group, start=span.start, count=dirty, offset=span.offset - message.rows[0].offset)
-        for span in message.rows
-        if (dirty := min(span.count, step.header.groups[span.group].num_dirty - span.start)) > 0
-    ]
-
-
-def slots_of(step: Step, spans: Sequence[RowSpan], names: Sequence[str]) -> list[Tensor]:
-    return [step.arrays[names[span.group]][span.start : span.start + span.count] for span in spans]
+def dirty_victims(step: Step, message: StepReady, groups: Sequence[GroupSpec]) -> list[RowSpan]:
+    """Returns the victims that make room for the piece's rows; offsets count from the first victim."""
+    victims, end = list[RowSpan](), 0
+    for span in message.rows:
+        dirty = min(span.count, step.header.groups[span.group].num_dirty - span.start)
+        if dirty > 0:
+            victims.append(RowSpan(group=span.group, start=span.start, count=dirty, offset=end))
+            end = aligned(end + dirty * groups[span.group].record_bytes, ARRAY_ALIGNMENT)
+    return victims
 
 
 def staged_bytes(message: StepReady) -> int:

@@ -11,13 +11,14 @@ import torch
 
 from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import Job, Optimizer
-from rowcast.job.tables import GroupSpec, group_specs
+from rowcast.job.tables import GroupSpec, group_specs, with_placements
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Answer, Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, InputSpec, Rank, belonging
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.scrape import CountersCollector, Gauges
 from rowcast.protocol.transport.ring import largest_payload
+from rowcast.runtime.errors import ProtocolError
 from rowcast.runtime.stages import Stage, Wakes
 from rowcast.runtime.telemetry.metrics import Sample, samples_of
 from rowcast.trainer.device.cuda import RingEnds, peak_device_bytes, phase_clock
@@ -81,15 +82,15 @@ class TrainerEngine:
         """The caller closes the arguments. Raises ConfigError if device memory is short."""
         self.counters = counters
         self.conversation = conversation
-        self.back_ring = rings.back
-        self._device = streams.device
+        self.back_ring, self.has_page_locked_rings = rings.back, rings.page_locked
+        self.device = streams.device
         is_tcp = rings.fetch.is_mirror
         if is_tcp:
             conversation.carry(rings.back, rings.fetch)
         self.slots = Slots(group_specs(job), welcome.slots, streams)
         groups, send = self.slots.groups, conversation.send
         clock = phase_clock(streams.compute, counters.lapped)
-        with memory_for(f"no room for the model on {self._device} beside the cache", "make cache.capacity smaller"):
+        with memory_for(f"no room for the model on {self.device} beside the cache", "make cache.capacity smaller"):
             model, steps = make_model(self.slots.records, clock)
         check = PlanCheck(
             groups,
@@ -153,11 +154,21 @@ class TrainerEngine:
         """The peak memory of the device; on the CPU only of cache, staging and plans: the rest belongs to the
         process."""
         return peak_device_bytes(
-            self._device, self.slots.cache_bytes + self.cache.staging_bytes + self.cache.plans_bytes
+            self.device, self.slots.cache_bytes + self.cache.staging_bytes + self.cache.plans_bytes
         )
 
     def say_bye(self) -> None:
         self.conversation.send(Bye())
+
+
+def placed(job: Job, placements: Sequence[str]) -> Job:
+    """`placements`: of a Welcome. Raises ProtocolError for what places no table of this job."""
+    fits = len(placements) in (0, len(job.tables)) and "auto" not in placements
+    require(fits, f"the prefetcher announces the placements {placements} for {len(job.tables)} tables")
+    try:
+        return with_placements(job, placements)
+    except ValueError as error:
+        raise ProtocolError(f"the prefetcher announces the placements {placements}, and {error}") from None
 
 
 def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) -> None:

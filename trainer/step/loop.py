@@ -36,7 +36,7 @@ from rowcast.protocol.messages import StepDone, StopRequest
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged
-from rowcast.trainer.device.streams import Event, PhaseClock, Shown, Streams
+from rowcast.trainer.device.streams import Event, PhaseClock, Shown, Streams, ignore
 from rowcast.trainer.models.evaluate import EvalCounts
 from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState, TrainingState
 from rowcast.trainer.step.cache import DeviceCache, Step
@@ -47,7 +47,7 @@ class Steps(Protocol):
     """Computes steps. Every call issues work, the last of it on the compute stream, and reads no result."""
 
     def issue_train(self, streams: Streams, step: Step, loss: Tensor) -> None:
-        """Issues look-up to update; writes the mean loss to `loss`, f32 [] on the host."""
+        """Issues look-up to update; writes the mean loss to `loss`, f32 [] on the host, before `completed` returns."""
 
     def issue_evaluate(self, streams: Streams, step: Step, shown: Shown) -> None:
         """Issues look-up and forward, under `shown`; adds the predictions to the metrics of the evaluation."""
@@ -82,6 +82,8 @@ class TrainingLoop:
         send: Callable[[StopRequest], None],
     ) -> None:
         """`steps`: None: a training script computes them. `clock` times the steps' stream."""
+        # called when all work of a step is complete, before its StepDone
+        self.completed: Callable[[int], None] = ignore if steps is None else steps.completed
         self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
         self.step_begun: int | None = None
         self.step_done: int | None = None
@@ -261,8 +263,8 @@ class TrainingLoop:
 
     def _report_step(self, step: Step) -> None:
         loss = None
-        if self._computed_by is not None and step.counts:
-            self._computed_by.completed(step.step)
+        if step.counts:
+            self.completed(step.step)
         if step.loss is not None:
             loss = np.float32(step.loss.item())
             if not math.isfinite(loss):

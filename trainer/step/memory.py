@@ -23,10 +23,11 @@ are made on the device, after that piece (`kernels/derived.py`).
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from typing import get_args
 
 import numpy as np
 import torch
@@ -38,24 +39,21 @@ from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.trainer.device.row_moves import Move
 from rowcast.trainer.device.streams import Event, Streams, memory_for
-from rowcast.trainer.kernels.derived import Arranger, Chunks, chunk_arrays, most_chunk_items
-from rowcast.trainer.step.plan_check import i32_of, ordered
+from rowcast.trainer.kernels.derived import (
+    SPARE_ITEMS,
+    Arranger,
+    Chunks,
+    arrange_in_torch,
+    derived_items,
+    most_chunk_items,
+)
+from rowcast.trainer.models.runner import Arrays, array_names
+from rowcast.trainer.step.plan_check import ordered
 
-DTYPES: dict[Dtype, torch.dtype] = {
-    "b1": torch.bool,
-    "i1": torch.int8,
-    "i2": torch.int16,
-    "i4": torch.int32,
-    "i8": torch.int64,
-    "u1": torch.uint8,
-    "u2": torch.uint16,
-    "u4": torch.uint32,
-    "u8": torch.uint64,
-    "f2": torch.float16,
-    "f4": torch.float32,
-    "f8": torch.float64,
-}
+DTYPES: dict[Dtype, torch.dtype] = {name: torch.from_numpy(np.empty(0, name)).dtype for name in get_args(Dtype)}
+ARRANGED = ("order", "segment_offsets", "unique_slots", "slots", "bag_order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,48 @@ class DerivedArrays:
     indices: list[str]  # those of int64, as torch requires for positions to write to
 
 
+class PlanArrays(Arrays):
+    """Arrays in a block of bytes, by name. They become tensors when they are asked for: compiled loops take addresses,
+    and a tensor costs more than the few rows of a small group."""
+
+    def __init__(self, block: Tensor, specs: Sequence[ArraySpec]) -> None:
+        """Raises RemoteProtocolError if an array is not inside the block."""
+        self.block = block
+        self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}  # first byte, dtype, shape
+        self.made: dict[str, Tensor] = {}
+        self._items: dict[torch.dtype, Tensor] = {}
+        nbytes = len(block)
+        for spec in specs:
+            self.places[spec.name] = spec.offset, DTYPES[spec.dtype], spec.shape
+            end = spec.offset + math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
+            if end > nbytes:
+                raise RemoteProtocolError(f"array {spec.name} ends at byte {end} of a block of {nbytes} bytes")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.made:
+            offset, dtype, shape = self.places[name]
+            items = self._items.get(dtype)
+            if items is None:
+                whole = len(self.block) // dtype.itemsize * dtype.itemsize
+                items = self._items[dtype] = self.block[:whole].view(dtype)
+            first = offset // dtype.itemsize
+            self.made[name] = items[first : first + math.prod(shape)].view(shape)
+        return self.made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    def addresses(self, names: Sequence[str]) -> list[int]:
+        base, places = self.block.data_ptr(), self.places
+        return [base + places[name][0] if name in places else 0 for name in names]
+
+
 class Slots:
     """Everything here is work of the fill stream, issued by the main thread."""
 
@@ -75,7 +115,6 @@ class Slots:
         self.groups = groups
         self.records = make_records(num_slots, groups, streams.device)
         self.streams = streams
-        self._widths = [group.record_floats for group in groups]
 
     @property
     def cache_bytes(self) -> int:
@@ -86,29 +125,26 @@ class Slots:
         """Of all rows of all tables, on the device or not."""
         return sum(group.num_rows * group.record_bytes for group in self.groups)
 
-    def gather(self, spans: Sequence[RowSpan], slots: Sequence[Tensor], out: Tensor) -> list[Tensor]:
-        """Issues copies of rows from their slots to `out`, in staging; returns the rows of each span there."""
-        sources, floats = [], out.view(torch.float32)
-        for span, span_slots in zip(spans, slots, strict=True):
-            sources.append(rows := self._rows(floats, span, span.offset))
-            self.streams.fill.gather(self.records[span.group], span_slots, rows)
-        return sources
+    def gather(self, spans: Sequence[RowSpan], slots: Sequence[Tensor], out: Tensor) -> None:
+        """Issues copies of rows to `out`, in staging, from `slots`, i32: of all rows of each span's plan."""
+        self.streams.fill.gather(self._moves(spans, slots, out, 0))
 
     def scatter(self, content: Tensor, spans: Sequence[RowSpan], slots: Sequence[Tensor]) -> None:
-        """Issues copies of rows from `content`, which is in staging and begins with the first span, to `slots`, i64."""
-        floats = content.view(torch.float32)
-        for span, span_slots in zip(spans, slots, strict=True):
-            rows = self._rows(floats, span, span.offset - spans[0].offset)
-            self.streams.fill.scatter(rows, span_slots, self.records[span.group])
+        """Issues copies of rows from `content`, which is in staging and begins with the first span, to `slots`, i64: of
+        all rows of each span's plan."""
+        self.streams.fill.scatter(self._moves(spans, slots, content, spans[0].offset))
 
     def nbytes(self, spans: Sequence[RowSpan]) -> int:
         """Returns the bytes from offset 0 of a piece to the end of its last span."""
         return spans[-1].offset + spans[-1].count * self.groups[spans[-1].group].record_bytes if spans else 0
 
-    def _rows(self, floats: Tensor, span: RowSpan, offset: int) -> Tensor:
-        """Returns a span at byte `offset` of staging, as f32 [count, record_floats]."""
-        width, first = self._widths[span.group], offset // 4
-        return floats[first : first + span.count * width].view(span.count, width)
+    def _moves(self, spans: Sequence[RowSpan], slots: Sequence[Tensor], staged: Tensor, begin: int) -> list[Move]:
+        """`staged`: bytes of staging, the first of which is at offset `begin`."""
+        floats = staged.view(torch.float32)
+        return [
+            Move(self.records[span.group], own, span.start, span.count, floats, (span.offset - begin) // 4)
+            for span, own in zip(spans, slots, strict=True)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +202,7 @@ class PlanMemory:
     """Memory for one plan, reused for the next when the previous plan's step is complete. Runs on the main thread."""
 
     def __init__(self, streams: Streams, groups: Sequence[GroupSpec]) -> None:
-        self._streams = streams
+        self._streams, self._groups = streams, groups
         self._arranger = Arranger(groups)
         self._block = streams.allocate(0)
         self._derived = self._host_memory(0)  # not writable until the step is complete
@@ -176,8 +212,9 @@ class PlanMemory:
     def nbytes(self) -> int:
         return self._block.nbytes
 
-    def open(self, step: int, header: PlanHeader) -> Tensor:
-        """Returns u8 [arrays_bytes] for the plan's arrays. Raises ConfigError if device memory does not suffice."""
+    def open(self, step: int, header: PlanHeader) -> PlanArrays:
+        """Returns the plan's arrays, which lie at the start of a block. Raises ConfigError if device memory does not
+        suffice."""
         derived = most_derived_bytes(header)
         arranged = sum(2 * arranged_bytes(spec) for _, spec in ordered(header))
         if len(self._block) < header.arrays_bytes + derived + arranged:
@@ -185,35 +222,43 @@ class PlanMemory:
         if len(self._derived) < derived:
             self._derived = self._host_memory(derived * 5 // 4)
             self._derived_items = self._derived.numpy().view(np.int32)
-        return self._block[: header.arrays_bytes]
+        return PlanArrays(self._block, header.arrays)
 
-    def put(self, header: PlanHeader, derived: DerivedArrays) -> dict[str, Tensor]:
-        """Issues their copy to the device; returns them there."""
+    def put(self, header: PlanHeader, derived: DerivedArrays, arrays: PlanArrays) -> None:
+        """Issues their copy to the device; adds them to `arrays`."""
         nbytes = derived.items.nbytes
         self._derived_items[: len(derived.items)] = derived.items
         block = self._block[header.arrays_bytes : header.arrays_bytes + nbytes]
         self._streams.copy_in.copy(self._derived[:nbytes], block)
-        items = block.view(torch.int32)
-        arrays = {name: items[first:last] for name, (first, last) in derived.places.items()}
+        for name, (first, end) in derived.places.items():
+            arrays.places[name] = header.arrays_bytes + 4 * first, torch.int32, (end - first,)
         for name in derived.indices:
-            arrays[name] = arrays[name].view(torch.int64)
-        return arrays
+            offset, _, (size,) = arrays.places[name]
+            arrays.places[name] = offset, torch.int64, (size // 2,)
 
-    def arrange(self, header: PlanHeader, arrays: dict[str, Tensor]) -> None:
+    def arrange(self, header: PlanHeader, arrays: PlanArrays) -> None:
         """Issues the making of `slots` and `bag_order` from each `order`, which they replace in `arrays`. All arrays of
         the plan must have been copied on the same stream.
         """
-        begin, end, plans = header.arrays_bytes + most_derived_bytes(header), 0, []
-        items = self._block[begin : len(self._block) // 4 * 4].view(torch.int32)
+        end, groups = header.arrays_bytes + most_derived_bytes(header), list[int]()
         for group, spec in ordered(header):
-            order, made = arrays.pop(spec.name), []
             for name in ("slots", "bag_order"):
-                arrays[f"{group}.{name}"] = array = items[end : end + len(order)]
-                made.append(array)
-                end += arranged_bytes(spec) // 4
-            inputs = [arrays[f"{group}.{name}"] for name in ("segment_offsets", "unique_slots")]
-            plans.append((group, (order, *inputs, *made)))
-        self._streams.copy_in.run(partial(self._arranger.arrange, header.batch_size, plans))
+                arrays.places[f"{group}.{name}"] = end, torch.int32, spec.shape
+                end += arranged_bytes(spec)
+            groups.append(group)
+        self._streams.copy_in.run(partial(self._arrange, header, arrays, groups))
+
+    def _arrange(self, header: PlanHeader, arrays: PlanArrays, groups: Sequence[int]) -> None:
+        if self._streams.device.type == "cpu":
+            own = [(group, header.groups[group]) for group in groups]
+            places = [
+                (group, one.num_lookups, one.num_unique, *arrays.addresses(array_names(group, ARRANGED)))
+                for group, one in own
+            ]
+            self._arranger.arrange(header.batch_size, places)
+        else:
+            for group in groups:
+                arrange_in_torch(self._groups[group], *(arrays[name] for name in array_names(group, ARRANGED)))
 
     def _allocate(self, step: int, nbytes: int) -> Tensor:
         what = f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room"
@@ -230,24 +275,25 @@ def derive(header: PlanHeader, content: Bytes) -> DerivedArrays:
 
     `content` u8 [arrays_bytes]: the plan's arrays, checked. Any thread.
     """
-    segments = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".segment_offsets")]
-    fetched = [i32_of(content, spec) for spec in header.arrays if spec.name.endswith(".fetch_slots")]
-    indices = {f"{group}.fill_slots": slots.astype(np.int64).view(np.int32) for group, slots in enumerate(fetched)}
-    arrays, places, end = chunk_arrays(segments) | indices, {}, 0
-    for name, array in arrays.items():
-        places[name] = end, end + len(array)
-        end = aligned(end + len(array), ARRAY_ALIGNMENT // 4)
-    items = np.zeros(end, np.int32)
-    for array, (first, last) in zip(arrays.values(), places.values(), strict=True):
-        items[first:last] = array
-    return DerivedArrays(items, places, list(indices))
+    segments = [spec for spec in header.arrays if spec.name.endswith(".segment_offsets")]
+    fetched = [spec for spec in header.arrays if spec.name.endswith(".fetch_slots")]
+    of_groups = [
+        (offsets.offset // 4, offsets.shape[0] - 1, slots.offset // 4, slots.shape[0])
+        for offsets, slots in zip(segments, fetched, strict=True)
+    ]
+    items, found = derived_items(content.view(np.int32), of_groups, most_derived_bytes(header) // 4)
+    places = {
+        f"{group}.{name}": (first, end)
+        for group, own in enumerate(found.tolist())
+        for name, (first, end) in zip((*Chunks._fields, "fill_slots"), own, strict=True)
+    }
+    return DerivedArrays(items, places, [f"{group}.fill_slots" for group in range(len(segments))])
 
 
 def most_derived_bytes(header: PlanHeader) -> int:
     """Returns an upper bound; each array begins at a multiple of ARRAY_ALIGNMENT."""
-    spare = (len(Chunks._fields) + 1) * ARRAY_ALIGNMENT
     return sum(
-        aligned(4 * most_chunk_items(group.num_lookups) + 8 * group.num_fetch, ARRAY_ALIGNMENT) + spare
+        aligned(4 * (most_chunk_items(group.num_lookups) + SPARE_ITEMS) + 8 * group.num_fetch, ARRAY_ALIGNMENT)
         for group in header.groups
     )
 
@@ -255,19 +301,3 @@ def most_derived_bytes(header: PlanHeader) -> int:
 def arranged_bytes(spec: ArraySpec) -> int:
     """Returns the bytes of one array that is made from this `order`."""
     return aligned(4 * math.prod(spec.shape), ARRAY_ALIGNMENT)
-
-
-def unpack(block: Tensor, specs: tuple[ArraySpec, ...]) -> dict[str, Tensor]:
-    """Returns named views of a block. Raises RemoteProtocolError if an array is not inside it."""
-    nbytes, arrays = len(block), {}
-    items = {name: block.view(DTYPES[name]) for name in {spec.dtype for spec in specs}}
-    for spec in specs:
-        size = ITEM_BYTES[spec.dtype]
-        first, count = spec.offset // size, math.prod(spec.shape)
-        if (first + count) * size > nbytes:
-            raise RemoteProtocolError(
-                f"array {spec.name} ends at byte {(first + count) * size} of a block of {nbytes} bytes"
-            )
-        array = items[spec.dtype][first : first + count]
-        arrays[spec.name] = array if len(spec.shape) == 1 else array.view(spec.shape)
-    return arrays

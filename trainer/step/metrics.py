@@ -1,10 +1,14 @@
 """Counts what the trainer does, for /metrics and for the report."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rowcast.job.tables import GroupSpec
 from rowcast.protocol.counters import Counters
 from rowcast.protocol.messages import PlanHeader
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.pooled import numbers_of_vectors
 from rowcast.trainer.device.streams import Lap, Phase
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
@@ -27,6 +31,7 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
     shared_eval_samples: int = 0
     rank_imbalance: float = 1.0  # in the last train step: the most rows that a rank owns over the mean
     imbalances: float = 0.0  # its excess over 1, summed over train steps
+    _pooling: tuple[tuple[GroupSpec, Callable[[int], tuple[list[int], list[int]]]], ...] = ()
 
     def lapped(self, lap: Lap, seconds: float, step: int, ended_s: float) -> None:
         """Implements `Spent`: a wait for other ranks counts in its phase and as a stall."""
@@ -45,13 +50,21 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
                 num_fetch=group.num_fetch,
                 num_evict=group.num_evict,
             )
+        of_all = plan.batch_size if plan.share is None else plan.share.batch_size
         if plan.share is not None:
             self.exchanged(plan.kind, plan.share.groups)
-        of_all = plan.batch_size if plan.share is None else plan.share.batch_size
+            for own, numbers in self._pooling:
+                sent, received = map(sum, numbers(of_all))
+                self.groups[own.name].pooled(sent, received, own.gradient_bytes, trains=plan.kind == "train")
         self.shared_samples += of_all if plan.kind == "train" else 0
         self.shared_eval_samples += of_all if plan.kind == "eval" else 0
         self.loss = self.loss if loss is None else loss
         self.progressed()
+
+    def pools(self, groups: Sequence[GroupSpec], rank: Rank) -> None:
+        """Also counts pooled vectors, of tables with an owner among these groups."""
+        pooling = (group for group in groups if any(table.point is not None for table in group.tables))
+        self._pooling = tuple((group, numbers_of_vectors(group, rank)) for group in pooling)
 
     def balanced(self, imbalance: float) -> None:
         """Records how evenly the ranks own a train step's rows."""

@@ -16,14 +16,15 @@ harm. The bytes of bool arrays are checked too: torch's kernels may count with o
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec, aligned, unpooled_places
-from rowcast.protocol.arrange import MOST_ORDERED, first_not_permuted, table_starts
+from rowcast.protocol.arrange import MOST_ORDERED, first_not_ordered, first_not_rising, table_starts
 from rowcast.protocol.messages import (
     ArraySpec,
     Flush,
@@ -32,20 +33,23 @@ from rowcast.protocol.messages import (
     ShareHeader,
     StepReady,
 )
-from rowcast.protocol.parts import PREFIX, UNDIVIDED, InputSpec, Rank, part_sizes
+from rowcast.protocol.parts import PREFIX, UNDIVIDED, InputSpec, Rank, part_bounds, part_sizes
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import (
     EXCHANGE_ARRAYS,
     GROUP_ARRAYS,
     ITEM_BYTES,
+    OPTIONAL,
     ArrayLayout,
     Counts,
     Dtype,
 )
-from rowcast.runtime.arrays import I32, I64, U16, Bytes
+from rowcast.protocol.pooled import sources_of
+from rowcast.runtime.arrays import I32, I64, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 
 ExpectedArray = tuple[str, Dtype, tuple[int, ...]]  # name, dtype, shape
+Layouts = list[tuple[str, ArrayLayout]]  # of one group's arrays, by name
 POSITION_LIMIT = 2**31  # look-ups and bags are counted in int32
 
 
@@ -54,27 +58,51 @@ def require(condition: bool, sentence: str) -> None:
         raise RemoteProtocolError(sentence)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class DueChecks:
     """The pending checks of a plan's arrays."""
 
-    limited: list[ArraySpec]  # none is empty
-    limits: I64  # values of `limited` are from 0 to this - 1
-    bounds: I64  # start and end of each of `limited`, in items of the block
-    distinct: list[ArraySpec]
-    rising: list[tuple[ArraySpec, tuple[int, ...]]]  # with the end of each row
-    permuted: list[tuple[ArraySpec, I64]]  # with the start of each table's look-ups
     flags: list[ArraySpec]  # of bool
+    starts: I64  # of each table's look-ups, group by group
+    limited: list[tuple[ArraySpec, int]] = field(default_factory=list)  # values are from 0 to this - 1; none is empty
+    # a row, its first item in the block, its items, and what it rises to
+    rising: list[tuple[ArraySpec, int, int, int, int]] = field(default_factory=list)
+    # the first item in the block, the items, and which of `starts` are the group's
+    ordered: list[tuple[ArraySpec, int, int, int, int]] = field(default_factory=list)
+    distinct: list[ArraySpec] = field(default_factory=list)
 
-    def too_large(self, block: Bytes) -> list[int]:
-        """Returns which of `limited` hold a value outside its limits, in one pass. A negative value is large when
+    def too_large(self, block: Bytes) -> list[tuple[ArraySpec, int]]:
+        """Returns which of `limited` hold a value outside their limits, in one pass. A negative value is large when
         unsigned."""
-        if not len(self.bounds):
+        if not self.limited:
             return []
         words = block.view(np.uint32)
-        bounds = self.bounds[:-1] if self.bounds[-1] == len(words) else self.bounds
-        largest = np.maximum.reduceat(words, bounds)[::2]  # every second region is between two arrays
-        return np.flatnonzero(largest >= self.limits).tolist()
+        bounds = [at for spec, _ in self.limited for at in (spec.offset // 4, spec.offset // 4 + spec.shape[0])]
+        largest = np.maximum.reduceat(words, bounds[:-1] if bounds[-1] == len(words) else bounds)[::2]
+        found = np.flatnonzero(largest >= np.array([limit for _, limit in self.limited]))
+        return [self.limited[index] for index in found]  # every second region is between two arrays
+
+    def check(self, step: int, block: Bytes, marks: Bytes) -> None:
+        """Raises RemoteProtocolError. `marks`: as in `first_not_permuted`."""
+        words = block.view(np.int32)
+        for spec in self.flags:
+            most = block[spec.offset : spec.offset + math.prod(spec.shape)].max(initial=0)
+            require(most <= 1, f"step {step}: {spec.name} holds {most} instead of 0 or 1")
+        for spec, limit in self.too_large(block):
+            below(i32_of(block, spec), limit, f"step {step}: {spec.name}")
+        for spec in self.distinct:
+            distinct(i32_of(block, spec), f"step {step}: {spec.name}")
+        found = first_not_rising(words, np.array([own[2:] for own in self.rising], np.int64).reshape(-1, 3))
+        if found >= 0:
+            spec, row, first, size, end = self.rising[found]
+            name = f"step {step}: {spec.name}"
+            rising(words[first : first + size], end, name if len(spec.shape) == 1 else f"{name}[{row}]")
+        places = np.array([own[1:] for own in self.ordered], np.int64).reshape(-1, 4)
+        table = first_not_ordered(block.view(np.uint16), places, self.starts, marks)
+        if table >= 0:
+            spec = next(spec for spec, _, _, first, end in self.ordered if first <= table < end)
+            own = f"{self.starts[table]} to {self.starts[table + 1] - 1}"
+            raise RemoteProtocolError(f"step {step}: {spec.name} is no permutation of the look-ups {own}")
 
 
 class PlanCheck:
@@ -106,12 +134,17 @@ class PlanCheck:
         self._is_tcp = is_tcp
         self._rank = rank
         self._due: dict[int, DueChecks] = {}  # by step: of plans with unchecked arrays
-        self._positions = {  # the arrays of positions, by name, with their group
-            f"{group}.{name}": (group, layout)
-            for group in range(len(self._groups))
-            for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS).items()
-            if layout.dtype == "i4"
-        }
+        self._optional = [[(f"{group}.{name}", name) for name in OPTIONAL] for group in range(len(self._groups))]
+        # of each group: the part and the pooled features of each source
+        self._sources = [
+            [(own.part, len(set(own.features).difference(group.unpooled_features))) for own in sources_of(group, rank)]
+            for group in self._groups
+        ]
+        self._known_layouts: dict[tuple[int, frozenset[str], int], Layouts] = {}
+        self._marks = np.empty(MOST_ORDERED, np.uint8)
+        starts = [table_starts(group, 1) for group in groups]
+        self._starts = np.concatenate(starts)  # of each table's look-ups in a batch of one sample
+        self._first_starts = [0, *accumulate(map(len, starts))]
 
     def message(self, message: StepReady) -> None:
         if message.plan is not None:
@@ -152,7 +185,7 @@ class PlanCheck:
                 raise RemoteProtocolError(
                     f"step {step} has {counts.sequences} features of sequences in group {index} instead of {unpooled}"
                 )
-            if counts.unique > counts.parts * counts.readable:
+            if counts.unique > counts.sources * counts.readable:
                 raise RemoteProtocolError(
                     f"step {step} touches {counts.unique} rows of group {index}, which has {counts.readable} slots"
                 )
@@ -165,9 +198,11 @@ class PlanCheck:
                 raise RemoteProtocolError(
                     f"step {step} has the order of group {index} alone, whose bags are not all of one look-up"
                 )
-        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, self._plan_arrays(plan, group_counts))
+        layouts = list(map(self._layouts, range(len(group_counts)), group_counts))
+        expected = self._plan_arrays(plan, group_counts, layouts)
+        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, expected)
         self._train_step += plan.kind == "train"
-        self._due[step] = self._checks_of(plan, group_counts)
+        self._due[step] = self._checks_of(plan, group_counts, layouts)
 
     def _batch_size(self, step: int, plan: PlanHeader) -> int:
         """Returns the samples of the batch over all ranks."""
@@ -186,35 +221,46 @@ class PlanCheck:
         return size
 
     def _counts(self, plan: PlanHeader) -> list[Counts]:
-        shapes = {spec.name: spec.shape for spec in plan.arrays}
+        names = {spec.name for spec in plan.arrays}
+        ends = part_bounds(plan.batch_size if plan.share is None else plan.share.batch_size, self._rank.parts)
         group_counts = []
-        for index, (group, spec) in enumerate(zip(plan.groups, self._groups, strict=True)):
-            names = (*GROUP_ARRAYS, *EXCHANGE_ARRAYS)
-            group_shapes = {name: shapes[f"{index}.{name}"] for name in names if f"{index}.{name}" in shapes}
-            pooled = spec.num_features - len(group.sequence_lookups)
+        for index, (group, sources) in enumerate(zip(plan.groups, self._sources, strict=True)):
+            bags = [count * (ends[part + 1] - ends[part]) for part, count in sources]
             counts = Counts(
                 samples=plan.batch_size,
                 lookups=group.num_lookups,
                 unique=group.num_unique,
-                bags=pooled * plan.batch_size + sum(group.sequence_lookups),
+                bags=sum(bags) + sum(group.sequence_lookups),
+                sources=len(sources),
                 sequence_lookups=group.sequence_lookups,
                 fetch=group.num_fetch,
                 evict=group.num_evict,
                 slots=self._num_slots[index],
                 readable=self._num_slots[index],
-                present=frozenset(group_shapes),
+                present=frozenset([short for name, short in self._optional[index] if name in names]),
             )
             if plan.share is not None:
-                counts = shared(counts, plan.share.groups[index], self._rank, train=plan.kind == "train")
+                counts = shared(counts, plan.share.groups[index], train=plan.kind == "train")
             group_counts.append(counts)
         return group_counts
 
-    def _plan_arrays(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> Iterator[ExpectedArray]:
+    def _layouts(self, group: int, counts: Counts) -> Layouts:
+        """Returns the group's arrays by name: those of two steps differ only in the optional ones."""
+        key = group, counts.present, counts.sequences
+        if key not in self._known_layouts:
+            arrays = (GROUP_ARRAYS | EXCHANGE_ARRAYS).items()
+            self._known_layouts[key] = [(f"{group}.{name}", own) for name, own in arrays if own.where(counts)]
+        return self._known_layouts[key]
+
+    def _plan_arrays(
+        self, plan: PlanHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]
+    ) -> Iterator[ExpectedArray]:
         for number, own in enumerate(self._inputs):
             name = own.name if number < 2 else PREFIX + own.name
             yield name, own.dtype, (self._entries(own, plan), *own.shape)
-        for index, counts in enumerate(group_counts):
-            yield from expected_arrays(f"{index}.", GROUP_ARRAYS | EXCHANGE_ARRAYS, counts)
+        for counts, own_layouts in zip(group_counts, layouts, strict=True):
+            for name, layout in own_layouts:
+                yield name, layout.dtype, layout.shape_of(counts)
 
     def _entries(self, own: InputSpec, plan: PlanHeader) -> int:
         """Returns how many entries an array of the batch has: those of its samples, or of a feature's look-ups."""
@@ -231,49 +277,29 @@ class PlanCheck:
         is_whole = any(own.of in table.batch_features for table in self._groups[group].tables)
         return max(of_parts) if is_whole else sum(of_parts)
 
-    def _checks_of(self, plan: PlanHeader, group_counts: Sequence[Counts]) -> "DueChecks":
-        arrived = [(spec, *self._positions[spec.name]) for spec in plan.arrays if spec.name in self._positions]
-        limited = [
-            (spec, layout.below.of(group_counts[group]))
-            for spec, group, layout in arrived
-            if layout.below is not None and spec.shape[0]
-        ]
-        starts = [spec.offset // 4 for spec, _ in limited]
-        ends = [start + spec.shape[0] for start, (spec, _) in zip(starts, limited, strict=True)]
-        return DueChecks(
-            limited=[spec for spec, _ in limited],
-            limits=np.array([limit for _, limit in limited], np.int64),
-            bounds=np.array([starts, ends], np.int64).T.ravel(),
-            distinct=[spec for spec, group, layout in arrived if layout.distinct(group_counts[group]) and self._is_tcp],
-            rising=[
-                (spec, layout.ends_of(group_counts[group]))
-                for spec, group, layout in arrived
-                if layout.rises_to is not None
-            ],
-            permuted=[(spec, table_starts(self._groups[group], plan.batch_size)) for group, spec in ordered(plan)],
-            flags=[spec for spec in plan.arrays if spec.dtype == "b1"],
-        )
+    def _checks_of(self, plan: PlanHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]) -> DueChecks:
+        specs = iter(plan.arrays[len(self._inputs) :])
+        flags = [spec for spec in plan.arrays if spec.dtype == "b1"]
+        due = DueChecks(flags=flags, starts=self._starts * plan.batch_size)
+        for group, counts in enumerate(group_counts):
+            for _, layout in layouts[group]:
+                spec = next(specs)
+                if layout.below is not None and spec.shape[0]:
+                    due.limited.append((spec, layout.below.of(counts)))
+                if layout.rises_to is not None:
+                    first, size = spec.offset // 4, spec.shape[-1]
+                    ends = enumerate(layout.ends_of(counts))
+                    due.rising += [(spec, row, first + row * size, size, end) for row, end in ends]
+                if layout.dtype == "u2":
+                    begin, end = self._first_starts[group : group + 2]
+                    due.ordered.append((spec, spec.offset // 2, spec.shape[0], begin, end))
+                if self._is_tcp and layout.distinct(counts):
+                    due.distinct.append(spec)
+        return due
 
     def arrays(self, step: int, block: Bytes) -> None:
         """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
-        due = self._due.pop(step)
-        for spec in due.flags:
-            most = block[spec.offset : spec.offset + math.prod(spec.shape)].max(initial=0)
-            require(most <= 1, f"step {step}: {spec.name} holds {most} instead of 0 or 1")
-        for index in due.too_large(block):
-            below(i32_of(block, due.limited[index]), int(due.limits[index]), f"step {step}: {due.limited[index].name}")
-        for spec in due.distinct:
-            distinct(i32_of(block, spec), f"step {step}: {spec.name}")
-        for spec, ends in due.rising:
-            name, rows = f"step {step}: {spec.name}", i32_of(block, spec).reshape(len(ends), -1)
-            for row, end in enumerate(ends):
-                rising(rows[row], end, name if len(spec.shape) == 1 else f"{name}[{row}]")
-        for spec, starts in due.permuted:
-            permuted(
-                block[spec.offset : spec.offset + 2 * spec.shape[0]].view(np.uint16),
-                starts,
-                f"step {step}: {spec.name}",
-            )
+        self._due.pop(step).check(step, block, self._marks)
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
         """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
@@ -298,13 +324,12 @@ class PlanCheck:
                 distinct(i32_of(block, spec), name)
 
 
-def shared(counts: Counts, share: ShareHeader, rank: Rank, *, train: bool) -> Counts:
+def shared(counts: Counts, share: ShareHeader, *, train: bool) -> Counts:
     """Returns the counts of a group with those of its exchange."""
     received = sum(share.receive_counts)
     return replace(
         counts,
         readable=received,
-        parts=rank.parts_per_rank,
         exchanges=True,
         sent=sum(share.send_counts),
         returned=received if train else 0,
@@ -350,12 +375,6 @@ def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: I
     require(end == nbytes, f"{name}: a block of {nbytes} bytes came instead of {end}")
 
 
-def expected_arrays(prefix: str, arrays: dict[str, ArrayLayout], counts: Counts) -> Iterator[ExpectedArray]:
-    for name, layout in arrays.items():
-        if layout.where(counts):
-            yield prefix + name, layout.dtype, layout.shape_of(counts)
-
-
 def described(spec: ArraySpec | None) -> str:
     return "nothing" if spec is None else f"{spec.name}, {spec.dtype} {spec.shape} at byte {spec.offset},"
 
@@ -378,18 +397,11 @@ def distinct(positions: I32, name: str) -> None:
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 
 
-def permuted(order: U16, starts: I64, name: str) -> None:
-    """Raises unless the part of each table is a permutation of its look-ups."""
-    table = first_not_permuted(order, starts, np.empty(MOST_ORDERED, np.uint8))
-    require(table < 0, f"{name} is no permutation of the look-ups {starts[table]} to {starts[table + 1] - 1}")
-
-
 def ordered(plan: PlanHeader) -> Iterator[tuple[int, ArraySpec]]:
     """Yields the groups whose plan has an `order`, with its spec."""
     for spec in plan.arrays:
-        group, _, name = spec.name.partition(".")
-        if name == "order":
-            yield int(group), spec
+        if spec.dtype == "u2" and spec.name.endswith(".order"):
+            yield int(spec.name.partition(".")[0]), spec
 
 
 def rising(offsets: I32, end: int, name: str) -> None:

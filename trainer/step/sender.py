@@ -8,15 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-import torch
 import xxhash
 from torch import Tensor
 
-from rowcast.job.tables import aligned
 from rowcast.protocol.dense_pieces import DensePieces
 from rowcast.protocol.messages import Ask, Replica, Returned, RowsBack, RowSpan, Saved, StepDone
-from rowcast.protocol.plan import ARRAY_ALIGNMENT, barrier_stamp, is_sampled, plan_stamp, saved_stamp
+from rowcast.protocol.plan import barrier_stamp, is_sampled, plan_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
 from rowcast.trainer.device.cuda import RingEnds
@@ -33,9 +30,7 @@ class EvictTask:
     barrier: int | None
     piece: int
     last: bool
-    sources: list[Tensor]  # for each span, f32 [count, record_floats] in evict staging
-    rows: tuple[RowSpan, ...]  # with their offsets in the message's payload
-    nbytes: int  # of the payload
+    rows: tuple[RowSpan, ...]  # with their offsets in evict staging, as in the message's payload
     room: StagingSpan  # of these rows; `used` is set when the copy to the ring is issued
     gathered: Event
     space: RingSlice | None = None  # in the ring; None: there are no rows, or no space yet
@@ -109,21 +104,19 @@ class Sender:
         piece: int,
         last: bool,
     ) -> None:
-        """Issues the gather of the rows into `room` and queues them as one message; see RowsBack."""
+        """Issues the gather of the rows into `room` and queues them as one message; see RowsBack. The spans' offsets
+        begin at 0."""
         fill = self._streams.fill
         if room.after is not None:
             fill.wait(room.after, "evict_staging")
-        sources = self._slots.gather(spans, slots, room.content)
-        rows, nbytes = compact(spans, sources)
+        self._slots.gather(spans, slots, room.content)
         self._tasks.append(
             EvictTask(
                 step=step,
                 barrier=barrier,
                 piece=piece,
                 last=last,
-                sources=sources,
-                rows=rows,
-                nbytes=nbytes,
+                rows=tuple(spans),
                 room=room,
                 gathered=fill.record(),
             )
@@ -166,8 +159,9 @@ class Sender:
             self._copying.append(task)
             self._tasks.popleft()
             return True
-        task.space = self._ring.try_allocate(task.nbytes) if task.nbytes else None
-        self.waiting_for_ring = bool(task.nbytes) and task.space is None
+        nbytes = len(task.room.content)
+        task.space = self._ring.try_allocate(nbytes) if nbytes else None
+        self.waiting_for_ring = bool(nbytes) and task.space is None
         if self.waiting_for_ring:
             return False
         with self._counters.shown("copy out", task.step):
@@ -180,10 +174,7 @@ class Sender:
         stream = self._streams.evict
         stream.wait(task.gathered, "gathered")
         if space is not None:
-            payload = self._memory.leaving(space.payload)
-            for span, source in zip(task.rows, task.sources, strict=True):
-                rows = payload[span.offset : span.offset + source.nbytes].view(torch.float32).view(source.shape)
-                stream.copy(source, rows)
+            stream.copy(task.room.content, self._memory.leaving(space.payload))
         task.room.used = stream.record()
 
     def _send_copied(self) -> bool:
@@ -247,13 +238,3 @@ class Sender:
     def _rows_pending(self, step: int) -> bool:
         tasks = [task for task in (*self._copying, *self._tasks) if isinstance(task, EvictTask)]
         return any(task.barrier is None and task.step is not None and task.step <= step for task in tasks)
-
-
-def compact(spans: Sequence[RowSpan], sources: Sequence[Tensor]) -> tuple[tuple[RowSpan, ...], int]:
-    """Returns the spans with their offsets in the message's payload, and the payload's bytes."""
-    rows, end = [], 0
-    for span, source in zip(spans, sources, strict=True):
-        end = aligned(end, ARRAY_ALIGNMENT)
-        rows.append(msgspec.structs.replace(span, offset=end))
-        end += source.nbytes
-    return tuple(rows), end

@@ -37,7 +37,7 @@ from rowcast.analysis.estimate.rates_file import (
 )
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.job.tables import group_specs, record_parts
+from rowcast.job.tables import possible_groups, record_parts
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.runtime.command_options import Config, Overrides
 from rowcast.runtime.disk import render, seal
@@ -45,6 +45,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import keep_freed_memory, processor
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.device.cuda import choose_device, device_name
+from rowcast.trainer.device.row_moves import move as move_of
 from rowcast.trainer.kernels import GroupLookup, RecordViews, part_of, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
@@ -96,7 +97,7 @@ def measured(shapes: Sequence[Shape]) -> dict[str, KernelRates]:
 def row_shapes(watch: Stopwatch, job: Job) -> Iterator[Shape]:
     """Look-ups, updates, and moves of rows, as in a step of the job."""
     kernels, rng, sparse = choose_kernels(watch.device, job), np.random.default_rng(0), job.optimizer.sparse
-    groups = {(group.embedding_dim, group.record_floats): group for group in group_specs(job)}
+    groups = {(group.embedding_dim, group.record_floats): group for group in possible_groups(job)}
     features = sum(len(table.features) for table in job.tables)
     zeros, stream = partial(torch.zeros, device=watch.device), watch.streams.compute
 
@@ -108,8 +109,8 @@ def row_shapes(watch: Stopwatch, job: Job) -> Iterator[Shape]:
         records, staged = zeros(4 * count, width), zeros(count, width)
         slots = torch.randperm(4 * count)[:count].to(watch.device)
         if into_slots:
-            return watch.seconds(partial(stream.scatter, staged, slots, records))
-        return watch.seconds(partial(stream.gather, records, slots.int(), staged))
+            return watch.seconds(partial(stream.scatter, [move_of(records, slots, staged)]))
+        return watch.seconds(partial(stream.gather, [move_of(records, slots.int(), staged)]))
 
     def copy(nbytes: int, into: bool) -> float:
         """Between the ring, which is page-locked where there is a device, and staging."""
@@ -206,18 +207,17 @@ def sums(weights: list[torch.nn.Parameter], parts: int, device: torch.device) ->
     """What `SharedRunner` does with dense gradients between backward passes and the optimizer, without exchanges."""
     ranks = 2
     gradients = [torch.ones_like(weight) for weight in weights]
-    layout, loss = PartVector(weights, ranks), torch.zeros((), device=device)
-    own = layout.new(device)
-
-    def of_part() -> Tensor:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient
-        return layout.take(loss)
+    layout = PartVector({str(place): weight for place, weight in enumerate(weights)}, parts, ranks, device)
+    loss, total = torch.zeros((), device=device), torch.zeros_like(layout.own)
 
     def work() -> None:
-        own.copy_(sum_in_order([of_part() for _ in range(parts)]))
-        sum_in_order(own.view(ranks, -1).unbind())
-        layout.give(own)
+        for part in range(parts):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            layout.take(part, loss)
+        layout.add_up()
+        sum_in_order(total.view(ranks, -1))
+        layout.give(total)
 
     return work
 
@@ -275,7 +275,7 @@ def rates(
         raise ConfigError(f"--network-gbs {network_gbs}: give a number above 0")
     try:
         chosen = choose_device(device)
-    except ValueError as error:
+    except ConfigError as error:
         raise ConfigError(f"--device {device}: {error}") from None
     began_s = time.perf_counter()
     typer.echo("measuring; this takes about a minute")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rowcast.prefetcher.planner.eviction import Choice, Residents, Victims, pick
-from rowcast.prefetcher.planner.horizon import FLAG_BITS, PINNED, Occurrences
+from rowcast.prefetcher.planner.horizon import FLAG_BITS, Occurrences
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
 
@@ -42,19 +42,15 @@ def pick_idle(rows: Residents, victims: Victims, num_victims: int) -> int:
     """Picks rows from the head of the line, `num_victims` at most. Returns where the first one that remains may be."""
     records, last, taken = rows.occurrences.rows, len(rows.occurrences.rows) - 1, 0
     k: int = np.int64(0)  # type: ignore[assignment]  # a literal 0 would be compiled apart
-    oldest = rows.head
     for position in range(rows.oldest, rows.head):
         if taken == num_victims:
-            return min(oldest, position)
+            return position
         row = records[position & last]
-        is_resident, is_pinned = row["slot"] >= 0, row["use"] & PINNED != 0
-        leaves = is_resident & (not is_pinned)
+        leaves = row["slot"] >= 0
         k = pick(row, position, victims, k)
         victims.counts[k] -= not leaves  # no branch: the processor cannot predict where the gaps are
         taken += leaves
-        if is_resident & is_pinned:
-            oldest = min(oldest, position)
-    return oldest
+    return rows.head
 
 
 @compiled_loop

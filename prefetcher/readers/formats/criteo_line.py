@@ -1,29 +1,13 @@
 """Explains why a line is not Criteo TSV, by reading field by field after the fast parser has refused its block."""
 
-from rowcast.prefetcher.readers.id_check import Location
-from rowcast.runtime.errors import DataError
-
 NUM_DENSE, NUM_SPARSE = 13, 26
 NUM_FIELDS = 1 + NUM_DENSE + NUM_SPARSE
 HEX_DIGITS = frozenset(b"0123456789abcdefABCDEF")
 
 
-def refuse_line(lines: bytes, location: Location, reason: str) -> DataError:
-    """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
-
-    `reason` is the fast parser's message, used if no line is bad.
-    """
-    split = lines.removesuffix(b"\n").split(b"\n")
-    for i, line in enumerate(split):
-        error = line_error(line.removesuffix(b"\r"))
-        if error is not None:
-            return DataError(f"{location(i)}{error}")
-    return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
-
-
 def line_error(line: bytes) -> str | None:
     """Returns the sentence after the line's number, or None for a good line."""
-    fields = line.split(b"\t")
+    fields = line.removesuffix(b"\r").split(b"\t")
     if len(fields) != NUM_FIELDS:
         return (
             f": {len(fields)} fields between tabs instead of {NUM_FIELDS} "

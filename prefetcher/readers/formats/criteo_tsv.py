@@ -18,7 +18,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.column_rows import ColumnRows
 from rowcast.prefetcher.readers.columns import Ids
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
-from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, refuse_line
+from rowcast.prefetcher.readers.formats.criteo_line import NUM_DENSE, NUM_SPARSE, line_error
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     Location,
@@ -29,6 +29,7 @@ from rowcast.prefetcher.readers.id_check import (
 )
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
+from rowcast.prefetcher.readers.text_files import refuse_line
 from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.arrays import F32, U16, U32
 
@@ -92,10 +93,10 @@ def decode(names: list[str], lines: bytes, num_lines: int, location: Location) -
         sparse = [name for name in names if name in SPARSE]
         hashes = hash_columns([table[name].chunk(0) for name in sparse])
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, location, str(error)) from None
+        raise refuse_line(lines, location, str(error), line_error) from None
     labels = table["label"].to_numpy()
     if table["label"].null_count or not ((labels == 0) | (labels == 1)).all():
-        raise refuse_line(lines, location, "a label is not 0 or 1")
+        raise refuse_line(lines, location, "a label is not 0 or 1", line_error)
     dense = {name: logarithms(table[name].chunk(0)) for name in DENSE}
     return pa.RecordBatch.from_pydict(
         {"label": labels.astype(np.float32), **dense, **dict(zip(sparse, hashes, strict=True))}

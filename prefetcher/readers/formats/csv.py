@@ -11,6 +11,7 @@ Cells may be quoted, but a line is a row: line breaks within quotes are refused.
 import csv
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,14 @@ from rowcast.prefetcher.readers.formats.csv_line import (
     holds,
     is_number,
     items_of,
-    refuse_line,
+    line_error,
 )
 from rowcast.prefetcher.readers.hashed_ids import is_text
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location
 from rowcast.prefetcher.readers.prepare import AS_IT_IS
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader
-from rowcast.prefetcher.readers.text_files import first_lines
+from rowcast.prefetcher.readers.text_files import first_lines, refuse_line
 from rowcast.runtime.errors import DataError, nearest
 
 SEPARATOR = "\x1f"  # between cells whose delimiter is not one character
@@ -90,7 +91,7 @@ def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Location) 
     try:
         return parse(lines, num_lines, layout)
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, layout, location, str(error)) from None
+        raise refuse_line(lines, location, str(error), partial(line_error, layout)) from None
 
 
 def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:

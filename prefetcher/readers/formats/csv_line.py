@@ -5,9 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rowcast.prefetcher.readers.id_check import Location
-from rowcast.runtime.errors import DataError
-
 CellKind = Literal["integer", "whole", "number", "boolean", "text"]
 TRUE = ("true", "True", "TRUE", "yes", "Yes", "YES", "t", "T", "y", "Y")
 FALSE = ("false", "False", "FALSE", "no", "No", "NO", "f", "F", "n", "N")
@@ -45,22 +42,9 @@ class CsvLayout:
         return len(self.delimiter) == 1 and self.delimiter != SPACES
 
 
-def refuse_line(lines: bytes, layout: CsvLayout, location: Location, reason: str) -> DataError:
-    """Returns the error of the first bad line in `lines`; `location(i)` names the i-th line's file and number.
-
-    `reason` is the fast parser's message, used if no line is bad.
-    """
-    split = lines.removesuffix(b"\n").split(b"\n")
-    for i, line in enumerate(split):
-        error = line_error(line.removesuffix(b"\r").decode("utf-8", "replace"), layout)
-        if error is not None:
-            return DataError(f"{location(i)}{error}")
-    return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
-
-
-def line_error(line: str, layout: CsvLayout) -> str | None:
+def line_error(layout: CsvLayout, content: bytes) -> str | None:
     """Returns the sentence after the line's number, or None for a good line."""
-    header, cells = layout.header, layout.cells
+    header, cells, line = layout.header, layout.cells, content.removesuffix(b"\r").decode("utf-8", "replace")
     if not line:
         return ": the line is empty; remove it"
     if "\r" in line:

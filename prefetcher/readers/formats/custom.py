@@ -29,6 +29,7 @@ from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
 from rowcast.prefetcher.readers.id_check import dense_names
 from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.protocol.batch import Batch, Kind
+from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 
 # (split, epoch, start) -> batches in any shape that user_arrays.py reads
@@ -44,7 +45,8 @@ def open_reader(job: Job) -> "CustomReader":
         signature.bind(*given, **job.data.options)
     except TypeError as error:
         raise ConfigError(
-            f"data.format = {job.data.format!r}: the factory cannot be called with (job, **data.options): {error}"
+            f"data.format = {job.data.format!r}: the factory cannot be called with (job, **data.options): {error}; "
+            "it returns batches, or a function of (split, epoch)"
         ) from None
     return CustomReader(job, factory(*given, **job.data.options))
 
@@ -122,7 +124,10 @@ class CustomReader:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield partial(self._check.check, batch, where)
+            yield partial(self._whole, batch, where)
+
+    def _whole(self, offered: Any, where: str, rank: Rank) -> Batch:
+        return self._check.check(offered, where)
 
     def _open(self, split: Kind, epoch: int, start: int) -> Iterable[Any]:
         """Opens a split. Reuses epoch 0's iterator: it yields each batch once, and a second one may be shuffled

@@ -6,6 +6,7 @@ The first lines decide the types: numbers, true and false, text, lists of these.
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ from rowcast.prefetcher.readers.formats.parquet import roles_in
 from rowcast.prefetcher.readers.id_check import IdCheck, Location, line_location
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader
-from rowcast.prefetcher.readers.text_files import Piece, open_text, pieces
-from rowcast.runtime.errors import DataError
+from rowcast.prefetcher.readers.text_files import Piece, open_text, pieces, refuse_line
 
 Types = Mapping[str, Any]  # of columns, in Arrow
 NUMBER, WHOLE, WORD, TEXT = pa.float64(), pa.int64(), pa.bool_(), pa.string()
@@ -103,23 +103,14 @@ def decode(types: Types, lines: bytes, num_lines: int, location: Location) -> An
         if table.num_rows != num_lines or (begun != num_lines and re.search(rb"(?m)^\s*$", lines[:-1])):
             raise ValueError("a line is not an object")
     except (pa.ArrowException, ValueError) as error:
-        raise refuse_line(lines, types, location, str(error)) from None
+        raise refuse_line(lines, location, str(error), partial(line_error, types)) from None
     [batch] = table.combine_chunks().to_batches()
     return batch
 
 
-def refuse_line(lines: bytes, types: Types, location: Location, reason: str) -> DataError:
-    """Returns the error of the first bad line; `reason` is the fast parser's message, used if no line is bad."""
-    split = lines.removesuffix(b"\n").split(b"\n")
-    for i, line in enumerate(split):
-        error = line_error(line.strip(), types)
-        if error is not None:
-            return DataError(f"{location(i)}{error}")
-    return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
-
-
-def line_error(line: bytes, types: Types) -> str | None:
+def line_error(types: Types, line: bytes) -> str | None:
     """Returns the sentence after the line's number, or None for a good line."""
+    line = line.strip()
     try:
         row = json.loads(line) if line else None
     except ValueError as error:

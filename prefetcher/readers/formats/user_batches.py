@@ -9,7 +9,7 @@ import numpy as np
 
 from rowcast.job.models import NO_MODEL
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.columns import Ids, bag_offsets, needed_offsets
+from rowcast.prefetcher.readers.columns import Ids, bag_offsets
 from rowcast.prefetcher.readers.formats.user_arrays import as_batch, is_array, is_by_position
 from rowcast.prefetcher.readers.formats.user_inputs import check_inputs
 from rowcast.prefetcher.readers.id_check import (
@@ -23,7 +23,7 @@ from rowcast.prefetcher.readers.id_check import (
     lookup_location,
     require_weights,
 )
-from rowcast.protocol.batch import Batch
+from rowcast.protocol.batch import Batch, needed_offsets
 from rowcast.protocol.parts import belonging
 from rowcast.runtime.errors import DataError
 

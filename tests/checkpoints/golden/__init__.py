@@ -10,7 +10,7 @@ from rowcast.runtime.checkpoint_manifest import DataFile, TrainingData
 
 FOLDER = Path(__file__).parent
 ALL_KEYS = "all_keys"
-# what was read; those of version 3 have its sizes and hot rows in their digests
+# what was read; those of version 3 have its sizes in their digests
 DATA = {
     "demo": TrainingData(files=()),
     "din": TrainingData(files=(DataFile(path="data/sequences.parquet", nbytes=70_000, checksum="a" * 16),)),
@@ -19,6 +19,5 @@ DATA = {
             DataFile(path=f"data/day_0_{part}.npy", nbytes=nbytes, checksum=f"{nbytes:016x}")
             for part, nbytes in (("dense", 40_128), ("sparse", 104_128), ("labels", 8_128))
         ),
-        hot_rows="0011223344556677",
     ),
 }

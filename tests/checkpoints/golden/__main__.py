@@ -30,10 +30,10 @@ manifest = Manifest(
             layers=(
                 RowLayer(kind="base", num_rows=1, files=(rows("step-000000000100"),)),
                 RowLayer(kind="delta", num_rows=1, files=(rows("step-000000000110"),), after="2" * 16),
-            )
+            ),
+            ahead=(BatchChecksum(train_step=100, eval_batch=None, ids="1" * 16, dense=""),),
         ),
     ),
     dense=None,
-    ahead=(BatchChecksum(train_step=100, eval_batch=None, ids="1" * 16, dense=""),),
 )
 (FOLDER / f"{ALL_KEYS}.version-{MANIFEST_VERSION}.json").write_bytes(render(seal(manifest)))

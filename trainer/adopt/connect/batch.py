@@ -3,7 +3,7 @@
 The results have the interfaces of TorchRec's KeyedTensor and JaggedTensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rowcast.protocol.batch import Kind
 from rowcast.protocol.parts import Belonging
-from rowcast.trainer.models.embedding import FeatureSlots, aligned
+from rowcast.trainer.models.embedding import aligned
 from rowcast.trainer.models.job_model import named_inputs
 from rowcast.trainer.step.cache import Step
 
 IDS_STAY = (
-    "the ids of a batch stay with the prefetcher, and only its rows are here; give sparse_features to the "
+    "the ids of a batch stay with the prefetcher, and only its rows are here; give batch.sparse_features to the "
     "EmbeddingBagCollection, and what else the model needs to the batch as an array"
 )
 VALIDATION = (
@@ -42,9 +42,10 @@ class Slice:
 
 
 def slices_of(batch_size: int, number: int) -> list[Slice]:
-    """Returns at most `number` slices, of equal size except the last; a small batch has fewer."""
-    width = -(-batch_size // number)
-    starts = range(0, batch_size, width)
+    """Returns at most `number` slices, of equal size except the last; a small batch has fewer, and one without samples,
+    on a rank, has one."""
+    width = max(1, -(-batch_size // number))
+    starts = range(0, max(1, batch_size), width)
     return [Slice(i, start, min(start + width, batch_size), i == len(starts) - 1) for i, start in enumerate(starts)]
 
 
@@ -83,7 +84,7 @@ class LoadedBatch:
         cut = of.cut(slice(part.start, part.stop), lambda feature: slice(None))
         self.inputs = {name: copied(own) for name, own in cut.of(named_inputs(step.arrays)).items()}
         self.is_last = part.is_last  # the last micro-batch of a step: the optimizer steps after it
-        self.share = part.size / step.header.batch_size  # fraction of the step's samples
+        self.share = part.size / max(1, step.header.batch_size)  # fraction of the step's samples
         self.kind: Kind = step.header.kind
         self.train_step = step.header.train_step  # train batches before it
         self.epoch = step.header.epoch
@@ -120,39 +121,16 @@ def require_device(here: torch.device, wanted: Any) -> None:
         )
 
 
-def check_features(features: Any, session: object, step: Step, part: Slice, keys: Sequence[str]) -> bool:
-    """Returns whether `features` are a token, and then checks that it belongs to `part` of the step. Raises
-    RuntimeError.
-
-    Of a KeyedJaggedTensor, only the keys and the batch size are compared; it cannot be a part of a batch."""
-    if not all(callable(getattr(features, name, None)) for name in ("keys", "values")):
-        raise RuntimeError(
-            f"sparse features are {type(features).__name__}; give batch.sparse_features, or a KeyedJaggedTensor of "
-            "that batch"
-        )
-    missing = [key for key in keys if key not in list(features.keys())]
-    if missing:
-        raise RuntimeError(
-            f"sparse features have no {missing[0]}, only {', '.join(features.keys())}; the tables are looked up by "
-            f"{', '.join(keys)}"
-        )
-    size = num_samples(features)
-    if size != part.size:
-        raise another_batch(f"have {size} samples and the batch {part.size}")
+def check_features(features: Any, session: object, step: Step, part: Slice) -> None:
+    """Raises RuntimeError unless `features` are the token of `part` of the step."""
     if not isinstance(features, SparseToken):
-        if part.size != step.header.batch_size:
-            raise RuntimeError(
-                "with accumulate=k a micro-batch is looked up by its batch.sparse_features; its ids stay with the "
-                "prefetcher"
-            )
-        return False
+        raise RuntimeError(f"sparse features are {type(features).__name__}; {IDS_STAY}")
     if features.session is not session or features.step != step.step:
         raise another_batch(f"are of step {features.step} and the batch of step {step.step}")
     if features.slice != part:
         raise another_batch(
             f"are of micro-batch {features.slice.index} and the batch is micro-batch {part.index} of step {step.step}"
         )
-    return True
 
 
 def another_batch(what: str) -> RuntimeError:
@@ -160,39 +138,6 @@ def another_batch(what: str) -> RuntimeError:
         f"sparse features are not those of the batch that the loader yielded last: they {what}; only its rows are on "
         f"the device, so look up each batch before asking for the next; {VALIDATION}"
     )
-
-
-def num_samples(features: Any) -> int:
-    stride = getattr(features, "stride", None)
-    return int(stride()) if callable(stride) else len(features_lengths(features)) // max(1, len(features.keys()))
-
-
-def features_lengths(features: Any) -> Tensor:
-    """Returns the number of ids in each bag, feature-major."""
-    lengths: Tensor = features.lengths() if hasattr(features, "lengths") else features.offsets().diff()
-    return lengths
-
-
-def check_ids(features: Any, expected: Mapping[str, FeatureSlots]) -> None:
-    """Compares the ids of a KeyedJaggedTensor with the slots of features of one group.
-
-    Every sample must have as many ids, and no slot may have two ids. Waits for the device. Raises RuntimeError."""
-    order, size = list(features.keys()), num_samples(features)
-    lengths = features_lengths(features).view(len(order), size)
-    ends = torch.cat([lengths.new_zeros(1), lengths.sum(1).cumsum(0)]).tolist()
-    of_group = [order.index(name) for name in expected]
-    slots = torch.cat([own.slots for own in expected.values()])
-    ids = torch.cat([features.values()[ends[f] : ends[f + 1]] for f in of_group]).to(slots.device)
-    found = torch.cat([lengths[f] for f in of_group]).to(slots.device)
-    if len(ids) != len(slots) or not torch.equal(
-        found, torch.cat([own.lengths for own in expected.values()]).to(found)
-    ):
-        raise another_batch(f"have {len(ids)} ids and the batch {len(slots)}, or bags of other lengths")
-    if len(ids):
-        first = torch.empty(int(slots.max()) + 1, dtype=ids.dtype, device=ids.device)
-        first[slots.long()] = ids
-        if not torch.equal(first[slots.long()], ids):
-            raise another_batch("look up other rows")
 
 
 class JaggedTensor:

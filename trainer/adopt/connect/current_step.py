@@ -11,7 +11,7 @@ backward                 each slice keeps the gradients of its bags; the last on
 The script may change its stream from batch to batch. `*` is an event recorded on torch's current stream:
 
 loader's stream          wait for the rows ... copy of the batch *          wait for all * -> the step's event
-script's stream                           wait for the rows, look up *  update *
+script's stream                                      wait for that *, look up *  update *
 
 This code neither drives the engine nor waits.
 """
@@ -30,7 +30,7 @@ from rowcast.protocol.messages import PlanHeader
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.connect.batch import Slice, slices_of
 from rowcast.trainer.device.streams import Event, Lap, Stream
-from rowcast.trainer.models.embedding import Embeddings, FeatureSlots, GroupLookup, update_in_backward
+from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.runner import step_lookups
 from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.step.cache import Step
@@ -93,10 +93,16 @@ class StreamOrder:
     def __init__(self, compute: Stream) -> None:
         self._compute = compute
         self._issued: list[Event] = []
+        self._drawn: Event  # of the batch
 
-    def await_rows(self, step: Step) -> None:
-        """Makes the current stream wait until the step's rows are in their slots."""
-        self._compute.wait(step.filled[-1], "filled")
+    def drawn(self) -> None:
+        """Call on the loader's stream, which has waited for the rows, once the batch is there."""
+        self.record()
+        self._drawn = self._issued[-1]
+
+    def await_batch(self) -> None:
+        """Makes the current stream wait for what the loader's did for the batch, with exchanges between ranks."""
+        self._compute.wait(self._drawn, "filled")
 
     def record(self) -> None:
         """Call after issuing work on the step's rows or arrays to the current stream."""
@@ -169,10 +175,12 @@ class SlicedStep:
                 self._pooled = self._embeddings.pool(self._lookups)
         pairs = zip(self._pooled, self._lookups, strict=True)
         pooled = [bags_of(part, rows, lookup).reshape(-1, rows.shape[1]) for rows, lookup in pairs]
+        pending = None
         if torch.is_grad_enabled():
             self._expect(part)
-            pooled = update_in_backward(self._embeddings.trigger, pooled, SliceUpdate(self, part))
-        return self._embeddings.by_feature(pooled, [replace(lookup, batch_size=part.size) for lookup in self._lookups])
+            pending = SliceUpdate(self, part)
+        lookups = [replace(lookup, batch_size=part.size) for lookup in self._lookups]
+        return self._embeddings.by_feature(pooled, lookups, pending)
 
     def keep(self, part: Slice, grads: Sequence[Tensor]) -> None:
         """Called in the slice's backward pass, with gradients f32 [its bags, D] of each group."""
@@ -335,13 +343,6 @@ class CurrentStep:
         if is_shared:
             self._shared.open(collection, mode, found)
         return found
-
-    def slots_by_group(self, features: Sequence[str]) -> list[dict[str, FeatureSlots]]:
-        """The slots of these features, those of a group together; a group without any is left out."""
-        assert self.step is not None, "the module looks up the current step"
-        groups = self._embeddings.slots(step_lookups(self.step))
-        own = [{name: slots for name, slots in group.items() if name in features} for group in groups]
-        return [group for group in own if group]
 
     def _mark_trained(self, header: PlanHeader) -> None:
         """Notes that the next look-up trains the rows. Raises RuntimeError if it must not."""

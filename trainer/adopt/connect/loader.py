@@ -19,15 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowcast.job.schema import Job
-from rowcast.job.training_identity import first_of, setting_differences
+from rowcast.job.training_identity import first_of, num_parts, setting_differences
 from rowcast.protocol.parts import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.run_directory import pair_folder
 from rowcast.runtime.telemetry.logs import open_missing_descriptors, print_line, setup_logging
 from rowcast.trainer.adopt.connect import run_folder, table_files
 from rowcast.trainer.adopt.connect.batch import LoadedBatch, Slice
 from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
+from rowcast.trainer.adopt.connect.rank_session import RankSession
 from rowcast.trainer.adopt.connect.script_run import SessionParts
 from rowcast.trainer.adopt.connect.script_state import Stateful, StatefulObjects
 from rowcast.trainer.adopt.connect.session import ScriptSession
@@ -35,6 +37,7 @@ from rowcast.trainer.adopt.connect.settings import NO_DATA, SEQUENCES, ScriptTab
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation
+from rowcast.trainer.run.launch import Launch, check_launch, rank_in_log
 from rowcast.trainer.step.cache import Step
 
 _newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each run directory
@@ -77,7 +80,6 @@ def connect(
     """
     table_files.refuse_within_prefetcher()
     open_missing_descriptors()
-    refuse_ranks()
     if not isinstance(dataset, str | None):
         raise ConfigError(
             f"connect: dataset = {dataset!r} is not a name; the prefetcher, another process, imports what "
@@ -94,6 +96,13 @@ def connect(
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}
     tables = ScriptTables.joined([own.shared for own in collections])
+    launch = tables.launch
+    check_group(launch)
+    if accumulate > 1 and launch.world_size > 1:
+        raise ConfigError(
+            f"connect: accumulate = {accumulate} splits the batch of one rank, and there are {launch.world_size}; omit "
+            "it, and let more ranks or larger batches take its place"
+        )
     is_launched = dataset is not None or not tables.has_job_file
     if not is_launched and (changes or max_steps is not None or fresh):
         raise ConfigError(
@@ -106,12 +115,15 @@ def connect(
         )
     if is_launched and dense is None and save_every is None and "every" not in tables.content.get("checkpoint", {}):
         changes["checkpoint.every"] = 0  # no run can continue from a checkpoint without the script's objects
+    if is_launched and launch.world_size > 1 and "count" not in tables.content.get("ranks", {}):
+        changes |= {"ranks.count": launch.world_size, "ranks.per_host": launch.local_world_size}
     objects = None if dense is None else StatefulObjects(dense, tables.device, tables.without_tables)
     job = tables.adopt(changes, is_launched=is_launched, resumes=not fresh)
-    if job.ranks.num_parts > 1:
+    check_launch(launch, job.ranks)
+    if job.ranks.num_parts > launch.world_size:
         raise ConfigError(
-            f"connect: the job file has ranks.parts = {job.ranks.num_parts}, but a training script computes a batch as "
-            "a whole; remove [ranks], and give accumulate=k to split batches"
+            f"connect: ranks.parts = {job.ranks.num_parts}, but a training script computes one part "
+            "on each rank; remove ranks.parts, and on one rank give accumulate=k to split batches"
         )
     newest = run_folder.newest_run(job.run_dir)
     continued = newest if is_launched and not fresh else None
@@ -119,13 +131,17 @@ def connect(
     if continued is not None:
         refuse_to_resume(tables, continued, objects)
         finished = continued if run_folder.is_complete(job, continued, max_steps) else None
-    if is_launched:
+    if is_launched and launch.rank == 0:
         print_line(start_sentence(job, newest, fresh=fresh, is_finished=finished is not None))
     parts = SessionParts(
         job=job,
         collections=[own.name for own in collections],
         device=tables.device,
-        start_child=partial(start_child, tables, max_steps, fresh=fresh) if is_launched else None,
+        launch=launch,
+        # of several ranks on a host, the first starts the prefetchers of all
+        start_child=partial(start_child, tables, max_steps, fresh=fresh)
+        if is_launched and launch.local_rank == 0
+        else None,
         dense=objects,
         dense_optimizer=dense_optimizer,
         evaluate=evaluate,
@@ -146,23 +162,42 @@ def whole(name: str, value: Any) -> int:
     return int(value)
 
 
-def refuse_ranks() -> None:
-    """Raises ConfigError if this process is one of several ranks: they would all open the same run."""
-    world_size = environ.get("WORLD_SIZE", "1")  # set by torchrun
-    if world_size.strip() != "1":
+def check_group(launch: Launch) -> None:
+    """Raises ConfigError if the script has a process group that is not of torchrun's ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if dist.get_world_size() != launch.world_size:
         raise ConfigError(
-            f"WORLD_SIZE = {world_size}, but a training script runs on one rank; start it once, without torchrun"
+            f"torch.distributed has {dist.get_world_size()} ranks, but WORLD_SIZE is {launch.world_size}; start the "
+            "script by torchrun, which sets it, and make one process group of all its ranks"
         )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.get_rank() != launch.rank:
         raise ConfigError(
-            f"torch.distributed has {dist.get_world_size()} ranks, but a training script runs on one rank; "
-            "start the script once, without torchrun, torch.multiprocessing.spawn or accelerate's --num_processes"
+            f"this process is rank {dist.get_rank()} of torch.distributed, but RANK = {launch.rank}; let "
+            "init_process_group() take the rank that torchrun sets"
+        )
+
+
+def require_group(launch: Launch, device: torch.device) -> None:
+    """Raises ConfigError unless the script has a process group of its ranks, for the device of its rows."""
+    check_group(launch)
+    if launch.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"WORLD_SIZE = {launch.world_size}, but this script has no process group, on which its ranks exchange rows "
+            "and gradients; call torch.distributed.init_process_group() before the loader yields a batch"
+        )
+    if launch.world_size > 1 and device.type not in dist.get_backend_config():
+        raise ConfigError(
+            f"this script's process group has no backend for its rows on the {device.type} "
+            f'({dist.get_backend_config()}); call init_process_group("cpu:gloo,cuda:nccl")'
         )
 
 
 def refuse_to_resume(tables: ScriptTables, newest: Manifest, objects: StatefulObjects | None) -> None:
     """Raises ConfigError if this script cannot continue the run in its run directory."""
-    differences = list(setting_differences(newest.job, tables.job))
+    was, now = num_parts(newest.job), tables.job.ranks.num_parts
+    ranks = [f"it is started on {now} ranks, and was on {was} (start {was}, as by --nproc-per-node {was})"]
+    differences = ranks if was != now else list(setting_differences(newest.job, tables.job))
     if differences:
         raise ConfigError(run_folder.ANOTHER_JOB.format(tables.job.run_dir, newest.train_steps, first_of(differences)))
     run_folder.refuse_to_resume(
@@ -192,13 +227,20 @@ def start_sentence(job: Job, newest: Manifest | None, *, fresh: bool, is_finishe
 
 
 def start_child(tables: ScriptTables, max_steps: int | None, *, fresh: bool) -> Child:
-    """Starts a prefetcher for the job, which begins with the loaded tables if there are any."""
-    job_file, run_dir, loaded = tables.write_job_file(), tables.job.run_dir, tables.loaded()
-    table_files.await_release(run_dir)
+    """Starts a prefetcher for the job, which begins with the loaded tables if there are any; of several ranks, those of
+    this host."""
+    job_file, run_dir, loaded, launch = tables.write_job_file(), tables.job.run_dir, tables.loaded(), tables.launch
+    of_host = range(launch.rank, launch.rank + launch.local_world_size)
+    table_files.await_release(pair_folder(run_dir, rank, launch.world_size) for rank in of_host)
+    if launch.rank == 0:
+        table_files.await_release([run_dir])
     # loaded tables begin a new run only if no train step would be lost
     is_new = fresh or (loaded is not None and not run_folder.may_hold_training(run_dir))
-    options = table_files.run_options(fresh=is_new, max_steps=max_steps, loaded=loaded)
-    return table_files.start_prefetcher(job_file, run_dir / table_files.LOG, options)
+    host = launch.rank // launch.local_world_size
+    given = {"--host": host or None, "--max-steps": max_steps, "--from": loaded}
+    options = [f"{name}={value}" for name, value in given.items() if value is not None] + ["--fresh"] * is_new
+    log = tables.folder / table_files.LOG
+    return table_files.start_prefetcher(job_file, log, options, is_tied=launch.world_size > 1)
 
 
 class Loader:
@@ -208,9 +250,8 @@ class Loader:
 
     def __init__(self, tables: ScriptTables, parts: SessionParts) -> None:
         self._tables = tables
-        self._job, self._belonging = parts.job, belonging(parts.job)
-        self._evaluate, self._accumulate = parts.evaluate, parts.accumulate
-        self._session = ScriptSession(parts)
+        self._parts, self._job, self._belonging = parts, parts.job, belonging(parts.job)
+        self._session = ScriptSession(parts) if parts.launch.world_size == 1 else RankSession(parts)
         self._is_open = False
         self._num_loops = 0  # `for` loops over the loader
         self._counts_epochs = False  # the script loops over `epochs`
@@ -234,10 +275,9 @@ class Loader:
 
         Raises TypeError if the data set does not know its number of batches."""
         self._open()
-        return (
-            epoch_length(self._session.run.epoch_batches(), self._job.eval.every, self._evaluate, self._session.epoch)
-            * self._accumulate
-        )
+        session, parts = self._session, self._parts
+        length = epoch_length(session.run.epoch_batches(), self._job.eval.every, parts.evaluate, session.epoch)
+        return length * parts.accumulate
 
     @property
     def epochs(self) -> Iterator[int]:
@@ -331,7 +371,7 @@ class Loader:
             )
         while (step := self._session.peek()) is not None and step.epoch == epoch:
             self._session.begin()
-            if step.kind == "train" or self._evaluate:
+            if step.kind == "train" or self._parts.evaluate:
                 yield from self._micro_batches()
         if self._session.run.stop_reason is None:
             self._session.epochs.end(epoch)
@@ -345,16 +385,17 @@ class Loader:
         # the script may be in inference mode now and still train on the batch outside it
         with torch.inference_mode(False), on_device(self._tables.device):
             batch = LoadedBatch(step, part, self._session, self._job.features, self._belonging)
-            self._session.current.stream_order.record()
+            self._session.current.stream_order.drawn()
         return batch
 
     def _open(self) -> None:
         if not self._is_open:
-            refuse_ranks()  # again: a process group may have been made meanwhile
+            require_group(self._parts.launch, self._tables.device)
             self._is_open = True
             self._close_earlier()
             if not structlog.is_configured():
-                setup_logging("trainer", "warning")  # otherwise structlog writes to the script's standard output
+                # otherwise structlog writes to the script's standard output
+                setup_logging("trainer", "warning", rank=rank_in_log(environ))
             warm_up_sqrt()
             self._session.open()
             self._tables.session = self._session

@@ -12,7 +12,7 @@ from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.connect import run_folder, settings
-from rowcast.trainer.adopt.connect.batch import VALIDATION, JaggedTensor, KeyedEmbeddings, check_features, check_ids
+from rowcast.trainer.adopt.connect.batch import VALIDATION, JaggedTensor, KeyedEmbeddings, check_features
 from rowcast.trainer.adopt.connect.settings import ScriptTables
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.sequences import Embedded, Sequences
@@ -71,16 +71,12 @@ class EmbeddingBagCollection(nn.Module):
                 )
             content = settings.file_content(job_file)
         else:
-            content = settings.job_content(
-                tables,
-                kind=self.kind,
-                optimizer=optimizer,
-                capacity=capacity,
-                device="auto" if device is None else str(device),
-                seed=seed,
-                run_dir=str(run_dir or default_dir),
-                others=cast(Any, job) or {},
-            )
+            own = {
+                "job.seed": seed,
+                "job.run_dir": str(run_dir or default_dir),
+                "trainer.device": str(device or "auto"),
+            }
+            content = settings.job_content(tables, self.kind, optimizer, capacity, own | dict(cast(Any, job) or {}))
         self.shared = ScriptTables(content, job_file, default_dir)  # after `connect` those of several collections
         self._tables = list(self.job.tables)
         self.name = self._tables[0].name  # no other collection of a job has this table
@@ -112,20 +108,17 @@ class EmbeddingBagCollection(nn.Module):
         In training mode, with gradients enabled and on a train batch, the backward pass updates the rows; otherwise
         this only looks up.
 
-        features: the batch's sparse_features, or a KeyedJaggedTensor of the same ids.
+        features: the batch's sparse_features.
 
         Raises RuntimeError."""
         session = self.shared.session
         if session is None or (step := session.step) is None:
             raise RuntimeError(NO_BATCH)
         current = session.current
-        has_ids = not check_features(features, session, step, current.slice, self._features)
+        check_features(features, session, step, current.slice)
         trains = self.training and torch.is_grad_enabled()
         with on_device(self.device):
-            current.stream_order.await_rows(step)
-            if has_ids and self.job.data.on_invalid_id == "error":  # otherwise the reader has replaced invalid ids
-                for lookups in current.slots_by_group(self._features):
-                    check_ids(features, lookups)
+            current.stream_order.await_batch()
             found = current.look_up(self.name, trains=trains)
             current.stream_order.record()
         return self._keyed([found[self.job.features.index(name)] for name in self._features])
@@ -178,7 +171,7 @@ class EmbeddingBagCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.shared.has_tables:
-            for table, weight in zip(self._tables, self.shared.weights(self._tables), strict=True):
+            for table, weight in zip(self._tables, self.shared.weights(self._tables), strict=False):
                 destination[prefix + self.kind.weight_name(table)] = weight
 
     def _load_from_state_dict(

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rowcast.job.file import with_ports_of_pair, with_tables_of_pair
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import Welcome
@@ -29,17 +30,21 @@ from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
 from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, peer_failure
-from rowcast.runtime.process import TOGETHER_S
-from rowcast.runtime.run_directory import RunDirectory, note_start
+from rowcast.runtime.machine import Machine
+from rowcast.runtime.process import NAMES, TOGETHER_S
+from rowcast.runtime.run_directory import RunDirectory, note_start, pair_folder
 from rowcast.runtime.stages import Doorbell
+from rowcast.runtime.stops import PASSED_ON
 from rowcast.runtime.telemetry.format_numbers import LOST
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.connect import run_folder
 from rowcast.trainer.adopt.connect.script_state import ScriptState, ScriptTelemetry, StatefulObjects
 from rowcast.trainer.device.cuda import adopted_streams, release_memory
-from rowcast.trainer.device.streams import on_device
+from rowcast.trainer.device.streams import ignore, on_device
 from rowcast.trainer.run.connection import Connection
+from rowcast.trainer.run.launch import Launch
 from rowcast.trainer.run.machine import prepared, settle
+from rowcast.trainer.run.rank_group import Group, await_complete, meet_together, party_of
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
 
@@ -47,11 +52,9 @@ CHILD_END_S = 15.0  # the longest time of a prefetcher to end after a stop signa
 CONTINUED = "start the script again to continue from there"
 ONLY_TABLES = "without connect(..., dense=(model, optimizer)) it holds only the tables, and the run cannot be continued"
 LOST_CHILD_S = 3.0  # the longest time until a prefetcher that seems lost is seen to have ended
-DEFAULTS: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+DEFAULTS: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, PASSED_ON), signal.SIG_DFL)
 DEFAULTS[signal.SIGINT] = signal.default_int_handler
-STOPPING = (
-    "rowcast: {} came: the run stops after the current step, with a checkpoint; a second one ends the script at once\n"
-)
+STOPPING = "rowcast: {} came: the run stops after {}, with a checkpoint; a second one ends the script at once\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,8 @@ class SessionParts:
     job: Job
     collections: Sequence[str]  # a name of each module that looks up the batches
     device: torch.device
-    start_child: Callable[[], Child] | None  # None: the user starts the prefetcher
+    launch: Launch  # of this process among the script's ranks
+    start_child: Callable[[], Child] | None  # None: the user, or another rank, starts the prefetcher
     dense: StatefulObjects | None
     dense_optimizer: bool  # a dense optimizer must step once for each train batch
     evaluate: bool = False  # evaluation batches are yielded too
@@ -74,10 +78,11 @@ class StopSignals:
 
     The first stops the run in order, a later one raises KeyboardInterrupt."""
 
-    def __init__(self, stop: Callable[[str], None]) -> None:
-        """The handler calls `stop`, between any two instructions of the main thread."""
-        self._stop = stop
-        self._handled: list[signal.Signals] = []
+    def __init__(self, stop: Callable[[str], None], after: str) -> None:
+        """The handler calls `stop`, between any two instructions of the main thread. `after`: which step it ends
+        the run."""
+        self._stop, self._after = stop, after
+        self._handled: list[int] = []
         self._stopped_s: float | None = None
 
     def open(self) -> None:
@@ -106,9 +111,10 @@ class StopSignals:
             self.close()
             raise KeyboardInterrupt
         self._stopped_s = time.monotonic()
-        name = signal.Signals(number).name
+        name = NAMES[number]
         try:
-            os.write(2, STOPPING.format(name).encode())  # sys.stderr may be in the middle of writing a line
+            # sys.stderr may be in the middle of writing a line
+            os.write(2, STOPPING.format(name, self._after).encode())
         except OSError:
             LOST.lines += 1
         self._stop(name)
@@ -121,19 +127,35 @@ class ScriptRun:
         self.resumes = False  # the run continues from a checkpoint, so the script may count epochs that are complete
         self.metrics_address: str | None = None  # "host:port", once it is open
         self.stop_reason: str | None = None  # why the run ends or ended before its data
+        # a stop ends the run at the script's current step; several ranks first agree on a later one (`rank_session.py`)
+        self.stops_at_once = parts.launch.world_size == 1
+        self.asked: str | None = None  # the reason, once this process was asked to stop
+        self.on_stop: Callable[[str], None] = ignore  # called with it, also by signal handlers
         self.stack = ExitStack()  # closed with the run
         self.groups = group_specs(parts.job)
         self._bell = Doorbell()
         self.crew = Crew("trainer", self._bell, owns_process=False)
-        self._counters = new_counters(self.groups)
-        self.telemetry = ScriptTelemetry(parts.job, parts.device, self._counters, self.crew.dead_stage)
-        self._parts, self._job, self._device = parts, parts.job, parts.device
+        rank = parts.launch.rank
+        self._counters = new_counters(self.groups, rank)
+        self.own_job = parts.job if rank == 0 else with_tables_of_pair(parts.job, rank)  # with a folder for its results
+        self.telemetry = ScriptTelemetry(self.own_job, self._counters, self.crew.dead_stage)
+        self._parts, self._job, self._device = parts, with_ports_of_pair(parts.job, rank), parts.device
+        self.party = party_of(self._job, parts.launch, "train")
+        self._folder = pair_folder(self._job.run_dir, rank, parts.launch.world_size)
+        self._group: Group | None = None
         self.connection = Connection(
-            self._job, self._job.transport, self.crew, self.telemetry.health, self._counters, self._device
+            self._job,
+            self._job.transport,
+            self.crew,
+            self.telemetry.health,
+            self._counters,
+            self._device,
+            self.party.rank,
         )
         self.connection.adjust_progress = self._adjust_progress
         self._child: Child | None = None
-        self._signals = StopSignals(self.ask_to_stop)
+        after = "the current step" if self.stops_at_once else "a step that all ranks agree on"
+        self._signals = StopSignals(self.ask_to_stop, after)
         self._directory: RunDirectory | None = None  # while this process holds its lock
         self._script_ran_s = time.monotonic()  # when the script was last known to run
         self._script_runs = False  # False: the session works, and the script waits for it
@@ -141,35 +163,57 @@ class ScriptRun:
 
     def open(self) -> Welcome:
         began_s: float | None = time.monotonic()
-        self._directory = self.stack.enter_context(RunDirectory(self._job.run_dir, "trainer"))
+        self._directory = self.stack.enter_context(RunDirectory(self._folder, "trainer"))
         self._directory.clear_failure()
         self.stack.callback(self._signals.close)
         self._signals.open()
         self.metrics_address = self.telemetry.serve(self.stack)
-        note_start(self._job.run_dir, "trainer", os.getpid())
+        note_start(self._folder, "trainer", os.getpid())
         if self._parts.start_child is not None:
             self._child, began_s = self._parts.start_child(), None  # its exit tells more than its failure note
-            note_start(self._job.run_dir, "prefetcher", self._child.process.pid)
-            self.stack.callback(self._child.terminate, CHILD_END_S)
+            note_start(self._folder, "prefetcher", self._child.process.pid)
+            self.stack.callback(self._end, self._child)
         cores = torch.get_num_threads()
         self.kernels, own = prepared(self._job, self._device, cores)
+        self._group = self.party.join(self._given_up)
         self.stack.enter_context(self.connection)
-        welcome = self.connection.meet(own, "train", lambda: self.stop_reason is not None, began_s, self._child_ended)
-        if welcome is None and self.stop_reason is not None:
+
+        def meet() -> tuple[Welcome | None, Machine]:
+            welcome = self.connection.meet(own, "train", self._given_up, began_s, self._child_ended)
+            if welcome is None:
+                return None, own
+            self._check_fits_script(welcome)
+            return welcome, settle(self._job, "train", own, cores, welcome.machine)
+
+        welcome = None
+        if self._group is not None:
+            welcome = meet_together(self._group, meet, self._job, self._given_up, self.connection.attend)
+        if welcome is None and self._given_up():
             raise KeyboardInterrupt
         if welcome is None:
-            raise PeerLost("the prefetcher was stopped before the run had begun")
-        settle(self._job, "train", own, cores, welcome.machine)
-        self._check_fits_script(welcome)
+            raise PeerLost(f"{'the' if self.stops_at_once else 'a'} prefetcher was stopped before the run had begun")
         self.resumes = welcome.first_train_step > 0
         if self._parts.said_steps not in (0, welcome.first_train_step):
-            print_line(
+            self.say(
                 f"continues the run in {self._job.run_dir} after {welcome.first_train_step} train steps, not "
                 f"{self._parts.said_steps}: the newer checkpoint is damaged (prefetcher.log says how)"
             )
         if welcome.pairing:
-            print_line(f"ids come by position: {welcome.pairing}")
+            self.say(f"ids come by position: {welcome.pairing}")
         return welcome
+
+    def _end(self, child: Child) -> None:
+        if not self.ended and self.party.rank.count > 1:
+            child.signal(signal.SIGTERM)  # they would wait for trainers that are started again
+        child.terminate(CHILD_END_S)
+
+    def say(self, line: str) -> None:
+        """Prints a line, which all ranks would print."""
+        if self.party.rank.number == 0:
+            print_line(line)
+
+    def _given_up(self) -> bool:
+        return self.asked is not None
 
     def _child_ended(self) -> bool:
         return self._child is not None and self._child.code is not None
@@ -195,13 +239,18 @@ class ScriptRun:
         connection.stack.callback(self.telemetry.leave)
         connection.stack.enter_context(self.telemetry.results)
         engine = connection.start(adopted_streams, lambda records, clock: (state, None), self.telemetry.results)
-        self.telemetry.begin(engine, pinned=connection.has_page_locked_rings)
+        self.telemetry.begin(engine)
         return engine
 
     @property
     def engine(self) -> TrainerEngine:
         assert self.connection.engine is not None, "start has made an engine"
         return self.connection.engine
+
+    @property
+    def group(self) -> Group:
+        assert self._group is not None, "open has joined it"
+        return self._group
 
     @property
     def run_id(self) -> str | None:
@@ -225,8 +274,11 @@ class ScriptRun:
         return replace(progress, work=progress.work + int(self._script_ran_s), waiting_for=waiting_for)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ends the run at the loader's next batch. Signal handlers call this too."""
-        self.stop_reason = self.stop_reason or reason
+        """Ends the run at the loader's next batch, of several ranks soon. Signal handlers call this too."""
+        self.asked = self.asked or reason
+        if self.stops_at_once:
+            self.stop_reason = self.stop_reason or reason
+        self.on_stop(reason)
         self.telemetry.health.state = "stopping"
         self._bell.ring()
 
@@ -236,11 +288,15 @@ class ScriptRun:
         """Call after the engine's last step, in `epoch`. Raises RowcastError if the prefetcher was stopped."""
         barrier, steps = self.engine.barrier, self.telemetry.train_steps
         assert barrier.end is not None, "the loop ends with EndOfData"
-        self.telemetry.write()
+        self.telemetry.write(self.group)
+        if barrier.end.finished and self.party.rank.number > 0:
+            await_complete(self._job, self.crew.check)
         self.connection.say_bye()
         self.ended = True
         self.close()
         where = f"checkpoint is in {self._job.run_dir}: {ONLY_TABLES if self._parts.dense is None else CONTINUED}"
+        if not self.stops_at_once:
+            self.stop_reason = f"a stop of all ranks ({barrier.stop_reason})"
         if barrier.end.finished:
             self.stop_reason = None
         elif self.stop_reason is None:
@@ -248,9 +304,9 @@ class ScriptRun:
                 f"the prefetcher was stopped ({barrier.stop_reason}) after {steps} train steps; its {where}"
             )
         elif steps:
-            print_line(f"stopped by {self.stop_reason} after {steps} train steps, in epoch {epoch}; the {where}")
+            self.say(f"stopped by {self.stop_reason} after {steps} train steps, in epoch {epoch}; the {where}")
         else:
-            print_line(f"stopped by {self.stop_reason} before the first train step")
+            self.say(f"stopped by {self.stop_reason} before the first train step")
 
     @property
     def is_left(self) -> bool:
@@ -280,6 +336,8 @@ class ScriptRun:
     def _failed(self, error: BaseException) -> BaseException:
         """Closes everything; returns the error to raise in the script."""
         found = error
+        if isinstance(error, PeerLost) and self._group is not None:
+            self._group.abandon(self._device)
         if not self.closed:
             self._report_failure(error)
             if isinstance(error, PeerLost) and self._child is not None and self._child.ended_within(LOST_CHILD_S):

@@ -32,6 +32,7 @@ from rowcast.trainer.report.page import write_page
 from rowcast.trainer.report.progress import History
 from rowcast.trainer.report.report_json import write_report
 from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, ResultFiles
+from rowcast.trainer.run.rank_group import Group, gathered_report
 from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
 from rowcast.trainer.step.metrics import TrainerCounters
 
@@ -255,18 +256,16 @@ class ScriptResults(ResultFiles):
 class ScriptTelemetry:
     """Serves the metrics and health of a script's run, and writes its report at the end."""
 
-    def __init__(
-        self, job: Job, device: torch.device, counters: TrainerCounters, dead_stage: Callable[[], str | None]
-    ) -> None:
+    def __init__(self, job: Job, counters: TrainerCounters, dead_stage: Callable[[], str | None]) -> None:
         self.health = Health(dead_stage=dead_stage)
         self.results = ScriptResults(job.run_dir)
         self.train_steps = 0  # finished train steps of the run
         self._earlier = EarlierResults(job.run_dir)
-        self._job, self._device, self._counters = job, device, counters
+        self._job, self._counters = job, counters
         self._history = History(counters)
         self._welcome: Welcome | None = None
         self._engine: TrainerEngine | None = None
-        self._pinned, self._met_s = False, 0.0
+        self._met_s = 0.0
 
     def serve(self, stack: ExitStack) -> str:
         """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError if it cannot be bound."""
@@ -280,9 +279,9 @@ class ScriptTelemetry:
         self._welcome = welcome
         self._earlier.begin(welcome)
 
-    def begin(self, engine: TrainerEngine, *, pinned: bool) -> None:
+    def begin(self, engine: TrainerEngine) -> None:
         assert self._welcome is not None, "accept comes before begin"
-        self._engine, self._pinned, self._met_s = engine, pinned, time.perf_counter()
+        self._engine, self._met_s = engine, time.perf_counter()
         self.train_steps = self._welcome.first_train_step
         self._history.begin(self.train_steps)
         self.health.state = "running"
@@ -291,22 +290,22 @@ class ScriptTelemetry:
         """Updates the figures. Cheap enough to call often: one reading of the clock."""
         self._history.update(engine.loop.first_step_s)
 
-    def write(self) -> None:
-        """Writes losses and report, before the good-bye. Raises RowcastError if they cannot be written."""
+    def write(self, group: Group) -> None:
+        """Writes losses, and the report of all ranks, before the good-bye. Raises RowcastError if they cannot be
+        written."""
         engine, welcome = self._engine, self._welcome
         assert engine is not None, "a run that ends has begun"
         assert welcome is not None, "a run that ends has begun"
         self._history.close(engine.loop.first_step_s)
-        report = final_report(
+        own = final_report(
             engine,
             welcome,
             self.results,
             train_steps=self.train_steps,
-            device=self._device,
-            pinned=self._pinned,
             met_s=self._met_s,
             first_step_s=engine.loop.first_step_s,
         )
+        report = gathered_report(group, own)
         self.results.close()
         write_report(self._job.run_dir / REPORT, report)
         write_page(self._job.run_dir / PAGE, final_record(self._job, report, self.results, self._history))

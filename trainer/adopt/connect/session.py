@@ -30,6 +30,7 @@ from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import require_integers
 from rowcast.trainer.step.cache import Step
+from rowcast.trainer.step.memory import Slots
 
 CHECKPOINT_POLL_S = 0.02
 TAKES = {
@@ -78,7 +79,7 @@ class ScriptSession:
             slots = self.run.start(welcome, self._script_state).slots
             stream_order = StreamOrder(slots.streams.compute)
             self._current = CurrentStep(
-                Embeddings(self.run.groups, slots.records, self.run.kernels, stream_order.lap),
+                self._look_ups(slots, stream_order),
                 stream_order,
                 self._optimizer_steps,
                 self._parts.collections,
@@ -86,6 +87,9 @@ class ScriptSession:
                 accumulate=self._parts.accumulate,
             )
             self.run.stack.callback(self._let_go)
+
+    def _look_ups(self, slots: Slots, stream_order: StreamOrder) -> Embeddings:
+        return Embeddings(self.run.groups, slots.records, self.run.kernels, stream_order.lap)
 
     def _open_finished(self, last: Manifest) -> None:
         """Restores the script's state after its loop or, if there is none, the state at the end of the data.
@@ -140,7 +144,7 @@ class ScriptSession:
         """Saves the script's state after its last epoch, so that connecting again restores it."""
         if self.run.ended and self.run.stop_reason is None and self._parts.dense is not None:
             tensors = {**self._script_state.state(), **self.run.telemetry.results.state()}
-            run_folder.keep_final(self._job.run_dir, tensors)
+            run_folder.keep_final(self.run.own_job.run_dir, tensors)
 
     def peek(self) -> PlanHeader | None:
         """Finishes the current step and waits for the next one; None after the end of the run. Raises RowcastError."""

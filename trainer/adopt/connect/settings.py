@@ -4,6 +4,7 @@ A collection has a job of its own until `rowcast.connect` joins the jobs of seve
 before the run, at checkpoints and after the end.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,9 +24,11 @@ from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.run_directory import pair_folder
 from rowcast.trainer.adopt.connect import run_folder, table_files
 from rowcast.trainer.adopt.connect.session import ScriptSession
 from rowcast.trainer.device.cuda import choose_device
+from rowcast.trainer.run.launch import read_launch
 
 JOB_FILE = "job.json"  # in the run directory: the job of both processes of an adopted run
 NO_DATA = "synthetic"  # data.format until a loader is connected
@@ -57,9 +60,10 @@ class EmbeddingConfig:
 class EmbeddingBagConfig(EmbeddingConfig):
     """One table; TorchRec's EmbeddingBagConfig has the same fields and also works.
 
-    Fields as in EmbeddingConfig, and pooling: "sum" or "mean"."""
+    Fields as in EmbeddingConfig, and pooling: "sum" or "mean". placement: as in the job file, for several ranks."""
 
     pooling: str = "sum"
+    placement: str = "rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +111,7 @@ def refuse_model(*args: Any, **options: Any) -> NoReturn:
     )
 
 
-def job_content(
-    configs: Sequence[Any],
-    *,
-    kind: Kind,
-    optimizer: SparseOptimizer | Mapping[str, Any] | None,
-    capacity: str | int | None,
-    device: str,
-    seed: int,
-    run_dir: str,
-    others: Mapping[str, Any],
-) -> dict[str, Any]:
+def job_content(configs: Sequence[Any], kind: Kind, optimizer: Any, capacity: Any, others: Any) -> dict[str, Any]:
     """`others`: "section.key" -> value. Raises ConfigError."""
     if optimizer is None or capacity is None:
         missing = "optimizer" if optimizer is None else "capacity"
@@ -129,14 +123,12 @@ def job_content(
             '{"kind": "adagrad", "lr": 0.05}'
         )
     content: dict[str, Any] = {
-        "job": {"seed": seed, "run_dir": run_dir},
         "data": {"format": NO_DATA},
         "tables": [table_content(config, kind) for config in configs],
         "model": {"kind": NO_MODEL},
         # the script has the dense optimizer
         "optimizer": {"sparse": optimizer, "dense": {"kind": "sgd", "lr": 0.0}},
         "cache": {"capacity": capacity},
-        "trainer": {"device": device},
         "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
     }
     for name, value in others.items():
@@ -192,7 +184,7 @@ def table_content(config: Any, kind: Kind) -> dict[str, Any]:
                 f"table {config.name}: {field_name} = {found!r} is not done by rowcast, and would be ignored; leave it "
                 f"at {default!r} (docs/connect.md)"
             )
-    content |= {"pooling": pooling, "init": init_of(config)}
+    content |= {"pooling": pooling, "init": init_of(config), "placement": getattr(config, "placement", "rows")}
     return content if dtype == "fp32" else content | {"dtype": dtype}
 
 
@@ -249,7 +241,7 @@ def configs_of(job: Job, kind: Kind) -> list[Any]:
             embedding_dim=table.embedding_dim,
             feature_names=list(table.features),
             init=table.init,
-            **({"pooling": table.pooling} if kind is BAGS else {}),
+            **({"pooling": table.pooling, "placement": table.placement} if kind is BAGS else {}),
         )
         for table in job.tables
     ]
@@ -260,11 +252,11 @@ class ScriptTables:
         """`content`: of a job file, the user's `job_file` if there is one. Raises ConfigError."""
         self.content, self._job_file = plain(content), job_file
         self.job = self._parsed(self.content)
+        self.launch = read_launch(os.environ)
         self._has_default_dir = job_file is None and self.job.run_dir == default_dir
-        try:
-            self.device = choose_device(self.job.trainer.device)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self.device = choose_device(self.job.trainer.device, self.launch.local_rank)
+        if self.launch.world_size > 1 and job_file is None:
+            set_key(self.content, "trainer.device", self.device.type)  # ranks have one job, and devices of their own
         self.session: ScriptSession | None = None  # once the loader has begun
         self.has_tables = True  # state_dict holds the tables
         self._is_connected = False  # to a loader
@@ -304,6 +296,11 @@ class ScriptTables:
         return found
 
     @property
+    def folder(self) -> Path:
+        """For the files of this process and its prefetcher."""
+        return pair_folder(self.job.run_dir, self.launch.rank, self.launch.world_size)
+
+    @property
     def has_job_file(self) -> bool:
         """Whether a job file of the user describes the tables, so that its prefetcher may be running already."""
         return self._job_file is not None
@@ -321,11 +318,11 @@ class ScriptTables:
 
     def write_job_file(self) -> Path:
         """Writes the job to a file for a prefetcher. Raises ConfigError."""
-        path = self.job.run_dir / JOB_FILE
+        path = self.folder / JOB_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self._has_default_dir:
-                run_folder.claim(path.parent)
+                run_folder.claim(self.job.run_dir)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self.content), indent=2))
         except OSError as error:
             raise ConfigError(f"{path}: the job cannot be written ({error.strerror}); set another run_dir") from None
@@ -345,20 +342,24 @@ class ScriptTables:
             self.has_tables = True
 
     def weights(self, tables: Sequence[Table]) -> list[Tensor]:
-        """[num_embeddings, embedding_dim] of each, mapped from a file. Before a run, loaded tables as given."""
+        """[num_embeddings, embedding_dim] of each, mapped from a file. Before a run, loaded tables as given.
+
+        On several ranks, which all call it, only rank 0 has them; the others have none."""
         if self.session is not None:
             checkpoint = self.session.checkpoint_here()
         else:
             folder = newest_checkpoint(self.job.run_dir) if self._resumes else None
             checkpoint = None if folder is None else folder.name
-        if checkpoint is not None:
-            path = table_files.exported(self.job, "--run", str(self.job.run_dir), "--checkpoint", checkpoint)
-        elif self.session is not None and self.session.train_steps:
+        if checkpoint is None and self.session is not None and self.session.train_steps:
             raise RuntimeError(
                 f"after {self.session.train_steps} train steps the newest rows are on the device: the tables are "
                 "whole at a checkpoint, so call state_dict() after every N-th step of connect(..., save_every=N), or "
                 "after the last of the loader's epochs"
             )
+        if self.launch.rank:
+            return []
+        if checkpoint is not None:
+            path = table_files.exported(self.job, "--run", str(self.job.run_dir), "--checkpoint", checkpoint)
         else:
             loaded = self._loaded.get(tables[0].name)
             path = loaded or table_files.exported(self.job, "--config", str(self.write_job_file()))
@@ -375,9 +376,10 @@ class ScriptTables:
                 "the prefetcher of this job file has the tables: give it a file by `rowcast import --from` before "
                 "it is started, or let connect start it, by connect(ebc, dataset)"
             )
-        self.write_job_file()
-        path = table_files.loaded_file(self.job, tables)
-        table_files.write_tables(path, tables, weights)
+        path = table_files.loaded_file(self.folder, tables)
+        if self.launch.local_rank == 0:  # it starts the host's prefetchers
+            self.write_job_file()
+            table_files.write_tables(path, tables, weights)
         self._loaded |= {table.name: path for table in tables}
 
     @property
@@ -396,7 +398,7 @@ class ScriptTables:
         if len(files) > 1:
             tables = self.job.tables
             weights = [table_files.read_tables(self._loaded[table.name], [table])[0] for table in tables]
-            whole = table_files.loaded_file(self.job, tables)
+            whole = table_files.loaded_file(self.folder, tables)
             table_files.write_tables(whole, tables, weights)
             return whole
         return next(iter(files), None)

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.schema import Job
-from rowcast.runtime.children import Child, killed_by
+from rowcast.runtime.children import Child, killed_by, stop_with_parent
 from rowcast.runtime.errors import ConfigError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stops import held
@@ -57,30 +58,23 @@ def refuse_within_prefetcher() -> None:
         )
 
 
-def await_release(run_dir: Path) -> None:
-    """Waits for the prefetcher of a killed script, which ends within seconds. Raises ConfigError if it does not."""
+def await_release(folders: Iterable[Path]) -> None:
+    """Waits for the prefetchers of a killed script, which end within seconds. Raises ConfigError if one does not."""
     deadline_s = time.monotonic() + RELEASE_S
-    while True:
-        try:
-            with RunDirectory(run_dir, "prefetcher"):
-                return
-        except ConfigError:
-            if time.monotonic() > deadline_s:
-                raise
-        time.sleep(RELEASE_POLL_S)
+    for folder in folders:
+        while True:
+            try:
+                with RunDirectory(folder, "prefetcher"):
+                    break
+            except ConfigError:
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(RELEASE_POLL_S)
 
 
-def run_options(*, fresh: bool, max_steps: int | None, loaded: Path | None) -> list[str]:
-    """Options of `prefetcher run`. `loaded`: a file of tables that a new run begins with."""
-    return [
-        *(["--fresh"] if fresh else []),
-        *([] if max_steps is None else ["--max-steps", str(max_steps)]),
-        *([] if loaded is None else ["--from", str(loaded)]),
-    ]
-
-
-def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child:
-    """Starts it in a separate session, because the script handles Ctrl-C."""
+def start_prefetcher(job_file: Path, log: Path, options: Sequence[str], *, is_tied: bool) -> Child:
+    """Starts it in a separate session, because the script handles Ctrl-C. `is_tied`: it stops if this thread ends,
+    because prefetchers of several ranks would wait for the script to be started again."""
     command = [sys.executable, "-m", "rowcast.prefetcher", "run", "--config", str(job_file), *options]
     with open_log(log, "wb") as file, held():
         process = subprocess.Popen(
@@ -90,6 +84,7 @@ def start_prefetcher(job_file: Path, log: Path, options: Sequence[str]) -> Child
             stderr=subprocess.STDOUT,
             env=environment(),
             start_new_session=True,
+            preexec_fn=partial(stop_with_parent, os.getpid()) if is_tied else None,
         )
     return Child("prefetcher", process, log)
 
@@ -113,9 +108,9 @@ def exported(job: Job, *source: str) -> Path:
     return out
 
 
-def loaded_file(job: Job, tables: Sequence[Table]) -> Path:
+def loaded_file(folder: Path, tables: Sequence[Table]) -> Path:
     """Where tables that the script loads wait for the prefetcher."""
-    return job.run_dir / f"loaded.{len(tables)}.{tables[0].name}.safetensors"
+    return folder / f"loaded.{len(tables)}.{tables[0].name}.safetensors"
 
 
 def read_tables(path: Path, tables: Sequence[Table]) -> list[Tensor]:

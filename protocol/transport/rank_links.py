@@ -1,0 +1,320 @@
+"""Carries messages between the prefetchers of an attempt, each to each, encrypted.
+
+    rank-003/listens.json     where rank 3 listens: its addresses, its public key, and the attempt
+
+Every prefetcher has a port and a pair of keys for each attempt. It admits the keys that stand in the files of the other
+ranks: who may write there may write checkpoints.
+
+    A reads B's file    connects to B, and greets: "attempt a to attempt b"
+    A is greeted        by the attempt that it has connected to: both are joined, and A sends what waits
+
+An attempt that begins elsewhere in the run, or has been replaced, is left waiting. A joined rank that greets again has
+begun another attempt, which this one cannot follow.
+"""
+
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from rowcast.protocol.parts import Rank
+from rowcast.protocol.transport.callers import DOMAIN, KEY_BYTES, ClientAuth, Refusals
+from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.errors import ConfigError, PeerLost
+from rowcast.runtime.network import own_addresses
+from rowcast.runtime.ranges import Number, Text
+from rowcast.runtime.run_directory import pair_folder
+
+LISTENS = "listens.json"
+FROM = struct.Struct("<IQQ")  # rank, its attempt, the attempt that it writes to; alone it is a greeting
+MAX_MESSAGE_BYTES = 2**26
+LOOK_MS = 100  # between looks at the files of ranks that have not joined
+HANDSHAKE_MS = 2000  # until a way is tried again: the other end may not have read our file
+IDLE_MS = 1000
+
+Socket = zmq.Socket[bytes]
+
+
+class Listens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a rank listens in its present attempt."""
+
+    attempt: Number  # random
+    start: Text  # where in which run it begins; those of all ranks are equal
+    addresses: tuple[Text, ...]
+    port: Number
+    key: Text  # public, z85
+
+
+@dataclass(slots=True)
+class Other:
+    """Another rank."""
+
+    number: int
+    path: Path  # of its file
+    listens: Listens | None = None
+    known_s: float = 0.0  # monotonic clock: since when
+    ways: list[Socket] = field(default_factory=list)  # to each of its addresses; a single one once one is connected
+    is_connected: bool = False
+    greeted_by: int = 0  # its attempt that has greeted this one
+    unsent: deque[bytes] = field(default_factory=deque)
+
+    @property
+    def is_joined(self) -> bool:
+        return self.is_connected and self.listens is not None and self.greeted_by == self.listens.attempt
+
+    def forget(self) -> None:
+        for way in self.ways:
+            way.close(linger=0)
+        self.ways, self.is_connected = [], False
+
+
+class RankAuth(ClientAuth):
+    """Admits the keys of the other ranks. A refused caller tries again, because its file may be read later."""
+
+    REFUSED = (b"300", b"this key is not known yet")
+
+    def __init__(self, others: Sequence[Other], refusals: Refusals) -> None:
+        super().__init__(Path(), refusals)
+        self._others = others
+
+    def _refuse(self, address: str, credentials: list[bytes]) -> None:
+        self._refusals.say("refused a caller whose key stands in no rank's folder of this run", address=address)
+
+    def _name_of(self, raw_key: bytes) -> str | None:
+        key = z85.encode(raw_key).decode()
+        found = (read_listens(other.path) for other in self._others)
+        return next((f"rank {own.attempt}" for own in found if own is not None and own.key == key), None)
+
+
+class RankLinks:
+    """Implements `KeyLinks`. One thread has the sockets; any thread may call `send`, and one `receive` and `awaits`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: Rank,
+        *,
+        start: str,
+        is_only_host: bool,
+        timeout_s: float,
+        may_wait: Callable[[], bool],
+        on_receive: Callable[[], None],
+    ) -> None:
+        """`start`: see `Listens`. `timeout_s`: how long planning may wait for a rank whose address is known, while
+        `may_wait`."""
+        number, count = rank.number, rank.count
+        self._number, self._start, self._timeout_s, self._may_wait = number, start, timeout_s, may_wait
+        self._attempt = 1 + secrets.randbelow(2**61)
+        self._path = pair_folder(run_dir, number, count) / LISTENS
+        self._others = {
+            own: Other(own, pair_folder(run_dir, own, count) / LISTENS) for own in range(count) if own != number
+        }
+        self._is_only_host = is_only_host
+        self._on_receive = on_receive
+        self._outbox: deque[tuple[int, bytes]] = deque()
+        self._inbox: deque[tuple[int, bytes]] = deque()
+        self._awaited: tuple[int, ...] = ()
+        self._awaited_s = 0.0  # monotonic clock: since when
+        self._error: BaseException | None = None
+        self._closing = False
+        self._refusals = Refusals()
+        self._thread = threading.Thread(target=self._run, name="rank links", daemon=True)
+
+    def open(self) -> None:
+        """Listens, and tells the other ranks where. Raises ConfigError if the file cannot be written."""
+        self._context: zmq.Context[Socket] = zmq.Context()
+        try:
+            self._listen()
+        except BaseException:
+            self._free()
+            raise
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        addresses = own_addresses()
+        self._context.set(zmq.MAX_SOCKETS, 1024 + 2 * len(addresses) * len(self._others))
+        self._auth = RankAuth(tuple(self._others.values()), self._refusals)
+        self._auth.open(self._context)
+        self._public, self._secret = zmq.curve_keypair()
+        inward = self._inward = self._socket(zmq.PULL)
+        inward.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        inward.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        inward.curve_server = True
+        port = inward.bind_to_random_port(f"tcp://{'127.0.0.1' if self._is_only_host else '0.0.0.0'}")
+        listens = Listens(
+            attempt=self._attempt,
+            start=self._start,
+            addresses=("127.0.0.1",) if self._is_only_host else tuple(addresses.values()),
+            port=port,
+            key=self._public.decode(),
+        )
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(self._path, msgspec.json.encode(listens) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be written ({error.strerror}); the other ranks read it") from None
+
+    def send(self, rank: int, message: bytes) -> None:
+        self._outbox.append((rank, message))
+        os.eventfd_write(self._wake, 1)
+
+    def receive(self) -> tuple[int, bytes] | None:
+        if self._inbox:
+            return self._inbox.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def awaits(self, ranks: Sequence[int]) -> None:
+        if tuple(ranks) != self._awaited:
+            self._awaited_s, self._awaited = time.monotonic(), tuple(ranks)
+
+    def close(self) -> None:
+        """Removes the file, and frees the port. What has not left by then is dropped."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        own = read_listens(self._path)
+        if own is not None and own.attempt == self._attempt:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _socket(self, kind: int) -> Socket:
+        made = self._context.socket(kind)
+        made.curve_publickey, made.curve_secretkey = self._public, self._secret
+        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.SNDHWM, 0)  # horizons bound what can wait
+        made.setsockopt(zmq.RCVHWM, 0)
+        return made
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            self._move_until_closed()
+        except BaseException as error:  # noqa: BLE001 - the next caller must get any error
+            self._error = error
+            self._on_receive()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _move_until_closed(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._inward, self._wake, *self._auth.sockets):
+            poller.register(source, zmq.POLLIN)
+        looked_s = 0.0
+        while not self._closing:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            now_s = time.monotonic()
+            is_whole = all(other.is_joined for other in self._others.values())
+            if now_s - looked_s >= (IDLE_MS if is_whole else LOOK_MS) / 1000:
+                self._look(now_s)
+                looked_s = now_s
+            self._auth.answer()
+            self._receive()
+            self._send_queued()
+            poller.poll(IDLE_MS if is_whole else LOOK_MS)
+
+    def _look(self, now_s: float) -> None:
+        for other in self._others.values():
+            if not other.is_joined:
+                self._approach(other, now_s)
+        late = [self._others[rank] for rank in self._awaited]
+        for other in late if self._may_wait() else ():
+            since_s = max(self._awaited_s, other.known_s)
+            if other.listens is not None and now_s - since_s > self._timeout_s:
+                raise PeerLost(
+                    f"the prefetcher of rank {self._number} waited {self._timeout_s:g} s (ranks.timeout) for keys of "
+                    f"rank {other.number}, {'which is connected' if other.is_joined else unreachable(other.listens)}; "
+                    "its log says what it does, or why it ended"
+                )
+
+    def _approach(self, other: Other, now_s: float) -> None:
+        """Connects to where a rank listens now, once its attempt begins where this one does."""
+        listens = read_listens(other.path)
+        if listens is not None and listens.start == self._start and listens != other.listens:
+            other.forget()
+            other.listens, other.known_s = listens, now_s
+            other.ways = [self._way(listens, address) for address in listens.addresses]
+        connected = [way for way in other.ways if way.poll(0, zmq.POLLOUT)]
+        if not other.is_connected and connected:
+            for way in other.ways:
+                if way is not connected[0]:
+                    way.close(linger=0)
+            other.ways, other.is_connected = connected[:1], True
+        if other.is_connected:
+            with suppress(zmq.Again):
+                self._write(other, b"")  # at each look until it has greeted, too: a connection may break
+
+    def _way(self, listens: Listens, address: str) -> Socket:
+        way = self._socket(zmq.PUSH)
+        way.setsockopt(zmq.IMMEDIATE, 1)  # it can be written to once the other end has proved its key
+        way.curve_serverkey = listens.key.encode()
+        way.connect(f"tcp://{address}:{listens.port}")
+        return way
+
+    def _write(self, other: Other, message: bytes) -> None:
+        """Raises zmq.Again while the other end is gone."""
+        assert other.listens is not None, "connected"
+        head = FROM.pack(self._number, self._attempt, other.listens.attempt)
+        other.ways[0].send_multipart([head, message] if message else [head], zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        has_news = False
+        while self._inward.poll(0):
+            head, *parts = self._inward.recv_multipart(zmq.NOBLOCK)
+            number, attempt, to = FROM.unpack(head) if len(head) == FROM.size else (self._number, 0, 0)
+            other = self._others.get(number)
+            if other is None or to != self._attempt or len(parts) > 1:
+                continue  # of an earlier attempt
+            if not parts:
+                if other.is_joined and other.greeted_by != attempt:
+                    raise PeerLost(f"the prefetcher of rank {number} has begun again")
+                other.greeted_by = attempt
+            elif other.is_joined and other.greeted_by == attempt:
+                self._inbox.append((number, parts[0]))
+                has_news = True
+        if has_news:
+            self._on_receive()
+
+    def _send_queued(self) -> None:
+        while self._outbox:
+            rank, message = self._outbox.popleft()
+            self._others[rank].unsent.append(message)
+        for other in self._others.values():
+            with suppress(zmq.Again):
+                while other.unsent and other.is_joined:
+                    self._write(other, other.unsent[0])
+                    other.unsent.popleft()
+
+
+def read_listens(path: Path) -> Listens | None:
+    """Returns None if the file is not there, or is not one of ours."""
+    try:
+        listens = msgspec.json.decode(path.read_bytes(), type=Listens)
+        return listens if len(z85.decode(listens.key)) == KEY_BYTES else None
+    except (OSError, ValueError, KeyError, struct.error, msgspec.DecodeError):
+        return None
+
+
+def unreachable(listens: Listens) -> str:
+    where = ", ".join(f"{address}:{listens.port}" for address in listens.addresses)
+    return f"which cannot be reached at {where}"

@@ -1,0 +1,73 @@
+"""Pooling by owners: each feature of each part has one rank that looks it up, and both sides count the same vectors."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rowcast.job.tables import GroupSpec
+from rowcast.protocol.parts import Rank, part_bounds, part_sizes
+from rowcast.protocol.pooled import Source, bags_of_sources, source_sizes, sources_of, vectors_from, vectors_to
+from rowcast.protocol.shards import owner_of
+from tests.support.planner_runs import group, placed, table, without_pooling
+
+GROUP = group(0, (table(0, 70, 4, "a", "b"), table(1, 50, 4, "c"), table(2, 30, 4, "d")), (0, 1, 2, 3))
+places = st.dictionaries(st.integers(0, 2), st.sampled_from((0, 2**30, 2**31, 2**32 - 1)))
+numbers_of_ranks = st.sampled_from((1, 2, 4, 8))
+
+
+def ranks_of(count: int, parts: int) -> list[Rank]:
+    return [Rank(number=number, count=count, parts=parts) for number in range(count)]
+
+
+def with_places(points: dict[int, int], unpooled: frozenset[int]) -> GroupSpec:
+    [own] = placed(without_pooling((GROUP,), *unpooled), points)
+    return own
+
+
+@given(places, numbers_of_ranks)
+def test_every_feature_of_every_part_is_looked_up_once_by_the_owner_of_its_table_or_by_the_parts_rank(
+    points: dict[int, int], count: int
+) -> None:
+    own, found = with_places(points, frozenset()), list[tuple[int, int, int]]()
+    for rank in ranks_of(count, 8):
+        found += [(source.part, f, rank.number) for source in sources_of(own, rank) for f in source.features]
+    owners = [owner_of(table, count) for table in own.feature_tables()]
+    expected = [
+        (part, f, part // (8 // count) if owner is None else owner)
+        for part in range(8)
+        for f, owner in enumerate(owners)
+    ]
+    assert sorted(found) == expected
+
+
+@given(places, numbers_of_ranks, st.integers(1, 40), st.frozensets(st.integers(0, 2)))
+def test_what_a_rank_pools_for_others_is_what_they_receive_and_the_last_of_its_bags(
+    points: dict[int, int], count: int, size: int, unpooled: frozenset[int]
+) -> None:
+    own, ranks = with_places(points, unpooled), ranks_of(count, 8)
+    sent = [vectors_to(own, rank, size) for rank in ranks]
+    assert [list(column) for column in zip(*sent, strict=True)] == [vectors_from(own, rank, size) for rank in ranks]
+    for rank, to_others in zip(ranks, sent, strict=True):
+        lookups = [[3 + part] * len(own.unpooled_features) for part in rank.own_parts]
+        bags = bags_of_sources(own, rank, size, lookups)
+        assert sum(map(sum, bags[rank.parts_per_rank :])) == sum(to_others)
+        arrived = sum(vectors_from(own, rank, size))
+        pooled = [f for f in range(own.num_features) if f not in own.unpooled_features]
+        here = [sum(counts) for counts in bags[: rank.parts_per_rank]]
+        assert sum(here) + arrived == len(pooled) * sum(part_sizes(size, rank)) + sum(map(sum, lookups))
+        bounds = part_bounds(size, 8)
+        sizes = [bounds[source.part + 1] - bounds[source.part] for source in sources_of(own, rank)]
+        assert source_sizes(own, rank, size) == sizes
+
+
+def test_without_placed_tables_sources_are_the_own_parts_with_all_features() -> None:
+    assert sources_of(GROUP, Rank(number=1, count=2, parts=4)) == (Source(2, (0, 1, 2, 3)), Source(3, (0, 1, 2, 3)))
+
+
+def test_own_parts_come_first_and_other_parts_have_owned_features_alone() -> None:
+    own = with_places({0: 2**31, 2: 0}, frozenset())  # of ranks 1 and 0
+    assert sources_of(own, Rank(number=1, count=2, parts=4)) == (
+        Source(2, (0, 1, 2)),
+        Source(3, (0, 1, 2)),
+        Source(0, (0, 1)),
+        Source(1, (0, 1)),
+    )
