@@ -222,8 +222,7 @@ def main(arguments: list[str]) -> int:
         run.run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
-        code = -signal.SIGTERM if code == -PASSED_ON else code
-        return code if code > 0 else 128 - code
+        return code if code > 0 else 128 + (signal.SIGTERM if code == -PASSED_ON else -code)
     except SignalException as error:
         return 128 + error.sigval if OneAddress.has_started else 0
     return 0

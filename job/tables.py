@@ -243,11 +243,10 @@ def possible_groups(job: Job) -> tuple[GroupSpec, ...]:
     """All groups that some choice of "auto" has, once for each set of poolings; their numbers are those of different
     runs."""
     found: dict[tuple[str, frozenset[str]], GroupSpec] = {}
-    # of each table that is left to "auto", by its number
-    left = {t: cuts(job, table) for t, table in enumerate(job.tables) if table.placement == "auto"}
-    for most in sorted({1, *chain.from_iterable(left.values())}):
+    left_to_auto = {t: cuts(job, table) for t, table in enumerate(job.tables) if table.placement == "auto"}
+    for most in sorted({1, *chain.from_iterable(left_to_auto.values())}):
         placed = [table.placement for table in job.tables]
-        for t, counts in left.items():
+        for t, counts in left_to_auto.items():
             placed[t] = placement_of(max(count for count in counts if count <= most))
         groups = group_specs(with_placements(job, placed))
         found |= {(group.name, frozenset(table.pooling for table in group.tables)): group for group in groups}
