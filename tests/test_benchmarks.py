@@ -2,6 +2,7 @@
 right."""
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cliffs, planner, start
+from benchmarks import cliffs, planner, rank_steps, start
 from benchmarks.gpu_check.jobs import make_job, sizes
 from benchmarks.mutations.__main__ import placed
 from benchmarks.mutations.mutants import MUTANTS
@@ -81,6 +82,35 @@ def test_the_processor_time_of_a_group_is_that_of_its_processes() -> None:
         process.communicate()
     assert found[LAUNCHER] >= 0.1
     assert sum(found.values()) == found[LAUNCHER]
+
+
+def test_the_processor_time_of_prefetchers_is_read_by_thread(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(rank_steps.NAMES_THREADS)
+    spin = """if True:
+        import threading, time
+        def run():
+            while time.thread_time() < 0.1: pass
+            print(flush=True)
+            time.sleep(60)
+        threading.Thread(target=run, name="planning").start()"""
+    command = [sys.executable, "-c", spin, "rowcast.prefetcher"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, env=environment)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = rank_steps.threads_of(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert found["prefetcher: planning"][0] >= 100
+
+
+def test_a_step_of_all_ranks_is_the_sum_of_its_threads() -> None:
+    rounds = [rank_steps.per_step({"prefetcher: mail": (1, 1)}, {"prefetcher: mail": (9, 5)}, steps=2)]
+    *_, rank, _, total = rank_steps.table({"here, ranks: 4": rounds}, [4])
+    assert rank == "| prefetcher, a rank | 1.00 (0.5) |"
+    assert total == "| all | 4.00 (2.0) |"
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
