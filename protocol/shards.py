@@ -1,6 +1,6 @@
 """Divides the rows of every table among ranks: each row has one owner.
 
-Neighbouring rows stay together in blocks of 64. Each block has a point on a line. The shards divide the line evenly, in
+Neighbouring rows stay together in blocks of 8. Each block has a point on a line. The shards divide the line evenly, in
 order, and the shard around the point owns the block:
 
     point      0                                                      2**32
@@ -27,12 +27,13 @@ from rowcast.job.tables import KEY_SHIFT, ROW_MASK, TableSpec
 from rowcast.runtime.arrays import GOLDEN, I32, I64, mix
 from rowcast.runtime.compiled import compiled_loop
 
-BLOCK_BITS = 6  # a block has 2**6 rows
+BLOCK_BITS = 3  # a block has 2**3 rows
+ONE_BLOCK = 63  # of a table that is placed whole
 RUN_BITS = 8  # a run has 2**8 blocks
 MOST_SHARDS = 2**16
 HALF = np.uint64(32)
-# of a table: whether all its rows have this point, or the number from which those of its blocks follow
-LINE = np.dtype([("is_one", np.bool_), ("point", np.uint64)])
+# of a table: its block's point if it is one, or the number from which those of its blocks of 2**block_bits rows follow
+LINE = np.dtype([("block_bits", np.uint8), ("point", np.uint64)])
 Lines = npt.NDArray[np.void]
 mixed = compiled_loop(mix)
 
@@ -40,14 +41,14 @@ mixed = compiled_loop(mix)
 class Shards:
     """Maps rows of some tables to their owners. Immutable, so any thread may use it."""
 
-    def __init__(self, tables: Sequence[TableSpec], count: int) -> None:
-        """`count`: shards, 1 to MOST_SHARDS."""
+    def __init__(self, tables: Sequence[TableSpec], count: int, block_bits: int = BLOCK_BITS) -> None:
+        """`count`: shards, 1 to MOST_SHARDS. `block_bits`: others than these stand in checkpoints."""
         assert 1 <= count <= MOST_SHARDS, f"{count} shards"
         self.count = count
         self.lines = np.zeros(1 + max(table.index for table in tables), LINE)  # by table.index
         for table in tables:
             seed = xxhash.xxh3_64_intdigest(table.name.encode())
-            self.lines[table.index] = (True, table.point) if table.point is not None else (False, seed)
+            self.lines[table.index] = (block_bits, seed) if table.point is None else (ONE_BLOCK, table.point)
 
     def owners(self, keys: I64) -> I32:
         """Returns the shard of each row, i32 [n]. `keys`: row keys of these tables, in any order."""
@@ -73,8 +74,8 @@ def find_owners(keys: I64, lines: Lines, count: int, owners: I32) -> None:
 def owner(line: Any, key: int, count: int) -> np.int64:
     """Returns the shard of a row, of `count`. `line`: of its table."""
     point = np.uint64(line["point"])
-    if not line["is_one"]:
-        block = np.uint64(key & ROW_MASK) >> np.uint64(BLOCK_BITS)
+    if line["block_bits"] != ONE_BLOCK:
+        block = np.uint64(key & ROW_MASK) >> np.uint64(line["block_bits"])
         point = mixed(point + (block >> np.uint64(RUN_BITS)) * GOLDEN) + block * GOLDEN >> HALF
     return np.int64(point * np.uint64(count) >> HALF)
 

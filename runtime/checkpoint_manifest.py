@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -51,6 +51,7 @@ MAX_STEP = 10**12 - 1  # twelve digits, so that folders sort by step
 # of each table of the job (`protocol/shards.py`): its point; none if every block of its rows has its own. () if no
 # table is placed
 Points = tuple[tuple[Number, ...], ...]
+BlockBits = Annotated[int, msgspec.Meta(ge=0, le=40)]
 
 
 class FilePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +176,7 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     trained_on: TrainingData | None  # None after an import
     shards: tuple[ShardLayers, ...]  # one per rank that wrote the checkpoint
     points: Points = ()  # that divided the tables among them; before version 9 none is placed
+    block_bits: BlockBits = 6  # a block of rows with one owner has 2**block_bits; before version 9 it was 6
     dense: DenseFile | None  # None after an import without dense weights
     ahead: tuple[BatchChecksum, ...] = ()  # of whole batches; before version 8
     machine: Machine = UNRECORDED  # of its trainer; not recorded after an import, and before version 6

@@ -5,7 +5,7 @@
     read by 8                     |   0  |  1  |  2   |   3   |  4  |  5   |   6   |  7   |      half of the rows of one
 
 A prefetcher reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps its rows. If
-other tables were placed whole, it reads those of all shards.
+other tables were placed whole, or blocks had another size, it reads those of all shards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
 from rowcast.prefetcher.stores.store import Keys, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.shards import BLOCK_BITS, Shards
 from rowcast.runtime.checkpoint_manifest import Manifest, Points, RowFile, RowLayer, checked_file
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import DataError
@@ -33,6 +33,7 @@ class OwnShard:
     number: int  # 0 to count - 1
     count: int
     points: Points = ()  # of tables that are placed whole, as in a manifest
+    block_bits: int = BLOCK_BITS
 
     def __post_init__(self) -> None:
         assert 0 <= self.number < self.count, f"shard {self.number} of {self.count}"
@@ -45,7 +46,7 @@ class OwnShard:
     def overlaps(self, other: "OwnShard") -> bool:
         """Returns whether a row may belong to both: to this one of `count` shards, and to the other one of
         `other.count`."""
-        if self.points != other.points:
+        if (self.points, self.block_bits) != (other.points, other.block_bits):
             return True
         first = self.number * other.count < (other.number + 1) * self.count
         return first and other.number * self.count < (self.number + 1) * other.count
@@ -53,7 +54,8 @@ class OwnShard:
     def parts_of(self, manifest: Manifest) -> Iterator["ShardPart"]:
         """Yields the shards of a checkpoint that may have rows of this one."""
         for number, shard in enumerate(manifest.shards):
-            held = OwnShard(number=number, count=len(manifest.shards), points=manifest.points)
+            bits = self.block_bits if len(manifest.shards) == 1 else manifest.block_bits
+            held = OwnShard(number=number, count=len(manifest.shards), points=manifest.points, block_bits=bits)
             if self.overlaps(held):
                 yield ShardPart(layers=shard.layers, held=held, wanted=self)
 
@@ -68,7 +70,7 @@ class OwnShard:
         of_tables = [own[:1] for own in self.points], [(point,) for own in self.points for point in own[1:]]
         points = dict(enumerate(chain(*of_tables)))  # by index: see `specs_of`
         tables = [replace(table, point=next(iter(points.get(table.index, ())), None)) for table in group.tables]
-        own: npt.NDArray[np.bool_] = Shards(tables, self.count).owners(keys) == self.number
+        own: npt.NDArray[np.bool_] = Shards(tables, self.count, self.block_bits).owners(keys) == self.number
         return own
 
 

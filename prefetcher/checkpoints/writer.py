@@ -258,6 +258,7 @@ class CheckpointWriter:
                 trained_on=self._trained_on,
                 shards=shards,
                 points=self._shard.points,
+                block_bits=self._shard.block_bits,
                 dense=dense,
                 machine=self.machine(),
                 best=best if self._job.eval.keep == "best" else "",

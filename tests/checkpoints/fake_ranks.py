@@ -11,6 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, points_in, with_placements
 from rowcast.prefetcher.checkpoints.folder import carry_out
 from rowcast.prefetcher.checkpoints.restore import OwnShard
+from rowcast.protocol.shards import BLOCK_BITS
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from tests.checkpoints.fake_run import MAX_ADVANCES, TABLES, FakeRun, Rows, UnsyncedDisk
@@ -30,6 +31,7 @@ class FakeRanks:
     seed: int = 0
     run_id: str = "0123456789ab"
     placements: Sequence[str] = ()  # of each table; () divides all by rows
+    block_bits: int = BLOCK_BITS
     made: Callable[..., FakeRun] = FakeRun  # of a rank
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class FakeRanks:
                 self.keep,
                 self.newest,
                 self.block,
-                shard=OwnShard(number=number, count=self.count, points=points),
+                shard=OwnShard(number=number, count=self.count, points=points, block_bits=self.block_bits),
                 run_id=self.run_id,
             )
             for number in range(self.count)

@@ -177,6 +177,7 @@ def test_a_hostile_row_file_is_refused_when_the_manifest_is_read(run: FakeRun, c
         {"shards": [{"layers": [{"kind": "delta", "num_rows": 0, "files": []}]}]},
         {"shards": [{"layers": [{"kind": "base", "num_rows": 3, "files": []}]}]},
         {"unknown": 1},
+        {"block_bits": 63},
         {"dense": {"file": "../x", "nbytes": 0, "checksum": "0" * 16}},
     ],
     ids=str,

@@ -13,6 +13,7 @@ from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_changed, re
 from rowcast.prefetcher.checkpoints.row_files import read_rows
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.stores.store import finish
+from rowcast.protocol.shards import BLOCK_BITS
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -114,6 +115,28 @@ def test_tables_are_placed_otherwise_at_each_restart(tmp_path: Path) -> None:
         for rank in run.ranks:
             restore_changed(run.checkpoints.root, newest, rank.groups, rank.stores, rank.shard)
         assert run.rows() == rows
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (2, 4), (4, 1), (1, 2), (1, 1)], ids=str)
+def test_a_checkpoint_of_an_earlier_version_whose_blocks_are_larger_goes_on_with_every_row(
+    tmp_path: Path, counts: tuple[int, int]
+) -> None:
+    rng, newest = np.random.default_rng(sum(counts)), None
+    rows: Rows = {}
+    for index, (count, block_bits) in enumerate(zip(counts, (6, BLOCK_BITS), strict=True)):
+        run = ranks(tmp_path, count, newest=newest, start=rows, seed=index, block_bits=block_bits)
+        assert run.rows() == rows
+        before, share = newest, 0.4 if index == 0 else 0.05
+        run.train(some(rng, share))
+        newest, rows = run.checkpoint(), run.rows()
+        assert newest.block_bits == block_bits
+        for readers in (1, 2, 4):
+            assert_holds(run.job.run_dir, run.job, newest, rows, readers)
+    assert before is not None
+    assert newest is not None
+    assert (before.layers[0] in newest.layers) == (counts == (1, 1)), (
+        "one shard has all rows, whatever its blocks"
+    )
 
 
 def test_stores_that_an_earlier_look_has_opened_are_filled_again_if_tables_are_placed_otherwise(tmp_path: Path) -> None:

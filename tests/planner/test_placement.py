@@ -171,12 +171,12 @@ def test_long_bags_are_pooled_and_short_ones_are_not() -> None:
 
 
 def test_equal_tables_are_pooled_although_the_first_ones_alone_make_their_owners_busier() -> None:
-    job = auto_job(32, 8)
-    batches = bags_of(job, [4] * 32)
+    job = auto_job(48, 8)
+    batches = bags_of(job, [4] * 48)
     found, traffic = placements(job, batches)
-    rows: list[Placement] = ["rows"] * 31
+    rows: list[Placement] = ["rows"] * 47
     assert traffic.busiest(["table", *rows]) > traffic.busiest(["rows", *rows])
-    assert found.count("table") == 32
+    assert found.count("table") == 48
 
 
 def test_a_table_that_makes_its_owner_the_busiest_rank_stays_rows() -> None:

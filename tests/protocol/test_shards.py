@@ -38,7 +38,7 @@ rows_of = st.lists(st.integers(0, 2**40 - 1), min_size=1, max_size=30).map(lambd
 def test_the_owner_follows_from_the_tables_name_and_the_block(rows: I64, count: int, name: str, index: int) -> None:
     owners = Shards([table(name, index)], count).owners(make_keys(index, rows))
     seed = xxhash.xxh3_64_intdigest(name.encode())
-    golden, blocks = 0x9E3779B97F4A7C15, [row // 64 for row in rows.tolist()]
+    golden, blocks = 0x9E3779B97F4A7C15, [row // 8 for row in rows.tolist()]
     points = [mixed((seed + block // 256 * golden) % 2**64) + block * golden for block in blocks]
     assert owners.tolist() == [(point % 2**64 >> 32) * count // 2**32 for point in points]
 
@@ -50,8 +50,8 @@ def test_twice_as_many_shards_halve_each(rows: I64, count: int, doublings: int) 
 
 
 def test_the_rows_of_a_block_stay_together_and_another_table_has_other_owners() -> None:
-    blocks = np.arange(64 * 50_000, dtype=np.int64)
-    some, others = (Shards([table(name)], 8).owners(blocks).reshape(-1, 64) for name in ("a", "b"))
+    blocks = np.arange(8 * 50_000, dtype=np.int64)
+    some, others = (Shards([table(name)], 8).owners(blocks).reshape(-1, 8) for name in ("a", "b"))
     assert (some == some[:, :1]).all()
     assert 0.09 < (some[:, 0] == others[:, 0]).mean() < 0.16
 
@@ -68,7 +68,7 @@ def held_rows(shards: Shards, tables: list[TableSpec], samples: int, exponent: f
     return held
 
 
-@pytest.mark.parametrize(("count", "most"), [(8, 1.01), (60, 1.03), (64, 1.03)])
+@pytest.mark.parametrize(("count", "most"), [(8, 1.003), (60, 1.01), (64, 1.01)])
 def test_no_owner_holds_many_more_rows_than_the_others_if_ids_are_sorted_by_frequency(count: int, most: float) -> None:
     tables = [table(f"cat_{index}", index, rows) for index, rows in enumerate(CRITEO)]
     held = held_rows(Shards(tables, count), tables, count * BATCH_OF_A_RANK)
@@ -80,5 +80,5 @@ def test_ids_that_are_multiples_of_something_are_spread_as_well(count: int) -> N
     shards = Shards([table("t")], count)
     for stride in (*range(1, 100), 233, 377, 610, 646, 987, 1024, 4096):  # in blocks; the points of Fibonacci numbers
         blocks = np.arange(100 * count, dtype=np.int64) * stride  # of blocks are close to each other
-        held = np.bincount(shards.owners(blocks << 6), minlength=count)
+        held = np.bincount(shards.owners(blocks << 3), minlength=count)
         assert held.max() / held.mean() <= 1.5, stride
