@@ -134,9 +134,7 @@ def test_a_checkpoint_of_an_earlier_version_whose_blocks_are_larger_goes_on_with
             assert_holds(run.job.run_dir, run.job, newest, rows, readers)
     assert before is not None
     assert newest is not None
-    assert (before.layers[0] in newest.layers) == (counts == (1, 1)), (
-        "one shard has all rows, whatever its blocks"
-    )
+    assert (before.layers[0] in newest.layers) == (counts == (1, 1)), "one shard has all rows, whatever its blocks"
 
 
 def test_stores_that_an_earlier_look_has_opened_are_filled_again_if_tables_are_placed_otherwise(tmp_path: Path) -> None:
