@@ -23,7 +23,7 @@ from rowcast.runtime.errors import LocalProtocolError
 if TYPE_CHECKING:
     from rowcast.runtime.arrays import I32, I64
 
-IDLE_WAIT_S = 0.05  # an idle stage looks again after this time: clocks do not ring
+IDLE_WAIT_S = 0.2  # an idle stage looks again after this time: clocks do not ring
 POLL_S = 0.0002  # between looks at sources without a bell: a device's events, a slow store's tickets
 
 # what happened -> the threads that it may unblock: their bells are rung

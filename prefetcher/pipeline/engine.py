@@ -59,7 +59,7 @@ from rowcast.runtime.stages import Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
 
-# a message, or a turn of a thread -> the threads that it may unblock; no other thread waits for it
+# a message, what a thread has done, or any turn of it -> the threads that it may unblock; no other thread waits for it
 WAKES: Wakes = {
     Hello: ("fetcher", "main"),  # rows may be sent
     StepDone: ("planning", "fetcher"),  # plans and rows may run one step further ahead
@@ -71,9 +71,9 @@ WAKES: Wakes = {
     Replica: ("write-back",),
     StopRequest: ("planning",),
     Bye: ("main",),
-    "planning": ("fetcher", "staging"),  # a plan
+    "plan made": ("fetcher", "staging"),
     "staging": ("fetcher",),  # rows that a ticket waits for
-    "fetcher": ("write-back",),  # a plan that returns no rows is home; a barrier takes the model state
+    "no rows return": ("write-back",),  # a plan without any is home; a barrier takes the model state
     "write-back": ("fetcher", "staging"),  # rows are home
     "checkpoint": ("fetcher", "write-back"),  # room for rows and model state; the checkpoint is durable
 }
@@ -104,6 +104,7 @@ class PrefetcherEngine:
         groups, send = group_specs(job), conversation.send
         self.hello: Hello | None = None
         self.peer_left = False
+        self.wake_after: Callable[[object], None] = lambda cause: None
         self.counters, self.welcome, self.planner, self.conversation = counters, welcome, planner, conversation
         self.fetch_ring, back_ring = rings
         self.checkpointer = checkpointer
@@ -173,14 +174,20 @@ class PrefetcherEngine:
         """
         match thread:
             case "planning":
-                return self.planning.plan_next() or self.planning.read_ids_ahead()
+                if self.planning.plan_next():
+                    self.wake_after("plan made")
+                    return True
+                return self.planning.read_ids_ahead()
             case "staging":
                 return self.stage_rows()
             case "fetcher":
                 self.fetcher.stalled_by = None
                 answered = self.fetcher.answer_asked()
                 announced = self.fetcher.announce_read()
-                begun = self.barrier.advance() if self.barrier.due else self.fetcher.read_rows()
+                in_barrier = self.barrier.due
+                begun = self.barrier.advance() if in_barrier else self.fetcher.read_rows()
+                if begun and (in_barrier or not self.fetcher.rows_return):
+                    self.wake_after("no rows return")
                 return answered or announced or begun
             # here the trainer trains the step; its reports arrive by mail
             case "mail":

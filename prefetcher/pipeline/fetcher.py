@@ -96,6 +96,7 @@ class Fetcher:
         self.connected = False  # a trainer was welcomed; before that, rows may be read but not sent
         self.done_through: int | None = None  # the last step that the trainer completed
         self.sent_through: int | None = None
+        self.rows_return = True  # of the plan that was taken last
         self.stalled_by: Stall | None = None  # written by the fetcher's thread
         self._plans = plans
         self._groups = groups
@@ -151,7 +152,7 @@ class Fetcher:
         return needed < self._limits.first_step or reached(self._writeback.applied_through, needed)
 
     def _open(self, plan: Plan) -> None:
-        self._writeback.expect(plan.step, None, plan.header.train_step, plan.victims)
+        self.rows_return = self._writeback.expect(plan.step, None, plan.header.train_step, plan.victims)
         pieces = cut(
             plan.block.nbytes,
             list(map(len, plan.fetch_keys)),

@@ -98,11 +98,12 @@ class Writeback:
     def is_writing(self) -> bool:
         return bool(self._writing)
 
-    def expect(self, step: int | None, barrier: int | None, train_steps: int, keys: tuple[Keys, ...]) -> None:
+    def expect(self, step: int | None, barrier: int | None, train_steps: int, keys: tuple[Keys, ...]) -> bool:
         """Must be called before the plan or barrier is sent. `train_steps`: before it. `keys` have the order of the
-        rows."""
-        nothing = barrier is None and not any(len(part) for part in keys)
-        self._expected.append(Expected(step, barrier, train_steps, keys, [0] * len(keys), arrived_last=nothing))
+        rows. Returns whether a message will return any."""
+        returns = barrier is not None or any(map(len, keys))
+        self._expected.append(Expected(step, barrier, train_steps, keys, [0] * len(keys), arrived_last=not returns))
+        return returns
 
     def accept(self, message: RowsBack | Returned | Ask) -> None:
         self._inbox.append(message)

@@ -127,6 +127,7 @@ class Connection:
         stages = recorded_stages(
             timeline, {**engine.stages, **others}, mail="deliver", staging="stage", checkpoint="write"
         )
+        engine.wake_after = self._crew.wake_after
         self._crew.start(stages, engine.stall_clocks(), WAKES, engine.polls)
         self.stack.callback(self._crew.stop)  # again, before the rings and stores are closed
 

@@ -69,6 +69,7 @@ class WokenOnly:
             run.writer.on_offer = lambda: self._wake("prefetcher", "checkpoint")
         for process, engine in (("prefetcher", run.prefetcher), ("trainer", run.trainer)):
             engine.conversation.on_message = partial(self._after, process)
+        run.prefetcher.wake_after = partial(self._after, "prefetcher")
         self._awake |= self._stages.keys()  # a thread begins with a look
 
     def _wake(self, process: str, name: str) -> None:
@@ -165,8 +166,8 @@ NEEDED: list[tuple[str, object, str]] = [
     ("prefetcher", StepDone, "planning"),
     ("prefetcher", Released, "fetcher"),
     ("prefetcher", RowsBack, "write-back"),
-    ("prefetcher", "planning", "fetcher"),
-    ("prefetcher", "fetcher", "write-back"),
+    ("prefetcher", "plan made", "fetcher"),
+    ("prefetcher", "no rows return", "write-back"),
     ("prefetcher", "write-back", "fetcher"),
     ("prefetcher", "checkpoint", "fetcher"),
     ("trainer", StepReady, "main"),
@@ -182,7 +183,7 @@ def test_without_one_of_these_wakes_all_threads_may_fall_asleep(
     process: str, cause: object, thread: str, tmp_path: Path
 ) -> None:
     tables = without(process, cause, thread)
-    capacity = "everything" if cause == "fetcher" else "one batch"  # it is needed by plans that return no rows
+    capacity = "everything" if cause == "no rows return" else "one batch"  # it is needed by plans that return no rows
     with pytest.raises(AllAsleep):
         run_seeds(tmp_path, tables, capacity)
 
@@ -212,7 +213,7 @@ class Hinted(RowStore):
         return False
 
 
-@pytest.mark.parametrize("cause", ["planning", "write-back"])
+@pytest.mark.parametrize("cause", ["plan made", "write-back"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_staging_thread_is_woken_by_plans_and_by_rows_that_are_home(cause: str, seed: int, tmp_path: Path) -> None:
     told = list[Hinted]()
@@ -221,11 +222,11 @@ def test_the_staging_thread_is_woken_by_plans_and_by_rows_that_are_home(cause: s
         told.append(Hinted(store))
         return told[-1]
 
-    other = {"planning": "write-back", "write-back": "planning"}[cause]
+    other = {"plan made": "write-back", "write-back": "plan made"}[cause]
     run_woken(tmp_path / "run", seed, without("prefetcher", other, "staging"), harm=hint)
     for store in told:
         assert store.staged == 15, "14 train steps and two evaluations"
-        assert store.advanced if cause == "planning" else store.home_through == store.staged
+        assert store.advanced if cause == "plan made" else store.home_through == store.staged
 
 
 def test_a_store_that_does_nothing_ahead_has_no_thread_for_it(tmp_path: Path) -> None:
@@ -237,5 +238,5 @@ def test_every_thread_that_is_woken_exists() -> None:
     prefetcher = {"mail", "planning", "staging", "fetcher", "write-back", "checkpoint", "main"}
     for table, threads in ((TABLES["prefetcher"], prefetcher), (TABLES["trainer"], {"mail", "sender", "main"})):
         assert {name for names in table.values() for name in names} <= threads
-        assert {cause for cause in table if isinstance(cause, str)} <= threads
+        assert {cause for cause in table if isinstance(cause, str)} <= threads | {"plan made", "no rows return"}
     assert TABLES["prefetcher"][Hello][-1:] == TABLES["prefetcher"][Bye] == ("main",)
