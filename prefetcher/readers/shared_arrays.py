@@ -54,8 +54,9 @@ class ArraySender:
         self._free: set[int] = set()
         self._num_made = 0
 
-    def send(self, content: object) -> None:
-        """Sends an object, and waits until it is received. Raises BrokenPipeError if the other end is closed."""
+    def send(self, content: object) -> int:
+        """Sends an object, and waits until it is received. Returns the bytes of its arrays, at least 1. Raises
+        BrokenPipeError if the other end is closed."""
         buffers: list[pickle.PickleBuffer] = []
         pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
         raws = [buffer.raw() for buffer in buffers]
@@ -88,6 +89,7 @@ class ArraySender:
             self._free.update(self._connection.recv())
         except (EOFError, ConnectionResetError):
             raise BrokenPipeError from None
+        return nbytes
 
     def _made(self, descriptor: int, nbytes: int) -> int:
         size = -(-int(SPARE * nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE

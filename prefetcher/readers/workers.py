@@ -7,21 +7,22 @@
     child                                     parent
     schedule -> decode -> send == shared memory ==> receiver thread -> queue -> take
 
-Every child iterates the whole schedule and skips the others' batches. So an error appears in its batch's turn, and the
-end in the turn of the missing batch. Parsing never holds the planner's GIL. When a queue is full its receiver takes
-nothing more, and the child waits in `send`. A child starts by spawn: importing torch would cost seconds and hundreds of
-MB. It ignores stop signals, which a terminal or a service manager sends to the whole process group and the parent
-handles. It exits when the parent does, however the parent ends.
+Each message wakes threads on both sides, so small batches travel together. Every child iterates the whole schedule and
+skips the others' batches. So an error appears in its batch's turn, and the end in the turn of the missing batch.
+Parsing never holds the planner's GIL. When a queue is full its receiver takes nothing more until half of it is taken,
+and the child waits in `send`. A child starts by spawn: importing torch would cost seconds and hundreds of MB. It
+ignores stop signals, which a terminal or a service manager sends to the whole process group and the parent handles. It
+exits when the parent does, however the parent ends.
 """
 
 import atexit
 import os
-import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process, resource_tracker
@@ -46,6 +47,7 @@ from rowcast.protocol.shards import owner_of
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.children import killed_by
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.stops import STOPS, held, release
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
@@ -53,6 +55,7 @@ from rowcast.runtime.telemetry.timeline import Timeline
 NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead
 REMOVED = FileState(0, 0, 0)
 LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
+ENOUGH_BYTES = 2**20  # of batches in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +71,7 @@ class DecoderShare:
     num_whole: int = 0
     index: int
     num_decoders: int
+    most_together: int = 1  # batches in a message
 
     def owns(self, step: int) -> bool:
         return step % self.num_decoders == self.index
@@ -97,7 +101,7 @@ class LogLine(NamedTuple):
     values: dict[str, Any]
 
 
-Message = Delivery | EndOfBatches | RowcastError
+Message = Delivery | EndOfBatches | RowcastError  # batches come as a tuple of deliveries
 
 
 def state_of(path: Path) -> FileState:
@@ -130,19 +134,27 @@ def pass_on(sender: ArraySender, logger: WrappedLogger, level: str, values: Even
 def send_share(share: DecoderShare, sender: ArraySender) -> None:
     reader = open_reader(share.job, share.columns)
     sender.send(source_info(share.job, reader, share.max_steps, share.start))
-    blocked_s, began_s = 0.0, time.perf_counter()
-    for scheduled in decode_share(share, reader):
-        decoded_s = time.perf_counter()
-        delivery = Delivery(
-            scheduled=scheduled,
-            invalid_ids=reader.invalid_ids,
-            blocked_s=blocked_s,
-            decode_s=decoded_s - began_s,
-            decoded_s=decoded_s,
-        )
-        sender.send(delivery)
-        began_s = time.perf_counter()
-        blocked_s += began_s - decoded_s
+    blocked_s, began_s, together, most = 0.0, time.perf_counter(), list[Delivery](), 1
+    try:
+        for scheduled in decode_share(share, reader):
+            decoded_s = time.perf_counter()
+            together.append(
+                Delivery(
+                    scheduled=scheduled,
+                    invalid_ids=reader.invalid_ids,
+                    blocked_s=blocked_s,
+                    decode_s=decoded_s - began_s,
+                    decoded_s=decoded_s,
+                )
+            )
+            if len(together) >= most:
+                count, nbytes = len(together), sender.send(tuple(together))
+                most, together = min(share.most_together, max(1, ENOUGH_BYTES * count // nbytes)), []
+            began_s = time.perf_counter()
+            blocked_s += began_s - decoded_s
+    finally:
+        if together:  # they come before the error or the end
+            sender.send(tuple(together))
     sender.send(EndOfBatches())
 
 
@@ -167,12 +179,13 @@ def exit_with_parent() -> None:
 
 
 class Decoder:
-    """A child and its batches: at most `num_ahead` not yet taken, and the one that it is sending."""
+    """A child and its batches. Those of a message arrive once fewer than `num_ahead` wait to be taken."""
 
     def __init__(self, share: DecoderShare, num_ahead: int, on_arrival: Callable[[], None]) -> None:
         """The receiver's thread calls `on_arrival` when `take` may return something new: a batch, the end, an error."""
-        self._share, self._on_arrival = share, on_arrival
-        self._arrived: queue.Queue[Message] = queue.Queue(num_ahead)
+        self._on_arrival = on_arrival
+        self._share = replace(share, most_together=num_ahead if can_share(share.job) else 1)
+        self._arrived, self._num_ahead, self._room = deque[Message](), num_ahead, Doorbell()
         self._info: SourceInfo | None = None
         self._file_states: dict[Path, FileState] = {}  # as the child has opened them
         self._opened = threading.Event()  # the first message arrived: the info, or an error
@@ -199,7 +212,7 @@ class Decoder:
 
     @property
     def num_waiting(self) -> int:
-        return self._arrived.qsize()
+        return len(self._arrived)
 
     def info(self) -> SourceInfo:
         """Waits for the info. Raises the error if there is none."""
@@ -216,10 +229,11 @@ class Decoder:
         Raises the error that ended the child. Every later call returns or raises the same end or error.
         """
         if self._last is None and not self._closing.is_set():
-            try:
-                arrived = self._arrived.get_nowait()
-            except queue.Empty:
+            if not self._arrived:
                 return None
+            arrived = self._arrived.popleft()
+            if len(self._arrived) <= self._num_ahead // 2:
+                self._room.ring()
             if isinstance(arrived, Delivery):
                 return arrived
             self._last = arrived
@@ -229,6 +243,7 @@ class Decoder:
 
     def stop(self) -> None:
         self._closing.set()
+        self._room.ring()
         if self._process is not None:
             self._process.kill()
 
@@ -238,7 +253,7 @@ class Decoder:
             self._receiver.join(timeout=1.0)
         if self._process is not None:
             self._process.join(timeout=1.0)
-        self._arrived = queue.Queue()
+        self._arrived.clear()
 
     def _receive(self, pipe: connection.Connection) -> None:
         with pipe:
@@ -247,13 +262,14 @@ class Decoder:
                 message = self._message(arrays)
                 if isinstance(message, SourceInfo):
                     self._info, self._file_states = message, {path: state_of(path) for path in message.paths}
-                else:
+                    self._opened.set()
+                elif isinstance(message, tuple):
                     self._enqueue(message)
-                self._opened.set()
-                if isinstance(message, EndOfBatches | RowcastError):
+                else:
+                    self._enqueue((message,))
                     return
 
-    def _message(self, arrays: ArrayReceiver) -> SourceInfo | Message:
+    def _message(self, arrays: ArrayReceiver) -> SourceInfo | tuple[Delivery, ...] | EndOfBatches | RowcastError:
         try:
             while isinstance(message := arrays.receive(), LogLine):
                 getattr(get_logger(), message.level)(**message.values)
@@ -261,18 +277,16 @@ class Decoder:
             return self._death()
         except Exception as error:  # noqa: BLE001 - unpickling can raise anything, and a silent receiver would hang the run
             return RowcastError(f"the decoding process sent an unreadable message ({type(error).__name__}: {error})")
-        self._num_received += isinstance(message, Delivery)
-        received: SourceInfo | Message = message
+        received: SourceInfo | tuple[Delivery, ...] | EndOfBatches | RowcastError = message
         return received
 
-    def _enqueue(self, arrival: Message) -> None:
-        while not self._closing.is_set():
-            try:
-                self._arrived.put(arrival, timeout=0.1)
-            except queue.Full:
-                continue
-            return self._on_arrival()
-        return None
+    def _enqueue(self, arrivals: Sequence[Message]) -> None:
+        while len(self._arrived) >= self._num_ahead and not self._closing.is_set():
+            self._room.wait(1.0)
+        self._num_received += sum(isinstance(own, Delivery) for own in arrivals)
+        self._arrived.extend(arrivals)
+        self._opened.set()
+        self._on_arrival()
 
     def _death(self) -> RowcastError:
         assert self._process is not None, "the receiver must run after start"
