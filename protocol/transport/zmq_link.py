@@ -207,10 +207,9 @@ class ZmqLink:
 
     def _receive_batch(self) -> int:
         for count in range(RECEIVE_BATCH):
-            try:
-                arrived = self._end.try_receive()
-            except zmq.Again:
+            if not self._end.has_arrived:
                 return count
+            arrived = self._end.receive()
             if arrived is not None:
                 self._enqueue(*arrived)
         return RECEIVE_BATCH
