@@ -15,7 +15,7 @@ parts. What an array of the batch belongs to decides how it is cut:
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -165,6 +165,9 @@ def ids_of_features(batch: Lookups, samples: slice, whole: Collection[int], feat
     """Returns the same of some features alone, by ascending position."""
     ids, offsets, weights = batch.ids, batch.offsets, batch.weights
     size = samples.stop - samples.start
+    if offsets is None and weights is None and not whole and batch.size:  # in one copy
+        chosen = ids.reshape(-1, batch.size)[list(features), samples]
+        return Lookups(size=size, ids=np.ascontiguousarray(chosen).ravel())
     firsts = [f * batch.size + (0 if f in whole else samples.start) for f in features]
     lookups = [(first, first + size) for first in firsts]
     counts: list[I64] = []
@@ -196,6 +199,8 @@ def own_bounds(batch_size: int, rank: Rank) -> list[int]:
 
 def own_parts(own: Lookups, rank: Rank, whole: Collection[int]) -> list[Lookups]:
     """Returns the look-ups of each of the rank's parts, as `ids_of_samples`. `own`: the rank's of the batch."""
+    if rank.parts_per_rank == 1:
+        return [replace(own, others=0)]
     return [ids_of_samples(own, slice(*ends), whole) for ends in pairwise(own_bounds(own.batch_size, rank))]
 
 

@@ -131,7 +131,8 @@ class Horizon:
 
     @property
     def ready(self) -> bool:
-        return self.wants == 0 and len(self._known) > 0
+        num_known = len(self._known)
+        return num_known > self.num_batches or (self._ended and num_known > 0)
 
     @property
     def next(self) -> Scheduled[BatchRows]:

@@ -13,12 +13,13 @@ share a node, and each goes to the first position of its own node.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.runtime.arrays import I32, I64
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.compiled import compiled, compiled_loop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,21 +42,14 @@ def ordered_sum(sources: Sequence[I64], first: int = 0, count: int = 1) -> tuple
     `some_first` orders them: `count` sources from `first` on, then the others.
 
     Returns also the places in `keys` of the rows of every source, as they lie."""
-    keys, lie = np.concatenate(sources), some_first(first, count, len(sources))
-    order = np.arange(len(keys), dtype=np.int32)
-    before, moved = sum(map(len, sources[:first])), sum(map(len, sources[first : first + count]))
-    order[:before] += moved
-    order[before : before + moved] -= before
-    if len(sources) > 1:
-        sort_pairs(keys, order)
-    nodes = np.repeat(lie, [len(sources[source]) for source in lie])[order]
-    joins = np.flatnonzero(keys[1:] == keys[:-1])
-    levels = np.frexp(nodes[joins] ^ nodes[joins + 1])[1]  # bits in which they differ, from the highest on
+    keys, ends = np.concatenate(sources), np.array(list(accumulate(map(len, sources))))
+    order, source_of, levels = np.empty((3, len(keys)), np.int32)
     at, firsts = np.zeros((2, 1 + (len(sources) - 1).bit_length()), np.int64)
-    np.cumsum(np.bincount(levels, minlength=len(at)), out=at)
+    sort_sources(keys, ends, first, count, order, source_of, levels, at)
     level_ends = tuple(at[1:].tolist())
-    unique, places = np.empty(len(keys) - len(joins), np.int64), np.empty(len(keys), np.int32)
-    roots, to, of = np.empty(len(unique), np.int32), *np.empty((2, len(joins)), np.int32)
+    num_joins = level_ends[-1] if level_ends else 0
+    unique, places = np.empty(len(keys) - num_joins, np.int64), np.empty(len(keys), np.int32)
+    roots, to, of = np.empty(len(unique), np.int32), *np.empty((2, num_joins), np.int32)
     plan_additions(keys, order, levels, at, firsts, unique, places, roots, to, of)
     return OrderedSum(keys=unique, to=to, of=of, level_ends=level_ends, roots=roots), places
 
@@ -63,6 +57,36 @@ def ordered_sum(sources: Sequence[I64], first: int = 0, count: int = 1) -> tuple
 def some_first(first: int, count: int, end: int) -> list[int]:
     """Returns `count` numbers from `first` on, and then the others below `end`, both ascending."""
     return [*range(first, first + count), *range(first), *range(first + count, end)]
+
+
+@compiled
+def sort_sources(
+    keys: I64, ends: I64, first: int, count: int, order: I32, source_of: I32, levels: I32, at: I64
+) -> None:
+    """Sorts `keys`. Fills `order` with where they lie, `source_of` with the source of each that lies there, `levels`
+    with the level of each addition, and `at` [1 + levels] with the end of the additions of each level."""
+    before = ends[first - 1] if first else 0
+    moved, start = ends[first + count - 1] - before, 0
+    for source in range(len(ends)):
+        lies = moved if source < first else -before if source < first + count else 0
+        for i in range(start, ends[source]):
+            order[i] = i + lies
+            source_of[i + lies] = source
+        start = ends[source]
+    if len(ends) > 1:
+        sort_pairs(keys, order)
+    joins = 0
+    for i in range(1, len(keys)):
+        if keys[i] == keys[i - 1]:
+            different, level = source_of[order[i]] ^ source_of[order[i - 1]], 0
+            while different:
+                different >>= 1
+                level += 1
+            levels[joins] = level
+            at[level] += 1
+            joins += 1
+    for level in range(1, len(at)):
+        at[level] += at[level - 1]
 
 
 @compiled_loop
