@@ -26,8 +26,8 @@ from rowcast.job.schema import Job
 from rowcast.runtime.children import Child, StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, TensorBoard, Timeline
 from rowcast.runtime.errors import ConfigError, advice
-from rowcast.runtime.process import Signals, run_until_stopped
-from rowcast.runtime.run_directory import Role, note_start, pair_folder
+from rowcast.runtime.process import UNTRAINED, Signals, run_until_stopped
+from rowcast.runtime.run_directory import Role, RunDirectory, has_started, note_start, pair_folder
 
 RESTARTS = 3  # how often the trainers of several ranks are restarted when one ends
 
@@ -52,6 +52,7 @@ def train(
     events: dict[str, object] = {"--tensorboard": tensorboard}
 
     def run(signals: Signals) -> None:
+        signals.left_undone = UNTRAINED
         if evaluate and (given := flags(of_training | events)):
             raise ConfigError(f"--eval trains nothing, but {given[0]} is about training; remove one of them")
         job = load_job(config, tuple(overrides or ()))
@@ -84,8 +85,11 @@ def run_both(
         start_child("prefetcher", "rowcast.prefetcher", ["run", *of_prefetcher], job.run_dir / "prefetcher.log"),
         start_trainers(job.ranks.count, [command, *of_trainer]),
     ]
-    for rank, (role, child) in product(range(job.ranks.count), zip(get_args(Role), children, strict=True)):
-        note_start(pair_folder(job.run_dir, rank, job.ranks.count), role, child.process.pid)
+    folders = [pair_folder(job.run_dir, rank, job.ranks.count) for rank in range(job.ranks.count)]
+    roles = list(product(folders, zip(get_args(Role), children, strict=True)))
+    for folder, (role, child) in roles:
+        note_start(folder, role, child.process.pid)
+    signals.left_undone = ""  # the trainer knows
     stops = StopsChildren(signals, children)
     try:
         first = ended_together(children, meanwhile=stops.advance)
@@ -97,6 +101,10 @@ def run_both(
             for child in children:
                 child.signal(SIGKILL)
         raise
+    finally:
+        for folder, (role, _) in roles:
+            has_started(folder, role)
+            RunDirectory(folder, role).clear_failure()  # nobody is left who would read it
     if first is not None:
         raise ended_badly(first)
 

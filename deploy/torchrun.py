@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, Rendez
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from rowcast.runtime.process import Signals
+from rowcast.runtime.process import UNTRAINED, Signals
 from rowcast.runtime.stops import AT_SUDDEN_EXIT
 from rowcast.runtime.telemetry.logs import open_missing_descriptors, say
 
@@ -207,7 +207,7 @@ def main(arguments: list[str]) -> int:
     rendezvous_handler_registry.register(BACKEND, one_address)
     args.rdzv_backend = BACKEND
     args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 0}"
-    args.rdzv_conf = f"rank={args.node_rank}"
+    args.rdzv_conf, args.node_rank = f"rank={args.node_rank}", 0  # torch warns of another, which it would not read
     args.signals_to_handle = "SIGQUIT"
     if args.shutdown_timeout is None:
         args.shutdown_timeout = LEAVE_S
@@ -224,7 +224,9 @@ def main(arguments: list[str]) -> int:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 + (signal.SIGTERM if code == -PASSED_ON else -code)
     except SignalException as error:
-        return 128 + error.sigval if OneAddress.has_started else 0
+        if OneAddress.has_started:
+            return 128 + error.sigval
+        say("torchrun", UNTRAINED)
     return 0
 
 

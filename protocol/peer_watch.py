@@ -9,7 +9,7 @@ from rowcast.job.units import parse_seconds
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import Failure, Heartbeat
 from rowcast.protocol.transport.zmq_link import ZmqLink
-from rowcast.runtime.errors import PeerLost, PeerNeverCame, RowcastError, told
+from rowcast.runtime.errors import PeerKilled, PeerLost, PeerNeverCame, RowcastError, told
 from rowcast.runtime.telemetry.logs import get_logger
 
 HEARTBEAT_EVERY_S = 1.0
@@ -101,7 +101,7 @@ class PeerWatch:
 
     def _check_failed(self) -> None:
         failure = self._failure()
-        if failure is not None:
+        if failure is not None and not isinstance(failure, PeerKilled):  # a killed one is started again
             raise failure
 
     def _check_coming(self, progress: ProcessProgress, now_s: float) -> None:
@@ -121,7 +121,9 @@ class PeerWatch:
             return
         self._gone_since_s = self._gone_since_s or now_s
         if now_s - self._gone_since_s > GONE_GRACE_S:
-            raise PeerLost(f"the {self._peer} went away; its log or output says why. Start again")
+            noted = self._failure()
+            gone = PeerLost(f"the {self._peer} went away; its log or output says why. Start again")
+            raise noted if isinstance(noted, PeerKilled) else gone
 
     def _check_silence(self, now_s: float) -> None:
         silent_s = now_s - max(self._link.last_received_s or self._started_s, self._listening_since_s)

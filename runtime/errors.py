@@ -42,6 +42,10 @@ class PeerNeverCame(PeerLost):
     """No other process connected within the time-out."""
 
 
+class PeerKilled(PeerLost):
+    """A signal ended the other process, as its parent has noted."""
+
+
 class RanksDiffer(PeerLost):
     """The ranks' prefetchers began at different checkpoints. They look again, and the same trainers connect."""
 
@@ -137,6 +141,8 @@ def instead(names: Sequence[str], others: Sequence[str]) -> str:
     return " instead of ".join(listed([name for name in own if name not in other]) or "none" for own, other in pairs)
 
 
-def listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_LISTED
-    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], most: int = MOST_LISTED, between: str = ", ") -> str:
+    """Names one more than `most` rather than `and 1 more`."""
+    if len(names) <= most + 1:
+        return between.join(names)
+    return f"{between.join(names[:most])} and {len(names) - most} more"

@@ -84,6 +84,7 @@ def stdout_errno(*, after: str) -> int:
 
 NAMES = {number: number.name for number in STOPS} | {PASSED_ON: "a request"}
 TOGETHER_S = 1.0  # signals within this time are one request
+UNTRAINED = "stopped before the first step; nothing was trained"
 STOPPING = "stopping: the plans already made are finished first; a second signal ends the process at once"
 
 
@@ -97,6 +98,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop_reason: str | None = None
+        self.left_undone = ""  # logged at the end of a process that a stop has ended
         self.began_s = time.monotonic()
         self.bell = Doorbell()  # the main thread's; rung by the first signal
 
@@ -147,4 +149,11 @@ def run_until_stopped(process: str, main: Callable[[Signals], int | None]) -> in
     """As `run_command`, for a command that ends in order after a stop signal, and whose stdout holds no results."""
     make_lasting("stdout")  # first: the pipe of the signals must not get a missing descriptor's number
     signals = Signals().start()
-    return exit_code_of(process, lambda: main(signals))
+
+    def stoppable() -> int | None:
+        code = main(signals)
+        if signals.stop_reason is not None and signals.left_undone:
+            get_logger().info(signals.left_undone, reason=signals.stop_reason)
+        return code
+
+    return exit_code_of(process, stoppable)

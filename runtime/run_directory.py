@@ -1,6 +1,7 @@
 """Locks a run directory, marks its run complete, and notes who starts there and the error that a process failed with.
 
-    <role>.failure    of a process that may fail before the link exists; ends a waiting peer (`failure_since`)
+    <role>.failure    of a process that may fail before the link exists; ends a waiting peer (`failure_since`).
+                      A parent notes there what killed its child, for the peer that has lost it
     <role>.starting   the peer waits for as long as that process lives (`PeerStart`)
 
 A launcher notes the start of its children (for several ranks, torchrun and the parent of the prefetchers), and a
@@ -19,7 +20,7 @@ from typing import Literal, Self
 import msgspec
 
 from rowcast.runtime.checkpoint_manifest import write_durably
-from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError, advice, peer_failure, told
+from rowcast.runtime.errors import ConfigError, PeerKilled, PeerLost, RowcastError, advice, cleaned, peer_failure, told
 from rowcast.runtime.machine import OtherProcess, boot_id, seen
 
 COMPLETE = "complete"
@@ -53,7 +54,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureNote(msgspec.Struct, frozen=True, kw_only=True):
-    code: int
+    code: int  # 0: its parent noted that it was killed
     sentence: str
     boot_id: str
     at_s: float  # by the monotonic clock of that boot
@@ -91,6 +92,7 @@ class RunDirectory:
 
     def __exit__(self, *error: object) -> None:
         if self._lock is not None:
+            has_started(self.path, self._role)  # it may have been refused
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
             os.close(self._lock)
             self._lock = None
@@ -107,10 +109,7 @@ class RunDirectory:
         is_own = isinstance(error, Exception) and not isinstance(error, PeerLost)
         if not is_own or (isinstance(error, RowcastError) and error.is_peers):
             return
-        code, sentence = told(error)
-        with suppress(OSError):
-            note = FailureNote(code=code, sentence=sentence, boot_id=boot_id(), at_s=time.monotonic())
-            write_durably(failure_path(self.path, self._role), msgspec.json.encode(note) + b"\n")
+        write_note(self.path, self._role, *told(error))
 
     def mark_complete(self, completion: Completion) -> None:
         """Call when both sides are done: the last checkpoint is on disk, and the trainer has written its report."""
@@ -169,6 +168,12 @@ def failure_path(run_dir: Path, role: Role) -> Path:
     return run_dir / f"{role}.failure"
 
 
+def write_note(run_dir: Path, role: Role, code: int, sentence: str) -> None:
+    with suppress(OSError):
+        note = FailureNote(code=code, sentence=sentence, boot_id=boot_id(), at_s=time.monotonic())
+        write_durably(failure_path(run_dir, role), msgspec.json.encode(note) + b"\n")
+
+
 def note_refusal(run_dir: Path, role: Role, error: ConfigError) -> None:
     """Like `note_failure`, for a process that has not locked its run directory yet. Without a run directory no peer
     waits."""
@@ -186,7 +191,9 @@ def failure_since(run_dir: Path, role: Role, since_s: float) -> RowcastError | N
         is_new = note.boot_id == boot_id() and note.at_s >= since_s
     except (OSError, msgspec.DecodeError):  # there is no note, or it is not ours
         return None
-    return peer_failure(note.code, note.sentence) if is_new else None
+    if not is_new:
+        return None
+    return peer_failure(note.code, note.sentence) if note.code else PeerKilled(cleaned(note.sentence))
 
 
 PAIR_FOLDER = re.compile(r"rank-[0-9]{3,}")

@@ -9,6 +9,7 @@ all trainers; the other prefetchers keep their rows and roll back to that checkp
 """
 
 import math
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from rowcast.runtime.children import END_S, POLL_S, Child, StopsChildren, ended_
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals
-from rowcast.runtime.run_directory import RunDirectory
+from rowcast.runtime.run_directory import RunDirectory, pair_folder, write_note
 from rowcast.runtime.telemetry.logs import get_logger
 
 STOP_S = END_S - 5  # until children are killed: before our own parent kills us
@@ -94,6 +95,7 @@ class AllRanks:
                 refuse_finished(directory, self._job, self._options.max_steps)
             if self._signals.stop_reason is not None:
                 return False
+            self._signals.left_undone = ""  # they know
             self._children.extend(self._start(name) for name in self._names)
             first = ended_together(self._children, self._another, self._meanwhile)
             if first is not None:
@@ -108,9 +110,14 @@ class AllRanks:
     def _another(self, child: Child) -> Child | None:
         """Starts a prefetcher in place of a killed one."""
         assert child.code is not None, "it has ended"
-        if self._stop.asked or child.process.returncode >= 0 or not self._restarts.allows(child.name):
+        if self._stop.asked or child.process.returncode >= 0:
             return None
-        get_logger().warning("started again, from the newest checkpoint", because=child.describe_exit())
+        how = child.describe_exit()
+        folder = pair_folder(self._job.run_dir, self._names[child.name], self._job.ranks.count)
+        write_note(folder, "prefetcher", 0, f"{how} [{os.readlink('/proc/self/fd/2')}]")
+        if not self._restarts.allows(child.name):
+            return None
+        get_logger().warning("started again, from the newest checkpoint", because=how)
         return self._start(child.name)
 
     def _meanwhile(self) -> None:

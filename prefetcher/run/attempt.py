@@ -367,14 +367,12 @@ class PrefetcherAttempt:
 
     def _log_end(self, engine: PrefetcherEngine) -> None:
         self._run.tables.log_counts()
-        reason, steps = self._run.signals.stop_reason, self.train_steps
+        steps = self.train_steps
         if not engine.finished and self._is_over():
             self._log.info("the run has ended without this prefetcher's trainer, which was lost after its last step")
-        elif not engine.finished:
-            self._log.info("stopped before a trainer came; nothing was trained", reason=reason)
-        elif engine.barrier.finished:
+        elif engine.finished and engine.barrier.finished:
             self._log.info("finished", after_train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
-        else:
+        elif engine.finished:
             self._log.info("stopped in order", after_train_steps=steps, reason=engine.planning.stop_reason)
 
 
@@ -482,6 +480,7 @@ class PrefetcherRun:
 
     def on_training(self) -> None:
         """Marks a complete run as incomplete once it trains again. A fresh run does not change the earlier one."""
+        self.signals.left_undone = ""
         if self.options.mode == "train" and not self.checkpoints.are_fresh and self.shard.number == 0:
             RunDirectory(self.job.run_dir, "prefetcher").go_on()
 

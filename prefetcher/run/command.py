@@ -18,7 +18,7 @@ from rowcast.runtime.command_options import (
     Timeline,
 )
 from rowcast.runtime.imports import uncollected
-from rowcast.runtime.process import Signals
+from rowcast.runtime.process import UNTRAINED, Signals
 from rowcast.runtime.run_directory import note_start, pair_folder
 from rowcast.runtime.telemetry.logs import setup_logging
 
@@ -45,6 +45,7 @@ def run(
     log_json: LogJson = False,
 ) -> Callable[[Signals], int]:
     def main(signals: Signals) -> int:
+        signals.left_undone = UNTRAINED
         setup_logging("prefetcher", log_level, log_json or None, rank=rank)
         job = load_own_job("prefetcher", config, tuple(overrides or ()))
         count, on_host = job.ranks.count, job.ranks.on_host

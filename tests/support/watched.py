@@ -13,6 +13,7 @@ from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.zmq_link import ZmqLink
+from rowcast.runtime.errors import RowcastError
 from tests.support.inproc_link import inproc_pair
 
 
@@ -36,6 +37,7 @@ def watch_of(
     connected: bool = True,
     makes_progress: bool = False,
     is_starting: Callable[[], bool] = lambda: False,
+    failure: Callable[[], RowcastError | None] = lambda: None,
 ) -> PeerWatch:
     near, _ = inproc_pair()
     conversation, steps = Conversation(Session("trainer"), near), count()
@@ -47,7 +49,7 @@ def watch_of(
 
     watched = cast(ZmqLink, link)
     return PeerWatch(
-        "prefetcher", conversation, watched, Transport(), progress, lambda: connected, lambda: None, is_starting
+        "prefetcher", conversation, watched, Transport(), progress, lambda: connected, failure, is_starting
     )
 
 

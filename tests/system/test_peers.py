@@ -12,7 +12,7 @@ import pytest
 from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S
 from rowcast.runtime import run_directory
 from rowcast.runtime.errors import ConfigError, PeerLost, PeerNeverCame, peer_failure
-from rowcast.runtime.run_directory import Role, RunDirectory, failure_path, failure_since
+from rowcast.runtime.run_directory import Role, RunDirectory, failure_path, failure_since, write_note
 from tests.support.facts import facts
 from tests.support.processes import Process, Session, proc_text
 from tests.support.watched import Clock, FakeLink, pass_time, watch_of
@@ -262,4 +262,16 @@ def test_a_peer_that_leaves_before_the_two_have_met_is_lost_at_once(monkeypatch:
     pass_time(clock, watch, 30.0)
     link.peer_gone = True
     with pytest.raises(PeerLost, match=f"the prefetcher {WENT_AWAY}"):
+        pass_time(clock, watch, GONE_GRACE_S + 0.2)
+
+
+def test_what_killed_a_peer_is_told_when_it_is_lost_and_ends_no_wait_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, link = Clock(monkeypatch), FakeLink()
+    write_note(tmp_path, "prefetcher", 0, "the prefetcher of rank 1 was killed")
+    watch = watch_of(link, connected=False, failure=lambda: failure_since(tmp_path, "prefetcher", 0.0))
+    pass_time(clock, watch, 30.0)
+    link.peer_gone = True
+    with pytest.raises(PeerLost, match=facts("the prefetcher of rank 1 was killed")):
         pass_time(clock, watch, GONE_GRACE_S + 0.2)

@@ -1,6 +1,7 @@
 """Ranks as real processes: they have the bits of the plain loop in as many parts."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -101,9 +102,14 @@ def test_a_killed_trainer_and_a_killed_prefetcher_come_back_and_change_nothing(s
         begun = local.stderr.count("event=training ")
         local.until(lambda begun=begun: local.stderr.count("event=training ") == begun + 3, "an attempt", 120)  # type: ignore[misc]
         local.until_counted("rowcast_train_steps_total", 100)  # counted by a trainer of this attempt
-        session.kill(rank_pid(session, role, rank))
+        session.kill(pid := rank_pid(session, role, rank))
     ended = local.ended(300)
     assert ended.code == 0, ended.stderr
+    assert re.search(
+        rf"rowcast trainer: the prefetcher of rank 2 \(process {pid}\) was killed by SIGKILL; .* "
+        rf"\[{session.run_dir}/prefetcher.log\]",
+        ended.stderr,
+    )
     assert_trained_as_the_plain_loop(session, steps, 3)
     assert session.remains(killed=True) == []
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from rowcast.runtime.process import UNTRAINED
 from tests.support.comparisons import exported
 from tests.support.processes import Process, Session, launch, proc_text
 
@@ -14,9 +15,10 @@ SIGINT, SIGKILL, SIGTERM = signal.SIGINT, signal.SIGKILL, signal.SIGTERM
 STOP_LIMIT_S = 30.0  # that the design allows a stop in order
 
 
-def ends_in_order(*processes: Process) -> None:
+def ends_in_order(*processes: Process, untrained: int = 0) -> None:
+    """`untrained`: how often each says that it was stopped before the first step."""
     for process in processes:
-        process.ended(STOP_LIMIT_S).quiet()
+        assert process.ended(STOP_LIMIT_S).quiet().stderr.count(UNTRAINED) == untrained
 
 
 def test_a_stop_before_the_peer_has_come_ends_either_process(session: Session, other: Session) -> None:
@@ -25,7 +27,7 @@ def test_a_stop_before_the_peer_has_come_ends_either_process(session: Session, o
     trainer.until_logged("waiting for the prefetcher")
     prefetcher.signal(SIGTERM)
     trainer.signal(SIGINT)
-    ends_in_order(prefetcher, trainer)
+    ends_in_order(prefetcher, trainer, untrained=1)
     assert (session.remains(), other.remains()) == ([], [])
     assert not (session.run_dir / "checkpoints").exists()
     assert not (other.run_dir / "report.json").exists()
@@ -44,13 +46,15 @@ def test_a_prefetcher_that_is_stopped_before_it_greets_a_waiting_trainer_lets_it
     assert session.remains() == []
 
 
-@pytest.mark.parametrize("name", ["prefetcher", "trainer"])
-def test_a_stop_while_a_process_still_imports_ends_it(name: Literal["prefetcher", "trainer"], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["prefetcher", "trainer", "local"])
+def test_a_stop_while_a_process_still_imports_ends_it(
+    name: Literal["prefetcher", "trainer", "local"], tmp_path: Path
+) -> None:
     with Session(tmp_path, launch) as session:
         process = session.start(name)
         process.until_it_holds_signals()
         process.signal(SIGINT)
-        ends_in_order(process)
+        ends_in_order(process, untrained=1)
         assert session.remains() == []
 
 
@@ -102,6 +106,7 @@ def test_the_launcher_passes_on_the_code_and_the_sentence_of_the_prefetcher(sess
     assert ended.code == 4
     assert ended.sentences[-1].startswith("the prefetcher (process ")
     assert "line 1: 3 fields between tabs instead of 40" in ended.sentences[-1]
+    assert {path.name for path in session.run_dir.iterdir()} == {"prefetcher.lock", "prefetcher.log", "trainer.lock"}
     assert session.remains() == []
 
 

@@ -26,7 +26,7 @@ from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.machine import UNRECORDED, Machine, keep_freed_memory, seen, usable_cores
-from rowcast.runtime.process import STOPPING, Signals
+from rowcast.runtime.process import STOPPING, UNTRAINED, Signals
 from rowcast.runtime.run_directory import RunDirectory, holder, note_refusal, pair_folder
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import build_info
@@ -79,8 +79,9 @@ class TrainerAttempt:
         with self._connection as connection:
             welcome = self._meet(connection, group)
             if welcome is None:
-                who = "the prefetcher was stopped" if connection.left.is_set() else "stopped"
-                self._log.info(f"{who} before the run had begun")
+                who = "the prefetcher" if connection.left.is_set() else "a rank"
+                if not self._given_up():
+                    self._log.info(f"{who} was stopped before the run had begun")
                 return
             if self._keeps_results:
                 self._earlier.begin(welcome)
@@ -141,7 +142,7 @@ class TrainerAttempt:
             return runner, runner
 
         engine = connection.start(make_streams, make_model, self._results)
-        run.health.state = "running"
+        run.health.state, run.signals.left_undone = "running", ""
         run.met_s = run.met_s or time.perf_counter()
         progress = stack.enter_context(
             TerminalProgress(
@@ -264,6 +265,7 @@ class TrainerRun:
         self.folder = pair_folder(job.run_dir, launch.rank, launch.world_size)  # of this pair of processes
         self.errand, self.fresh, self.tensorboard = errand, fresh, tensorboard
         self.signals = signals
+        signals.left_undone = "" if launch.rank else UNTRAINED
         patience = RankPatience("prefetcher", job.transport) if launch.world_size > 1 else None
         self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals, patience)
         self.health = self._attempts.health
