@@ -48,8 +48,8 @@ def test_a_pipe_gets_a_line_early_then_every_few_seconds_and_at_the_end() -> Non
         train(counters, 1, loss=0.125)
     lines = file.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0] == "step 6/40  loss 0.2500  200 samples/s  stalled 25.0 %  hit ratio 60.0 %  17.0 s left"
-    assert lines[1].startswith("step 16/40  loss 0.2500  200 samples/s  stalled 25.0 %")
+    assert lines[0] == "step 6/40  loss 0.2500  17.0 s left  200 samples/s  stalled 25.0 %  hit ratio 60.0 %"
+    assert lines[1].startswith("step 16/40  loss 0.2500  12.0 s left  200 samples/s  stalled 25.0 %")
     assert lines[2].startswith("step 25/40  loss 0.1250")
 
 
@@ -98,7 +98,7 @@ def test_a_wide_terminal_has_a_bar_and_figures_in_one_live_line_and_evaluations_
         clock.now += 1.0
         train(counters, 1, loss=0.5)
         progress.update()
-        assert f"\r\x1b[2K{'━' * 5:20} step 10/40  loss 0.5000  100 samples/s" in written(console)
+        assert f"\r\x1b[2K{'━' * 5:20} step 10/40  loss 0.5000  30.0 s left  100 samples/s" in written(console)
         assert "\n" not in written(console)
         progress.evaluation(RESULT)
         train(counters, 10, loss=0.25)
@@ -106,6 +106,16 @@ def test_a_wide_terminal_has_a_bar_and_figures_in_one_live_line_and_evaluations_
     assert f"accuracy 0.800000\n{'━' * 5:20} step 10/40" in text
     assert text.count("\n") == 2
     assert f"{'━' * 10:20} step 20/40  loss 0.2500" in text.splitlines()[-2]
+
+
+def test_a_narrow_terminal_shows_the_time_that_is_left() -> None:
+    counters, clock, console = new_counters(three_steps.groups()), Clock(), terminal(80)
+    with TerminalProgress(counters, 1_234_567, console=console, clock=clock) as progress:
+        for _ in range(2):
+            train(counters, 10, loss=0.5)
+            progress.update()
+            clock.now += 1.0
+    assert "34 h 17 min left" in written(console)
 
 
 def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:

@@ -285,14 +285,14 @@ def progress_line(
     parts = [f"step {steps:,}" if total_steps is None else f"step {steps:,}/{total_steps:,}"]
     if counters.loss is not None:
         parts.append(f"loss {counters.loss:.4f}")
+    if total_steps is not None and done and steps < total_steps:  # before what a narrow terminal may cut off
+        parts.append(f"{human_seconds((total_steps - steps) * seconds / done)} left")
     if seconds > 0:
         samples = last.samples + last.eval_samples - first.samples - first.eval_samples
         parts.append(f"{human_count(samples / seconds)} samples/s")
         parts.append(f"stalled {percent((last.stalls[0] - first.stalls[0]) / seconds)}")  # for rows
     if last.unique_rows:
         parts.append(f"hit ratio {percent(last.hits / last.unique_rows)}")
-    if total_steps is not None and done and steps < total_steps:
-        parts.append(f"{human_seconds((total_steps - steps) * seconds / done)} left")
     return "  ".join(parts)
 
 
