@@ -27,7 +27,7 @@ from rowcast.runtime.checkpoint_manifest import (
     newest_checkpoint,
     readable,
 )
-from rowcast.runtime.errors import ConfigError, Mismatch, instead
+from rowcast.runtime.errors import ConfigError, Mismatch, instead, listed
 from rowcast.runtime.run_directory import RunDirectory
 
 # where the data is and how often it is read, but of files their order; which rank owns a table
@@ -94,8 +94,7 @@ def is_only_of_training(difference: str) -> bool:
 
 
 def first_of(differences: Sequence[str]) -> str:
-    more = len(differences) - MOST_NAMED
-    return "; ".join([*differences[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])])
+    return listed(differences, MOST_NAMED, "; ")
 
 
 # settings

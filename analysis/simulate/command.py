@@ -24,7 +24,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.drawing import check_plot
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, listed
 from rowcast.runtime.telemetry.format_numbers import percent
 
 RANKS_POLICIES = ("lookahead", "lru", "lfu")  # "static" would count the first batches of each rank
@@ -120,8 +120,7 @@ def require_one(skipped: Iterable[str | None]) -> None:
     """`skipped`: why each setting could not run, None for one that ran. Raises ConfigError if none could."""
     reasons = list(dict.fromkeys(skipped))
     if None not in reasons:
-        more = f" (and {len(reasons) - 1} more such)" if len(reasons) > 1 else ""
-        raise ConfigError(f"nothing could be simulated: {reasons[0]}{more}")
+        raise ConfigError(f"nothing could be simulated: {listed([own for own in reasons if own], 1, '; ')}")
 
 
 def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import Manifest, ManifestOfVersion3
-from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.errors import ConfigError, DataError, listed
 from rowcast.runtime.telemetry.format_numbers import plural
 
 Key = Literal["path", "eval_path"]
@@ -136,8 +136,8 @@ def listed_files(path: str, files: Sequence[Path], order: str) -> str:
 
 
 def no_rows(paths: Sequence[Path]) -> DataError:
-    named = f"{paths[0]} holds" if len(paths) == 1 else f"{paths[0]} and {plural(len(paths) - 1, 'more file')} hold"
-    return DataError(f"{named} no row; give at least one file with rows")
+    hold = "holds" if len(paths) == 1 else "hold"
+    return DataError(f"{listed([str(path) for path in paths], 1)} {hold} no row; give at least one file with rows")
 
 
 class FileState(NamedTuple):

@@ -245,7 +245,7 @@ def test_a_folder_and_a_glob_of_files_are_read_whole(tmp_path: Path) -> None:
         ({"clicked": None, "free": [0, 1] * (NUM_ROWS // 2)}, (),
          "2 columns hold 0 and 1 (new, free); say which is the label: --label free"),
         ({}, ("--label", "click"), "--label click: {path} has no such column, the nearest is clicked; it has row, "
-         "time, user, item, account_id, device, hour, price, cents, rating, constant, new and 1 more"),
+         "time, user, item, account_id, device, hour, price, cents, rating, constant, new, clicked"),
         ({}, ("--label", "hour"),
          "--label hour: a label is 0 or 1 in every row, and this column holds values from 0 to 23"),
         ({}, ("--dense", "user"), "--dense user: a dense feature is a number, and this column holds text; 3,000 of "

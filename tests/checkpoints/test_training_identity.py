@@ -239,11 +239,14 @@ def test_a_run_that_ended_at_an_invalid_id_continues_as_its_sentence_says() -> N
     assert 'data.on_invalid_id is "error", and was "modulo"' in refusal(made(modulo), JOB, TrainingData(files=FILES))
 
 
-def test_no_sentence_names_more_than_three_differences() -> None:
+def test_no_sentence_names_more_than_four_differences() -> None:
     job = changed(data={"batch_size": 7, "epochs": 3, "shuffle": "full", "hash": True}, job={"seed": 4})
     sentence = refusal(made(JOB), job, TrainingData(files=()))
+    assert sentence.count(", and was ") == 4, "of four the last is named too"
+    job = changed(data={"batch_size": 7, "shuffle": "full", "hash": True, "eval_fraction": 0.5}, job={"seed": 4})
+    sentence = refusal(made(JOB), job, TrainingData(files=()))
     assert sentence.count(", and was ") == 3
-    assert "; and 1 more; use" in sentence
+    assert " and 2 more; use" in sentence
 
 
 def test_tables_of_a_thousand_name_the_one_that_differs() -> None:

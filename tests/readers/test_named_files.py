@@ -235,7 +235,7 @@ def part_without_rows(folder: Folder) -> None:
 def no_part_with_rows(folder: Folder) -> None:
     for number in range(3):
         folder.write(number, [])
-    expected = f"{folder.file(0)} and 2 more files hold no row; give at least one file with rows"
+    expected = f"{folder.file(0)} and 2 more hold no row; give at least one file with rows"
     assert set(folder.refusals(DataError)) == {expected}
 
 

@@ -334,7 +334,7 @@ def test_a_rank_that_has_read_less_is_named(server: Any) -> None:
     same = Start(run_id="run", first_batches=(("feature user", "1"), ("feature item", "2"), ("labels", "3")))
     fewer = msgspec.structs.replace(same, first_batches=(("feature user", "1"),))
     (sentence,) = sentences(starts(server, same, fewer), Mismatch)
-    assert "feature item and 1 more differ" in sentence
+    assert "feature item, labels differ" in sentence
 
 
 def test_all_end_with_the_error_of_one(server: Any) -> None:

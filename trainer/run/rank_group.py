@@ -22,7 +22,15 @@ from rowcast.job.schema import Job
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.messages import Mode, Welcome
 from rowcast.protocol.parts import Rank, rank_of
-from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, Mismatch, PeerLost, RanksDiffer, RowcastError
+from rowcast.runtime.errors import (
+    ERRORS_BY_EXIT_CODE,
+    ConfigError,
+    Mismatch,
+    PeerLost,
+    RanksDiffer,
+    RowcastError,
+    listed,
+)
 from rowcast.runtime.machine import UNRECORDED, Machine, differences
 from rowcast.runtime.run_directory import Completion, RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
@@ -315,8 +323,7 @@ def gathered_report(group: Group, own: Report) -> Report:
 def other_data(what: str, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:
     differing = [name for name in {**first, **others} if first.get(name) != others.get(name)]
     differing.sort(key=lambda name: name in first and name in others)  # what one lacks may change all others
-    more = "" if len(differing) == 1 else f" and {len(differing) - 1} more"
     return Mismatch(
-        f"{what} than rank 0: {differing[0]}{more} {'differs' if not more else 'differ'}; "
+        f"{what} than rank 0: {listed(differing, 1)} {'differs' if len(differing) == 1 else 'differ'}; "
         "give every host the same data files, and a data set of your own the same order on every rank"
     )
