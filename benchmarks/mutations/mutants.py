@@ -721,7 +721,7 @@ tests/planner/test_exchange.py
     all additions of a row are of one level
         level = levels[joined] => level = 1
     the rows of a second source are not sorted in
-        if len(sources) > 1: => if len(sources) > 2:
+        if len(ends) > 1: => if len(ends) > 2:
 tests/planner/test_key_lists.py
     a rank may ask for rows of another shard
         owner(tables[t]["line"], key, count) != number => False
