@@ -44,7 +44,7 @@ PARAMETER_BYTES = "bytes a parameter"  # a count: these bytes for each weight of
 
 def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring]:
     """The steps and the pipeline. Raises ConfigError, DataError as a run would."""
-    warm_up()  # what is compiled at a first start would count as planning
+    warm_up(is_divided=rank_of(job.ranks, 0).is_divided)  # what is compiled at a first start would count as planning
     decode_s: list[float] = []
     batches = timed(schedule(job, open_reader(job), max_steps), decode_s)
     measured = list(islice(batches, MEASURED_BATCHES))

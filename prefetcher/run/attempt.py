@@ -175,7 +175,7 @@ class PrefetcherAttempt:
     def _measure(self) -> list[ScheduledBatch]:
         has_tier = isinstance(self._job.store, StoreWithTier)
         folder = self._run.tables.folder if has_tier else None
-        warm_up(tiers_in=folder)  # while the child starts
+        warm_up(tiers_in=folder, is_divided=self._run.rank.is_divided)  # while the child starts
         measured: list[ScheduledBatch] = []
         while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
             self._crew.check()

@@ -38,11 +38,13 @@ NUM_TIER_ROWS = 600  # on more than two pages
 INITS = ("uniform", "normal:1", "constant:0")
 
 
-def warm_up(*, tiers_in: Path | None = None) -> None:
-    """`tiers_in`: the folder of a store with a memory tier."""
+def warm_up(*, tiers_in: Path | None = None, is_divided: bool = False) -> None:
+    """`tiers_in`: the folder of a store with a memory tier. `is_divided`: batches have parts."""
     began_s, LoopCache.say = time.perf_counter(), get_logger().warning
     with said_if_slow(SLOW_S, "preparing the planner; a first start compiles it: about 15 s"):
         plan_and_move()
+        if is_divided:
+            share_rows()
         if tiers_in is not None:
             move_between_tiers(tiers_in)
     seconds = time.perf_counter() - began_s
@@ -50,9 +52,12 @@ def warm_up(*, tiers_in: Path | None = None) -> None:
         get_logger().info("prepared the planner; its first start compiles it", seconds=round(seconds, 1))
 
 
+def tiny_groups() -> tuple[GroupSpec, ...]:
+    return tuple(tiny_group(index, init) for index, init in enumerate(INITS))
+
+
 def plan_and_move() -> None:
-    groups = tuple(tiny_group(index, init) for index, init in enumerate(INITS))
-    share_rows(groups)
+    groups = tiny_groups()
     for multi_hot in (False, True):
         planner = RowPlanner(groups, [(2,) * len(groups)], depth=1, horizon=2)
         stores = [TrackedStore(MemoryStore(group), group, seed=0) for group in groups]
@@ -82,7 +87,8 @@ def plan_and_move() -> None:
             store.close()
 
 
-def share_rows(groups: tuple[GroupSpec, ...]) -> None:
+def share_rows() -> None:
+    groups = tiny_groups()
     share = ShareOfBatch(groups, JointGrouper(groups), Rank(number=0, count=1, parts=2))
     own = share.want([tiny_batch(0, multi_hot=True).batch] * 2)
     unpacker = Unpacker(groups, [Shards(group.tables, 1) for group in groups], 0)
@@ -92,6 +98,7 @@ def share_rows(groups: tuple[GroupSpec, ...]) -> None:
 def every_loop(folder: Path) -> None:
     """Compiles what any job may need. `folder`: for files that are of no use afterwards."""
     plan_and_move()
+    share_rows()
     move_between_tiers(folder)
     group = tiny_group(0, INITS[0], num_rows=2 * MOST_ORDERED)
     for policy, size in (("lookahead", MOST_ORDERED + 1), ("lfu", 8)):

@@ -48,7 +48,7 @@ def prepare() -> None:
     """Everything that takes long and begins no thread."""
     for module in MODULES:
         importlib.import_module(module)
-    importlib.import_module("rowcast.prefetcher.run.warm_up").warm_up()
+    importlib.import_module("rowcast.prefetcher.run.warm_up").warm_up(is_divided=True)
     gc.freeze()
 
 
