@@ -25,7 +25,7 @@ import xxhash
 
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, TableSpec
 from rowcast.runtime.arrays import GOLDEN, I32, I64, mix
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.compiled import compiled_loop, compiled_part
 
 BLOCK_BITS = 3  # a block has 2**3 rows
 ONE_BLOCK = 63  # of a table that is placed whole
@@ -70,7 +70,7 @@ def find_owners(keys: I64, lines: Lines, count: int, owners: I32) -> None:
         owners[i] = owner(lines[keys[i] >> KEY_SHIFT], keys[i], count)
 
 
-@compiled_loop
+@compiled_part
 def owner(line: Any, key: int, count: int) -> np.int64:
     """Returns the shard of a row, of `count`. `line`: of its table."""
     point = np.uint64(line["point"])

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numba
@@ -70,6 +71,13 @@ def compiled_arithmetic(function: Function) -> Function:
 def inlined(function: Function) -> Function:
     """Compiles a function that becomes part of the loops that call it, so that they can compute several at once."""
     return compile_with(function, inline="always")
+
+
+def compiled_part(function: Function) -> Function:
+    """Compiles what only compiled loops call, like `compiled_loop`: in half the time, because Python cannot call it."""
+    loop = cast(Any, compiled_loop(function))
+    loop.targetoptions["no_cpython_wrapper"] = True
+    return cast(Function, SimpleNamespace(_numba_type_=loop._numba_type_))  # numba asks any object for its type
 
 
 def compile_with(function: Function, **options: bool | str) -> Function:

@@ -23,6 +23,7 @@ from rowcast.runtime.compiled import (
     c_mincore,
     compiled_arithmetic,
     compiled_loop,
+    compiled_part,
     load_f32,
     load_i64,
     load_u8,
@@ -85,7 +86,7 @@ def words_of(
     return np.array([*numbers, first.kind, *bits, first.seed, first.table, first.linear], np.uint64)
 
 
-@compiled_loop
+@compiled_part
 def found_of(words: U64) -> Found:
     n = words.view(np.int64)
     return Found(
@@ -99,7 +100,7 @@ def found_of(words: U64) -> Found:
     )
 
 
-@compiled_loop
+@compiled_part
 def initializer_of(words: U64) -> Initializer:
     ab = words.view(np.float64)
     linear, first = words[20] != 0, np.uint64(0)
@@ -110,7 +111,7 @@ def num_cells(num_rows: int) -> int:
     return 100 * num_rows // FULL_PERCENT + LEAST_CELLS
 
 
-@compiled_loop
+@compiled_part
 def hash_of(row: int) -> np.uint64:
     x = (np.uint64(row) + ONE) * GOLDEN
     x = (x ^ (x >> S30)) * FACTOR_1
@@ -118,18 +119,18 @@ def hash_of(row: int) -> np.uint64:
     return x ^ (x >> S31)
 
 
-@compiled_loop
+@compiled_part
 def tag_of(hashed: np.uint64) -> np.uint64:
     tag = hashed & TAG
     return tag if tag != 0 else ONE
 
 
-@compiled_loop
+@compiled_part
 def first_cell(hashed: np.uint64, size: int) -> int:
     return np.int64(((hashed >> HALF) * np.uint64(size)) >> HALF)  # type: ignore[return-value]
 
 
-@compiled_loop
+@compiled_part
 def next_match(cells: Cells, cell: int, tag: np.uint64) -> int:
     """Returns the first cell from `cell` with this tag, or -1."""
     while True:
@@ -141,12 +142,12 @@ def next_match(cells: Cells, cell: int, tag: np.uint64) -> int:
         cell = cell + 1 if cell + 1 < cells.size else 0
 
 
-@compiled_loop
+@compiled_part
 def place_in(cells: Cells, cell: int) -> int:
     return np.int64(load_u32(cells.places, 4 * cell))  # type: ignore[return-value]
 
 
-@compiled_loop
+@compiled_part
 def put(index: Index, row: int, place: int) -> None:
     hashed = hash_of(row)
     cell = first_cell(hashed, len(index.tags))
@@ -173,7 +174,7 @@ def is_index(index: Index, num_rows: int) -> bool:
     return count == num_rows
 
 
-@compiled_loop
+@compiled_part
 def address_of(found: Found, place: int) -> np.uint64:
     version = 0
     while place >= load_i64(found.starts, 8 * version + 8):
@@ -183,17 +184,17 @@ def address_of(found: Found, place: int) -> np.uint64:
     return address + np.uint64((place - start) * found.layout.stride)
 
 
-@compiled_loop
+@compiled_part
 def key_at(found: Found, place: int) -> int:
     return load_i64(address_of(found, place), 0)  # type: ignore[no-any-return]
 
 
-@compiled_loop
+@compiled_part
 def start_of_whole(found: Found) -> int:
     return load_i64(found.starts, 8 * (found.num_versions - 1))  # type: ignore[no-any-return]
 
 
-@compiled_loop
+@compiled_part
 def exact_in(cells: Cells, shift: int, found: Found, row: int) -> int:
     """Returns the row's global place, or ABSENT. `shift`: from the cells' places to global ones."""
     hashed = hash_of(row)
@@ -206,7 +207,7 @@ def exact_in(cells: Cells, shift: int, found: Found, row: int) -> int:
     return ABSENT
 
 
-@compiled_loop
+@compiled_part
 def exact(found: Found, row: int) -> int:
     place = exact_in(found.joined, 0, found, row)
     return place if place != ABSENT else exact_in(found.whole, start_of_whole(found), found, row)
@@ -221,7 +222,7 @@ def join(joined: Index, words: U64, first: int, rows: I64) -> None:
             put(joined, rows[i], first + i)
 
 
-@compiled_loop
+@compiled_part
 def candidates(found: Found, rows: I64, places: I64) -> int:
     """Sets the global place at which each row may be, by tags alone, or ABSENT. Returns the last of these places."""
     joined, whole, start = found.joined, found.whole, start_of_whole(found)
@@ -249,14 +250,14 @@ def candidates(found: Found, rows: I64, places: I64) -> int:
     return farthest
 
 
-@compiled_loop
+@compiled_part
 def is_missing(address: np.uint64, state: Bytes) -> bool:
     """Returns whether the page of an address is out of memory. Overwrites `state` u8 [1]."""
     page = address // np.uint64(PAGE) * np.uint64(PAGE)
     return c_mincore(page, PAGE, state.ctypes.data) == 0 and state[0] & 1 == 0  # type: ignore[no-any-return]
 
 
-@compiled_loop
+@compiled_part
 def confirm(found: Found, rows: I64, places: I64) -> None:
     """Makes candidates sure: compares keys, and looks on where a tag misled."""
     for i in range(len(rows)):
@@ -288,7 +289,7 @@ def decode(layout: RowLayout, address: np.uint64, halves: F32, out: F32) -> None
         out[layout.dim] = load_f32(address, layout.linear_at)
 
 
-@compiled_loop
+@compiled_part
 def to_rows(rule: int, num_embeddings: int, ids: I64) -> bool:
     """Turns ids into rows, in place. Returns False, and changes nothing, if that takes more than a division."""
     if rule != AS_IS:

@@ -12,14 +12,14 @@ from rowcast.prefetcher.planner.group_planner import ALL_KEYS, MOST_GAPS, fill, 
 from rowcast.prefetcher.planner.horizon import NONE, OCCURRENCE, Occurrences, Revived, enter, queue_revived, use_rows
 from rowcast.prefetcher.planner.policies.farthest_next_use import count_farthest, pick_idle
 from rowcast.runtime.arrays import I32, I64
-from rowcast.runtime.compiled import arrays_of, compiled, compiled_loop
+from rowcast.runtime.compiled import arrays_of, compiled, compiled_loop, compiled_part
 
 FETCHED, EVICTED, WRITTEN, FILL_AFTER, LAST_EVICTED = range(5)  # columns of `moved`, which has a row for each group
 NUM_MOVED = 5
 i32_at, i64_at, u64_at, rows_at = map(arrays_of, (np.int32, np.int64, np.uint64, OCCURRENCE))
 
 
-@compiled_loop
+@compiled_part
 def occurrences_of(state: np.void) -> Occurrences:
     return Occurrences(
         rows_at(state["rows"], state["num_rows"]),
@@ -32,7 +32,7 @@ def occurrences_of(state: np.void) -> Occurrences:
     )
 
 
-@compiled_loop
+@compiled_part
 def directory_of(state: np.void) -> Directory:
     return Directory(u64_at(state["cells"], state["num_cells"]), i64_at(state["tracked"], state["num_tracked"]))
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.runtime.arrays import GOLDEN, I64, U64
-from rowcast.runtime.compiled import compiled_loop, prefetch
+from rowcast.runtime.compiled import compiled_loop, compiled_part, prefetch
 
 Records = npt.NDArray[np.void]
 Value = TypeVar("Value", np.int32, np.int64)
@@ -78,7 +78,7 @@ def most_cells(num_rows: int, num_parts: int) -> int:
     return cells_for(num_rows) if num_parts == 1 else num_parts * INITIAL_CELLS + math.ceil(2 * CELLS_A_ROW * num_rows)
 
 
-@compiled_loop
+@compiled_part
 def hash_of(key: int) -> np.uint64:
     """Returns 31 bits. Folding first mixes in the table, which is in the high bits."""
     folded = np.uint64(key) ^ (np.uint64(key) >> np.uint64(32))
@@ -108,7 +108,7 @@ def exchange(cells: U64, num_tracked: I64, rows: Records, key: int, position: in
     return before  # type: ignore[no-any-return]
 
 
-@compiled_loop
+@compiled_part
 def locate_position(cells: U64, key: int, position: int) -> np.uint64:
     mask, tag = np.uint64(len(cells) - 1), hash_of(key)
     held = (tag << POSITION_BITS) | (np.uint64(position) & LOW)
@@ -142,7 +142,7 @@ def forget_before(position: int, cells: U64, num_tracked: I64, keys: I64, positi
             forget(cells, num_tracked, keys[i], positions[i])
 
 
-@compiled_loop
+@compiled_part
 def expect(cells: U64, keys: I64, i: int) -> None:
     if i < len(keys):
         prefetch(cells, np.int64(hash_of(keys[i]) & np.uint64(len(cells) - 1)))

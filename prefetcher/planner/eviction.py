@@ -24,7 +24,7 @@ from rowcast.prefetcher.planner.directory import AHEAD, Records
 from rowcast.prefetcher.planner.grouping import copy, numbered, sort_pairs
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, UNUSED, Occurrences
 from rowcast.runtime.arrays import I32, I64
-from rowcast.runtime.compiled import compiled, compiled_loop, prefetch_to_write
+from rowcast.runtime.compiled import compiled, compiled_loop, compiled_part, prefetch_to_write
 
 
 class Residents(NamedTuple):
@@ -134,7 +134,7 @@ def pick_all(rows: Records, positions: I64, victims: Victims) -> None:
         k = pick(rows[position & (len(rows) - 1)], position, victims, k)
 
 
-@compiled_loop
+@compiled_part
 def pick(row: np.void, position: int, victims: Victims, k: int) -> int:
     """Adds a row to its part. Returns the part; the search begins at `k`, mostly the part of the row before."""
     while row["key"] < victims.bounds[k]:
@@ -197,7 +197,7 @@ def in_order(left: Left, keys: I64, slots: I32) -> int:
     return dirty_first(by_key, which, left.slots, left.dirty, keys, slots)
 
 
-@compiled_loop
+@compiled_part
 def dirty_first(by_key: I64, which: I32, of_slots: I32, of_dirty: I32, keys: I64, slots: I32) -> int:
     num_dirty = 0
     for i in range(len(of_dirty)):

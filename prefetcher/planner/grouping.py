@@ -31,7 +31,7 @@ from rowcast.protocol.arrange import MOST_ORDERED, arrange
 from rowcast.protocol.batch import Lookups
 from rowcast.protocol.parts import ids_of_features
 from rowcast.runtime.arrays import F32, GOLDEN, I32, I64, U16, U32, U64
-from rowcast.runtime.compiled import compiled, compiled_loop
+from rowcast.runtime.compiled import compiled, compiled_loop, compiled_part
 from rowcast.runtime.stages import ThreadPool
 
 Order = U16 | I32
@@ -379,7 +379,7 @@ def close_up(
         row_bounds[g + 1] = found
 
 
-@compiled_loop
+@compiled_part
 def finish_table(rows: I64, ends: I32, table: int, start: int) -> None:
     """Turns rows into keys, and ends within the table's look-ups into ends within the group's."""
     for u in range(len(rows)):
@@ -387,7 +387,7 @@ def finish_table(rows: I64, ends: I32, table: int, start: int) -> None:
         ends[u] += start
 
 
-@compiled_loop
+@compiled_part
 def are_below(ids: I64, num_rows: int) -> bool:
     signs = np.int64(0)
     for i in range(len(ids)):
@@ -395,7 +395,7 @@ def are_below(ids: I64, num_rows: int) -> bool:
     return signs >= 0  # type: ignore[return-value]
 
 
-@compiled_loop
+@compiled_part
 def count_rows(ids: I64, counts: U32, order: Order, rows: I64, ends: I32) -> int:
     counts[:] = 0
     for i in range(len(ids)):
@@ -416,7 +416,7 @@ def count_rows(ids: I64, counts: U32, order: Order, rows: I64, ends: I32) -> int
     return found
 
 
-@compiled_loop
+@compiled_part
 def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64) -> int:
     """Numbers few distinct rows in the order of their appearance. Returns TOO_MANY if there are more than FEW_ROWS."""
     cells[:] = -1
@@ -436,7 +436,7 @@ def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64
     return found
 
 
-@compiled_loop
+@compiled_part
 def count_numbers(numbers: U64, which: I32, counts: U32, order: Order, ends: I32) -> None:
     counts[:] = 0
     for i in range(len(numbers)):
@@ -452,7 +452,7 @@ def count_numbers(numbers: U64, which: I32, counts: U32, order: Order, ends: I32
         counts[numbers[i]] += ONE
 
 
-@compiled_loop
+@compiled_part
 def sort_rows(ids: I64, num_rows: int, packed: U64, spare: U64, counts: U32, order: Order, rows: I64, ends: I32) -> int:
     """Sorts (row, look-up) pairs in words of 48 + 16 bits, by as few digits as hold `num_rows`."""
     num_bits = 1
@@ -477,7 +477,7 @@ def sort_rows(ids: I64, num_rows: int, packed: U64, spare: U64, counts: U32, ord
     return found
 
 
-@compiled_loop
+@compiled_part
 def sort_first_digit(ids: I64, packed: U64, positions: U32, mask: np.uint64) -> None:
     positions[:] = 0
     for i in range(len(ids)):
@@ -490,7 +490,7 @@ def sort_first_digit(ids: I64, packed: U64, positions: U32, mask: np.uint64) -> 
         positions[digit] += ONE
 
 
-@compiled_loop
+@compiled_part
 def sort_next_digit(words: U64, sorted_words: U64, positions: U32, shift: np.uint64, mask: np.uint64) -> None:
     positions[:] = 0
     for i in range(len(words)):
@@ -502,7 +502,7 @@ def sort_next_digit(words: U64, sorted_words: U64, positions: U32, shift: np.uin
         positions[digit] += ONE
 
 
-@compiled_loop
+@compiled_part
 def starts_of(counts: U32) -> None:
     start = np.uint32(0)
     for digit in range(len(counts)):
@@ -528,13 +528,13 @@ def sort_wide(ids: I64, order: Order, rows: I64, ends: I32) -> int:
     return count_runs(rows, ends)
 
 
-@compiled_loop
+@compiled_part
 def copy(source: Order | I64, target: Order | I64) -> None:
     for i in range(len(source)):  # numba takes longer to compile an assignment of slices than to sort
         target[i] = source[i]
 
 
-@compiled_loop
+@compiled_part
 def count_runs(rows: I64, ends: I32) -> int:
     found = 0
     for i in range(len(rows)):
@@ -589,7 +589,7 @@ def sort_distinct(keys: I64, values: I32) -> None:
             count += 1
 
 
-@compiled_loop
+@compiled_part
 def split(keys: I64, values: I32, begin: int, end: int) -> int:
     """Moves pairs with the highest differing bit set after the others. Returns where they begin."""
     different, bit = np.int64(0), np.int64(1)
@@ -607,12 +607,12 @@ def split(keys: I64, values: I32, begin: int, end: int) -> int:
     return begin
 
 
-@compiled_loop
+@compiled_part
 def digit_bits(num_keys: int) -> int:
     return DIGIT_BITS if num_keys > MOST_DIGITS else DIGIT_BITS - 4
 
 
-@compiled_loop
+@compiled_part
 def sort_digit(keys: I64, values: I32, sorted_keys: I64, sorted_values: I32, positions: U32, shift: int) -> None:
     mask, by = np.uint64(len(positions) - 1), np.uint64(shift)
     positions[:] = 0

@@ -40,7 +40,7 @@ from rowcast.prefetcher.planner.directory import (
 from rowcast.prefetcher.planner.grouping import sort_pairs
 from rowcast.protocol.batch import Scheduled
 from rowcast.runtime.arrays import I32, I64, U64
-from rowcast.runtime.compiled import compiled, compiled_loop, prefetch, prefetch_to_write
+from rowcast.runtime.compiled import compiled, compiled_loop, compiled_part, prefetch, prefetch_to_write
 
 NONE = -1  # no slot or no step; only inside the planner's arrays
 DIRTY, FLAG_BITS = 1, 1  # a flag: trained since its fill or the last barrier
@@ -317,7 +317,7 @@ def queue_revived(step: int, occurrences: Occurrences, revived: Revived) -> None
         occurrences.queued[(occurrences.first[at] + i) & last_known] = revived.rows[i]
 
 
-@compiled_loop
+@compiled_part
 def expect_occurrence(cells: U64, rows: Records, keys: I64, i: int) -> None:
     """Prefetches the occurrence of keys[i] that its first cell points to."""
     if i < len(keys):
@@ -326,7 +326,7 @@ def expect_occurrence(cells: U64, rows: Records, keys: I64, i: int) -> None:
             prefetch(rows, np.int64(held & LOW) & (len(rows) - 1))
 
 
-@compiled_loop
+@compiled_part
 def move_state(rows: Records, scores: I32, before: int, after: int) -> None:
     """Moves a row's state between its occurrences at two positions."""
     source, target = rows[before & (len(rows) - 1)], rows[after & (len(rows) - 1)]
@@ -336,7 +336,7 @@ def move_state(rows: Records, scores: I32, before: int, after: int) -> None:
     source["slot"] = NONE
 
 
-@compiled_loop
+@compiled_part
 def is_scored(scores: I32) -> bool:
     """Without scores there is one element. Parts must not write to it: their threads would share its cache line."""
     return len(scores) > 1

@@ -15,7 +15,7 @@ from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.directory import Records
 from rowcast.protocol.shards import LINE, Shards, owner
 from rowcast.runtime.arrays import I64, Bytes
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.compiled import compiled_loop, compiled_part
 from rowcast.runtime.errors import RemoteProtocolError
 
 MOST_BYTES = 9  # of a number: keys have 63 bits
@@ -61,7 +61,7 @@ def write_list(keys: I64, content: Bytes, end: int) -> int:
     return end
 
 
-@compiled_loop
+@compiled_part
 def write_number(number: int, content: Bytes, end: int) -> int:
     while number >= 128:
         content[end] = number | 128
@@ -97,7 +97,7 @@ def read_lists(
         raise RemoteProtocolError("a list of keys goes on after its last group")
 
 
-@compiled_loop
+@compiled_part
 def read_number(content: Bytes, at: int) -> tuple[np.int64, int]:
     """Returns a number and where it ends."""
     number = np.int64(0)

@@ -23,7 +23,7 @@ import numpy as np
 from rowcast.job.tables import KEY_SHIFT
 from rowcast.prefetcher.stores.store import ABSENT, Keys
 from rowcast.runtime.arrays import FACTOR_1, FACTOR_2, GOLDEN, I64, U64
-from rowcast.runtime.compiled import compiled_loop, prefetch
+from rowcast.runtime.compiled import compiled_loop, compiled_part, prefetch
 
 EMPTY = np.uint64(0)
 BUCKET = 8  # cells
@@ -75,18 +75,18 @@ def bucket_in(hashed: np.uint64, size: int) -> int:
     return np.int64(((hashed >> HIGH) * np.uint64(size)) >> HIGH)  # type: ignore[return-value]
 
 
-@compiled_loop
+@compiled_part
 def bucket_of(hashed: np.uint64, before: int, size: int, frontier: int) -> int:
     old, new = bucket_in(hashed, before), bucket_in(hashed, size)
     return old if old < frontier else new
 
 
-@compiled_loop
+@compiled_part
 def is_full(cells: U64, bucket: int) -> bool:
     return cells[bucket * BUCKET + BUCKET - 1] != EMPTY  # type: ignore[no-any-return]
 
 
-@compiled_loop
+@compiled_part
 def number_in(cells: U64, bucket: int, kept: np.uint64, numbers: np.uint64) -> np.uint64:
     """Returns the number + 1 of the row whose cell has these kept bits, or 0."""
     found = EMPTY
@@ -139,7 +139,7 @@ def add(
     return count
 
 
-@compiled_loop
+@compiled_part
 def place(cells: U64, own: int, hashed: np.uint64, number: np.uint64, layout: Layout) -> None:
     bucket = own
     while is_full(cells, bucket):
@@ -151,7 +151,7 @@ def place(cells: U64, own: int, hashed: np.uint64, number: np.uint64, layout: La
     cells[cell] = (hashed << layout.implied) | number
 
 
-@compiled_loop
+@compiled_part
 def move(cells: U64, sizes: I64, layout: Layout, spare: U64) -> None:
     """Moves the rows left of the frontier to their buckets in the present size, through `spare`.
 

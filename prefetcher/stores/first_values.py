@@ -27,7 +27,7 @@ from rowcast.job.embedding_tables import parse_init
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
 from rowcast.prefetcher.stores.elements import elements_of, rounded
 from rowcast.runtime.arrays import F32, I64, Bytes
-from rowcast.runtime.compiled import compiled_loop, inlined
+from rowcast.runtime.compiled import compiled_loop, compiled_part, inlined
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
 KINDS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
@@ -161,7 +161,7 @@ def philox(counter: Words, key: tuple[np.uint64, np.uint64]) -> Words:
     return c0, c1, c2, c3
 
 
-@compiled_loop
+@compiled_part
 def uniform(words: Words, low: float, high: float) -> tuple[float, float, float, float]:
     return (
         uniform_1(words[0], low, high),
@@ -171,19 +171,19 @@ def uniform(words: Words, low: float, high: float) -> tuple[float, float, float,
     )
 
 
-@compiled_loop
+@compiled_part
 def uniform_1(word: np.uint64, low: float, high: float) -> float:
     return low + (high - low) * (np.int64(word >> np.uint64(8)) * 2.0**-24)
 
 
-@compiled_loop
+@compiled_part
 def normal(words: Words, mean: float, deviation: float) -> tuple[float, float, float, float]:
     first = normal_2(words[0], words[1], mean, deviation)
     second = normal_2(words[2], words[3], mean, deviation)
     return first[0], first[1], second[0], second[1]
 
 
-@compiled_loop
+@compiled_part
 def normal_2(word_0: np.uint64, word_1: np.uint64, mean: float, deviation: float) -> tuple[float, float]:
     radius = deviation * sqrt(-2.0 * log((np.int64(word_0) + 1) * 2.0**-32))
     angle = 2.0 * pi * (np.int64(word_1) * 2.0**-32)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rowcast.prefetcher.stores.row_loops import LINE_WORDS, ROWS_AHEAD, Positions, Words
 from rowcast.runtime.arrays import I64, U32, Bytes
-from rowcast.runtime.compiled import compiled_loop, prefetch
+from rowcast.runtime.compiled import compiled_loop, compiled_part, prefetch
 
 FREE, EMPTY, LOADING, CLEAN, DIRTY, SPILLING = range(6)  # states of a slot: tiered_store.py
 COPIED, ABSENT_ROW, WAITING, COLD = range(4)  # what a read has found of a row
@@ -22,12 +22,12 @@ STAYS = -1  # instead of the step after which a slot's row leaves
 NUMBERS_AHEAD = 2 * ROWS_AHEAD
 
 
-@compiled_loop
+@compiled_part
 def slot_of(where: np.uint32) -> int:
     return FIRST_SLOT - np.int64(where)  # type: ignore[return-value]
 
 
-@compiled_loop
+@compiled_part
 def ask_for_rows(i: int, numbers: I64, whereabouts: U32, words: Words) -> None:
     """Prefetches what a row a few positions after row i needs."""
     if i + NUMBERS_AHEAD < len(numbers) and numbers[i + NUMBERS_AHEAD] >= 0:

@@ -19,7 +19,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.protocol.arrange import arrange_each, table_starts
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.runtime.arrays import I32, I64
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.compiled import compiled_loop, compiled_part
 
 CHUNK_LOOKUPS = 128  # a row with more look-ups in a step is a long row
 ARRAY_ITEMS = ARRAY_ALIGNMENT // 4
@@ -84,7 +84,7 @@ def derive_each(words: I32, places: I64, longest: int, items: I32, found: I64) -
     return end
 
 
-@compiled_loop
+@compiled_part
 def after(end: int) -> int:
     """Where the array after the one that ends there begins."""
     return (end + ARRAY_ITEMS - 1) // ARRAY_ITEMS * ARRAY_ITEMS

@@ -11,7 +11,7 @@ import numpy as np
 from rowcast.prefetcher.planner.eviction import Choice, Residents, Victims, pick
 from rowcast.prefetcher.planner.horizon import FLAG_BITS, Occurrences
 from rowcast.runtime.arrays import I32, I64
-from rowcast.runtime.compiled import compiled_loop
+from rowcast.runtime.compiled import compiled_loop, compiled_part
 
 
 def new_policy(first_batches: Iterable[I64]) -> "FarthestNextUse":
@@ -75,7 +75,7 @@ def count_farthest(
         num_left -= min(size, num_left)
 
 
-@compiled_loop
+@compiled_part
 def find_oldest(rows: Residents, first: I64, heads: I32, counts: I64, num_left: int) -> None:
     """Divides `num_left` victims of one queue by (last use, key). counts[1]: the rows of each part. Fills counts[0]:
     the victims of each part; uses counts[2]."""
@@ -99,7 +99,7 @@ def find_oldest(rows: Residents, first: I64, heads: I32, counts: I64, num_left: 
         num_left -= more
 
 
-@compiled_loop
+@compiled_part
 def used_until(occurrences: Occurrences, first: int, begin: int, low: int, high: int, last_use: int) -> int:
     """Returns how many rows of a queue that begins at `begin` were last used at `last_use` or before: from `low` to
     `high`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from rowcast.prefetcher.stores.row_loops import Words
 from rowcast.runtime.arrays import GOLDEN, I32, I64, U64, mix
-from rowcast.runtime.compiled import c_posix_fadvise, c_pread, compiled_loop
+from rowcast.runtime.compiled import c_posix_fadvise, c_pread, compiled_loop, compiled_part
 
 WORD_BYTES = 8
 BLOCK_BYTES = 4096  # a page is a multiple of it
@@ -50,7 +50,7 @@ def column_constants(num_words: int) -> I64:
     return (mix(index * GOLDEN) | np.uint64(1)).view(np.int64)
 
 
-@compiled_loop
+@compiled_part
 def checksum(halves: I32, page: int, constants: I64, identity: int) -> int:
     """Returns the checksum of halves[page], without the checksum's word. `halves`: pages as 32-bit words."""
     content, weights = halves[page, 2:], constants[2:]
@@ -88,7 +88,7 @@ def put_rows(pages: U64, rows: int, first: int, keys: I64, records: Words) -> No
             pages[page, start + word] = records[i, word]
 
 
-@compiled_loop
+@compiled_part
 def take_row(pages: U64, page: int, rows: int, row: int, key: int, out: Words, at: int) -> bool:
     """Sets out[at] to a row's record. Returns whether it is there."""
     if pages[page, 1 + row] != key:
