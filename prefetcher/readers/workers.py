@@ -52,7 +52,7 @@ from rowcast.runtime.stops import STOPS, held, release
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 
-NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead
+NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead; of small ones, up to 27
 REMOVED = FileState(0, 0, 0)
 LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 ENOUGH_BYTES = 2**20  # of batches in a message

@@ -49,7 +49,7 @@ def test_one_rank_then_four_then_two_have_the_bits_of_the_plain_loop(session: Se
 
 
 def test_tables_that_one_rank_owns_change_no_bit_and_may_be_others_at_a_restart(session: Session) -> None:
-    last = 45  # more than the 32 batches that every rank reads whole, and those that decoders are ahead
+    last = 66  # more than the 32 batches that every rank reads whole, and those that decoders are ahead
     for ranks, steps, placements in ((4, 5, ("table", "rows", "table")), (2, last, ("table", "table", "rows"))):
         tables = [
             table(name, rows, 4, *features, placement=placement)
