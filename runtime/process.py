@@ -84,7 +84,7 @@ def stdout_errno(*, after: str) -> int:
 
 NAMES = {number: number.name for number in STOPS} | {PASSED_ON: "a request"}
 TOGETHER_S = 1.0  # signals within this time are one request
-UNTRAINED = "stopped before the first step; nothing was trained"
+UNTRAINED = "stopped before the first step; nothing was trained since this start"
 STOPPING = "stopping: the plans already made are finished first; a second signal ends the process at once"
 
 

@@ -41,6 +41,7 @@ from rowcast.protocol.messages import (
     Ask,
     Bye,
     Hello,
+    Ids,
     Mode,
     Released,
     Replica,
@@ -70,6 +71,7 @@ WAKES: Wakes = {
     Saved: ("write-back",),
     Replica: ("write-back",),
     StopRequest: ("planning",),
+    Ids: ("planning",),  # a script's next batch
     Bye: ("main",),
     "plan made": ("fetcher", "staging"),
     "staging": ("fetcher",),  # rows that a ticket waits for

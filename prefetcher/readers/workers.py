@@ -52,7 +52,7 @@ from rowcast.runtime.stops import STOPS, held, release
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 
-NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead; of small ones, up to 27
+NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead; of small ones, four times as many
 REMOVED = FileState(0, 0, 0)
 LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 ENOUGH_BYTES = 2**20  # of batches in a message
@@ -148,8 +148,8 @@ def send_share(share: DecoderShare, sender: ArraySender) -> None:
                 )
             )
             if len(together) >= most:
-                count, nbytes = len(together), sender.send(tuple(together))
-                most, together = min(share.most_together, max(1, ENOUGH_BYTES * count // nbytes)), []
+                batch, together = tuple(together), []
+                most = min(share.most_together, max(1, ENOUGH_BYTES * len(batch) // sender.send(batch)))
             began_s = time.perf_counter()
             blocked_s += began_s - decoded_s
     finally:

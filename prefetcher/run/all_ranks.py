@@ -9,11 +9,11 @@ all trainers; the other prefetchers keep their rows and roll back to that checkp
 """
 
 import math
-import os
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from rowcast.job.schema import Job
 from rowcast.job.training_identity import refuse_finished
@@ -112,9 +112,9 @@ class AllRanks:
         assert child.code is not None, "it has ended"
         if self._stop.asked or child.process.returncode >= 0:
             return None
-        how = child.describe_exit()
+        how, output = child.describe_exit(), Path("/proc/self/fd/2").resolve()  # also the child's
         folder = pair_folder(self._job.run_dir, self._names[child.name], self._job.ranks.count)
-        write_note(folder, "prefetcher", 0, f"{how} [{os.readlink('/proc/self/fd/2')}]")
+        write_note(folder, "prefetcher", 0, f"{how} [{output}]" if output.is_file() else how)
         if not self._restarts.allows(child.name):
             return None
         get_logger().warning("started again, from the newest checkpoint", because=how)
