@@ -1,7 +1,7 @@
 """How many bytes does a rank send for tables by rows, for whole tables, for pieces of 16 columns, and as
 `placement = "auto"` chooses?
 
-Method: the first 32 batches of each log and number of ranks are counted as a run counts them (`placements`), tables
+Method: the first 32 batches of each log and number of ranks are counted as a run counts them (`counted`), tables
 have 128 fp32 columns. Nothing is timed, and every call gives the same. MB a rank and train step, both ways: mean and
 busiest rank.
 

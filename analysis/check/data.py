@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
 
 import numpy as np
@@ -17,6 +18,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper
+from rowcast.prefetcher.planner.placement import counted
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.data_files import in_recorded_order
@@ -352,12 +354,13 @@ def check_start(job: Job, seen: Seen, newest_valid: Callable[[], Manifest | None
         measured = list(islice(schedule(ordered, reader, None, newest.position), MEASURED_BATCHES))
         every_part = Rank(number=0, count=1, parts=job.ranks.num_parts)
         check_continues(newest, job, training_data(reader.dense_names, reader.paths), measured, every_part)
-    own_places = placed(job, newest, measured)
+    count = cache(partial(counted, job, measured))
+    own_places = placed(job, newest, count)
     seen.place(group_specs(own_places))
     for own in seen.of_ranks:
         slots_of(job, seen.groups, own)
     seen.start = decide(own_places, seen.groups, measured, rank_of(job.ranks, 0))
-    yield from about("placement", check_placement(job, own_places, measured))
+    yield from about("placement", check_placement(job, own_places, count))
 
 
 def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:

@@ -1,20 +1,19 @@
 """Says where each table of several ranks goes, and why: what the run's first batches send by rows and as vectors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from rowcast.analysis.check.findings import Finding, ok
 from rowcast.job.schema import Job
-from rowcast.prefetcher.planner.placement import Bytes, TableBytes, counted, everywhere
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.prefetcher.planner.placement import Bytes, TableBytes, Traffic, everywhere
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 
-def check_placement(asked: Job, placed: Job, measured: Sequence[ScheduledBatch]) -> Iterator[Finding]:
-    """`asked`: the job as its file has it. `placed`: with every table placed as a run would."""
+def check_placement(asked: Job, placed: Job, count: Callable[[], Traffic]) -> Iterator[Finding]:
+    """`asked`: the job as its file has it. `placed`: with every table placed as a run would. `count`: counts what the
+    run's first batches send."""
     if placed.ranks.count == 1 or all(table.placement == "rows" for table in asked.tables):
         return
-    traffic = counted(placed, measured)
-    found = [table.placement for table in placed.tables]
+    traffic, found = count(), [table.placement for table in placed.tables]
     for table, own in zip(asked.tables, traffic.of_each(found), strict=True):
         if table.placement != "rows":
             yield ok(sentence_of(own))

@@ -17,12 +17,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 
 from rowcast.analysis.estimate.pipeline import KernelCall, Planned, PlannedPiece, Wiring
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.placement import counted
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.reader import can_share, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
@@ -48,7 +50,7 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
     decode_s: list[float] = []
     batches = timed(schedule(job, open_reader(job), max_steps), decode_s)
     measured = list(islice(batches, MEASURED_BATCHES))
-    job = placed(job, None, measured)
+    job = placed(job, None, partial(counted, job, measured))
     groups, rank = group_specs(job), rank_of(job.ranks, 0)
     slots = job_slots(job, groups, measured, rank)
     own = sizes(job, groups, measured, job.lookahead.depth, rank)

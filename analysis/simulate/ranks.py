@@ -28,8 +28,8 @@ from rowcast.analysis.simulate.simulate import OpenBatches
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, with_placements
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, slots_of
+from rowcast.prefetcher.planner.placement import chosen, counted
 from rowcast.prefetcher.planner.planner import RowPlanner, Slots, StepMoves, groupers_of, job_planner
-from rowcast.prefetcher.run.start import placed
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.arrays import I64
@@ -149,13 +149,14 @@ def simulated(jobs: Sequence[Job], batches: Iterable[ScheduledBatch], progress: 
     left = iter(batches)
     measured = list(islice(left, MEASURED_BATCHES))
     each = {job.ranks.count: job for job in jobs}
-    places = {count: [own.placement for own in placed(job, None, measured).tables] for count, job in each.items()}
+    traffic = {count: counted(job, measured) for count, job in each.items()}
+    places = {count: chosen(job, traffic[count]) for count, job in each.items()}
     jobs = [with_placements(job, places[job.ranks.count]) for job in jobs]
     groups = {job.ranks.count: group_specs(job) for job in jobs}
-    found = {count: ways(job, measured) for count, job in each.items()}
+    found = {count: ways(job, traffic[count]) for count, job in each.items()}
     keys = {count: measured_keys(groupers_of(own), measured) for count, own in groups.items()}
-    counted = [(job, job.ranks.count) for job in jobs]
-    settings = [Setting(job, groups[count], keys[count], measured, found[count]) for job, count in counted]
+    own_counts = [(job, job.ranks.count) for job in jobs]
+    settings = [Setting(job, groups[count], keys[count], measured, found[count]) for job, count in own_counts]
     sharings = {own.sharing: Sharing(groups[own.sharing[0]], *own.sharing) for own in settings}
     ranks = ", ".join(str(count) for count in dict.fromkeys(job.ranks.count for job in jobs))
     tick = progress.begin(f"batches of {jobs[0].data.batch_size}, ranks {ranks}", None)

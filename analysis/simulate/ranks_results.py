@@ -20,8 +20,9 @@ from rowcast.prefetcher.planner.placement import (
     SENT,
     Bytes,
     TableBytes,
+    Traffic,
+    chosen,
     everywhere,
-    placements,
 )
 from rowcast.protocol.batch import Kind, ScheduledBatch
 from rowcast.protocol.parts import part_bounds
@@ -101,9 +102,8 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True):
     tables: list[TableBytes]  # in the job's order, as `auto` places them
 
 
-def ways(job: Job, measured: Sequence[ScheduledBatch]) -> Ways:
-    job = with_placements(job, everywhere(job, "auto"))
-    auto, traffic = placements(job, measured)
+def ways(job: Job, traffic: Traffic) -> Ways:
+    auto = chosen(with_placements(job, everywhere(job, "auto")), traffic)
     each = {way: traffic.of(everywhere(job, way)) for way in ("rows", "table", "columns")}
     return Ways(**each, auto=traffic.of(auto), tables=traffic.of_each(auto))
 

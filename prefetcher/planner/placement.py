@@ -137,7 +137,9 @@ def everywhere(job: Job, way: Placement) -> list[Placement]:
 
 
 def counted(job: Job, measured: Sequence[Scheduled[Lookups]]) -> Traffic:
-    """Counts the train steps among the first 32 of `measured`, or these if there are none."""
+    """Counts the train steps among the first 32 of `measured`, or these if there are none, whatever the placements.
+
+    `measured`: the batches that the run begins with, whole, as all ranks read them, so that all count the same."""
     first = measured[:MEASURED_BATCHES]
     groups = whole_groups(job)
     traffic, whole = Traffic(job), batch_features(groups)
@@ -150,8 +152,9 @@ def counted(job: Job, measured: Sequence[Scheduled[Lookups]]) -> Traffic:
 
 
 def chosen(job: Job, traffic: Traffic) -> list[Placement]:
-    """Returns the placement of each table, in the job's order. Where the job says "auto", a table is pooled if that
-    sends fewer bytes and lowers those of the busiest rank. Ties go by the order of tables."""
+    """Returns the placement of each table, in the job's order, none of them "auto". Where the job says "auto", a table
+    is pooled if that sends fewer bytes and lowers those of the busiest rank; with one rank none is. Ties go by the
+    order of tables."""
     gains = traffic.gains()
     auto = [t for t, table in enumerate(job.tables) if table.placement == "auto" and gains[t] > 0]
     gaining = sorted(auto, key=lambda t: (-gains[t], t))
@@ -178,14 +181,3 @@ def with_pooled(job: Job, pooled: Set[int]) -> list[Placement]:
         *fewer, most = cuts(job, job.tables[t])
         placed[t] = placement_of(next((pieces for pieces in fewer if widths[t] / pieces <= mean), most))
     return placed
-
-
-def placements(job: Job, measured: Sequence[Scheduled[Lookups]]) -> tuple[list[Placement], Traffic]:
-    """Returns the placement of every table of the job, in the job file's order, none of them "auto", and the bytes
-    that it was chosen by.
-
-    `measured`: the batches that the run begins with, whole, as all ranks read them; the first 32 count. All ranks get
-    the same result. With one rank nothing is placed by "auto".
-    """
-    traffic = counted(job, measured)
-    return chosen(job, traffic), traffic

@@ -31,6 +31,7 @@ from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.key_exchange import KeyLinks, NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
+from rowcast.prefetcher.planner.placement import counted
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order
 from rowcast.prefetcher.readers.workers import WorkerSource
@@ -121,7 +122,7 @@ class PrefetcherAttempt:
                 measured = self._measure()
                 if self._run.signals.stop_reason is None:
                     self._check_belongs(measured)
-                    self._job = self._run.place(placed(self._job, self.newest, measured))
+                    self._job = self._run.place(placed(self._job, self.newest, partial(counted, self._job, measured)))
                     self._source.place(self._job, measured[-1].following if measured else self._start)
                     self._run.tables.restore(self.newest)
                     self._serve(connection, measured)

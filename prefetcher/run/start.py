@@ -1,6 +1,6 @@
 """What the prefetcher of a run decides before its first step, and refuses. `rowcast check` asks the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rowcast.job.tables import GroupSpec, cuts, with_placements
 from rowcast.job.training_identity import check_belongs
 from rowcast.prefetcher.pipeline.batch_checksums import check_first, file_checksums
 from rowcast.prefetcher.planner.capacity import job_slots
-from rowcast.prefetcher.planner.placement import placements
+from rowcast.prefetcher.planner.placement import Traffic, chosen
 from rowcast.prefetcher.planner.planner import Slots
 from rowcast.prefetcher.readers.file_samples import sampled
 from rowcast.prefetcher.readers.source import SourceInfo
@@ -41,8 +41,9 @@ def decide(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[Scheduled
     )
 
 
-def placed(job: Job, newest: Manifest | None, measured: Sequence[ScheduledBatch]) -> Job:
-    """Returns the job with every table placed. `newest`: where the run continues. `measured`: the batches that follow.
+def placed(job: Job, newest: Manifest | None, count: Callable[[], Traffic]) -> Job:
+    """Returns the job with every table placed. `newest`: where the run continues. `count`: counts the batches that
+    follow.
 
     What is left to `auto` stays as that checkpoint has it, if as many ranks wrote it, so that all attempts of a run
     place tables alike."""
@@ -54,7 +55,7 @@ def placed(job: Job, newest: Manifest | None, measured: Sequence[ScheduledBatch]
         # the cache may be set otherwise since
         if all(pieces < 2 or pieces in cuts(job, table) for table, pieces in zip(job.tables, kept, strict=True)):
             return with_placements(job, [placement_of(pieces) for pieces in kept])
-    return with_placements(job, placements(job, measured)[0])
+    return with_placements(job, chosen(job, count()))
 
 
 def placements_of(checkpoint: Manifest) -> list[str]:

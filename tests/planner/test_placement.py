@@ -1,6 +1,7 @@
 """What tables send between ranks by each placement, and the choice of it."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from rowcast.analysis.estimate.estimate import host_rates
 from rowcast.job.embedding_tables import Placement
 from rowcast.job.schema import Job
 from rowcast.job.tables import ITEM_BYTES, KEY_SHIFT, group_specs, possible_groups, with_placements
-from rowcast.prefetcher.planner.placement import counted, placements
+from rowcast.prefetcher.planner.placement import Traffic, chosen, counted
 from rowcast.prefetcher.run.start import placed as settled
 from rowcast.protocol.batch import Batch, Lookups, ScheduledBatch
 from rowcast.protocol.parts import part_bounds
@@ -103,6 +104,11 @@ def bags_of(job: Job, lengths: Sequence[int], *, steps: int = 2, size: int = 128
         for _ in range(steps)
     ]
     return schedule(batches, ["train"] * steps)
+
+
+def placements(job: Job, batches: Sequence[ScheduledBatch]) -> tuple[list[Placement], Traffic]:
+    traffic = counted(job, batches)
+    return chosen(job, traffic), traffic
 
 
 def placed(job: Job, batches: Sequence[ScheduledBatch]) -> list[Placement]:
@@ -232,7 +238,7 @@ def test_a_run_keeps_what_it_has_chosen_until_ranks_or_the_job_file_change() -> 
     batches = bags_of(job, [9, 1])
 
     def after(newest: Manifest | None, job: Job = job) -> list[str]:
-        return [table.placement for table in settled(job, newest, batches).tables]
+        return [table.placement for table in settled(job, newest, partial(counted, job, batches)).tables]
 
     assert after(None) == ["table", "rows"]
     assert after(checkpoint(job, ((), (7,)), 2)) == ["rows", "table"]
@@ -248,14 +254,14 @@ def test_pieces_are_kept_until_the_cache_is_set_so_that_none_are_made() -> None:
     tables = [wide()]
     job = jobs.job(tables=tables, ranks={"count": 2}, data={"batch_size": 128})
     newest, batches = checkpoint(job, ((7, 8),), 2), bags_of(job, [9])
-    assert settled(job, newest, batches).tables[0].placement == "columns:2"
+    assert settled(job, newest, partial(counted, job, batches)).tables[0].placement == "columns:2"
     for cache in ({"capacity": "1000 rows"}, {"capacity": "10MB", "groups": {"fp32_d64_sgd": "1MB"}}):
         changed = jobs.job(tables=tables, ranks={"count": 2}, data={"batch_size": 128}, cache=cache)
-        assert settled(changed, newest, batches).tables[0].placement in {"rows", "table"}
+        assert settled(changed, newest, partial(counted, changed, batches)).tables[0].placement in {"rows", "table"}
 
 
 def test_rates_of_a_host_cover_the_groups_that_auto_makes() -> None:
     job = jobs.job(tables=[wide()], ranks={"count": 2}, data={"batch_size": 128})
-    cut = settled(job, None, bags_of(job, [9]))
+    cut = settled(job, None, partial(counted, job, bags_of(job, [9])))
     assert cut.tables[0].placement == "columns:2"
     assert {f"read {group.name}" for group in group_specs(cut)} <= host_rates(job).keys()
