@@ -48,7 +48,7 @@ Used = dict[str, tuple[float, float]]  # thread -> milliseconds of processor tim
 
 
 def threads_of(group: int) -> Used:
-    """Of the prefetchers and decoders in a process group. Threads of one name are added up."""
+    """Returns what each thread of a process group's prefetchers and decoders has used. Adds up threads of one name."""
     found = defaultdict[str, list[tuple[float, float]]](list)
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
@@ -67,7 +67,8 @@ def used(task: Path) -> tuple[float, float]:
 
 
 def a_run(tree: Tree, folder: Path, scratch: Path, cache: Path, ranks: Sequence[int], steps: Sequence[int]) -> Used:
-    """Of a step and all ranks. `ranks`: their number, and the parts of a batch. `steps`: of the two readings."""
+    """Returns what a step uses on all ranks. `ranks`: how many, and how many parts a batch has. `steps`: the two steps
+    at which the kernel's counts are read."""
     own = (f'job.run_dir="{scratch / "run"}"', f'data.path="{folder}"', f"ranks.count={ranks[0]}")
     options = [f"--set={setting}" for setting in (*SETTINGS, *own, f"ranks.parts={ranks[1]}")]
     arguments = ["-m", "rowcast.deploy.local", "--config", "examples/retail.toml", "--fresh", *options]
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", default="200,500", help="of the two readings")
     parser.add_argument("--against", type=Path, help="another checkout, with .venv")
-    parser.add_argument("--cache", type=Path, help="a folder for compiled loops; without it they are compiled anew")
+    parser.add_argument("--cache", type=Path, help="where to keep compiled loops; by default a new one")
     options = parser.parse_args()
     counts = [int(count) for count in options.ranks.split(",")]
     steps = [int(step) for step in options.steps.split(",")]

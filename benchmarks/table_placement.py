@@ -36,7 +36,7 @@ from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.runtime.arrays import GOLDEN, I64, mix
 
 COLUMNS = 128
-# of Criteo 1 TB as MLPerf caps and extends it (mlcommons/training, recommendation_v2)
+# rows of Criteo 1 TB's tables, with MLPerf's cap and look-ups (mlcommons/training, recommendation_v2)
 CARDINALITIES = """40000000 39060 17295 7424 20265 3 7122 1543 63 40000000 3067956 405282 10 2209 11938 155 4 976 14
     40000000 40000000 40000000 590152 12973 108 36"""
 BAGS = "3 2 1 2 6 1 1 1 1 7 3 8 1 6 9 5 1 1 1 12 100 27 10 3 1 1"

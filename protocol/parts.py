@@ -142,6 +142,10 @@ def part_bounds(batch_size: int, parts: int) -> list[int]:
     return [part * batch_size // parts for part in range(parts + 1)]
 
 
+def samples_of_part(batch_size: int, parts: int, part: int) -> slice:
+    return slice(part * batch_size // parts, (part + 1) * batch_size // parts)
+
+
 def part_sizes(batch_size: int, rank: Rank) -> list[int]:
     """Returns the number of samples in each of the rank's parts."""
     bounds = part_bounds(batch_size, rank.parts)
@@ -219,7 +223,7 @@ def arrays_of_samples(batch: Lookups, samples: slice, of: Belonging) -> Cut:
 
 def part_of(batch: Batch, part: int, parts: int, of: Belonging) -> Batch:
     """Returns the samples of one part."""
-    samples = slice(*part_bounds(batch.size, parts)[part : part + 2])
+    samples = samples_of_part(batch.size, parts, part)
     own, cut = ids_of_samples(batch, samples, of.batch_positions), arrays_of_samples(batch, samples, of)
     return Batch.of(own, batch.within(cut))
 

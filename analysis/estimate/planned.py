@@ -40,7 +40,7 @@ from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 # kernels of jobs with parts: an exchange on a host, what comes on top across hosts, what a step adds up
 EXCHANGE, NETWORK, DENSE_SUMS = "exchange", "network", "dense sums"
-GRADIENT_BYTES = 4  # of a weight of the dense side: fp32
+GRADIENT_BYTES = 4  # the gradient of a dense weight is fp32
 PARAMETER_BYTES = "bytes a parameter"  # a count: these bytes for each weight of the dense side
 
 

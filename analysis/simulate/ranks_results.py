@@ -152,7 +152,7 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
     rows_received: Spread | None = None
     rows_late: float | None = None  # of these, in the mean: used by some rank in the step before
     row_bytes: float | None = None  # received per rank and step
-    gradient_bytes: float | None = None  # of rows, sent by a rank in a train step
+    gradient_bytes: float | None = None  # of the row gradients that a rank sends in a train step
     vector_bytes: float | None = None  # pooled by the owners of whole tables: received per rank and step
     vector_gradient_bytes: float | None = None  # sent by a rank in a train step
     rows_fetched: Spread | None = None

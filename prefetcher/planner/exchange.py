@@ -23,6 +23,7 @@ A rank that owns whole tables of the group also looks these up for the parts of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -33,7 +34,7 @@ from rowcast.prefetcher.planner.grouping import Grouping, JointGrouper
 from rowcast.prefetcher.planner.ordered_sum import OrderedSum, ordered_sum, some_first
 from rowcast.protocol.batch import Lookups
 from rowcast.protocol.messages import ShareHeader
-from rowcast.protocol.parts import Rank, ids_of_features, part_bounds
+from rowcast.protocol.parts import Rank, ids_of_features, samples_of_part
 from rowcast.protocol.plan import GroupPlan, GroupShare
 from rowcast.protocol.shards import Shards, owner_of
 from rowcast.runtime.arrays import I32, I64
@@ -165,9 +166,9 @@ class ShareOfBatch:
         if not any(self._pools):
             return list(map(self._own.only, parts))
         assert whole.others == 0, f"{whole.others} samples are missing, whose look-ups this rank pools"
-        ends = part_bounds(whole.size, self._rank.parts)
+        of_part = partial(samples_of_part, whole.size, self._rank.parts)
         return [
-            ids_of_features(whole, slice(*ends[part : part + 2]), self._batch_features, grouper.features)
+            ids_of_features(whole, of_part(part), self._batch_features, grouper.features)
             for part, grouper in self._sources
         ]
 

@@ -11,7 +11,7 @@ wait to leave until all rows of their step are home (`tier_reserve`).
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +33,8 @@ from rowcast.protocol.parts import (
     arrays_of_samples,
     belonging,
     ids_of_samples,
-    part_bounds,
     samples_of,
+    samples_of_part,
 )
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
@@ -109,12 +109,13 @@ def typical_plan(
     touched = measure(tuple(groups), measured, rank)
     new_rows = sum(rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True))
     most_rows = sum(touched.largest_batch_rows)
-    most_arrays = max(
-        shared_arrays_bytes(tuple(groups), scheduled.batch, most_rows, rank)
-        if rank.is_divided
-        else group_arrays_bytes(scheduled.batch, most_rows, ordered=is_ordered(groups, scheduled.batch))
-        for scheduled in measured
-    )
+    batches = [scheduled.batch for scheduled in measured]
+    if rank.is_divided:
+        share, whole = ShareOfBatch(groups, JointGrouper(groups), rank), batch_features(groups)
+        arrays = [shared_arrays_bytes(share, batch, most_rows, rank, whole) for batch in batches]
+    else:
+        arrays = [group_arrays_bytes(own, most_rows, ordered=is_ordered(groups, own)) for own in batches]
+    most_arrays = max(arrays)
     return Typical(rows=new_rows // len(measured), arrays=int(ARRAYS_SPARE * most_arrays))
 
 
@@ -146,11 +147,11 @@ def group_arrays_bytes(batch: Lookups, num_rows: int, *, ordered: bool) -> int:
     return sum(layout.nbytes_of(counts) for layout in GROUP_ARRAYS.values())
 
 
-def shared_arrays_bytes(groups: tuple[GroupSpec, ...], batch: Lookups, num_owned: int, rank: Rank) -> int:
-    """`num_owned`: rows of the batch in the rank's shard. A rank sends about as many rows as it receives."""
-    whole, share = batch_features(groups), ShareOfBatch(groups, JointGrouper(groups), rank)
-    ends = part_bounds(batch.size, rank.parts)
-    parts = [ids_of_samples(batch, slice(*ends[part : part + 2]), whole) for part in rank.own_parts]
+def shared_arrays_bytes(share: ShareOfBatch, batch: Lookups, num_owned: int, rank: Rank, whole: Collection[int]) -> int:
+    """`num_owned`: rows of the batch in the rank's shard. `whole`: as in `ids_of_samples`. A rank sends about as many
+    rows as it receives."""
+    own_samples = [samples_of_part(batch.size, rank.parts, part) for part in rank.own_parts]
+    parts = [ids_of_samples(batch, samples, whole) for samples in own_samples]
     own = share.want(share.sources(parts, batch))
     sources, received = [source for rows in own for source in rows.sources], sum(len(rows.home.keys) for rows in own)
     unique = sum(source.num_unique for source in sources)

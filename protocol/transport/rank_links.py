@@ -28,7 +28,7 @@ import zmq
 from zmq.utils import z85
 
 from rowcast.protocol.parts import Rank
-from rowcast.protocol.transport.callers import DOMAIN, KEY_BYTES, ClientAuth, Refusals
+from rowcast.protocol.transport.callers import DOMAIN, KEY_BYTES, ClientAuth, Refusals, has_news
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.network import own_addresses
@@ -278,8 +278,8 @@ class RankLinks:
         other.ways[0].send_multipart([head, message] if message else [head], zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        has_news = False
-        while self._inward.poll(0):
+        is_new = False
+        while has_news(self._inward):
             head, *parts = self._inward.recv_multipart(zmq.NOBLOCK)
             number, attempt, to = FROM.unpack(head) if len(head) == FROM.size else (self._number, 0, 0)
             other = self._others.get(number)
@@ -291,8 +291,8 @@ class RankLinks:
                 other.greeted_by = attempt
             elif other.is_joined and other.greeted_by == attempt:
                 self._inbox.append((number, parts[0]))
-                has_news = True
-        if has_news:
+                is_new = True
+        if is_new:
             self._on_receive()
 
     def _send_queued(self) -> None:

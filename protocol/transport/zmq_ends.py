@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rowcast.protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
 from rowcast.protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
-from rowcast.protocol.transport.callers import CLIENTS, Refusals
+from rowcast.protocol.transport.callers import CLIENTS, Refusals, has_news
 from rowcast.protocol.transport.endpoint import Address
 from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload, parts_of
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
@@ -361,11 +361,6 @@ class Dealer(ZmqEnd):
         with suppress(ConfigError):  # already raised, or irrelevant by now
             self.note_events()
         super().close(linger_ms if self._connected else 0)
-
-
-def has_news(own: "zmq.Socket[bytes]") -> bool:
-    """Costs less than a poll, and than an error where nothing has arrived."""
-    return bool(int(own.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def is_greeting(frame: bytes) -> bool:

@@ -99,13 +99,19 @@ def test_a_rank_that_begins_elsewhere_is_left_waiting(ends: Ends) -> None:
     assert received(ends.open(1, 2), 1) == [(0, b"x")]
 
 
-def test_what_a_killed_prefetcher_has_left_does_not_matter(ends: Ends) -> None:
-    left = ends.open(1, 2)
+def left_by_a_killed_one(ends: Ends) -> bytes:
+    """Returns the file that rank 1 of 2 has left."""
+    killed = ends.open(1, 2)
     path = pair_folder(ends.folder, 1, 2) / LISTENS
     content = path.read_bytes()
-    left.close()
-    ends.opened.remove(left)
+    killed.close()
+    ends.opened.remove(killed)
     path.write_bytes(content)
+    return content
+
+
+def test_what_a_killed_prefetcher_has_left_does_not_matter(ends: Ends) -> None:
+    left_by_a_killed_one(ends)
     first = ends.open(0, 2)
     first.send(1, b"x")
     time.sleep(0.3)
@@ -162,12 +168,7 @@ def test_who_is_awaited_for_too_long_is_named(ends: Ends) -> None:
 
 
 def test_an_address_that_cannot_be_reached_is_named(ends: Ends) -> None:
-    left = ends.open(1, 2)
-    path = pair_folder(ends.folder, 1, 2) / LISTENS
-    content = path.read_bytes()
-    left.close()
-    ends.opened.remove(left)
-    path.write_bytes(content)
+    content = left_by_a_killed_one(ends)
     first = ends.open(0, 2, timeout_s=0.5)
     first.awaits([1])
     port = msgspec.json.decode(content)["port"]

@@ -84,11 +84,17 @@ def small_batches(
     job: Job, bags: Bags, *, num_steps: int = 12, eval_at: Sequence[int] = (4, 9), seed: int = 3
 ) -> list[ScheduledBatch]:
     """Train batches with an evaluation batch at each step of `eval_at`; the last batch is shorter."""
+    sizes = [BATCH_SIZE] * (num_steps + len(eval_at) - 1) + [BATCH_SIZE // 3]
+    return batches_of_sizes(job, bags, sizes, eval_at=eval_at, seed=seed)
+
+
+def batches_of_sizes(
+    job: Job, bags: Bags, sizes: Sequence[int], *, eval_at: Sequence[int], seed: int
+) -> list[ScheduledBatch]:
     rng = np.random.default_rng(seed)
     scheduled, train_step = [], 0
-    for step in range(num_steps + len(eval_at)):
+    for step, size in enumerate(sizes):
         kind: Kind = "eval" if step in eval_at else "train"
-        size = BATCH_SIZE if step < num_steps + len(eval_at) - 1 else BATCH_SIZE // 3
         scheduled.append(
             ScheduledBatch.at(
                 step=step, kind=kind, train_step=train_step, epoch=0, batch=make_batch(job, bags, size, rng)

@@ -8,17 +8,15 @@ import gc
 from collections import deque
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
-from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.models.shared_rows import Reused
 from rowcast.trainer.models.shared_runner import SharedRunner
-from tests.support.batches import NUM_DENSE, PLACED, make_batch, placed, slots_for, small_job
+from tests.support.batches import NUM_DENSE, PLACED, batches_of_sizes, placed, slots_for, small_job
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import Settings, start_state
 from tests.support.ranked_run import RankedRun
@@ -78,17 +76,7 @@ def memory_of(runner: SharedRunner) -> set[int]:
 @pytest.mark.parametrize("first", range(0, count(6, soak=60), 2))
 def test_steps_that_grow_drop_memory_only_when_no_step_uses_it(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     job = placed(small_job("adagrad", "multi", depth=4, horizon=6), PLACED, 2, 4)
-    rng = np.random.default_rng(5)
-    batches = [
-        ScheduledBatch.at(
-            step=step,
-            kind="eval" if step == 4 else "train",
-            train_step=step - (step > 4),
-            epoch=0,
-            batch=make_batch(job, "multi", size, rng),
-        )
-        for step, size in enumerate((6, 9, 14, 21, 32, 48, 64))
-    ]
+    batches = batches_of_sizes(job, "multi", (6, 9, 14, 21, 32, 48, 64), eval_at=(4,), seed=5)
     expected = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 4)
     settings = Settings(slots=slots_for(group_specs(job), batches, "everything"))
     dropped = Dropped(monkeypatch)

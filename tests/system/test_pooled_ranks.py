@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from examples.plain_loop import run_plain_loop
@@ -12,7 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.placement import counted
 from rowcast.protocol.batch import ScheduledBatch
-from tests.support.batches import NUM_DENSE, PLACED, Bags, make_batch, placed, slots_for, small_batches, small_job
+from tests.support.batches import NUM_DENSE, PLACED, Bags, batches_of_sizes, placed, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
 from tests.support.driver import Settings, start_state
 from tests.support.jobs import table
@@ -79,17 +78,8 @@ def test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting(case
 
 
 def test_batches_smaller_than_the_parts_leave_some_without_vectors() -> None:
-    job, rng = small_job("adam", "empty"), np.random.default_rng(4)
-    batches = [
-        ScheduledBatch.at(
-            step=step,
-            kind="eval" if step == 2 else "train",
-            train_step=step - (step > 2),
-            epoch=0,
-            batch=make_batch(job, "empty", size, rng),
-        )
-        for step, size in enumerate((64, 5, 3, 1, 13))
-    ]
+    job = small_job("adam", "empty")
+    batches = batches_of_sizes(job, "empty", (64, 5, 3, 1, 13), eval_at=(2,), seed=4)
     run = run_placed(job, batches, PLACED, 8)
     assert_equal_bits(run, *run_plain_loop(job, start_state(job, NUM_DENSE), batches, PARTS))
 

@@ -29,7 +29,7 @@ from tests.support.batches import (
     PLACED,
     SEVERAL_LABELS,
     Bags,
-    make_batch,
+    batches_of_sizes,
     placed,
     slots_for,
     small_batches,
@@ -142,17 +142,8 @@ def test_every_setting_has_the_bits_of_the_plain_loop_with_the_same_setting(case
 
 
 def test_batches_smaller_than_the_ranks_leave_some_without_samples() -> None:
-    job, rng = small_job("adam", "empty"), np.random.default_rng(4)
-    batches = [
-        ScheduledBatch.at(
-            step=step,
-            kind="eval" if step == 2 else "train",
-            train_step=step - (step > 2),
-            epoch=0,
-            batch=make_batch(job, "empty", size, rng),
-        )
-        for step, size in enumerate((64, 5, 3, 1, 13))
-    ]
+    job = small_job("adam", "empty")
+    batches = batches_of_sizes(job, "empty", (64, 5, 3, 1, 13), eval_at=(2,), seed=4)
     expected = run_plain_loop(job, start_state(job, NUM_DENSE), batches, 8)
     for ranks in (2, 8):
         run = ranked(job, batches, ranks, 8, "everything")
