@@ -142,19 +142,21 @@ def ended_together(
     and at last SIGKILL."""
     first: Child | None = None
     deadlines: deque[tuple[float, int]] = deque()
-    while any(child.code is None for child in children):
+    while True:
+        ended = [child for child in children if child.code is not None]
         if first is None:
             first = failed(children, replaced)
             if first is not None:
                 now_s = time.monotonic()
                 deadlines.extend([(now_s + NOTICE_S, PASSED_ON), (now_s + END_S, signal.SIGKILL)])
+        if ended == children:  # all had ended, and none was replaced since
+            return first
         if deadlines and time.monotonic() > deadlines[0][0]:
             _, number = deadlines.popleft()
             for child in children:
                 child.signal(number)
         meanwhile()
         time.sleep(POLL_S)
-    return first or failed(children, lambda child: None)
 
 
 def failed(children: list[Child], replaced: Callable[[Child], Child | None]) -> Child | None:

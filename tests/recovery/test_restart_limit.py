@@ -1,10 +1,12 @@
-"""How often the prefetcher of a rank is started again: not for ever, and yet for as long as a run takes."""
+"""All killed prefetchers of a host are started again: not for ever, and yet for as long as a run takes."""
 
+import subprocess
 import time
 
 import pytest
 
 from rowcast.prefetcher.run.all_ranks import MOST_RESTARTS, WITHIN_S, Restarts
+from rowcast.runtime.children import Child, ended_together
 
 
 @pytest.fixture
@@ -32,3 +34,41 @@ def test_rare_kills_of_a_run_of_weeks_never_end_it(clock: list[float]) -> None:
     for _ in range(10 * MOST_RESTARTS):
         assert restarts.allows("prefetcher of rank 1")
         clock[0] += WITHIN_S / MOST_RESTARTS
+
+
+@pytest.mark.parametrize(("killed", "count"), [(1, 1), (1, 2), (2, 2), (4, 4)])
+def test_all_that_are_killed_at_once_are_started_again_though_no_other_lives(killed: int, count: int) -> None:
+    children = [Child(f"rank {rank}", subprocess.Popen(["cat"], stdin=subprocess.PIPE), None) for rank in range(count)]
+    first = list(children)
+    again: list[str] = []
+
+    def another(child: Child) -> Child:
+        again.append(child.name)
+        return Child(child.name, subprocess.Popen(["true"]), None)
+
+    def meanwhile() -> None:
+        """Kills them between two looks, and lets the others end once all are back."""
+        if not again:
+            for child in first[:killed]:
+                child.process.kill()
+                child.process.wait()
+        for child in first if len(again) == killed else ():
+            assert child.process.stdin is not None
+            child.process.stdin.close()
+
+    assert ended_together(children, another, meanwhile) is None
+    assert again == [child.name for child in first[:killed]]
+    assert [child.code for child in children] == [0] * count
+
+
+def test_one_that_fails_is_not_hidden_by_another_that_is_started_again() -> None:
+    children = [
+        Child(name, subprocess.Popen(["sh", "-c", what]), None) for name, what in (("a", "kill -9 $$"), ("b", "exit 5"))
+    ]
+    for child in children:
+        child.process.wait()
+    failed = ended_together(
+        children, lambda child: Child("a", subprocess.Popen(["true"]), None) if child.name == "a" else None
+    )
+    assert failed is not None
+    assert (failed.name, failed.code) == ("b", 5)

@@ -1,16 +1,18 @@
 """Two ranks of two hosts, both of which are this one: the commands of docs/ranks.md for several hosts."""
 
+import os
+import signal
 import socket
 
 from rowcast.runtime.run_directory import COMPLETE
 from tests.support.processes import Session
 
-STEPS = 6
+STEPS = 400
 SMALL = {"data": {"batch_size": 50, "synthetic": {"samples": 20_000}}}
 END_S = 240.0
 
 
-def test_each_host_starts_its_prefetchers_and_its_trainers(session: Session) -> None:
+def test_each_host_starts_its_prefetchers_and_its_trainers_and_restarts_its_only_prefetcher(session: Session) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     losses = []
@@ -25,6 +27,8 @@ def test_each_host_starts_its_prefetchers_and_its_trainers(session: Session) -> 
                 session.start_module("rowcast.deploy.torchrun", *torchrun, f"--node-rank={host}", *trainer)
                 for host in hosts
             ]
+            processes[-1].until_counted("rowcast_train_steps_total", 100)
+            os.kill(int((session.run_dir / "rank-001" / "prefetcher.lock").read_text()), signal.SIGKILL)
         else:
             processes = [
                 session.start("prefetcher", f"--max-steps={STEPS}", "--fresh"),
