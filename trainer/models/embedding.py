@@ -220,12 +220,15 @@ class UpdateInBackward(torch.autograd.Function):
         ctx: Any, trigger: Tensor, pending: Pending | None, bags: Sequence[Sequence[int]], *pooled: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.pending, ctx.counts = pending, list(map(len, bags))
+        # whole tables of other ranks may leave a group no bags here
+        ctx.empty = [[] if own else [rows.new_empty(rows.shape)] for own, rows in zip(bags, pooled, strict=True)]
         return tuple(chain.from_iterable(map(Tensor.split_with_sizes, pooled, bags)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         own = iter(grads)
-        ctx.pending.apply([joined(list(islice(own, count))) for count in ctx.counts])
+        groups = zip(ctx.counts, ctx.empty, strict=True)
+        ctx.pending.apply([joined([*islice(own, count), *empty]) for count, empty in groups])
         return (None,) * (3 + len(ctx.counts))
 
 
