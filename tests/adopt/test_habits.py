@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import rowcast
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.table_parameter import TableParameter
+from tests.support.facts import facts
 
 ROWS, DIM, STEPS, CAPACITY = 300, 4, 24, "90 rows"  # of two tables, and of each script
 
@@ -305,6 +306,109 @@ def test_frozen_tables_that_the_optimizer_does_not_have() -> None:
         return loop(model, optim.Adam([own for own in model.parameters() if own.requires_grad], lr=0.02), "plain")
 
     same_as_unadopted(script)
+
+
+def with_closures(model: Any, optimizer: Any, habit: str) -> Seen:
+    """habit: when the closure zeroes its gradients, and how it reaches the step."""
+    seen: Seen = []
+    replaced: list[Callable[[], Any]] = []
+    if habit == "given by a hook":
+        optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, replaced.pop()), kwargs))
+    for x, y, target in rowcast.ahead(items()):
+
+        def closure(x: Tensor = x, y: Tensor = y, target: Tensor = target) -> Tensor:
+            if habit != "zeroed at its end":
+                optimizer.zero_grad()
+            loss = F.mse_loss(model(x, y), target)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+            if habit == "zeroed at its end":
+                optimizer.zero_grad(set_to_none=False)
+            return loss
+
+        if habit == "given by a hook":
+            replaced.append(closure)
+            loss = optimizer.step(lambda: pytest.fail("the hook has given another closure"))
+        else:
+            loss = optimizer.step(closure=closure) if habit == "named" else optimizer.step(closure)
+        assert isinstance(loss, Tensor)
+        seen.append(loss.detach())
+    return seen + state_of(model, [optimizer])
+
+
+@pytest.mark.parametrize("habit", ["plain", "named", "zeroed at its end", "given by a hook"])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam])
+def test_a_step_with_a_closure(kind: type[Optimizer], habit: str) -> None:
+    def script(adopted: Callable[[Any], Any]) -> Seen:
+        model = adopted(Items())
+        return with_closures(model, kind(model.parameters(), lr=0.05), habit)  # type: ignore[call-arg]
+
+    same_as_unadopted(script)
+
+
+class Derived(optim.Adam):
+    """Its step calls the one of its base class, which has hooks too."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("habit", ["plain", "no closure"])
+def test_a_step_within_a_step(habit: str) -> None:
+    def script(adopted: Callable[[Any], Any]) -> Seen:
+        model = adopted(Items())
+        optim.Adam(model.parameters())  # Adam.step has its hooks from the first one that is made
+        optimizer = Derived(model.parameters(), lr=0.02)
+        return loop(model, optimizer, "plain") if habit == "no closure" else with_closures(model, optimizer, habit)
+
+    same_as_unadopted(script)
+
+
+class Around(Optimizer):
+    """Steps another optimizer over the same parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.inner: Optimizer | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        return None if self.inner is None else self.inner.step()
+
+
+def test_an_optimizer_that_steps_within_another_is_refused_with_both_names() -> None:
+    model = rowcast.adopt(Items(), CAPACITY)
+    optimizer = Around(model.parameters())
+    optimizer.inner = optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(ConfigError, match=facts("SGD", "Around", "keep=['item.weight']")):
+        loop(model, optimizer, "plain")
+
+
+class Restless(optim.SGD):
+    """Calls its closure another number of times than once."""
+
+    calls = 1
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            for _ in range(self.calls):
+                closure()
+        return super().step()
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_closure_that_is_not_called_once_is_refused_by_its_optimizer(calls: int) -> None:
+    model = rowcast.adopt(Items(), CAPACITY)
+    optimizer = Restless(model.parameters(), lr=0.05)
+    optimizer.calls = calls
+    x, y, target = next(items())
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x, y), target).backward()  # type: ignore[no-untyped-call]
+
+    closure()  # a gradient that a step without its closure would use
+    with pytest.raises(ConfigError, match=facts("Restless", "closure", "keep=['item.weight']")):
+        optimizer.step(closure)
 
 
 class Lamb(Optimizer):

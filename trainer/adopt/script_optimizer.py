@@ -6,16 +6,18 @@ id, and the optimizer's state has theirs: it trains a small table, and knows of 
 A dense rule also moves rows without a gradient. They catch up when they are next read (`catch_up.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.adopted_table import AdoptedTable, as_plain
 from rowcast.trainer.adopt.catch_up import catch_up
@@ -83,35 +85,93 @@ class TrainedTable:
         return {**self._state, **{name: whole.states[name].clone() for name, _ in self._rows_of_state()}}
 
 
-_followed: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # optimizers whose state_dict() has whole tables
+_followed: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # optimizers of tables: their last hook
+_awaited: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether the closure of this step is to be called
 
 
 def tables_of(optimizer: Optimizer) -> Iterator[tuple[AdoptedTable, Mapping[str, Any]]]:
-    """The adopted tables with a gradient among an optimizer's parameters, each with its group."""
+    """The adopted tables among an optimizer's parameters, each with its group."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             table = getattr(parameter, "table", None)
-            if isinstance(table, AdoptedTable) and parameter.grad is not None:
+            if isinstance(table, AdoptedTable):
                 yield table, group
 
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Puts `before_update` behind the optimizer's other hooks, which may give the step another closure."""
+    if not any(tables_of(optimizer)):
+        return
+    if optimizer in _followed:
+        _followed[optimizer].remove()
+    else:
+        optimizer.register_state_dict_post_hook(put_whole_states)
+    _followed[optimizer] = optimizer.register_step_pre_hook(before_update)
+
+
+def before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+    """Makes the rows ready: at once, or after the closure has made the gradients."""
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": ready_after(kwargs["closure"], optimizer)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], ready_after(args[1], optimizer), *args[2:]), kwargs
+    make_ready(optimizer)
+    return None
+
+
+def ready_after(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    _awaited[optimizer] = True
+
+    def closed() -> Any:
+        if not _awaited.get(optimizer):
+            refuse_closure(optimizer, "more than once a step, and its update has begun after the first call")
+        loss = closure()
+        _awaited[optimizer] = False
+        make_ready(optimizer)
+        return loss
+
+    return closed
+
+
+def refuse_closure(optimizer: Optimizer, called: str) -> NoReturn:
+    name = next(tables_of(optimizer))[0].name
+    raise ConfigError(
+        f"{type(optimizer).__name__} calls its closure {called}, so it cannot train the rows of {name}; "
+        f"give {name} an optimizer that calls it once, or leave it on the device by keep=[{name!r}]"
+    )
+
+
+def make_ready(optimizer: Optimizer) -> None:
     for table, group in tables_of(optimizer):
+        if table.parameter.grad is None or is_ready(table, optimizer):
+            continue
         own: TrainedTable | None = table.trained
         if own is None or not own.is_of(optimizer):
             own = table.trained = TrainedTable(table, optimizer, group)
-        if optimizer not in _followed:
-            optimizer.register_state_dict_post_hook(put_whole_states)
-            _followed[optimizer] = None
         table.parameter.__class__ = nn.Parameter
         own.before_step(group)
 
 
+def is_ready(table: AdoptedTable, optimizer: Optimizer) -> bool:
+    """Whether a step of the optimizer, around this one of its base class, has made the rows ready."""
+    if isinstance(table.parameter, TableParameter):
+        return False
+    if table.trained.optimizer is not optimizer:
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps {table.name} within a step of {type(table.trained.optimizer).__name__}, "
+            f"and rowcast follows one optimizer at a time; leave the table on the device by keep=[{table.name!r}]"
+        )
+    return True
+
+
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _awaited.get(optimizer):
+        refuse_closure(optimizer, "in no step")
     for table, _ in tables_of(optimizer):
-        table.parameter.__class__ = TableParameter
-        with as_plain():
-            table.trained.after_step()
+        if not isinstance(table.parameter, TableParameter):
+            table.parameter.__class__ = TableParameter
+            with as_plain():
+                table.trained.after_step()
 
 
 def put_whole_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
