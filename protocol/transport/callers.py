@@ -147,6 +147,14 @@ def has_news(own: "zmq.Socket[bytes]") -> bool:
     return bool(int(own.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
+def next_message(own: "zmq.Socket[bytes]") -> list[zmq.Frame]:
+    """Returns [] if there is none: of a message in parts, a connection that broke leaves nothing but the news."""
+    try:
+        return own.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return []
+
+
 class Refusals:
     """Counts refused frames and callers, and logs them at a limited rate, so that no caller can flood the log.
 

@@ -8,8 +8,15 @@ ranks: who may write there may write checkpoints.
     A reads B's file    connects to B, and greets: "attempt a to attempt b"
     A is greeted        by the attempt that it has connected to: both are joined, and A sends what waits
 
-An attempt that begins elsewhere in the run, or has been replaced, is left waiting. A joined rank that greets again has
-begun another attempt, which this one cannot follow.
+An attempt that begins elsewhere in the run, or has been replaced, is left waiting. A joined rank that writes for
+another attempt has begun again, which this one cannot follow.
+
+ZMQ connects again by itself, and forgets what a broken connection had not delivered. So messages are numbered, and kept
+until the other rank has confirmed them:
+
+    A -> B   attempts, n, c, message    message n of A; A has taken c messages of B
+    A -> B   attempts, k, c             a greeting, twice a second: B's frames have come over k connections so far
+    B        sees another k             sends again, from message c + 1; A drops what has another number than the next
 """
 
 import os
@@ -28,7 +35,8 @@ import zmq
 from zmq.utils import z85
 
 from rowcast.protocol.parts import Rank
-from rowcast.protocol.transport.callers import DOMAIN, KEY_BYTES, ClientAuth, Refusals, has_news
+from rowcast.protocol.transport.callers import DOMAIN, KEY_BYTES, ClientAuth, Refusals, has_news, next_message
+from rowcast.protocol.transport.connections import MOST_STRANGERS, Connection, Connections
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.network import own_addresses
@@ -36,11 +44,12 @@ from rowcast.runtime.ranges import Number, Text
 from rowcast.runtime.run_directory import pair_folder
 
 LISTENS = "listens.json"
-FROM = struct.Struct("<IQQ")  # rank, its attempt, the attempt that it writes to; alone it is a greeting
+# rank, its attempt, the attempt that it writes to, a count, how many messages of that attempt it has taken
+FROM = struct.Struct("<IQQQQ")  # the count: before a message its number, from 1; in a greeting, of connections
 MAX_MESSAGE_BYTES = 2**26
 LOOK_MS = 100  # between looks at the files of ranks that have not joined
 HANDSHAKE_MS = 2000  # until a way is tried again: the other end may not have read our file
-IDLE_MS = 1000
+IDLE_MS = 400  # between greetings of joined ranks: no firewall forgets their connections, and new ones are noticed
 
 Socket = zmq.Socket[bytes]
 
@@ -65,12 +74,24 @@ class Other:
     known_s: float = 0.0  # monotonic clock: since when
     ways: list[Socket] = field(default_factory=list)  # to each of its addresses; a single one once one is connected
     is_connected: bool = False
-    greeted_by: int = 0  # its attempt that has greeted this one
-    unsent: deque[bytes] = field(default_factory=deque)
+    greeted_by: int = 0  # its attempt that has written to this one
+    unconfirmed: deque[bytes] = field(default_factory=deque)  # messages to it, oldest first
+    num_confirmed: int = 0
+    num_written: int = 0  # of the unconfirmed ones
+    num_told: int = 0  # connections of ours that it has seen
+    num_taken: int = 0  # messages
+    num_connections: int = 0  # of its own, that frames came from
+    connection: Connection | None = None  # the newest of them
 
     @property
     def is_joined(self) -> bool:
         return self.is_connected and self.listens is not None and self.greeted_by == self.listens.attempt
+
+    def confirm(self, count: int) -> None:
+        while self.num_confirmed < count and self.unconfirmed:
+            self.unconfirmed.popleft()
+            self.num_confirmed += 1
+            self.num_written = max(0, self.num_written - 1)
 
     def forget(self) -> None:
         for way in self.ways:
@@ -128,6 +149,8 @@ class RankLinks:
         self._error: BaseException | None = None
         self._closing = False
         self._refusals = Refusals()
+        most = MOST_STRANGERS + 2 * len(self._others)
+        self._connections = Connections(most, self._refusals, on_end=lambda connection: None)
         self._thread = threading.Thread(target=self._run, name="rank links", daemon=True)
 
     def open(self) -> None:
@@ -151,6 +174,8 @@ class RankLinks:
         inward.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         inward.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         inward.curve_server = True
+        self._monitor = inward.get_monitor_socket(Connections.EVENTS)
+        self._connections.watch(self._monitor)
         port = inward.bind_to_random_port(f"tcp://{'127.0.0.1' if self._is_only_host else '0.0.0.0'}")
         listens = Listens(
             attempt=self._attempt,
@@ -210,6 +235,8 @@ class RankLinks:
             self._error = error
             self._on_receive()
         finally:
+            self._connections.read_events()  # with a full monitor, libzmq's thread would wait for this one
+            self._inward.disable_monitor()
             self._free()
 
     def _free(self) -> None:
@@ -217,7 +244,7 @@ class RankLinks:
 
     def _move_until_closed(self) -> None:
         poller = zmq.Poller()
-        for source in (self._inward, self._wake, *self._auth.sockets):
+        for source in (self._inward, self._monitor, self._wake, *self._auth.sockets):
             poller.register(source, zmq.POLLIN)
         looked_s = 0.0
         while not self._closing:
@@ -229,6 +256,7 @@ class RankLinks:
                 self._look(now_s)
                 looked_s = now_s
             self._auth.answer()
+            self._connections.limit()
             self._receive()
             self._send_queued()
             poller.poll(IDLE_MS if is_whole else LOOK_MS)
@@ -237,6 +265,7 @@ class RankLinks:
         for other in self._others.values():
             if not other.is_joined:
                 self._approach(other, now_s)
+            self._greet(other)  # joined or not: what was written to a connection that broke is lost
         late = [self._others[rank] for rank in self._awaited]
         for other in late if self._may_wait() else ():
             since_s = max(self._awaited_s, other.known_s)
@@ -260,9 +289,6 @@ class RankLinks:
                 if way is not connected[0]:
                     way.close(linger=0)
             other.ways, other.is_connected = connected[:1], True
-        if other.is_connected:
-            with suppress(zmq.Again):
-                self._write(other, b"")  # at each look until it has greeted, too: a connection may break
 
     def _way(self, listens: Listens, address: str) -> Socket:
         way = self._socket(zmq.PUSH)
@@ -271,39 +297,63 @@ class RankLinks:
         way.connect(f"tcp://{address}:{listens.port}")
         return way
 
-    def _write(self, other: Other, message: bytes) -> None:
+    def _greet(self, other: Other) -> None:
+        if other.is_connected:
+            with suppress(zmq.Again):
+                self._write(other, other.num_connections)
+
+    def _write(self, other: Other, count: int, *message: bytes) -> None:
         """Raises zmq.Again while the other end is gone."""
         assert other.listens is not None, "connected"
-        head = FROM.pack(self._number, self._attempt, other.listens.attempt)
-        other.ways[0].send_multipart([head, message] if message else [head], zmq.NOBLOCK)
+        head = FROM.pack(self._number, self._attempt, other.listens.attempt, count, other.num_taken)
+        other.ways[0].send_multipart([head, *message], zmq.NOBLOCK)
 
     def _receive(self) -> None:
         is_new = False
         while has_news(self._inward):
-            head, *parts = self._inward.recv_multipart(zmq.NOBLOCK)
-            number, attempt, to = FROM.unpack(head) if len(head) == FROM.size else (self._number, 0, 0)
+            frames = next_message(self._inward)
+            head, *parts = (frame.bytes for frame in frames) if frames else (b"",)
+            if len(head) != FROM.size or len(parts) > 1:
+                continue
+            number, attempt, to, count, taken = FROM.unpack(head)
             other = self._others.get(number)
-            if other is None or to != self._attempt or len(parts) > 1:
+            if other is None or to != self._attempt:
                 continue  # of an earlier attempt
+            if other.is_joined and other.greeted_by != attempt:
+                raise PeerLost(f"the prefetcher of rank {number} has begun again")
+            other.greeted_by = attempt
+            self._note_connection(other, self._connections.of(frames[0]))
+            other.confirm(taken)
             if not parts:
-                if other.is_joined and other.greeted_by != attempt:
-                    raise PeerLost(f"the prefetcher of rank {number} has begun again")
-                other.greeted_by = attempt
-            elif other.is_joined and other.greeted_by == attempt:
+                if count != other.num_told:
+                    other.num_told, other.num_written = count, 0
+            elif count == other.num_taken + 1:
+                other.num_taken = count
                 self._inbox.append((number, parts[0]))
                 is_new = True
         if is_new:
             self._on_receive()
 
+    def _note_connection(self, other: Other, connection: Connection | None) -> None:
+        """Asks at once for what may be lost, if it is a new one."""
+        if connection is None or connection is other.connection:
+            return
+        connection.is_known, other.connection = True, connection
+        other.num_connections += 1
+        if other.num_connections > 1:
+            self._refusals.say("a rank's connection broke; what was lost is sent again", rank=other.number)
+            self._greet(other)
+
     def _send_queued(self) -> None:
         while self._outbox:
             rank, message = self._outbox.popleft()
-            self._others[rank].unsent.append(message)
+            self._others[rank].unconfirmed.append(message)
         for other in self._others.values():
             with suppress(zmq.Again):
-                while other.unsent and other.is_joined:
-                    self._write(other, other.unsent[0])
-                    other.unsent.popleft()
+                while other.is_joined and other.num_written < len(other.unconfirmed):
+                    number = other.num_confirmed + other.num_written + 1
+                    self._write(other, number, other.unconfirmed[other.num_written])
+                    other.num_written += 1
 
 
 def read_listens(path: Path) -> Listens | None:

@@ -5,19 +5,16 @@ either order, a notice when the peer is gone, and encryption over tcp. The frame
 while the socket stays connected, so the link acts on `peer_gone` after receiving everything.
 """
 
-import os
-import socket
-import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rowcast.protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
 from rowcast.protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
-from rowcast.protocol.transport.callers import CLIENTS, Refusals, has_news
+from rowcast.protocol.transport.callers import CLIENTS, Refusals, has_news, next_message
+from rowcast.protocol.transport.connections import MOST_STRANGERS, Connection, Connections
 from rowcast.protocol.transport.endpoint import Address
 from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload, parts_of
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
@@ -28,10 +25,6 @@ CURVE_BYTES = 64  # slightly more than encryption adds to a part
 MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_PART_BYTES) + CURVE_BYTES
 QUEUE_FRAMES = 2**16  # far more frames than credits and heartbeats allow to wait
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 100
-MAX_CONNECTIONS = 64  # open at the same time; a run needs one
-PART_OVERHEAD_BYTES = 128  # upper limit for framing, encryption and a frame's fraction of the handshake
-SLACK_BYTES = 16 * 2**20  # the kernel's buffer, and what libzmq is processing
-BYTES_RECEIVED_AT = 128  # tcpi_bytes_received, u64, in Linux's struct tcp_info
 REFUSAL = encode(
     Envelope(
         incarnation=0,
@@ -43,39 +36,6 @@ REFUSAL = encode(
         ),
     )
 )
-
-
-@dataclass(slots=True, eq=False)
-class Connection:
-    """What one caller has delivered. libzmq would store an endless message without a limit:
-
-    received by the kernel | ....... delivered to us ....... | backlog |
-    """
-
-    num_messages: int = 0
-    delivered_bytes: int = 0
-
-    def deliver(self, parts: Sequence[zmq.Frame]) -> None:
-        self.num_messages += 1
-        self.delivered_bytes += sum(len(part.buffer) + PART_OVERHEAD_BYTES for part in parts)
-
-    def has_backlog(self, descriptor: int, limit_bytes: int) -> bool:
-        """Returns whether more than `limit_bytes` are outstanding: our messages never need that. Raises OSError if the
-        descriptor is not a connection."""
-        with borrowed(descriptor) as connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_AT + 8)
-        received = int(struct.unpack_from("Q", info, BYTES_RECEIVED_AT)[0])
-        return received - self.delivered_bytes > limit_bytes + SLACK_BYTES
-
-
-@contextmanager
-def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """The socket of a descriptor that stays open."""
-    connection = socket.socket(fileno=descriptor)
-    try:
-        yield connection
-    finally:
-        connection.detach()
 
 
 class ZmqEnd:
@@ -146,8 +106,9 @@ class ZmqEnd:
         return has_news(self.socket)
 
     def receive(self) -> tuple[bytes, Payload] | None:
-        """Returns the peer's next frame with its payload; None for a stranger's. Call it only if one has arrived."""
-        parts = self._heard(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        """Returns the peer's next frame with its payload; None for a stranger's."""
+        message = next_message(self.socket)
+        parts = self._heard(message) if message else None
         if parts is None:
             return None
         if len(parts) > 1 and not self._address.has_payloads:
@@ -182,13 +143,12 @@ class Router(ZmqEnd):
     that was stopped meanwhile, look like a stranger's. Hence the greeting."""
 
     kind, serves = zmq.ROUTER, True
-    events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+    events = Connections.EVENTS
 
     def __init__(self, address: Address, refusals: Refusals, limit_bytes: int) -> None:
         super().__init__(address, refusals, limit_bytes)
-        self._connections: dict[int, Connection] = {}  # by current descriptor, oldest first
+        self._connections = Connections(MOST_STRANGERS, refusals, self._note_end)
         self._peer: bytes | None = None
-        self._peer_connection: Connection | None = None
         self._last_refused: bytes | None = None
 
     @property
@@ -196,57 +156,24 @@ class Router(ZmqEnd):
         return self._peer is not None
 
     def _attach(self) -> None:
+        self._connections.watch(self.monitor)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._address.bind(self._context, self.socket)
 
     def note_events(self) -> None:
         if self._address.sockets:
             self._address.answer()
-        self._read_events()
-        while len(self._connections) > MAX_CONNECTIONS:
-            self._cut_off(*next(item for item in self._connections.items() if item[1] is not self._peer_connection))
+        self._connections.limit()
 
     def check_backlog(self) -> None:
-        if not self._address.has_payloads:
-            return
-        for descriptor, connection in list(self._connections.items()):
-            with suppress(OSError):  # already closed
-                if connection.has_backlog(descriptor, self._limit_bytes):
-                    self._refusals.note("cut off a caller that sent a message without end")
-                    self._cut_off(descriptor, connection)
+        if self._address.has_payloads:
+            self._connections.cut_off_endless(self._limit_bytes)
 
-    def _read_events(self) -> None:
-        while has_news(self.monitor):
-            event = recv_monitor_message(self.monitor)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._connections.pop(event["value"], None)  # the dict keeps the order of arrival
-                self._connections[event["value"]] = Connection()
-            else:
-                self._note_disconnect(self._connections.pop(event["value"], None))
-
-    def _note_disconnect(self, connection: Connection | None) -> None:
-        """Counts a closed connection. None: it was cut off and is already counted."""
-        if connection is None:
-            return
-        if connection is self._peer_connection:
+    def _note_end(self, connection: Connection) -> None:
+        if connection.is_known:
             self.peer_gone = True
         elif not connection.num_messages:
             self._refusals.note("a caller was refused, or left without sending a message")
-
-    def _cut_off(self, descriptor: int, connection: Connection) -> None:
-        """Frees a caller's descriptor and memory, even while its time for the handshake is still running."""
-        with suppress(OSError):  # already closed, as an event reports
-            held = os.dup(descriptor)
-            try:
-                # libzmq reports a close before it closes: if none is reported now, `held` is this connection
-                self._read_events()
-                if self._connections.get(descriptor) is connection:
-                    with borrowed(held) as caller:
-                        caller.shutdown(socket.SHUT_RDWR)
-            finally:
-                os.close(held)
-        if self._connections.get(descriptor) is connection:
-            self._note_disconnect(self._connections.pop(descriptor))
 
     def _to(self) -> list[bytes]:
         assert self._peer is not None, "the link checks peer_here"
@@ -254,7 +181,7 @@ class Router(ZmqEnd):
 
     def _heard(self, parts: list[zmq.Frame]) -> list[zmq.Frame] | None:
         identity, *parts = parts
-        connection = self._connections.get(int(parts[0].get(zmq.SRCFD))) if parts else None
+        connection = self._connections.of(parts[0]) if parts else None
         if connection is not None:
             connection.deliver(parts)
         return parts if identity.bytes == self._peer or self._admit(identity.bytes, parts) else None
@@ -262,10 +189,10 @@ class Router(ZmqEnd):
     def _admit(self, identity: bytes, parts: list[zmq.Frame]) -> bool:
         greets = len(parts) == 1 and is_greeting(parts[0].bytes)
         if greets and self._peer is None:
-            self._accept(identity, int(parts[0].get(zmq.SRCFD)))
+            self._accept(identity, parts[0])
             return True
         if greets:
-            self._read_events()
+            self._connections.read_events()
             if self.peer_gone:  # a restarted trainer, which will connect again once this end is closed
                 return False
             self._refusals.note("refused a second trainer")
@@ -274,11 +201,13 @@ class Router(ZmqEnd):
             self._refusals.note("dropped a message from a caller that is not this run's trainer")
         return False
 
-    def _accept(self, identity: bytes, descriptor: int) -> None:
-        self._read_events()  # it connected before its first frame: without a connection it is already gone
-        self._peer = identity
-        self._peer_connection, self.peer_process = self._connections.get(descriptor), at_other_end(descriptor)
-        self.peer_gone = self._peer_connection is None
+    def _accept(self, identity: bytes, frame: zmq.Frame) -> None:
+        self._connections.read_events()  # it connected before its first frame: without a connection it is already gone
+        self._peer, self.peer_process = identity, at_other_end(int(frame.get(zmq.SRCFD)))
+        connection = self._connections.of(frame)
+        self.peer_gone = connection is None
+        if connection is not None:
+            connection.is_known = True
 
     def _refuse(self, identity: bytes) -> None:
         """Sends the caller the reason, once."""

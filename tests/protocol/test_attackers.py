@@ -18,12 +18,13 @@ import zmq
 
 from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import Bye, Envelope
+from rowcast.protocol.transport import connections as backlog
 from rowcast.protocol.transport import endpoint as doors
-from rowcast.protocol.transport import zmq_ends as backlog
 from rowcast.protocol.transport import zmq_link
 from rowcast.protocol.transport.callers import Refusals
+from rowcast.protocol.transport.connections import MOST_STRANGERS
 from rowcast.protocol.transport.endpoint import socket_path
-from rowcast.protocol.transport.zmq_ends import MAX_CONNECTIONS, MAX_MESSAGE_BYTES, Dealer, Router
+from rowcast.protocol.transport.zmq_ends import MAX_MESSAGE_BYTES, Dealer, Router
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.protocol.attackers import KINDS, LONG_PART, Attacker, greeting, long_frame, ready
@@ -105,10 +106,10 @@ def test_open_connections_are_limited_and_the_trainers_is_never_cut(run: TcpRun)
     with run.prefetcher(bell) as prefetcher, run.trainer(bell) as trainer:
         run.greet(trainer, prefetcher, bell)
         before = num_descriptors()
-        attackers = [Attacker(run.port, KINDS.index(KINDS[-1]), Random(n)) for n in range(2 * MAX_CONNECTIONS)]
-        for attacker in attackers[: MAX_CONNECTIONS + 1]:  # all but the newest, and the trainer
+        attackers = [Attacker(run.port, KINDS.index(KINDS[-1]), Random(n)) for n in range(2 * MOST_STRANGERS)]
+        for attacker in attackers[: MOST_STRANGERS + 1]:  # all but the newest, and the trainer
             attacker.wait_cut_off()
-        wait_for(lambda: num_descriptors() <= before + len(attackers) + MAX_CONNECTIONS)
+        wait_for(lambda: num_descriptors() <= before + len(attackers) + MOST_STRANGERS)
         converse((make_end(prefetcher, RING_BYTES), make_end(trainer, RING_BYTES)), Random(1))
         assert not prefetcher.peer_gone
         for attacker in attackers:

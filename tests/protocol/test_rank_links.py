@@ -1,8 +1,11 @@
 """Links between the prefetchers of several ranks, over real sockets of one host."""
 
+import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,17 @@ import zmq
 
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.transport import rank_links
-from rowcast.protocol.transport.rank_links import FROM, LISTENS, RankLinks, read_listens
+from rowcast.protocol.transport.connections import MOST_STRANGERS
+from rowcast.protocol.transport.rank_links import FROM, LISTENS, Listens, RankLinks, read_listens
+from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.run_directory import pair_folder
 from tests.support.facts import facts
-from tests.support.two_hosts import two_hosts
+from tests.support.repeats import count as times
+from tests.support.reset_proxy import ResetProxy
 
 SOON_S = 20.0  # on a busy machine
-ROOT = Path(__file__).parents[2]
-hosts = pytest.fixture(two_hosts)
+NUM_RESETS = 10  # in a test
 
 
 class Ends:
@@ -86,6 +91,83 @@ def test_messages_of_each_rank_arrive_in_order_however_early_they_were_sent(ends
         for rank in {0, 1, 2} - {number}:
             own = [message for sender, message in found if sender == rank]
             assert own == [b"before anyone is there"] * ((number, rank) == (2, 0)) + expected
+
+
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ResetProxy]]:
+    """One in front of each rank that opens its links."""
+    with ExitStack() as stack:
+        made: list[ResetProxy] = []
+
+        def write(path: Path, content: bytes) -> None:
+            listens = msgspec.json.decode(content, type=Listens)
+            made.append(stack.enter_context(ResetProxy(listens.port)))
+            write_durably(path, msgspec.json.encode(msgspec.structs.replace(listens, port=made[-1].port)))
+
+        monkeypatch.setattr(rank_links, "write_durably", write)
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(times(2, 20)))
+def test_every_message_arrives_once_and_in_order_whatever_connections_are_reset(
+    seed: int, ends: Ends, proxies: list[ResetProxy]
+) -> None:
+    chance = random.Random(seed)
+    links = [ends.open(number, 2) for number in (0, 1)]
+    sent: list[list[bytes]] = [[], []]  # to each rank
+    taken: list[list[bytes]] = [[], []]  # by each rank
+    for _ in range(NUM_RESETS):
+        for number in range(30):
+            for rank in (0, 1):
+                sent[rank].append(b"%d" % number * chance.choice((1, 500, 5000)))
+                links[1 - rank].send(rank, sent[rank][-1])
+        for rank in (0, 1):
+            most = len(sent[rank]) - len(taken[rank])
+            taken[rank] += [message for _, message in received(links[rank], chance.randrange(most))]
+        for proxy in chance.sample(proxies, chance.randint(1, 2)):
+            proxy.reset()
+    for rank in (0, 1):
+        taken[rank] += [message for _, message in received(links[rank], len(sent[rank]) - len(taken[rank]))]
+    assert taken == sent
+    assert sum(proxy.num_reset for proxy in proxies) >= NUM_RESETS
+
+
+def test_a_link_that_broke_is_told_with_its_rank(
+    ends: Ends, proxies: list[ResetProxy], capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = ends.open(0, 2), ends.open(1, 2)
+    second.send(0, b"x")
+    received(first, 1)
+    proxies[0].reset()
+    until(
+        lambda: (
+            "a rank's connection broke; what was lost is sent again" in (log := "".join(capfd.readouterr()))
+            and "rank=1" in log
+        )
+    )
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_callers_without_a_key_are_limited_and_ranks_beside_them_go_on(
+    count: int, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_links, "HANDSHAKE_MS", 600_000)  # until ZMQ ends them itself
+    links = [ends.open(number, count) for number in range(count)]
+    for number in range(1, count):
+        links[number].send(0, b"x")
+    received(links[0], count - 1)
+    most = 2 * (count - 1) + MOST_STRANGERS
+    listens = read_listens(pair_folder(ends.folder, 0, count) / LISTENS)
+    assert listens is not None
+    with ExitStack() as stack:
+        callers = [stack.enter_context(socket.create_connection(("127.0.0.1", listens.port))) for _ in range(3 * most)]
+        for caller in callers[: 2 * most]:  # the oldest
+            with suppress(ConnectionResetError):
+                while caller.recv(100):
+                    pass  # libzmq's greeting
+        for number in range(1, count):
+            links[number].send(0, b"y")
+        assert {message for _, message in received(links[0], count - 1)} == {b"y"}
 
 
 def test_a_rank_that_begins_elsewhere_is_left_waiting(ends: Ends) -> None:
@@ -205,16 +287,16 @@ def test_a_stranger_is_not_heard(ends: Ends) -> None:
     stranger.connect(f"tcp://127.0.0.1:{own.port}")
     plain = context.socket(zmq.PUSH)
     plain.connect(f"tcp://127.0.0.1:{own.port}")
-    for socket in (stranger, plain):
-        socket.send_multipart([FROM.pack(1, 7, own.attempt)])
-        socket.send_multipart([FROM.pack(1, 7, own.attempt), b"a list"])
+    for caller in (stranger, plain):
+        caller.send_multipart([FROM.pack(1, 7, own.attempt, 1, 0)])
+        caller.send_multipart([FROM.pack(1, 7, own.attempt, 1, 0), b"a list"])
     time.sleep(1.0)
     assert first.receive() is None
     second = ends.open(1, 2)
     second.send(0, b"x")
     assert received(first, 1) == [(1, b"x")]
-    for socket in (stranger, plain):
-        socket.close(linger=0)
+    for caller in (stranger, plain):
+        caller.close(linger=0)
     context.term()
 
 
