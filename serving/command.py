@@ -18,7 +18,7 @@ from rowcast.runtime.process import Signals
 from rowcast.runtime.telemetry.logs import get_logger, setup_logging
 from rowcast.runtime.telemetry.metrics import Health, Sample, families
 from rowcast.runtime.telemetry.server import TelemetryServer
-from rowcast.serving.publisher import Publisher
+from rowcast.serving.publisher import Overtaken, Publisher
 from rowcast.serving.row_layout import DTYPES
 from rowcast.serving.version_file import VersionFile, version_name
 
@@ -102,7 +102,11 @@ def follow(publisher: Publisher, interval_s: float, signals: Signals, *, fresh: 
     """Publishes until a signal comes."""
     while signals.stop_reason is None:
         began_s = time.monotonic()
-        version = publisher.publish(fresh=fresh)
+        try:
+            version = publisher.publish(fresh=fresh)
+        except Overtaken as error:
+            version = None
+            get_logger().warning("nothing is published; it tries again at the next interval", because=str(error))
         if version is not None:
             tell(version)
             fresh = False

@@ -9,9 +9,10 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import xxhash
 
@@ -23,11 +24,12 @@ from rowcast.runtime.checkpoint_manifest import (
     UNKNOWN,
     Manifest,
     RowLayer,
+    readable,
     write_durably,
 )
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk, own_files_in, render, seal
-from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError, advice
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.serving.raw_ids import id_rules
 from rowcast.serving.row_layout import DType
@@ -59,6 +61,31 @@ class Changes:
 
     layers: tuple[RowLayer, ...]  # the layers since the version before; () if they are not known
     reason: str  # why the version is whole; "" if it is not
+
+
+class Overtaken(RowcastError):
+    """A later try may succeed."""
+
+
+@contextmanager
+def held(root: Path, manifest: Manifest) -> Iterator[Path]:
+    """Yields a folder with links to a checkpoint's files, which stay readable although the run may remove them.
+
+    Raises DataError if one is missing. Errors of the block name files below `root`."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="rowcast-publish-")))
+        for file in manifest.files:
+            try:
+                descriptor = os.open(root / file.file, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                raise DataError(f"{root / file.file}: a file of the checkpoint is missing") from error
+            stack.callback(os.close, descriptor)
+            (folder / file.file).parent.mkdir(exist_ok=True)
+            (folder / file.file).symlink_to(f"/proc/self/fd/{descriptor}")
+        try:
+            yield folder
+        except DataError as error:
+            raise DataError(str(error).replace(str(folder), str(root))) from None
 
 
 class Publisher:
@@ -113,9 +140,9 @@ class Publisher:
         already, or if there is none yet.
 
         `fresh`: the folder may hold versions of another run. Raises ConfigError, DataError, and RowcastError if the
-        disk fails.
+        disk fails, as `Overtaken` if the run removes checkpoints too soon.
         """
-        for attempt in range(TRIES):
+        for _ in range(TRIES):
             manifest = self._newest()
             if manifest is None:
                 return None
@@ -123,14 +150,16 @@ class Publisher:
                 return self._publish(manifest, fresh=fresh)
             except OSError as error:
                 raise RowcastError(
-                    f"{self._to}: the version could not be written ({error.strerror}); free space, the version before "
-                    "stays"
+                    f"{self._to}: the version could not be written ({error.strerror}); "
+                    f"{advice(error.errno, 'free space')}, the version before stays"
                 ) from None
             except DataError:
-                newest = self._newest()
-                if attempt + 1 == TRIES or newest is None or newest.checksum == manifest.checksum:
+                now = readable(self._root / manifest.name)
+                if now is not None and now.checksum == manifest.checksum:
                     raise
-        raise AssertionError("the last try returns or raises")
+        raise Overtaken(
+            f"{self._root}: {TRIES} checkpoints were removed before they could be read; set a larger checkpoint.keep"
+        )
 
     @property
     def has_checkpoint(self) -> bool:
@@ -158,7 +187,8 @@ class Publisher:
         self._clear(current)
         before = self._view(manifest, current)
         changes = self._changes(manifest, None if before is None else before.version, current)
-        version = self._write(manifest, number, changes, before)
+        with held(self._root, manifest) as root:
+            version = self._write(root, manifest, number, changes, before)
         self._before = self._open(version.named, before)
         self._damage = ""
         self._remove_old(version)
@@ -251,11 +281,13 @@ class Publisher:
             return Changes(layers=layers, reason="more than half of the last whole version has changed")
         return Changes(layers=layers, reason="")
 
-    def _write(self, manifest: Manifest, number: int, changes: Changes, before: Snapshot | None) -> VersionFile:
+    def _write(
+        self, root: Path, manifest: Manifest, number: int, changes: Changes, before: Snapshot | None
+    ) -> VersionFile:
         folder, partial = self._to / version_name(number), self._to / f".{version_name(number)}.partial"
         job = parse_manifest_job(manifest.job, f"{self._root / manifest.name}/{MANIFEST_NAME}")
         content = Content(
-            root=self._root,
+            root=root,
             manifest=manifest,
             job=job,
             layers=manifest.layers if changes.reason else changes.layers,

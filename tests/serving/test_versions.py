@@ -8,14 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from rowcast.prefetcher.stores.elements import elements_of
 from rowcast.runtime import crash_points
+from rowcast.runtime.checkpoint_manifest import checkpoint_folders
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.process import Signals
+from rowcast.serving import publisher
+from rowcast.serving.command import follow
 from rowcast.serving.model import Model
 from rowcast.serving.row_layout import DTYPES, DType
 from rowcast.serving.snapshot import Snapshot
 from rowcast.serving.version_file import read_current, version_name
+from rowcast.serving.version_writer import Content, write_tables
 from tests.checkpoints.fake_ranks import FakeRanks
 from tests.checkpoints.fake_run import damages
 from tests.serving.served_run import NUM_DENSE, TABLES, ServedRun, publish, publisher_of, serving_job
@@ -84,6 +90,71 @@ def test_a_publisher_that_skips_checkpoints_skips_no_change_and_says_why_a_versi
         "changed",
         "more than half of the last whole version has changed",
     ]
+
+
+def test_a_checkpoint_that_the_run_removes_while_it_is_read_is_published(
+    run: ServedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.keep = 1
+    trained(run, 0.5)
+    for share in (0.1, 0.7):
+        rows = {name: run.expected(name) for name, *_ in TABLES}
+        step, (folder, *_) = run.step, checkpoint_folders(run.job.run_dir / "checkpoints")
+
+        def write(partial: Path, content: Content, share: float = share, folder: Path = folder) -> Any:
+            while folder.exists():  # until the rows of its layers were merged into others
+                trained(run, share)
+            return write_tables(partial, content)
+
+        monkeypatch.setattr(publisher, "write_tables", write)
+        assert publish(run, tmp_path / "served").position.step == step
+        model = Model(tmp_path / "served", check="all")
+        assert {name: model.rows(name, np.arange(len(own))).tobytes() for name, own in rows.items()} == {
+            name: own.tobytes() for name, own in rows.items()
+        }
+        assert model.dense()["weight"].tolist() == np.full((2, 3), step).tolist()
+
+
+def test_a_publisher_that_follows_goes_on_after_checkpoints_that_it_could_not_open(
+    run: ServedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.keep, served, signals, left = 1, tmp_path / "served", Signals(), [publisher.TRIES]
+    read = publisher.Publisher._newest
+
+    def newest(self: publisher.Publisher) -> Any:
+        """The run removes it before its files are open, as often as `left` says."""
+        found = read(self)
+        assert found is not None
+        left[0] -= 1
+        while left[0] >= 0 and (self._root / found.name).exists():
+            trained(run, 0.7)
+        return found
+
+    def wait(seconds: float) -> None:
+        if Path(served, "CURRENT").exists():
+            signals.stop_reason = "enough"
+
+    trained(run, 0.5)
+    monkeypatch.setattr(publisher.Publisher, "_newest", newest)
+    monkeypatch.setattr(signals.bell, "wait", wait)
+    with capture_logs() as logs:
+        follow(publisher_of(run, served), 0.001, signals, fresh=False)
+    assert [log["event"] for log in logs] == ["nothing is published; it tries again at the next interval", "published"]
+    assert f"{publisher.TRIES} checkpoints" in logs[0]["because"]
+    assert_serves(Model(served), run)
+
+
+def test_a_checkpoint_that_lacks_a_file_is_refused_with_its_name(run: ServedRun, tmp_path: Path) -> None:
+    trained(run, 0.5)
+    [folder] = checkpoint_folders(run.job.run_dir / "checkpoints")
+    file = next(folder.glob("*.safetensors"))
+    content = file.read_bytes()
+    file.unlink()
+    with pytest.raises(DataError, match=facts(str(file), "missing")):
+        publish(run, tmp_path / "served")
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DataError, match=facts(str(file), "checksum")):
+        publish(run, tmp_path / "served")
 
 
 def test_at_most_sixteen_versions_are_stacked(run: ServedRun, tmp_path: Path) -> None:
