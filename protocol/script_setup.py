@@ -9,7 +9,9 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """First values of some columns of a table's records."""
 
     width: int
-    path: str = ""  # a file of f32 [rows of the table, width]; "": all have `value`
+    path: str = ""  # a file with f32 [rows, width]; "": all have `value`
+    offset: int = 0  # bytes before the first row
+    row_bytes: int = 0  # from a row to the next; 0: rows follow each other
     value: float = 0.0
 
 

@@ -34,6 +34,7 @@ from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
 from rowcast.protocol.script_setup import SETUP, Columns, ScriptSetup, ScriptTable
 from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.crew import Crew
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stages import ThreadPool
@@ -50,7 +51,13 @@ class ScriptStore(TrackedStore):
         """`tables`: of the job."""
         super().__init__(store, group, seed=0)
         self._columns = {table.index: tables[table.index].columns for table in group.tables}
-        self._values = {own.path: mapped(own) for columns in self._columns.values() for own in columns if own.path}
+        sizes = {table.index: table.num_embeddings for table in group.tables}
+        self._values = {
+            each: mapped(each, sizes[table])
+            for table, columns in self._columns.items()
+            for each in columns
+            if each.path
+        }
 
     def fill_first(self, keys: Keys, places: I64, out: Records) -> None:
         records, tables = out.view(np.float32), keys >> KEY_SHIFT
@@ -59,14 +66,21 @@ class ScriptStore(TrackedStore):
             chosen, begin = np.flatnonzero(tables == table), 0
             rows = keys[chosen] & ROW_MASK
             for own in columns:
-                values = self._values[own.path][rows] if own.path else own.value
+                values = self._values[own][rows] if own.path else own.value
                 records[places[chosen], begin : begin + own.width] = values
                 begin += own.width
 
 
-def mapped(columns: Columns) -> F32:
-    values: F32 = np.memmap(columns.path, np.float32, "r").reshape(-1, columns.width)
-    return values
+def mapped(columns: Columns, num_rows: int) -> F32:
+    """Raises ConfigError if the file does not hold as many rows."""
+    memory, row_bytes = np.memmap(columns.path, np.uint8, "r"), columns.row_bytes or 4 * columns.width
+    needed = columns.offset + (num_rows - 1) * row_bytes + 4 * columns.width
+    if len(memory) < needed:
+        raise ConfigError(
+            f"{columns.path} has {len(memory):,} bytes, and the first values of a table of {num_rows:,} rows take "
+            f"{needed:,}; leave the file as it is while the script trains"
+        )
+    return np.ndarray((num_rows, columns.width), np.float32, memory, columns.offset, (row_bytes, 4))
 
 
 def serve(job: Job, signals: Signals) -> None:

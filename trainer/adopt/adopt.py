@@ -10,6 +10,7 @@ they take no more than half of it, and the others share the rest.
 """
 
 import atexit
+import functools
 import gc
 import sys
 import weakref
@@ -30,7 +31,7 @@ from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import Adoption
 from rowcast.trainer.adopt.read_ahead import ReadAhead
 from rowcast.trainer.adopt.rows import Home
-from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation
+from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation, refuse_whole
 
 STATES = 2  # of a row, as Adam keeps them: an optimizer may be made later
 DEPTH = 16  # batches that are read ahead
@@ -192,8 +193,7 @@ class Doors:
     def add(self, name: str, parameter: nn.Parameter) -> None:
         while name in self.tables:
             name += "'"
-        weights = parameter.detach()
-        home = self.engine.home(name, weights.cpu(), weights.untyped_storage().filename or "")
+        home = self.engine.home(name, parameter.detach().cpu())
         table, key = AdoptedTable(name, parameter, home), LookedUp(name, len(parameter))
         become(parameter, table)
 
@@ -294,6 +294,19 @@ def refuse(module: Any) -> None:
     refuse_compilation(module.weight.table.name)
 
 
+def of_all_inputs(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        inputs = kwargs.get("inputs", args[5] if len(args) > 5 else None)
+        for table in [inputs] if isinstance(inputs, Tensor) else inputs or ():
+            if isinstance(table, TableParameter):
+                refuse_whole("backward", [table], {})
+        plain(*args, **kwargs)
+
+    return backward
+
+
+torch.autograd.backward = of_all_inputs(torch.autograd.backward)
 for kind in KINDS:
     kind.has_adopted_table = False
     kind.extra_repr = shown(kind.extra_repr)

@@ -6,8 +6,8 @@ that depends on the rows' numbers: any numbering that keeps the order of ids giv
     look_up            ids -> positions among the step's rows; rows that are not there are read and join them
     leaf               what one look-up reads: the step's rows, as a leaf of the graph
     backward           each leaf's gradient is added in the order in which torch would add it to the table's
-    backward's end     the parameter shows the rows with a gradient, and their gradient
-    optimizer.step()   trains the parameter (`script_optimizer.py`); its rows are written, and the next step begins
+    backward's end     the sum is the table's gradient: the script's hooks get it, then it joins `grad`
+    optimizer.step()   trains the rows of `grad` (`script_optimizer.py`); they are written, and the next step begins
 """
 
 import weakref
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rowcast.trainer.adopt.rows import NO_ROWS, CatchUp, Home, Records, normal_mode, positions
-
-as_plain = torch._C.DisableTorchFunctionSubclass
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.row_gradient import RowGradient, Rows, as_plain, refused
+from rowcast.trainer.adopt.rows import NO_ROWS, Home, normal_mode, positions
+from rowcast.trainer.adopt.whole_table import WEIGHTS, TableView
 
 
 class AdoptedTable:
@@ -28,12 +29,12 @@ class AdoptedTable:
         self.name, self.parameter, self.home = name, parameter, home
         self.num_rows, self.dim = parameter.shape
         home.device = parameter.device
-        self.trained_ids = self._no_rows()  # i64 [n] ascending, the rows of parameter.grad
-        self.is_stepped = False  # an optimizer has used parameter.grad
-        self.catch_up: CatchUp = lambda rows: None  # gives rows the steps that they have missed
+        self.grad: Tensor | None = None  # [V, D]: a RowGradient, or sparse
+        self.is_stepped = False  # an optimizer has used it
         self.trained: Any = None  # of `script_optimizer.py`, once an optimizer has stepped it
         self.note: Callable[[Tensor], None] = lambda ids: None  # hears the ids of each look-up
-        self.step_rows = home.read(self.trained_ids)
+        self.step_rows = home.read(self._no_rows())
+        self._no_grad = torch.zeros(1, self.dim, device=parameter.device)  # of rows that were not looked up
         self._num_changes = home.num_changes  # that the step's rows have
         self._backward: tuple[Tensor, Tensor] | None = None  # ids and gradient of the backward pass that runs
         self._first: Tensor | None = None  # the same gradient, as it is of a table that has none
@@ -53,10 +54,10 @@ class AdoptedTable:
         self.step_rows = self.step_rows.take(self.ids)
 
     def read_again(self) -> None:
-        self.step_rows = self.read(self.ids)
+        self.step_rows = self.home.read(self.ids)
 
     def see_changes(self) -> None:
-        """The script may have changed the whole table since the step's rows were read."""
+        """The script may have changed rows since the step's were read."""
         self.home.take_back()
         if self._num_changes != self.home.num_changes:
             self._num_changes = self.home.num_changes
@@ -65,12 +66,13 @@ class AdoptedTable:
     def move(self, device: torch.device) -> None:
         """The parameter is on another device, and the step's rows follow."""
         self.home.device = device
-        self.ids, self.trained_ids = self.ids.to(device), self.trained_ids.to(device)
+        self.ids, self._no_grad = self.ids.to(device), self._no_grad.to(device)
+        self.grad = None if self.grad is None else self.grad.to(device)
         self.read_again()
 
-    def whole(self) -> Records:
-        """Returns all rows, with all steps: those themselves."""
-        return self.home.whole(self.catch_up)
+    def whole(self) -> TableView:
+        """Returns the weights of all rows, with all steps, f32 [V, D] on the host: the table itself."""
+        return self.home.whole(WEIGHTS).view()
 
     # look-ups
 
@@ -81,16 +83,11 @@ class AdoptedTable:
         _, known = positions(self.ids, wanted)
         missing = wanted[~known]
         if not len(self.ids):
-            self.ids, self.step_rows = missing, self.read(missing)
+            self.ids, self.step_rows = missing, self.home.read(missing)
         elif len(missing):
-            found = self.read(missing)
+            found = self.home.read(missing)
             self.ids, order = torch.sort(torch.cat([self.ids, missing]))
             self.step_rows = self.step_rows.joined(found, order)
-
-    def read(self, ids: Tensor) -> Records:
-        rows = self.home.read(ids)
-        self.catch_up(rows)
-        return rows
 
     @normal_mode
     def place(self, ids: Tensor) -> Tensor:
@@ -98,12 +95,12 @@ class AdoptedTable:
 
         Raises IndexError, as torch does, for an id outside the table."""
         flat = ids.detach().reshape(-1).long().contiguous()
+        self.home.seal()
         self.see_changes()
         if len(self.ids) and self._is_given_up():
             self.begin_step()
         if not len(self.ids):
             self.ids, self.step_rows = self.home.planned()
-            self.catch_up(self.step_rows)
         at, known = positions(self.ids, flat)
         if not bool(known.all()):
             self.need(self._checked(torch.unique(flat[~known])))
@@ -114,7 +111,7 @@ class AdoptedTable:
         """Whether no graph and no gradient is left of the step's look-ups, as after an evaluation that takes
         gradients."""
         self._leaves = [leaf for leaf in self._leaves if leaf() is not None]
-        has_gradient = self.parameter.grad is not None and not self.is_stepped
+        has_gradient = self.grad is not None and not self.is_stepped
         return not self._leaves and self._backward is None and not has_gradient
 
     def _checked(self, ids: Tensor) -> Tensor:
@@ -126,9 +123,10 @@ class AdoptedTable:
         """For a look-up without gradients: distinct rows' ids, i64 [n], their weights, f32 [n, D], and positions among
         these."""
         distinct, at = torch.unique(ids.detach().long(), return_inverse=True)
+        self.home.seal()
         if len(distinct):
             self._checked(distinct)
-        return distinct, self.read(distinct).weights, at
+        return distinct, self.home.read(distinct).weights, at
 
     def leaf(self) -> Tensor:
         """Returns the step's rows for one look-up, f32 [U, D]."""
@@ -160,28 +158,81 @@ class AdoptedTable:
     def _end_backward(self) -> None:
         assert self._backward is not None, "a gradient has asked for this call"
         (ids, gradient), self._backward = self._backward, None
+        first, self._first = self._first, None
+        assert first is not None, "it came with the gradient"
+        joins = self.grad is not None and not (self.is_stepped and is_zero(self.grad))
+        given = grad = self._shown(ids, gradient if joins else first)
         with as_plain():
-            before = self.parameter.grad
-            if before is not None and not (self.is_stepped and is_zero(before)):
-                ids, (before, gradient) = over_union((self.trained_ids, before), (ids, gradient))
-                before += gradient
-                self._first = before
-            self.need(ids)  # an optimizer may have stepped between forward and backward
-            self.trained_ids, self.is_stepped = ids, False
-            self.parameter.grad = None  # it must have the shape of the data
-            self.parameter.data = self.of_step(self.step_rows.weights)
-            self.parameter.grad, self._first = self._first, None
+            hooks = [*(self.parameter._backward_hooks or {}).values()]
+            ends = [*(getattr(self.parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+        for hook in hooks:
+            changed = hook(grad)
+            grad = grad if changed is None else self.checked(changed)
+        if joins:
+            assert self.grad is not None
+            self.grad += grad
+        else:
+            self.grad = grad.clone() if hooks and grad is not given else grad
+        self.is_stepped = False
+        for end in ends:
+            end(self.parameter)
 
-    def of_step(self, own: Tensor) -> Tensor:
-        """Takes those of the rows with a gradient from an array [U, ...] over the step's rows."""
-        if self.trained_ids is self.ids:
-            return own
-        at, _ = positions(self.ids, self.trained_ids)
-        return own[at]
+    def _shown(self, ids: Tensor, gradient: Tensor) -> Tensor:
+        """Returns the gradient of the table, [V, D]. `gradient`: [n, D] of rows `ids`, i64 [n] ascending."""
+        if not gradient.is_sparse:
+            return RowGradient(Rows(self.name, self.num_rows, ids, gradient, self._no_grad))
+        return sparse_like(gradient, ids[gradient._indices()[0]], self.num_rows)
+
+    def checked(self, grad: Any) -> Tensor:
+        """A gradient that the script gives the table. Raises RowcastError."""
+        if isinstance(grad, Tensor) and grad.shape == self.shape and (isinstance(grad, RowGradient) or grad.is_sparse):
+            return grad
+        what = f"a {type(grad).__name__} of {list(grad.shape)}" if isinstance(grad, Tensor) else repr(grad)
+        raise ConfigError(
+            f"the adopted table {self.name} gets {what} as its gradient, which has a value for each of its "
+            f"{self.num_rows:,} rows; change the gradient that is there, such as weight.grad.mul_(...), or leave the "
+            f"table on the device by keep=[{self.name!r}]"
+        )
+
+    def step_gradient(self) -> tuple[Tensor, Tensor]:
+        """Returns the rows that have a gradient, i64 [n] ascending, and theirs, [n, D]. Raises RowcastError."""
+        grad = self.grad
+        if isinstance(grad, RowGradient):
+            if not grad.rows.is_by_rows:
+                raise refused(grad.rows, "the script has changed those of all other rows too")
+            return grad.rows.ids, grad.rows.values
+        assert grad is not None, "the table has a gradient"
+        rows = grad._indices()[0]
+        ids = self.ids
+        at, known = positions(ids, rows)
+        if not bool(known.all()) or not len(ids):
+            ids, at = torch.unique(rows, return_inverse=True)
+        return ids, sparse_like(grad, at, len(ids))
+
+    def of_step(self, array: Tensor, ids: Tensor) -> Tensor:
+        """Takes rows from an array [U, ...] over the step's. `ids`: i64 [n], of these."""
+        if ids is self.ids:
+            return array
+        at, _ = positions(self.ids, ids)
+        return array[at]
 
 
 def is_zero(gradient: Tensor) -> bool:
-    return not bool((gradient._values() if gradient.is_sparse else gradient).any())
+    if isinstance(gradient, RowGradient):
+        return not bool(gradient.rows.values.any()) and gradient.rows.is_by_rows
+    return not bool(gradient._values().any())
+
+
+def sparse_like(gradient: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Returns a sparse gradient, [num_rows, D], with the same values in other rows. `rows`: i64 [nnz]."""
+    return torch.sparse_coo_tensor(
+        rows[None],
+        gradient._values(),
+        (num_rows, gradient.shape[1]),
+        check_invariants=False,
+        is_coalesced=gradient.is_coalesced(),
+        device=gradient.device,
+    )
 
 
 def over_union(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -196,17 +247,8 @@ def over_union(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> t
 
 def spread(union: Tensor, ids: Tensor, gradient: Tensor) -> Tensor:
     at, _ = positions(union, ids)
-    shape = (len(union), gradient.shape[1])
     if gradient.is_sparse:
-        indices = at[gradient._indices()[0]][None]
-        return torch.sparse_coo_tensor(
-            indices,
-            gradient._values(),
-            shape,
-            check_invariants=False,
-            is_coalesced=gradient.is_coalesced(),
-            device=gradient.device,
-        )
-    wider = gradient.new_zeros(shape)
+        return sparse_like(gradient, at[gradient._indices()[0]], len(union))
+    wider = gradient.new_zeros((len(union), gradient.shape[1]))
     wider[at] = gradient
     return wider

@@ -74,9 +74,9 @@ class Adoption:
         self._steps: dict[int, int] = {}  # their steps in the engine
         atexit.register(self.close)
 
-    def home(self, name: str, weights: Tensor, path: str) -> Home:
-        """`weights`: f32 [V, D] on the host; `path`: the file that they are mapped from, or ""."""
-        self._homes.append(Home(name, weights, path, self.folder, self.leave))
+    def home(self, name: str, weights: Tensor) -> Home:
+        """`weights`: f32 [V, D] on the host."""
+        self._homes.append(Home(name, weights, self.folder, self.leave))
         return self._homes[-1]
 
     def forget(self, home: Home) -> None:

@@ -24,6 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rowcast.trainer.adopt.row_gradient import RowGradient
+
 MANY = 8  # a longer list of lists or arrays is one array: samples. A shorter one is a structure: fields
 MOST_DEPTH = 8  # of objects within a batch
 MOST_PARTS = 20_000  # of a batch: what is beyond is no part of it, such as its data set
@@ -165,6 +167,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if RowGradient in types:  # no ids come from gradients
+            return func(*args, **kwargs)
         changed = [self._memory(own) for own in written(func, args, kwargs)]
         inputs = self._inputs_of(func, args, kwargs)
         for memory in changed:  # the numbers of constants are those before

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.rows import mapped
+from rowcast.trainer.adopt.rows import made_here, mapped
 
 MAKERS = frozenset(kind.__init__.__code__ for kind in (nn.Embedding, nn.EmbeddingBag))
 
@@ -26,7 +26,7 @@ def tables(folder: str | Path) -> Iterator[None]:
     within are float32 in new files of the folder, one for each; all other code runs as it is.
 
     Raises ConfigError if a file is there already, or the disk has not as much space."""
-    own = Path(folder)
+    own = Path(folder).absolute()
     own.mkdir(parents=True, exist_ok=True)
     with MappedWeights(own):
         yield
@@ -67,4 +67,5 @@ def new_table(path: Path, num_rows: int, dim: int) -> Tensor:
             f"{path} is there already, and rowcast.tables overwrites no file: it may hold the first values of a model "
             "that still trains; remove it, or name another folder"
         )
+    made_here.add(str(path))
     return mapped(path, (num_rows, dim), torch.float32)

@@ -9,17 +9,19 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rowcast.protocol.script_setup import Columns
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.trainer.adopt.row_gradient import as_plain, shares_memory
+from rowcast.trainer.adopt.whole_table import WEIGHTS, WholeField, say_of_arrays
 
 BLOCK_ROWS = 2**16
 NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
-CatchUp = Callable[["Records"], None]  # gives rows the steps that they have missed
 
 
 @dataclass(slots=True)
@@ -29,6 +31,9 @@ class Records:
     weights: Tensor  # f32 [n, D]
     states: dict[str, Tensor]  # by torch.optim's name, f32 [n, D]
     lasts: Tensor  # i64 [n], the optimizer's dense steps that each row has had
+
+    def field(self, name: str) -> Tensor:
+        return self.weights if name == WEIGHTS else self.states[name]
 
     @property
     def width(self) -> int:
@@ -108,159 +113,312 @@ class ChangedRows:
 normal_mode = torch.inference_mode(mode=False)
 
 
+class MissedSteps(Protocol):
+    """Gives rows the steps of their optimizer that they have missed."""
+
+    @property
+    def steps(self) -> int:
+        """The steps that each row shall have."""
+
+    def __call__(self, rows: Records) -> int:
+        """Changes `rows` in place; returns the steps that they had missed."""
+
+
+class NoSteps:
+    """Implements `MissedSteps` before there is an optimizer."""
+
+    steps = 0
+
+    def __call__(self, rows: Records) -> int:
+        return 0
+
+
 class Home:
-    """All rows of a table. The script's thread calls it."""
+    """Implements `whole_table.Keeper`. All rows of a table. The script's thread calls it."""
 
     @normal_mode
-    def __init__(self, name: str, weights: Tensor, path: str, folder: Path, leave_engine: Callable[[], None]) -> None:
-        """`weights`: f32 [V, D] on the host, the script's first values; `path`: the file that they are mapped from, or
-        "". `folder`: for files of whole tables. `leave_engine`: makes all tables leave the engine."""
+    def __init__(self, name: str, weights: Tensor, folder: Path, leave_engine: Callable[[], None]) -> None:
+        """`weights`: f32 [V, D] on the host, the script's first values. `folder`: for files of whole tables.
+        `leave_engine`: makes all tables leave the engine."""
         self.name, self.folder = name, folder
-        self.is_trained = False
+        self.is_trained = self.is_sealed = False
         self.device = weights.device  # where the script has the table
         self.steps_replayed = 0  # that rows have missed and had later
+        self.missed_steps: MissedSteps = NoSteps()
         self._leave_engine = leave_engine
-        self._num_writes = self._num_files = 0
-        self.num_changes = 0  # of the whole table, by the script
-        if not path:
-            path, own = self.new_file("weights", weights.shape, weights.dtype)
-            weights = own.copy_(weights)
-        self.paths = {"weights": path}  # of the first values that are in files
+        self._num_files = 0
+        self.num_changes = 0  # by the script, beside its optimizer
+        self._is_moving = np.zeros(len(weights), np.bool_)  # rows that a step moves without a gradient
+        self._at_rest: tuple[Records, Records] | None = None  # a row that was never trained, now and at first
+        self._fields: dict[str, WholeField] = {}
+        place = place_of(weights)
+        if place is None:
+            place, copy = self.new_file(WEIGHTS, weights.shape, weights.dtype)
+            weights = copy.copy_(weights)
+        self.places = {WEIGHTS: place}  # of the first values that are in files
         # the rows, unless they are in the engine
         self.here = ChangedRows(Records(weights, {}, alike(0, (len(weights),), torch.int64)))
         self.rows: Engine = self.here
-        # to the script: all rows and their files, the version of the weights, and the writes before
-        self._handed: tuple[Records, dict[str, str], int, int] | None = None
 
     @normal_mode
     def planned(self) -> tuple[Tensor, Records]:
         """The rows that were announced for the step that has begun, and copies of them. Once; later there are none."""
         self.take_back()
-        return self.rows.planned(self.device)
+        ids, rows = self.rows.planned(self.device)
+        return ids, self._caught_up(rows)
 
     @normal_mode
     def read(self, ids: Tensor) -> Records:
-        """Returns copies. `ids`: i64 [n], distinct, ascending."""
+        """Returns copies, with all steps. `ids`: i64 [n], distinct, ascending."""
         self.take_back()
-        return self.rows.read(ids)
+        return self._caught_up(self.rows.read(ids))
+
+    def _caught_up(self, rows: Records) -> Records:
+        self.steps_replayed += self.missed_steps(rows)
+        return rows
 
     @normal_mode
     def write(self, ids: Tensor, rows: Records) -> None:
         self.take_back()
         self.rows.write(ids, rows)
-        self._num_writes += 1
+        written = ids.cpu().numpy()
+        self._is_moving[written] = True
+        for field in self._fields.values():
+            field.is_stale[written] = True
+            if field.is_in_numpy():
+                say_of_arrays(self.name)
+                self.refresh(field)
 
     @normal_mode
-    def whole(self, catch_up: CatchUp) -> Records:
-        """Returns all rows with all steps, in files. What the script changes in the weights changes in the table."""
+    def change_rows(self, field: WholeField, ids: Tensor, change: Callable[[Tensor], Any]) -> None:
+        rows = self.read(ids)
+        change(rows.field(field.name))
+        self.write(ids, rows)
+        self.num_changes += 1
+
+    # whole tables
+
+    def whole(self, name: str) -> WholeField:
+        """Returns all rows of a field."""
+        if name not in self._fields:
+            self._fields[name] = WholeField(self, name, len(self.here.first.weights))
+        return self._fields[name]
+
+    @normal_mode
+    def refresh(self, field: WholeField) -> None:
+        """Brings the field's array up to date: rows that may have another value are read, those that have are written.
+        Raises RowcastError if the array was changed unseen."""
         self.take_back()
-        if self._handed is not None:
-            rows, paths, _, num_writes = self._handed
-            if num_writes == self._num_writes:
-                return rows
-            self._remove(paths)
-        rows, paths = self._copied(catch_up)
-        self._handed = rows, paths, rows.weights._version, self._num_writes
-        return rows
+        if self.is_sealed and field.is_changed_unseen():
+            raise RowcastError(
+                f"a NumPy array has changed {self.name} after it was looked up, and rowcast has trained without that "
+                "change; write `with torch.no_grad(): weight[...] = ...` instead"
+            )
+        first = self.here.first.field(field.name)
+        if field.array is None:
+            _, field.array = self.new_file(f"{field.name}.whole", first.shape, first.dtype)
+        for ids in torch.split(self._changed(field), BLOCK_ROWS):
+            rows = self._caught_up(self.rows.read(ids.to(self.device))).field(field.name).cpu()
+            is_other = (rows.view(torch.int32) != field.array[ids].view(torch.int32)).any(1)
+            field.array[ids[is_other]] = rows[is_other]
+        field.is_filled, field.steps = True, self.missed_steps.steps
+        field.note_left()
+
+    def _changed(self, field: WholeField) -> Tensor:
+        """Rows that may have another value than in the array, i64 [n] ascending."""
+        has_steps = field.steps != self.missed_steps.steps
+        if not field.is_filled or (has_steps and not self._is_at_rest()):
+            return torch.arange(len(field.is_stale), device="cpu")
+        stale = np.flatnonzero(field.is_stale)
+        field.is_stale[stale] = False
+        return torch.from_numpy(np.flatnonzero(self._is_moving) if has_steps else stale)
+
+    def _is_at_rest(self) -> bool:
+        """Whether steps have not moved a row that was never trained."""
+        if self._at_rest is None:
+            return False
+        now, first = self._at_rest
+        self.missed_steps(now)
+        pairs = [(now.weights, first.weights), *((now.states[name], first.states[name]) for name in now.states)]
+        return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
 
     @normal_mode
-    def begin_states(self, first: Mapping[str, float | Tensor], catch_up: CatchUp) -> None:
+    def repoint(self, tensor: Tensor) -> WholeField:
+        """The table has the rows of a tensor of the script, f32 [V, D], and its memory is that of the whole table from
+        now on. Returns the field."""
+        given: WholeField | None = getattr(tensor, "field", None)
+        if (
+            given is not None
+            and given.keeper is self
+            and given.array is not None
+            and shares_memory(tensor, given.array)
+        ):
+            return self.whole(WEIGHTS)
+        if given is not None and given.keeper is not None:
+            raise ConfigError(
+                f"{self.name}.data would be the memory of another adopted table, {given.keeper.name}; give it a copy, "
+                "or one parameter to both modules"
+            )
+        earlier = self._fields.pop(WEIGHTS, None)
+        if earlier is not None:
+            self.refresh(earlier)
+            earlier.keeper = None
+        field = given if given is not None and given.array is not None else WholeField(self, WEIGHTS, len(tensor))
+        with as_plain():
+            field.array = tensor.as_subclass(Tensor)
+        field.keeper, field.is_filled = self, True
+        field.is_stale[:] = False
+        self._fields[WEIGHTS] = field
+        self.is_sealed = False
+        self._take_over([field])
+        field.checksum = field.sum()
+        return field
+
+    @normal_mode
+    def begin_states(self, first: Mapping[str, float | Tensor], missed_steps: MissedSteps) -> None:
         """Gives each row new states, and no step. `first`: a value for all rows, or one for each, f32 [V, D].
-        `catch_up`: of the optimizer until now."""
+        `missed_steps`: of the optimizer that begins."""
         self.take_back()
         self._leave_engine()
+        first = {name: value.plain() if hasattr(value, "plain") else value for name, value in first.items()}
+        for field in [*self._fields.values()]:
+            if field.array is not None or field.door() is not None:
+                self.refresh(field)
+            field.steps = 0
+            if field.name != WEIGHTS:
+                field.keeper = None
+                del self._fields[field.name]
         if self.is_trained:
-            self.begin(*self._copied(catch_up))
+            self.begin(*self._copied(self._caught_up))
         before, weights = self.here, self.here.first.weights
-        self.paths = {name: path for name, path in self.paths.items() if name == "weights"}
+        self.places = {WEIGHTS: self.places[WEIGHTS]}
         states = {name: self._state(name, value, weights) for name, value in first.items()}
         self.here = self.rows = ChangedRows(Records(weights, states, alike(0, (len(weights),), torch.int64)))
         new = self.here.first.take(before.ids)
         new.weights = before.rows.weights
         self.here.write(before.ids, new)
-        self.is_trained = True
+        self.is_trained, self.missed_steps = True, missed_steps
+        has_other = any(isinstance(value, Tensor) for value in first.values())
+        self._is_moving[:] = has_other
+        self._at_rest = None if has_other else (untouched(first), untouched(first))
 
-    def begin(self, first: Records, paths: dict[str, str]) -> None:
+    def begin(self, first: Records, places: dict[str, Columns]) -> None:
         """The table has these rows, and none has changed since."""
-        self._remove(self.paths)
+        for path in (Path(place.path) for place in self.places.values()):
+            if path.parent == self.folder:  # while it is mapped, only its name goes; the script's files stay
+                path.unlink(missing_ok=True)
         self.here = self.rows = ChangedRows(first)
-        self.paths = paths
+        self.places = places
 
     @normal_mode
     def leave(self) -> None:
         """Leaves the engine, with the rows as they are."""
         if self.rows is not self.here:
-            self.begin(*self._copied(lambda rows: None))
+            self.begin(*self._copied(lambda rows: rows))
+
+    def seal(self) -> None:
+        """A look-up comes: until then, what others do to an array counts."""
+        self.take_back()
+        self.is_sealed = True
 
     @normal_mode
     def take_back(self) -> None:
-        """Takes over what the script has changed in rows that it was handed. Raises ConfigError."""
-        if self._handed is None:
-            return
-        rows, paths, version, num_writes = self._handed
-        if rows.weights._version == version:
-            return
-        if num_writes != self._num_writes:
-            raise ConfigError(
-                f"the script has changed all of {self.name} through a tensor that is {self._num_writes - num_writes} "
-                "optimizer steps old; take its .data anew before the change"
-            )
-        self._leave_engine()
-        self.num_changes += 1
-        self._handed = rows, paths, rows.weights._version, num_writes
-        self.rows = ChangedRows(rows)
-        self.begin(*self._copied(lambda rows: None))  # the script may change its own again
+        """Takes over what the script has changed in arrays of whole tables."""
+        changed = [
+            field
+            for field in self._fields.values()
+            if field.is_changed() or (not self.is_sealed and field.is_changed_unseen())
+        ]
+        if changed:
+            self._take_over(changed)
 
-    def _copied(self, catch_up: CatchUp) -> tuple[Records, dict[str, str]]:
-        """Copies all rows to new files, with the steps that they have missed: these have the bits of the table's
-        device. Returns the rows and the files."""
-        first, paths = self.here.first, dict[str, str]()
+    def _take_over(self, changed: Sequence[WholeField]) -> None:
+        for field in changed:
+            field.note_left()
+        self._leave_engine()
+        rows, places = self._copied(self._caught_up)
+        for field in changed:
+            assert field.array is not None, "it was changed"
+            rows.field(field.name).copy_(field.array)
+        self.begin(rows, places)  # the script may change its array again
+        self.num_changes += 1
+        if any(field.name != WEIGHTS for field in changed):
+            self._is_moving[:] = True
+
+    def _copied(self, made: Callable[[Records], Records]) -> tuple[Records, dict[str, Columns]]:
+        """Copies what is made of all rows to new files. Returns the rows, and where they are."""
+        first, places = self.here.first, dict[str, Columns]()
 
         def room(name: str, like: Tensor) -> Tensor:
-            paths[name], own = self.new_file(name, like.shape, like.dtype)
-            return own
+            places[name], tensor = self.new_file(name, like.shape, like.dtype)
+            return tensor
 
-        states = {name: room(name, own) for name, own in first.states.items()}
-        rows = Records(room("weights", first.weights), states, room("lasts", first.lasts))
+        states = {name: room(name, state) for name, state in first.states.items()}
+        rows = Records(room(WEIGHTS, first.weights), states, room("lasts", first.lasts))
         for at in range(0, len(rows.lasts), BLOCK_ROWS):
-            block = self.rows.read(torch.arange(at, min(at + BLOCK_ROWS, len(rows.lasts)), device=self.device))
-            catch_up(block)
-            rows.put(slice(at, at + BLOCK_ROWS), block)
-        return rows, paths
+            ids = torch.arange(at, min(at + BLOCK_ROWS, len(rows.lasts)), device=self.device)
+            rows.put(slice(at, at + BLOCK_ROWS), made(self.rows.read(ids)))
+        return rows, places
 
     def _state(self, name: str, value: float | Tensor, weights: Tensor) -> Tensor:
         if not isinstance(value, Tensor):
             return alike(value, weights.shape, weights.dtype)
-        self.paths[name], own = self.new_file(name, weights.shape, weights.dtype)
-        return own.copy_(value)
-
-    def _remove(self, paths: Mapping[str, str]) -> None:
-        """Of files that are still mapped, only the names go. The script's own stay."""
-        for path in map(Path, paths.values()):
-            if path.parent == self.folder:
-                path.unlink(missing_ok=True)
+        self.places[name], tensor = self.new_file(name, weights.shape, weights.dtype)
+        return tensor.copy_(value)
 
     def columns(self) -> tuple[Columns, ...]:
         """How an engine finds the first values of this table's records."""
         first = self.here.first
-        fields = {"weights": first.weights, **first.states}
+        fields = {WEIGHTS: first.weights, **first.states}
         steps = Columns(width=1)
-        if "lasts" in self.paths:
-            path, own = self.new_file("steps", (len(first.lasts), 1), torch.float32)
-            own[:, 0] = first.lasts.to(torch.int32).view(torch.float32)
-            steps = Columns(width=1, path=path)
-        return *(self._columns(name, own) for name, own in fields.items()), steps
+        if "lasts" in self.places:
+            steps, tensor = self.new_file("steps", (len(first.lasts), 1), torch.float32)
+            tensor[:, 0] = first.lasts.to(torch.int32).view(torch.float32)
+        return *(self._columns(name, values) for name, values in fields.items()), steps
 
     def _columns(self, field: str, values: Tensor) -> Columns:
-        if field in self.paths:
-            return Columns(width=values.shape[1], path=self.paths[field])
-        return Columns(width=values.shape[1], value=float(values[0, 0]))
+        return self.places.get(field) or Columns(width=values.shape[1], value=float(values[0, 0]))
 
-    def new_file(self, field: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[str, Tensor]:
-        """Returns a file of zeros and the tensor that it is mapped to."""
+    def new_file(self, field: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Columns, Tensor]:
+        """Returns the place of a file of zeros, and the tensor that it is mapped to."""
         self._num_files += 1
         path = self.folder / f"{self.name}.{field}.{self._num_files}"
-        return str(path), mapped(path, shape, dtype)
+        return Columns(width=shape[-1], path=str(path)), mapped(path, shape, dtype)
+
+
+def place_of(weights: Tensor) -> Columns | None:
+    """Where a mapped file has these values, f32 [V, D]. None: in no file, or in another order than by rows."""
+    path = weights.untyped_storage().filename
+    if not path or weights.stride(1) != 1 or weights.stride(0) < weights.shape[1] or not len(weights):
+        return None
+    place = Columns(
+        width=weights.shape[1], path=path, offset=4 * int(weights.storage_offset()), row_bytes=4 * weights.stride(0)
+    )
+    if path in made_here:
+        return place
+    size = Path(path).stat().st_size
+    if size < place.offset + place.row_bytes * (len(weights) - 1) + 4 * place.width:
+        return None
+    memory = np.memmap(path, np.uint8, "r")
+    values = np.ndarray(weights.shape, np.float32, memory, place.offset, (place.row_bytes, 4)).view(np.int32)
+    mine = weights.view(torch.int32).numpy()  # a private mapping may have other values than its file
+    blocks = range(0, len(mine), BLOCK_ROWS)
+    is_same = all(np.array_equal(values[at : at + BLOCK_ROWS], mine[at : at + BLOCK_ROWS]) for at in blocks)
+    return place if is_same else None
+
+
+made_here: set[str] = set()  # files of `rowcast.tables`, mapped shared
+
+
+def untouched(states: Mapping[str, float | Tensor]) -> Records:
+    """A row that no step has trained, with weights of all sizes: if a step moves any such row, it moves this one.
+
+    Powers of two are the first to shrink by a factor just below 1, and the values below them the first to grow."""
+    sizes = torch.tensor([2.0**power for power in range(-149, 128, 4)], device="cpu")
+    weights = torch.cat([sizes, torch.nextafter(2 * sizes, sizes), torch.zeros(1, device="cpu")])
+    weights = torch.cat([weights, -weights])[None]
+    values = {name: torch.full_like(weights, float(value)) for name, value in states.items()}
+    return Records(weights, values, torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

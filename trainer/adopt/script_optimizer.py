@@ -6,25 +6,41 @@ id, and the optimizer's state has theirs: it trains a small table, and knows of 
 A dense rule also moves rows without a gradient. They catch up when they are next read (`catch_up.py`).
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import print_line
-from rowcast.trainer.adopt.adopted_table import AdoptedTable, as_plain
+from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.catch_up import catch_up
 from rowcast.trainer.adopt.optimizer_trial import first_states, moves_without_gradient
 from rowcast.trainer.adopt.rows import Records
 from rowcast.trainer.adopt.step_log import StepLog, has_rows
-from rowcast.trainer.adopt.table_parameter import TableParameter
+from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, placeholder, state_door
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Implements `rows.MissedSteps` by the log of an optimizer."""
+
+    log: StepLog
+
+    @property
+    def steps(self) -> int:
+        return self.log.steps
+
+    def __call__(self, rows: Records) -> int:
+        return catch_up(rows, self.log) if self.log.steps else 0
 
 
 class TrainedTable:
@@ -32,17 +48,17 @@ class TrainedTable:
 
     def __init__(self, table: AdoptedTable, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Raises ConfigError if rows cannot be trained apart from each other."""
-        grad = table.parameter.grad
+        grad = table.grad
         assert grad is not None, "a table is tried at its first step"
         self.table, self.optimizer = table, optimizer
         self.log = StepLog(type(optimizer))
         first = first_states(table.name, type(optimizer), group, is_sparse=grad.is_sparse)
         if not grad.is_sparse and moves_without_gradient(type(optimizer), group):
             say_once(type(optimizer).__name__, decays=bool(group.get("weight_decay")))
-        loaded = {name: own for name, own in self._rows_of_state() if own.shape == table.shape}
-        table.home.begin_states({**first, **loaded}, table.catch_up)
-        table.catch_up = self._catch_up
+        loaded = {name: state for name, state in self._rows_of_state() if state.shape == table.shape}
+        table.home.begin_states({**first, **loaded}, Replay(self.log))
         table.read_again()
+        self._doors: dict[str, TableState] = {}
         self._left = dict(self._rows_of_state())  # as the last step left them
 
     @property
@@ -58,34 +74,37 @@ class TrainedTable:
         """False: the script has made another one, or has loaded or reset its state."""
         return optimizer is self.optimizer and all(self._state.get(name) is own for name, own in self._left.items())
 
-    def _catch_up(self, rows: Records) -> None:
-        if self.log.steps:
-            self.table.home.steps_replayed += catch_up(rows, self.log)
-
     def before_step(self, group: Mapping[str, Any]) -> None:
         table, parameter = self.table, self.table.parameter
         table.see_changes()
-        parameter.data = table.of_step(table.step_rows.weights)
+        self.ids, gradient = table.step_gradient()
+        table.need(self.ids)
+        parameter.__class__ = nn.Parameter
+        parameter.data = table.of_step(table.step_rows.weights, self.ids)
+        parameter.grad = gradient
         for name, _ in [*self._rows_of_state()]:
-            self._state[name] = table.of_step(table.step_rows.states[name])
-        assert parameter.grad is not None, "before_step is for a table with a gradient"
-        if not parameter.grad.is_sparse:
+            self._state[name] = table.of_step(table.step_rows.states[name], self.ids)
+        if not gradient.is_sparse:
             self.log.append(group, self._state)
 
     def after_step(self) -> None:
         table, parameter = self.table, self.table.parameter
-        self._left = dict(self._rows_of_state())
-        lasts = torch.full((len(table.trained_ids),), self.log.steps, device=parameter.device)
-        table.home.write(table.trained_ids, Records(parameter.data, dict(self._left), lasts))
+        states = dict(self._rows_of_state())
+        lasts = torch.full((len(self.ids),), self.log.steps, device=parameter.device)
+        rows = Records(parameter.data, states, lasts)
+        parameter.grad = None
+        parameter.data = placeholder(table.shape, parameter.dtype, parameter.device)
+        parameter.__class__ = TableParameter
+        table.home.write(self.ids, rows)
+        for name in states:
+            if name not in self._doors:
+                self._doors[name] = state_door(table, name)
+            self._left[name] = self._state[name] = self._doors[name]
         table.is_stepped = True
         table.begin_step()
 
-    def whole_state(self) -> dict[str, Any]:
-        whole = self.table.whole()
-        return {**self._state, **{name: whole.states[name].clone() for name, _ in self._rows_of_state()}}
 
-
-_followed: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()  # optimizers of tables: their last hook
+_followed: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()  # optimizers of tables
 _awaited: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether the closure of this step is to be called
 
 
@@ -99,14 +118,14 @@ def tables_of(optimizer: Optimizer) -> Iterator[tuple[AdoptedTable, Mapping[str,
 
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Puts `before_update` behind the optimizer's other hooks, which may give the step another closure."""
+    """Puts the update behind the script's own hooks before it, and before those behind it: they see whole tables."""
     if not any(tables_of(optimizer)):
         return
-    if optimizer in _followed:
-        _followed[optimizer].remove()
-    else:
-        optimizer.register_state_dict_post_hook(put_whole_states)
-    _followed[optimizer] = optimizer.register_step_pre_hook(before_update)
+    for handle in _followed.get(optimizer, ()):
+        handle.remove()
+    before, after = optimizer.register_step_pre_hook(before_update), optimizer.register_step_post_hook(after_update)
+    cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
+    _followed[optimizer] = before, after
 
 
 def before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
@@ -143,13 +162,12 @@ def refuse_closure(optimizer: Optimizer, called: str) -> NoReturn:
 
 def make_ready(optimizer: Optimizer) -> None:
     for table, group in tables_of(optimizer):
-        if table.parameter.grad is None or is_ready(table, optimizer):
+        if table.grad is None or is_ready(table, optimizer):
             continue
-        own: TrainedTable | None = table.trained
-        if own is None or not own.is_of(optimizer):
-            own = table.trained = TrainedTable(table, optimizer, group)
-        table.parameter.__class__ = nn.Parameter
-        own.before_step(group)
+        if table.trained is None or not table.trained.is_of(optimizer):
+            table.trained = None  # with the doors to its states, unless the script has them
+            table.trained = TrainedTable(table, optimizer, group)
+        table.trained.before_step(group)
 
 
 def is_ready(table: AdoptedTable, optimizer: Optimizer) -> bool:
@@ -164,26 +182,16 @@ def is_ready(table: AdoptedTable, optimizer: Optimizer) -> bool:
     return True
 
 
-def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def after_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _awaited.get(optimizer):
         refuse_closure(optimizer, "in no step")
     for table, _ in tables_of(optimizer):
         if not isinstance(table.parameter, TableParameter):
-            table.parameter.__class__ = TableParameter
-            with as_plain():
+            with torch.no_grad():
                 table.trained.after_step()
 
 
-def put_whole_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    parameters = [own for group in optimizer.param_groups for own in group["params"]]
-    for number, parameter in enumerate(parameters):
-        own: TrainedTable | None = parameter.table.trained if isinstance(parameter, TableParameter) else None
-        if own is not None and number in state_dict["state"] and own.is_of(optimizer):
-            state_dict["state"][number] = own.whole_state()
-
-
 register_optimizer_step_pre_hook(before_step)
-register_optimizer_step_post_hook(after_step)
 
 
 @cache

@@ -9,47 +9,65 @@ import inspect
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.runtime.telemetry.logs import print_line
-from rowcast.trainer.adopt.adopted_table import AdoptedTable, as_plain
+from rowcast.trainer.adopt.adopted_table import AdoptedTable
+from rowcast.trainer.adopt.row_gradient import as_plain, ids_of, is_basic, split
 from rowcast.trainer.adopt.rows import positions
+from rowcast.trainer.adopt.whole_table import TableView, WholeField
 
 # their arguments, with defaults
 LOOK_UPS = {
-    own: {name: each.default for name, each in inspect.signature(own).parameters.items()}
-    for own in (F.embedding, F.embedding_bag)
+    look_up: {name: argument.default for name, argument in inspect.signature(look_up).parameters.items()}
+    for look_up in (F.embedding, F.embedding_bag)
 }
-# attributes that say how the parameter is, not what its rows are
+# attributes and methods that say how the parameter is, not what its rows are
 PROPERTIES = frozenset(
     (
-        *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "is_sparse", "layout", "is_cuda", "is_cpu"),
-        *("_backward_hooks", "is_mps", "is_meta", "is_xla", "is_quantized", "is_nested", "_version", "names"),
-        *("output_nr", "ndim"),
+        *("requires_grad", "is_leaf", "grad_fn", "device", "dtype", "is_sparse", "layout", "is_cuda", "is_cpu"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "is_mps", "is_meta", "is_xla", "is_quantized", "is_nested"),
+        *(
+            "_version",
+            "names",
+            "output_nr",
+            "ndim",
+            "shape",
+            "itemsize",
+            "nbytes",
+            "is_xpu",
+            "is_vulkan",
+            "is_sparse_csr",
+        ),
     )
 )
-MOVES = frozenset(("to", "cuda", "cpu", "half", "float", "double", "bfloat16"))
 OF_PARAMETER = frozenset(
     (
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex"),
-        *("retain_grad", "_has_compatible_shallow_copy_type", "has_names", "__hash__", "element_size", "is_inference"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "is_contiguous", "dim"),
+        *("_has_compatible_shallow_copy_type", "has_names", "__hash__", "element_size", "is_inference", "get_device"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "dim", "numel", "size"),
+        *("nelement", "ndimension", "__len__", "is_signed", "is_conj", "is_neg", "retain_grad", "new_zeros"),
+        *("new_empty", "new_ones", "new_full", "new_tensor", "is_same_size", "type", "dim_order"),
     )
 )
+OF_MEMORY = frozenset(("stride", "is_contiguous", "storage_offset"))
+MOVES = frozenset(("to", "cuda", "cpu", "half", "float", "double", "bfloat16"))
 # of the whole table, and no part of a loss
 READS = frozenset(
+    ("detach", "copy_", "__repr__", "tolist", "__format__", "untyped_storage", "data_ptr", "storage", "equal")
+)
+SCORES = frozenset(
     (
-        *("detach", "numpy", "clone", "copy_", "__repr__", "tolist", "__format__", "untyped_storage", "data_ptr"),
-        *("numel", "size", "stride", "__len__"),
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "linear", "t", "T", "mT", "transpose", "addmm", "einsum", "bmm"),
+        *("inner", "tensordot", "mv", "dot", "permute", "baddbmm"),
     )
 )
 
@@ -65,39 +83,134 @@ class TableParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
+        kwargs, name = kwargs or {}, operation(func)
+        first: Any = args[0] if args else None
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if func in LOOK_UPS:
             return embedding(func, args, kwargs)
+        if name == "embedding":
+            return embedding(F.embedding, *as_function(*args, **kwargs))
         if rows_of := indexed(name, args, kwargs):
             return gathered(*rows_of)
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name == "__get__" and attribute == "shape":
-            return args[0].table.shape
-        if name == "__get__" and attribute == "data":
-            return args[0].table.whole().weights  # the .data of these would hide that the script changes them
-        if name == "__set__" and attribute == "data":
-            return set_data(*args)
+        if attribute == "data":
+            return first.table.whole().detach() if name == "__get__" else set_data(*args)
+        if attribute == "grad" and isinstance(first, TableParameter):
+            return gradient_of(first.table, name, args[1:])
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            with torch.no_grad():
+                func(*tree_map(opened, args), **tree_map(opened, kwargs))
+            return first
         if name in MOVES and (moved := another_door(func, args, kwargs)) is not None:
             return moved
-        if (name, attribute) == ("__get__", "grad") and is_in("clip_grad_norm_", sys._getframe(1)):
-            say_of_norm()
         if name in OF_PARAMETER or (name in ("__get__", "__set__") and attribute in PROPERTIES):
             with as_plain():
                 return func(*args, **kwargs)
+        if name in OF_MEMORY:
+            return func(torch.empty(first.table.shape, device="meta"), *args[1:], **kwargs)
         if torch.is_grad_enabled() and name not in READS:
+            if name == "clone" and first.requires_grad:
+                return Snapshot.apply(torch.zeros((), requires_grad=True), first)  # type: ignore[no-untyped-call]
+            if name in ("numpy", "__array__"):
+                with as_plain():
+                    return func(*args, **kwargs)  # torch refuses it: the parameter takes gradients
             refuse_whole(attribute if name == "__get__" else name, args, kwargs)
-        with as_plain():
-            args, kwargs = tree_map(
-                lambda own: own.table.whole().weights if isinstance(own, cls) else own, (args, kwargs)
-            )
-            return func(*args, **kwargs)
+        return through_doors(func, args, kwargs)
+
+    def plain(self) -> Tensor:
+        """Returns all rows with all steps, f32 [V, D]."""
+        return self.table.whole().plain()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.table.whole().weights.clone(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return nn.Parameter(self.plain(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return nn.Parameter(self.table.whole().weights.clone(), self.requires_grad)
+        return nn.Parameter(self.plain().clone(), self.requires_grad)
+
+
+class TableState(Tensor):
+    """`optimizer.state[weight][name]` between steps: a state of all rows, [V, D]."""
+
+    field: WholeField
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name, attribute = operation(func), getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in OF_PARAMETER or (name in ("__get__", "__set__") and attribute in (*PROPERTIES, "grad")):
+            with as_plain():
+                return func(*args, **(kwargs or {}))
+        return through_doors(func, args, kwargs or {})
+
+    def plain(self) -> Tensor:
+        """Returns the state of all rows with all steps, f32 [V, D]."""
+        return self.field.view().plain()
+
+
+def state_door(table: AdoptedTable, name: str) -> TableState:
+    field = table.home.whole(name)
+    door: TableState = placeholder(table.shape, torch.float32, table.home.device).as_subclass(TableState)
+    door.field, field.door = field, weakref.ref(door)
+    return door
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of a door: nobody may see them."""
+    return torch.full((1, 1), torch.nan, dtype=dtype, device=device).expand(*shape)
+
+
+def operation(func: Callable[..., Any]) -> str:
+    """The name of an operation, also of one of torch.ops."""
+    return str(getattr(func, "__name__", func)).split(".")[0]
+
+
+def opened(leaf: Any) -> Any:
+    """What a door leads to."""
+    if isinstance(leaf, TableParameter):
+        return leaf.table.whole()
+    return leaf.field.view() if isinstance(leaf, TableState) else leaf
+
+
+def through_doors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The operation on whole tables."""
+    if torch._C._get_tracing_state() is not None:
+        refuse_whole(operation(func), args, kwargs)
+    args_opened, kwargs_opened = tree_map(opened, (args, kwargs))
+    result = func(*args_opened, **kwargs_opened)
+    return args[0] if args and result is args_opened[0] else result
+
+
+class Snapshot(torch.autograd.Function):
+    """A copy of a whole table, which may be looked at and not trained through."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, parameter: TableParameter) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.plain().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_whole("clone", [ctx.parameter], {})
+
+
+def gradient_of(table: AdoptedTable, action: str, values: Sequence[Any]) -> Tensor | None:
+    """`parameter.grad`, and what is assigned to it."""
+    if action != "__get__":
+        table.grad = None if action == "__delete__" or values[0] is None else table.checked(values[0])
+        table.is_stepped = False
+    return table.grad
+
+
+def as_function(
+    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of F.embedding for those of torch.embedding."""
+    padding = padding_idx if padding_idx >= 0 else None
+    return (indices, weight, padding), {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
 
 
 def embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -107,18 +220,25 @@ def embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if not isinstance(given["weight"], TableParameter):  # embedding_bag also takes them the other way round
         given["input"], given["weight"] = given["weight"], given["input"]
     table: AdoptedTable = given["weight"].table
-    table.note(given["input"])
+    if torch._C._get_tracing_state() is not None:
+        refuse_whole("a trace", [given["weight"]], {})
+    wanted, padding = given["input"], given["padding_idx"]
+    table.note(wanted)
     changes_rows = given["max_norm"] is not None
+    if padding is not None:
+        padding %= table.num_rows
+        if func is F.embedding_bag:  # without a padding row, torch may add in another order
+            wanted = torch.cat([wanted.reshape(-1), wanted.new_tensor([padding])])
     if torch.is_grad_enabled() or changes_rows:
-        at = table.place(given["input"])
+        at = table.place(wanted)
         ids, weights = table.ids, table.leaf() if torch.is_grad_enabled() else table.step_rows.weights
     else:
-        ids, weights, at = table.peek(given["input"])
-    if given["padding_idx"] is not None:
-        padding = torch.tensor([given["padding_idx"] % table.num_rows], device=ids.device)
-        found, known = positions(ids, padding)
-        given["padding_idx"] = int(found) if bool(known) else None
-    given["input"], given["weight"] = at, weights
+        ids, weights, at = table.peek(wanted)
+    if padding is not None:
+        place, is_known = positions(ids, torch.tensor([padding], device=ids.device))
+        given["padding_idx"] = int(place) if bool(is_known) else None
+    given["input"] = at if wanted is given["input"] else at[:-1].view_as(given["input"])
+    given["weight"] = weights
     with as_plain():
         result = func(**given)
     if changes_rows:
@@ -133,12 +253,23 @@ def indexed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Indexe
     """The look-up by an index of rows: the table, ids, and how rows are taken at positions. None: something else."""
     if not args or not isinstance(args[0], TableParameter):
         return None
-    if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
-        return args[0].table, args[1], lambda rows, at: rows[at]
-    if name == "index_select":
+    table = args[0].table
+    if name == "__getitem__":
+        first, others = split(args[1])
+        is_view = is_basic(first)
+        if first is None or isinstance(first, bool) or (is_view and not torch.is_grad_enabled()):
+            return None
+        ids = ids_of(first, table.num_rows, table.home.device)
+        if isinstance(first, slice) and len(ids) == table.num_rows:
+            return None
+        if is_view and not isinstance(first, slice):
+            return table, ids.reshape(1), lambda rows, at: rows[at][(0, *others)]
+        return table, ids, lambda rows, at: rows[(at, *others)]
+    if name in ("index_select", "gather"):
         given = dict(zip(("input", "dim", "index"), args, strict=False)) | dict(kwargs)
         if given["dim"] in (0, -2):
-            return args[0].table, given["index"], lambda rows, at: torch.index_select(rows, 0, at)
+            take = torch.index_select if name == "index_select" else torch.gather
+            return table, given["index"], lambda rows, at: take(rows, 0, at)
     return None
 
 
@@ -153,56 +284,73 @@ def gathered(table: AdoptedTable, ids: Tensor, take: Callable[[Tensor, Tensor], 
 
 def another_door(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "TableParameter | None":
     """A door to the same table on another device, where its look-ups are then. None: not float32 any more."""
-    own: TableParameter = args[0]
+    door: TableParameter = args[0]
     with as_plain(), torch.no_grad():
-        data = func(own.data, *args[1:], **kwargs)
-        if data.dtype != own.dtype:
+        moved = func(door.new_empty(0), *args[1:], **kwargs)
+        if moved.dtype != door.dtype:
             return None
-        door: TableParameter = data.as_subclass(TableParameter).requires_grad_(own.requires_grad)
-    door.table = own.table
-    return door
+        if moved.device == door.device:
+            return door
+        values: Any = placeholder(door.table.shape, moved.dtype, moved.device)
+        other: TableParameter = values.as_subclass(TableParameter).requires_grad_(door.requires_grad)
+    other.table = door.table
+    return other
 
 
 def set_data(parameter: TableParameter, data: Tensor) -> None:
     """`parameter.data = data`: by a module that moves its parameters, or a whole table."""
     table = parameter.table
-    if data.dtype != torch.float32:
+    if data.dtype != torch.float32 or data.shape != table.shape:
         raise ConfigError(
-            f"table {table.name} would become {data.dtype}, and rowcast keeps rows of torch.float32; leave it on the "
-            f"device by keep=[{table.name!r}], or let autocast cast what was looked up"
+            f"table {table.name} would become {list(data.shape)} of {data.dtype}, and rowcast keeps its "
+            f"{list(table.shape)} of torch.float32; leave it on the device by keep=[{table.name!r}], or let autocast "
+            "cast what was looked up"
         )
-    if data.device != parameter.device:
+    if data.device != parameter.device and (isinstance(data, TableParameter) or not isinstance(data, TableView)):
         with as_plain():
-            parameter.data = parameter.data.to(data.device)
+            parameter.data = placeholder(table.shape, data.dtype, data.device)
         table.move(data.device)
-    if not isinstance(data, TableParameter):
-        table.whole().weights.copy_(data)
+    if isinstance(data, TableParameter):
+        return
+    if data.device.type != "cpu":
+        table.whole().copy_(data)
+        return
+    field = table.home.repoint(data)
+    if type(data) is Tensor:  # it is the table now, as in torch
+        data.__class__ = TableView
+        cast(TableView, data).field = field
 
 
-def refuse_whole(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    table = next(own.table for own in tree_flatten((args, kwargs))[0] if isinstance(own, TableParameter))
-    if any("_dynamo" in frame.filename for frame in traceback.extract_stack()):
+def refuse_whole(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    table = next(leaf.table for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TableParameter))
+    folders = [frame.filename for frame in traceback.extract_stack()]
+    if any("_dynamo" in folder for folder in folders):
         refuse_compilation(table.name)
+    keep = f"leave the table on the device by keep=[{table.name!r}]"
+    if any("fsdp" in folder for folder in folders):
+        raise ConfigError(f"FSDP cuts parameters, and the adopted table {table.name} is not here to be cut; {keep}")
+    if torch._C._get_tracing_state() is not None or any("/export" in folder for folder in folders):
+        raise ConfigError(
+            f"torch.jit.trace and torch.export would keep the rows of {table.name} that the example looks up; trace "
+            f"copy.deepcopy(model), which has the whole table, or {keep}"
+        )
+    if operation in ("grad", "backward"):
+        raise ConfigError(
+            f"torch.autograd.{operation} of named inputs cannot name the adopted table {table.name}, whose gradient is "
+            f"gathered from its look-ups for weight.grad; call loss.backward() and read weight.grad, or {keep}"
+        )
     frame = callers_frame()
+    where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    if operation in SCORES:
+        raise RowcastError(
+            f"{where} computes {operation} of the whole table {table.name} ({table.num_rows:,} rows) with gradients; "
+            f"for a head that is tied to the table {keep}; for an evaluation write `with torch.no_grad():` around it"
+        )
     raise RowcastError(
-        f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} computes {operation} of the whole table "
-        f"{table.name} ({table.num_rows:,} rows) for the loss, so each step would read all rows; use the optimizer's "
-        f"weight_decay, or only the rows that are looked up, or leave the table on the device by keep=[{table.name!r}]"
+        f"{where} computes {operation} of the whole table {table.name} ({table.num_rows:,} rows) for the loss, so each "
+        "step would read all rows; use the optimizer's weight_decay, or only the rows that are looked up, or "
+        f"{keep}; outside the loss write `with torch.no_grad():` around it"
     )
-
-
-@cache
-def say_of_norm() -> None:
-    print_line(
-        "clip_grad_norm_ adds up the squares of an adopted table's gradient over the rows that have one, in another "
-        "order than over the whole table: the norm agrees to rounding only"
-    )
-
-
-def is_in(function: str, frame: FrameType) -> bool:
-    """Whether a frame is of a function, or of a comprehension in it."""
-    around = frame.f_back or frame
-    return function in (frame.f_code.co_name, around.f_code.co_name)
 
 
 def refuse_compilation(name: str) -> NoReturn:
@@ -224,7 +372,7 @@ def callers_frame() -> FrameType:
 
 
 def become(parameter: nn.Parameter, table: AdoptedTable) -> None:
-    """Makes a parameter the door to its table. Its own data are the rows with a gradient: none yet."""
-    parameter.data = torch.empty(0, table.dim, dtype=parameter.dtype, device=parameter.device)
+    """Makes a parameter the door to its table."""
+    parameter.data = placeholder(table.shape, parameter.dtype, parameter.device)
     parameter.__class__ = TableParameter
     cast(TableParameter, parameter).table = table
