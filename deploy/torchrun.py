@@ -1,6 +1,6 @@
 """torchrun for trainers: `python -m rowcast.deploy.torchrun --nproc-per-node 2 -m rowcast.trainer run --config JOB`
 
-Takes torchrun's options and starts, restarts and ends trainers as torchrun does. Six things differ:
+Takes torchrun's options and starts, restarts and ends trainers as torchrun does. Seven things differ:
 
 | | torchrun | here |
 |---|---|---|
@@ -9,6 +9,7 @@ Takes torchrun's options and starts, restarts and ends trainers as torchrun does
 | a trainer ends and all start again | the store of before, with addresses of ended trainers | a new store |
 | a host is lost (`static`) | trainers of other hosts restart at once, in vain | the other hosts wait for it |
 | SIGTERM, SIGINT, SIGHUP | code 1, trainers have at most 30 s | passed on once; ends when trainers have stopped |
+| a trainer is refused: code 2 or 5 | all start again, to be refused again | ends; a script is started again |
 | trainers fail for good | code 1 | the code of the trainer that failed first |
 
 With `--nnodes` above 1, each host gives its `--node-rank`; all give the same `--master-addr`, an address of host 0, and
@@ -35,13 +36,17 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore, run  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher import api
 
+from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.runtime.process import UNTRAINED, Signals
 from rowcast.runtime.stops import AT_SUDDEN_EXIT
 from rowcast.runtime.telemetry.logs import open_missing_descriptors, say
@@ -50,9 +55,20 @@ MEETING_S = 600  # until all hosts have arrived
 LEAVE_S = 10  # for trainers to end after a failure; they have nothing to save
 POLL_S = 0.05
 BACKEND = "one-address"
+REFUSED = (ConfigError.exit_code, Mismatch.exit_code)
 MODULE, COMMAND = "rowcast.trainer", "trainer"  # either starts a trainer
 LOOPBACK = "lo"
 T = TypeVar("T")
+
+
+class Agent(LocalElasticAgent):
+    """Starts no trainers again after an error that would come again."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if any(failure.exitcode in REFUSED for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
 
 
 class OneAddress(StaticTCPRendezvous):
@@ -217,6 +233,8 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning; `trainer.threads` decides
     is_trainer = args.training_script == MODULE if args.module else Path(args.training_script).name == COMMAND
+    if is_trainer:
+        api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     handle_stops(are_held=is_trainer)
     try:
         run.run(args)  # type: ignore[no-untyped-call]

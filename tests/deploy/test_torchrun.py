@@ -53,8 +53,8 @@ def session(tmp_path: Path) -> Iterator[Session]:
         yield session
 
 
-def started(session: Session, mode: str) -> Process:
-    worker = session.folder / "worker.py"
+def started(session: Session, mode: str, name: str = "worker.py") -> Process:
+    worker = session.folder / name
     worker.write_text(WORKER)
     return session.start_module("rowcast.deploy.torchrun", "--nproc-per-node=2", "--max-restarts=1", str(worker), mode)
 
@@ -164,9 +164,13 @@ def test_a_trainer_that_fails_after_a_stop_is_not_started_again(session: Session
     assert "attempt 1" not in ended.stdout
 
 
-def test_it_ends_with_the_code_of_the_trainer_that_failed_first(session: Session) -> None:
-    ended = started(session, "fails").ended()
-    assert ended.code == 5, ended.stderr
+@pytest.mark.parametrize(("name", "starts"), [("trainer", 1), ("worker.py", 2)])
+def test_it_ends_with_the_code_that_came_first_and_starts_no_refused_trainer_again(
+    name: str, starts: int, session: Session
+) -> None:
+    ended = started(session, "fails", name).ended()
+    assert (ended.code, ended.stdout.count("rank 1 attempt")) == (5, starts), ended.stderr
+    assert ended.stderr.count("started again") == starts - 1
     assert session.remains() == []
 
 
