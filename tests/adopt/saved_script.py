@@ -2,10 +2,11 @@
 
     python -m tests.adopt.saved_script FILE CAPACITY ENDING
 
-Without a CAPACITY ("") nothing is adopted. ENDING: "killed" or "raises" in the third epoch, or "whole"."""
+Without a CAPACITY ("") nothing is adopted. ENDING: "killed", "raises" or "stopped" in the third epoch, or "whole"."""
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rowcast
 
 ROWS, DIM, EPOCHS = 400, 3, 4
+STOPPED_S = 8.0  # longer than `transport.silence_timeout` of runs
 
 
 class Model(nn.Module):
@@ -66,6 +68,9 @@ def end(ending: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if ending == "raises":
         raise ZeroDivisionError("the script's own error")
+    if ending == "stopped":
+        with subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -288,10 +289,37 @@ def test_a_script_that_is_killed_goes_on_from_what_it_saved_with_the_same_bits(t
     )
     assert script.remains() == []
     assert shared_memory() <= before
-    files = [torch.load(tmp_path / name) for name in ("plain.pt", "saved.pt")]
-    plain, own = ([leaf for leaf in tree_flatten(file)[0] if isinstance(leaf, Tensor)] for file in files)
+    plain = saved_bits(tmp_path / "plain.pt")
     assert len(plain) == 4 + 3 * 4
-    assert differing(plain, own) == []
+    assert saved_bits(tmp_path / "saved.pt") == plain
+
+
+def test_a_script_that_is_stopped_for_a_while_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    saved_script.main(tmp_path / "plain.pt", "", "whole")
+    script = Started(tmp_path)
+    ended = script.run("stopped")
+    assert ended.returncode == 0, ended.stderr
+    assert saved_bits(tmp_path / "saved.pt") == saved_bits(tmp_path / "plain.pt")
+    assert script.remains() == []
+
+
+def test_a_prefetcher_that_is_stopped_for_a_while_goes_on_with_the_same_bits(engines: Engines) -> None:
+    (plain, plain_optimizer), (model, optimizer) = plain_model(), adopted_model()
+
+    def stop(at: int) -> None:
+        if at == 9:
+            pid = engines.children[0].process.pid
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(saved_script.STOPPED_S, os.kill, (pid, signal.SIGCONT)).start()
+
+    train(plain, plain_optimizer, clicks())
+    train(model, optimizer, clicks(), stop)
+    assert differing(values(plain), values(model)) == []
+    assert len(engines.children) == 1
+
+
+def saved_bits(file: Path) -> list[bytes]:
+    return [leaf.numpy().tobytes() for leaf in tree_flatten(torch.load(file))[0] if isinstance(leaf, Tensor)]
 
 
 def test_a_script_that_ends_by_an_error_of_its_own_shows_it_and_leaves_nothing(tmp_path: Path) -> None:
