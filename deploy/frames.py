@@ -23,7 +23,7 @@ from rowcast.prefetcher.readers.columns import Ids, offsets_of
 from rowcast.prefetcher.readers.formats.criteo_tsv import hash_columns, logarithms
 from rowcast.prefetcher.readers.formats.csv import split_cells, without_empty
 from rowcast.prefetcher.readers.formats.csv_line import Cell
-from rowcast.prefetcher.readers.hashed_ids import can_hash, is_text
+from rowcast.prefetcher.readers.hashed_ids import can_hash, is_all_missing, is_text, text_of, type_of
 from rowcast.prefetcher.readers.id_check import IdCheck, job_features, row_location
 from rowcast.prefetcher.readers.negatives import DrawingReader, job_of_files
 from rowcast.prefetcher.readers.reader import Reader
@@ -55,6 +55,10 @@ class FrameRows:
         self._table = arrow_table(frame, roles.names())
         self._converts = converts(job, roles)
         self._separators = separators(job)
+        for own in self._features if not format_of(job.data.format).text_cells else ():
+            kind = self._table.schema.field(own.name).type
+            if own.hashed and not own.by_value and not is_all_missing(kind):
+                ids.note_type(own.name, type_of(kind), str(FRAME))
         self.num_rows, self.paths = self._table.num_rows, list[Path]()
 
     @contextmanager
@@ -64,7 +68,8 @@ class FrameRows:
     def take(self, rows: Ids, within: range) -> Batch:
         part = self._table.slice(int(rows[0]), len(rows))
         columns = {name: self._converted(name, part[name].combine_chunks()) for name in part.column_names}
-        table, location = typed(pa.RecordBatch.from_pydict(columns), self._features), row_location(FRAME, rows)
+        location = row_location(FRAME, rows)
+        table = typed(pa.RecordBatch.from_pydict(columns), self._features, location)
         return Batch.of(self._decoder.ids(table, location), self._decoder.dense(table, location))
 
     def _converted(self, name: str, values: Any) -> Any:
@@ -109,7 +114,7 @@ def arrow_table(frame: Any, names: list[str]) -> Any:
         if hasattr(frame, "iloc"):  # of pandas
             return pa.Table.from_pandas(frame[names], preserve_index=False)
         return pa.table(frame[names])
-    except (pa.ArrowException, TypeError, ValueError) as error:
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         reason = "; ".join(map(str, error.args))
         raise DataError(f"{FRAME}: a column has no single type, or another length ({reason}); correct it") from None
 
@@ -150,7 +155,7 @@ def converts(job: Job, roles: Roles) -> dict[str, Convert]:
         return found | mapped
     rows = {
         own.name: partial(rows_of, rule, own.num_embeddings, prepare=rules)
-        for own, rule in zip(features, id_rules(job), strict=True)
+        for own, rule in zip(features, id_rules(job, {}), strict=True)
     }
     return found | {name: after(criteo_hashes if is_criteo else integers, own) for name, own in rows.items()}
 
@@ -210,7 +215,7 @@ def texts(values: Any) -> Any:
         return values.cast(pa.string())
     if pa.types.is_floating(values.type) or pa.types.is_boolean(values.type):
         coded = values.dictionary_encode()
-        written = [str(value) for value in coded.dictionary.to_numpy(zero_copy_only=False)]
+        written = [text_of(value) for value in coded.dictionary.to_numpy(zero_copy_only=False)]
         return pa.array([None if text == "nan" else text for text in written], pa.string()).take(coded.indices)
     raise ValueError("ids must be text or numbers; make them the text that the file of training has")
 

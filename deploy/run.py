@@ -27,6 +27,8 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.pieces import pieces_by_name, pieces_of, with_columns
 from rowcast.prefetcher.checkpoints.saved_rows import SavedRows
 from rowcast.prefetcher.readers.columns import bag_offsets
+from rowcast.prefetcher.readers.id_check import check_id_types
+from rowcast.prefetcher.readers.reader import id_types
 from rowcast.prefetcher.stores.store import Records
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.parts import belonging, part_of
@@ -104,6 +106,7 @@ class Run:
         labels are not needed. Raises ConfigError for a missing column, DataError for a value."""
         job, found = self._scoring_job, [torch.zeros((0, *self.job.data.columns.label_shape))]
         reader, parts, of = open_frame(job, frame), job.ranks.num_parts, belonging(job)
+        check_id_types(self._manifest, id_types(reader), [FRAME])
         with as_trained(job, self._manifest.machine.threads) as device, torch.no_grad():
             model = self._model(()).eval().to(device)
             for batch in reader.batches("eval", 0):

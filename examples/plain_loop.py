@@ -27,7 +27,7 @@ from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.parts import belonging, part_of, part_seed
 from rowcast.runtime.machine import usable_cores
-from rowcast.trainer.kernels import DTYPES
+from rowcast.trainer.kernels.gradients import taken
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel
@@ -49,7 +49,7 @@ class PlainTable:
     def __init__(self, table: Table, first_feature: int, job: Job, tensors: dict[str, Tensor]) -> None:
         self.settings = settings = job.optimizer.sparse
         self.table, self.first_feature = table, first_feature
-        self.rounds_to = DTYPES[job.ranks.gradients]  # what the model takes, and its gradient in the backward pass
+        self.gradients = job.ranks.gradients
         prefix = f"optimizer.{table.name}."
         self.state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         # three forms of the weights: rounded to the table's dtype, the same in fp32 for look-ups, and the trained ones,
@@ -70,12 +70,12 @@ class PlainTable:
         if batch.weights is not None:
             rows = rows * torch.tensor(batch.weights[lookups])[:, None]
         if self.table.pooling == "none":
-            return self.sequences((rows + 0.0).to(self.rounds_to).float(), counts.view(-1, batch.size))
+            return self.sequences(taken(rows + 0.0, self.gradients), counts.view(-1, batch.size))
         bag_of_row = torch.arange(len(counts)).repeat_interleave(counts)
         pooled = torch.zeros(len(counts), self.table.width).index_add(0, bag_of_row, rows)
         if self.table.pooling == "mean":
             pooled = pooled / counts.clamp(min=1)[:, None]
-        return list(pooled.to(self.rounds_to).float().view(-1, batch.size, self.table.width).unbind())
+        return list(taken(pooled, self.gradients).view(-1, batch.size, self.table.width).unbind())
 
     def lookups(self, batch: Batch) -> tuple[Tensor, slice]:
         """How many ids each bag has, i64 [features * B], and where in the batch the table's ids are."""

@@ -33,7 +33,8 @@ class Scorer:
     def _embedded(self, table: Any, name: str, bags: list[Any]) -> Embedded:
         ids, offsets = [own for bag in bags for own in bag], np.cumsum([0, *map(len, bags)])
         if table.pooling == "none":
-            return Sequences(values=torch.tensor(self._now.rows(name, ids)) + 0.0, offsets=torch.tensor(offsets).int())
+            rows = self._now.taken(self._now.rows(name, ids) + 0.0)
+            return Sequences(values=torch.tensor(rows), offsets=torch.tensor(offsets).int())
         return torch.tensor(self._now.bags(name, ids, offsets))
 
 

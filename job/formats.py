@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from rowcast.job.section import Kinds, Section
+from rowcast.job.units import Size, parse_bytes
 
 READERS = "rowcast.prefetcher.readers.formats"
 MAX_LABELS = 64  # per sample; an evaluation counts 4 MiB for each
@@ -64,6 +65,9 @@ class Columns(Section, frozen=True, kw_only=True):
     # with `hash`, a whole number gets one row however it is written: 35, 35.0 and an integer of Parquet; `00501` stays
     # text. `false`: the bytes of a cell count
     hash_by_value: bool = False
+    # the rule of `hash_by_value` ([data.md](data.md#strings-and-large-integers-hash)), 1 in earlier versions; a run
+    # keeps the rule with which it has begun
+    value_rule: Annotated[int, Meta(ge=1, le=2)] = 2
     # maps a feature to the separator between the ids in a cell of text (in CSV and between their weights), such as
     # `";"`; `"[]"` for cells such as `[1, 2]` or `['a', 'b']`
     lists: dict[str, str] = {}
@@ -146,6 +150,8 @@ class Data(Section, frozen=True, kw_only=True):
     # the folder for the columns that text files become once ([data.md](data.md#text-is-read-once)); by default
     # `columns` beside `job.run_dir`, which runs share
     copies: str | None = None
+    # the most bytes of the columns of one text file; `"auto"` is 100 times its bytes on the disk, at least 1 GiB
+    copies_limit: Size = "auto"
     batch_size: Count = 2048  # samples in a batch; the last batch of an epoch may be shorter and is trained too
     epochs: Count = 1  # passes over the training data
     # the fraction of the data, from its end before any shuffle, used to evaluate
@@ -168,6 +174,11 @@ class Data(Section, frozen=True, kw_only=True):
 
     def check(self) -> None:
         known = format_of(self.format)
+        if self.copies_limit != "auto":
+            try:
+                parse_bytes(self.copies_limit)
+            except ValueError as error:
+                raise ValueError(f"copies_limit = {error}") from None
         if self.path is None and known.has_files:
             raise ValueError(f'format = {self.format!r} needs path = "..."')
         if not re.fullmatch(r"none|full|window:[1-9]\d*", self.shuffle):

@@ -409,6 +409,7 @@ class Job(Section, frozen=True, kw_only=True):
         content = self.content()
         for table in content["tables"]:
             table.pop("placement")
+        content["data"]["columns"].pop("value_rule")
         content.pop("metrics")
         content["trainer"].pop("threads")
         for key in ("threads", "background"):

@@ -30,8 +30,9 @@ from rowcast.runtime.checkpoint_manifest import (
 from rowcast.runtime.errors import ConfigError, Mismatch, instead, listed
 from rowcast.runtime.run_directory import RunDirectory
 
-# where the data is and how often it is read, but of files their order; which rank owns a table
+# where the data is and how often it is read, but of files their order; which rank owns a table; what a run keeps
 NOT_COUNTED = {"data.path", "data.by_name", "data.eval_path", "data.epochs", "data.copies", "placement"}
+NOT_COUNTED |= {"data.columns.value_rule", "data.copies_limit"}
 # what becomes of invalid ids, of a run that would have ended at the first one: it has trained none
 UNUSED = ("data.on_invalid_id", "error")
 # what must be as it was even before the first step: the rows and their first values

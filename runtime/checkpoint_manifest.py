@@ -36,7 +36,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eval_batch: Number | None = None  # batches of the current evaluation before it; None outside an evaluation
 
 
-MANIFEST_VERSION = 9
+MANIFEST_VERSION = 10
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
@@ -51,6 +51,7 @@ MAX_STEP = 10**12 - 1  # twelve digits, so that folders sort by step
 # of each table of the job (`protocol/shards.py`): its point; none if every block of its rows has its own. () if no
 # table is placed
 Points = tuple[tuple[Number, ...], ...]
+IdType = Literal["text", "integers"]
 BlockBits = Annotated[int, msgspec.Meta(ge=0, le=40)]
 
 
@@ -182,6 +183,8 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     machine: Machine = UNRECORDED  # of its trainer; not recorded after an import, and before version 6
     # the name of the checkpoint of the best evaluation so far; "" without `eval.keep = "best"`, and before version 7
     best: str = ""
+    # what the ids of each feature were that is hashed by their bytes; before version 10 none
+    id_types: dict[str, IdType] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_position(self.position)
@@ -318,6 +321,9 @@ def read_manifest(folder: Path) -> Manifest:
         msgspec.convert(manifest.job, SAVED_JOB)
     except msgspec.ValidationError as error:
         raise DataError(f"{path}: what it holds as `job` is no job ({error})") from None
+    columns = manifest.job["data"]["columns"]
+    if manifest.version < 10 and columns.get("hash_by_value"):
+        columns["value_rule"] = 1  # the only one that they had
     if manifest.name != folder.name:
         raise DataError(f"{path}: the manifest of {manifest.name} is in the folder of another checkpoint")
     return manifest

@@ -311,7 +311,7 @@ class Publisher:
                 position=manifest.position,
                 layers=tuple(tuple(map(layer_name, shard.layers)) for shard in manifest.shards),
                 num_dense=manifest.trained_on.num_dense,
-                ids=id_rules(job),
+                ids=id_rules(job, manifest.id_types),
                 tables=write_tables(partial, content),
                 dense=write_dense(partial, content),
                 job=manifest.job,

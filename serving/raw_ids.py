@@ -1,8 +1,10 @@
 """Maps raw ids to rows by the rule of training.
 
 hash                 text, or integers as int64: `readers/hashed_ids.py`; missing: row 0
-hash of text         the same, but CSV has no integers there
-hash by value        text, integers, floats and booleans: the same with data.columns.hash_by_value
+hash of text         the same, where training had no integers, as in CSV
+hash of integers     the same, where training had no text
+hash by value        text, integers, floats and booleans: the same with data.columns.hash_by_value, by rule 1
+hash by value 2      the same by rule 2 of data.columns.value_rule
 remainder            of Criteo's hashes, 0 to 2**32 - 1, by num_embeddings; missing: row 0
 unsigned remainder   the same of all bits of an integer, as in npy files
 buckets              of numbers, prepared as in training: `readers/prepare.py`
@@ -18,20 +20,27 @@ import pyarrow as pa
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.hashed_ids import can_hash, hashed_rows
-from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, Feature, job_features
+from rowcast.prefetcher.readers.hashed_ids import Inexact, can_hash, hashed_rows, is_text
+from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, ByValue, Feature, job_features
 from rowcast.prefetcher.readers.prepare import Rules, bucket_ids, prepared
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError
 from rowcast.serving import index_loops
 from rowcast.serving.version_file import IdRule, Rule
 
-HASHES: tuple[Rule, ...] = ("hash", "hash of text", "hash by value")
+HASHES: dict[Rule, tuple[ByValue, str]] = {  # rule -> `Feature.by_value`, what was hashed
+    "hash": (False, "text or integers"),
+    "hash of text": (False, "text"),
+    "hash of integers": (False, "integers"),
+    "hash by value": ("earlier", "text or numbers"),
+    "hash by value 2": (True, "text or numbers"),
+}
+OF_TYPES: dict[str, Rule] = {"text": "hash of text", "integers": "hash of integers"}
 DIVISIONS: dict[Rule, int] = {"remainder": index_loops.REMAINDER, "row": index_loops.ROW}
 
 
-def id_rules(job: Job) -> tuple[IdRule, ...]:
-    """In the order of the job's features."""
+def id_rules(job: Job, types: Mapping[str, str]) -> tuple[IdRule, ...]:
+    """In the order of the job's features. `types`: as `TrainingData.id_types`."""
     data = job.data
     return tuple(
         IdRule(
@@ -39,18 +48,18 @@ def id_rules(job: Job) -> tuple[IdRule, ...]:
             table=feature.table,
             rule="buckets"
             if feature.name in data.columns.prepare
-            else rule_of(data.format, feature, unsigned=data.hash),
+            else rule_of(data.format, feature, types.get(feature.name, ""), unsigned=data.hash),
             on_invalid=data.on_invalid_id,
         )
         for feature in job_features(job)
     )
 
 
-def rule_of(form: str, feature: Feature, *, unsigned: bool) -> Rule:
+def rule_of(form: str, feature: Feature, kind: str, *, unsigned: bool) -> Rule:
     if feature.hashed and feature.by_value:
-        return "hash by value"
+        return "hash by value" if feature.by_value == "earlier" else "hash by value 2"
     if feature.hashed:
-        return "hash of text" if format_of(form).text_cells else "hash"
+        return "hash of text" if format_of(form).text_cells else OF_TYPES.get(kind, "hash")
     return "remainder" if form == "criteo-tsv" else "unsigned remainder" if unsigned else "row"
 
 
@@ -68,13 +77,15 @@ def rows_of(rule: IdRule, num_embeddings: int, ids: Any, prepare: Rules) -> I64:
     if rule.rule == "buckets":
         return bucket_ids(prepared_numbers(values, prepare, rule.feature), prepare[rule.feature].buckets)
     if rule.rule in HASHES:
-        by_value = rule.rule == "hash by value"
-        if not can_hash(values.type, by_value=by_value) or (
-            rule.rule == "hash of text" and pa.types.is_integer(values.type)
-        ):
-            needed = "text" if rule.rule == "hash of text" else "text or numbers" if by_value else "text or integers"
+        by_value, needed = HASHES[rule.rule]
+        others = {"text": pa.types.is_integer, "integers": is_text}.get(needed, pa.types.is_null)
+        is_other = others(values.type) and values.null_count < len(values)
+        if not can_hash(values.type, by_value=by_value) or is_other:
             raise ValueError(f"feature {rule.feature}: ids are {values.type}, but training hashed {needed}")
-        rows: I64 = hashed_rows(values, num_embeddings, by_value=by_value)
+        try:
+            rows: I64 = hashed_rows(values, num_embeddings, by_value=by_value)
+        except Inexact as error:
+            raise ValueError(f"feature {rule.feature}: {error}") from None
         return rows
     if rule.rule == "unsigned remainder":
         return unsigned_remainders(rule, num_embeddings, values)

@@ -259,7 +259,7 @@ class Snapshot:
         """`versions`: newest first, the last is whole."""
         self.version = versions[0].file
         self.versions = versions
-        self._counts, self._prepare = counts, job.prepare
+        self._counts, self._prepare, self._gradients = counts, job.prepare, job.gradients
         self.tables = {table.name: TableView(table, job.seed, versions) for table in job.tables}
         self._features = {
             rule.feature: Feature(
@@ -311,7 +311,7 @@ class Snapshot:
         return dict(zip(ids, looked_up(features, given, rules, words, self._counts), strict=True))
 
     def bags(self, feature: str, ids: Any, offsets: Any, weights: Any = None) -> F32:
-        """Returns the pooled rows of bags, f32 [bags, width], with the bits of training.
+        """Returns the pooled rows of bags as the model takes them, f32 [bags, width], with the bits of training.
 
         Bag b has ids[offsets[b] : offsets[b + 1]]; `offsets` i64 [bags + 1] ascend from 0 to n. `weights`: f32 [n],
         only and always for a feature of data.columns.weights. Raises as `rows`, and ValueError for impossible offsets
@@ -336,7 +336,11 @@ class Snapshot:
             raise ValueError(f"{where}: {len(own)} weights for {len(found)} ids")
         out = np.empty((len(bounds) - 1, found.shape[1]), np.float32)
         pool(found, bounds, own, view.table.pooling == "mean", out)
-        return out
+        return self.taken(out)
+
+    def taken(self, looked_up: F32) -> F32:
+        """Returns what the model takes of rows without pooling, f32 [n, width]: rounded as `ranks.gradients` says."""
+        return widened(rounded(looked_up, self._gradients), self._gradients)
 
     def dense_features(self, columns: Mapping[str, Any]) -> F32:
         """Returns n samples' dense features in the model's order, f32 [n, num_dense], prepared as in training.

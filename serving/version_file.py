@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from rowcast.job.checks import check_tables
-from rowcast.job.embedding_tables import Table
+from rowcast.job.embedding_tables import RowType, Table
 from rowcast.job.formats import Columns, Prepare
 from rowcast.job.schema import JobSection
 from rowcast.job.tables import TableSpec, specs_of
@@ -39,9 +39,10 @@ FOLDER_NAME = re.compile(r"v([0-9]{12})")
 CURRENT_TEXT = re.compile(r"v([0-9]{12})(?: ([0-9a-f]{16}))?\n")
 CURRENT_BYTES = 64  # more than it ever has
 FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(?:rows|index|safetensors)")
-Rule = Literal[
-    "hash", "hash of text", "hash by value", "remainder", "unsigned remainder", "buckets", "row"
-]  # `raw_ids.py`
+Rule = Literal[  # `raw_ids.py`
+    "hash", "hash of text", "hash of integers", "hash by value", "hash by value 2", "remainder", "unsigned remainder",
+    "buckets", "row",
+]  # fmt: skip
 CHECK_BYTES = 4 * 2**20  # of a file, per checksum
 MOST_STACKED = 16  # versions that a reader maps
 
@@ -244,6 +245,7 @@ class ServedJob:
     tables: tuple[TableSpec, ...]
     weighted: frozenset[str]  # features that were trained with weights
     prepare: Rules  # of columns
+    gradients: RowType  # `ranks.gradients`
 
 
 class ServedTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -260,8 +262,11 @@ def served_job(content: dict[str, Any]) -> ServedJob:
         )  # versions of an earlier rowcast have none
         columns = Columns(weights=given["weights"])
         check_tables(tables, columns)
+        gradients = msgspec.convert(content.get("ranks", {}).get("gradients", "fp32"), RowType)
         seed = JobSection(seed=content["job"]["seed"], run_dir="any").seed
-    except (LookupError, TypeError, msgspec.ValidationError) as error:
+    except (AttributeError, LookupError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"not a job ({type(error).__name__}: {error})") from None
     tables_of = specs_of(tables, frozenset())
-    return ServedJob(seed=seed, tables=tables_of, weighted=frozenset(columns.weights), prepare=prepare)
+    return ServedJob(
+        seed=seed, tables=tables_of, weighted=frozenset(columns.weights), prepare=prepare, gradients=gradients
+    )

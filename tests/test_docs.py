@@ -1,6 +1,7 @@
 """What the documents repeat from the code, and the examples that they name."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,28 @@ def test_the_readme_stays_short() -> None:
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)[)#]", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+OF_OTHERS = {"examples/adopt/patches/README.md"}  # whose commits are those of other projects
+A_RUN = "0123456789ab"  # stands for the name of one
+PAGES = [path for path in sorted(ROOT.glob("**/*.md")) if not {".venv", "node_modules"} & {*path.parts}]
+
+
+def git(*command: str, given: str = "") -> str:
+    return subprocess.run(["git", *command], cwd=ROOT, input=given, capture_output=True, text=True, check=False).stdout
+
+
+def test_every_commit_that_a_page_or_a_sentence_names_exists() -> None:
+    """Where there is the history: a shallow copy has the newest commits only."""
+    if git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("this copy has no history")
+    pages = [path for path in PAGES if str(path.relative_to(ROOT)) not in OF_OTHERS]
+    named = {
+        found: path.name
+        for path in [*pages, ROOT / "job" / "removed.py"]
+        for found in re.findall(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}\b", path.read_text(encoding="utf-8"))
+    }
+    assert "4c36c62" in named
+    answers = git("cat-file", "--batch-check", given="".join(f"{name}^{{commit}}\n" for name in named)).splitlines()
+    gone = [name for name, answer in zip(named, answers, strict=True) if " commit " not in answer and name != A_RUN]
+    assert not gone, {name: named[name] for name in gone}

@@ -21,8 +21,9 @@ from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.placement import counted
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.columns import bag_offsets
-from rowcast.prefetcher.readers.data_files import in_recorded_order
-from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.data_files import in_recorded_order, with_recorded_rule
+from rowcast.prefetcher.readers.id_check import check_id_types
+from rowcast.prefetcher.readers.reader import Reader, id_types, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.start import Decisions, check_continues, decide, placed, training_data
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
@@ -349,9 +350,10 @@ def check_start(job: Job, seen: Seen, newest_valid: Callable[[], Manifest | None
     with suppress(DataError):  # `check_run_directory` says that every checkpoint is damaged
         newest = newest_valid()
     if newest is not None:
-        ordered = in_recorded_order(job, newest)
-        reader = reader_for_another_pass(ordered, seen.reader)
+        ordered = in_recorded_order(with_recorded_rule(job, newest), newest)
+        reader = open_reader(ordered) if ordered != job else reader_for_another_pass(job, seen.reader)
         measured = list(islice(schedule(ordered, reader, None, newest.position), MEASURED_BATCHES))
+        check_id_types(newest, id_types(reader), reader.paths)
         every_part = Rank(number=0, count=1, parts=job.ranks.num_parts)
         check_continues(newest, job, training_data(reader.dense_names, reader.paths), measured, every_part)
     count = cache(partial(counted, job, measured))

@@ -39,7 +39,8 @@ from rowcast.prefetcher.readers.formats.criteo_tsv import DENSE, SPARSE
 from rowcast.prefetcher.readers.formats.csv import beginning, decode, split_cells
 from rowcast.prefetcher.readers.formats.csv_line import BRACKETED, BRACKETS, Cell, CsvLayout, fields_of
 from rowcast.prefetcher.readers.formats.jsonl import decode as decode_json
-from rowcast.prefetcher.readers.formats.jsonl import plain
+from rowcast.prefetcher.readers.formats.jsonl import is_one_kind, values_of
+from rowcast.prefetcher.readers.formats.jsonl import kind_of as kind_of_json
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
 from rowcast.prefetcher.readers.id_check import Location, line_location, row_location
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, pieces
@@ -289,7 +290,8 @@ def json_pieces(files: list[Path], begin: Begin) -> Pieces:
         with open_text(file) as stream:
             for first, num_lines, lines in pieces(stream, file, 0):
                 where = line_location(file, first)
-                types = types or {own.name: plain(own.type) for own in decode_json({}, lines, num_lines, where).schema}
+                found = {} if types else values_of(lines, where)
+                types |= {name: kind_of_json(own) for name, own in found.items() if is_one_kind(own)}
                 yield decode_json(types, lines, num_lines, where), where
                 tick()
 

@@ -34,7 +34,7 @@ from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, FiniteRows, elements_of, rounded, widened
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.runtime.checkpoint_manifest import Manifest, Position, checked_file
+from rowcast.runtime.checkpoint_manifest import IdType, Manifest, Position, checked_file
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.run_directory import RunDirectory
@@ -67,6 +67,7 @@ def import_run(job: Job, source: Path, *, fresh: bool) -> Manifest:
 def import_into(checkpoints: Checkpoints, job: Job, source: "Source") -> Manifest:
     """Makes the first checkpoint of a run."""
     writer = CheckpointWriter(job, whole_groups(job), uuid.uuid4().hex[:12], None, checkpoints, None, keep=1)
+    writer.id_types = source.id_types
     writer.begin(source.position, finished=False, reason=IMPORT)
     blocks = (
         (index, keys, records)
@@ -123,6 +124,13 @@ class EarlierRun:
                 f"--from {run_dir}: its untrained rows have the first values of job.seed = {earlier.job.seed}; "
                 f"set that instead of {job.job.seed}"
             )
+        self.id_types = self._manifest.id_types
+        was, columns = earlier.data.columns, job.data.columns
+        if was.hash_by_value and columns.hash_by_value and was.value_rule != columns.value_rule:
+            raise ConfigError(
+                f"--from {run_dir}: its rows are those of ids by data.columns.value_rule = {was.value_rule}; set that "
+                f"instead of {columns.value_rule}"
+            )
         for theirs, ours in zip_longest(tables_of(earlier), tables_of(job)):
             if theirs != ours:
                 raise ConfigError(
@@ -162,6 +170,7 @@ class ExportedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.id_types: dict[str, IdType] = {}  # not in the file
         try:
             self._tensors = read_header(path)
         except OSError as error:

@@ -37,6 +37,7 @@ from rowcast.runtime.checkpoint_manifest import (
     SHARD_VERSION,
     BatchChecksum,
     DenseFile,
+    IdType,
     Manifest,
     Position,
     RowFile,
@@ -98,6 +99,7 @@ class CheckpointWriter:
         self.on_offer: Callable[[], None] = lambda: None  # called when `advance` has something to do
         # that computes the run, once its trainer has connected
         self.machine: Callable[[], Machine] = lambda: UNRECORDED
+        self.id_types: dict[str, IdType] = {}
         self.work = 0  # grows with progress
         self.num_files = 0  # written for the last checkpoint, including a merge's
         self.bytes_written = 0  # of the last checkpoint, to those files
@@ -262,6 +264,7 @@ class CheckpointWriter:
                 dense=dense,
                 machine=self.machine(),
                 best=best if self._job.eval.keep == "best" else "",
+                id_types=self.id_types,
             )
         )
 

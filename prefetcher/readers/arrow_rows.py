@@ -15,10 +15,11 @@ import pyarrow.compute as pc
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns, offsets_of
-from rowcast.prefetcher.readers.hashed_ids import hashes_of, rows_of_hashes
+from rowcast.prefetcher.readers.hashed_ids import Inexact, hashes_of, rows_of_hashes
 from rowcast.prefetcher.readers.id_check import (
     LARGEST_ID,
     MISSING,
+    ByValue,
     Feature,
     IdCheck,
     Location,
@@ -30,16 +31,25 @@ from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.errors import DataError
 
 
-def typed(table: Any, features: Sequence[Feature]) -> Any:
-    """Returns a pyarrow.RecordBatch with hashes in the columns of hashed features, null where an id is missing."""
+def typed(table: Any, features: Sequence[Feature], location: Location) -> Any:
+    """Returns a pyarrow.RecordBatch with hashes in the columns of hashed features, null where an id is missing. Raises
+    DataError."""
     for feature in features:
         if feature.hashed and feature.name in table.schema.names:
             at = table.schema.get_field_index(feature.name)
-            table = table.set_column(at, feature.name, with_hashes(table.column(at), by_value=feature.by_value))
+            values = table.column(at)
+            try:
+                table = table.set_column(at, feature.name, with_hashes(values, by_value=feature.by_value))
+            except Inexact as error:
+                single = values.flatten() if is_list(values.type) else values
+                listed = [own.encode() if isinstance(own, str) else own for own in single.to_pylist()]
+                place = listed.index(error.value)
+                where = lookup_location(bag_lengths(values), location)(place)
+                raise DataError(f"{where}, column {feature.name}: {error}") from None
     return table
 
 
-def with_hashes(values: Any, *, by_value: bool) -> Any:
+def with_hashes(values: Any, *, by_value: ByValue) -> Any:
     lengths = bag_lengths(values)
     if lengths is None:
         return hashes_of(values, by_value=by_value)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import FileRows, Ids, join_dense, join_ids, rows_by_file
-from rowcast.prefetcher.readers.id_check import IdCheck, Location
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, decoding
 from rowcast.prefetcher.readers.reader import Columns, Part, decode_part
 from rowcast.prefetcher.readers.row_reader import RowReader, open_files
 from rowcast.protocol.batch import Lookups, Samples
@@ -79,16 +79,18 @@ class RowsCursor:
     def take(self, rows: Ids, within: range) -> Part:
         self._columns.hold(within)
         decoder, files = self._rows.decoder, rows_by_file(self._rows.files.bounds, rows)
-        taken = [(self._columns.take(own), self._rows.files.location(own)) for own in files]
-        return decode_part(
-            self._rows.part,
-            samples=lambda: join_dense(
-                files,
-                [decoder.dense(table, location) for table, location in taken],
-                [decoder.lengths(table) for table, _ in taken],
-            ),
-            lookups=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
-        )
+        places = [self._rows.files.location(own) for own in files]
+        with decoding(places[0], len(rows)):
+            taken = [(self._columns.take(own), place) for own, place in zip(files, places, strict=True)]
+            return decode_part(
+                self._rows.part,
+                samples=lambda: join_dense(
+                    files,
+                    [decoder.dense(table, location) for table, location in taken],
+                    [decoder.lengths(table) for table, _ in taken],
+                ),
+                lookups=lambda: join_ids(files, [decoder.ids(table, location) for table, location in taken]),
+            )
 
 
 def open_named_columns(

@@ -4,7 +4,7 @@
     ...                                         .json    `Made`: of which bytes, by which rules, and checksums
     ...                                         .lock    held by the process that makes it; others wait
 
-A source of the recorded size, time and inode is taken to be the same. If one of them differs, all its bytes are hashed,
+A source of the recorded size, times and inode is taken to be the same. If one differs, all its bytes are hashed,
 and the copy stays if the hash is the recorded one. A copy that is torn, damaged or of other rules is made again: the
 whole file is covered by checksums, that of a record batch is verified when a process first uses it. Nothing is removed
 but what a dead process has left unfinished.
@@ -26,10 +26,11 @@ import pyarrow as pa
 import xxhash
 
 from rowcast.job.schema import Job, digest
+from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.columns import FileRows, Ids
 from rowcast.prefetcher.readers.data_files import FileState, cumulative, file_state, no_rows, path_text
 from rowcast.prefetcher.readers.folder_lock import folder_lock
-from rowcast.prefetcher.readers.id_check import Location, line_location
+from rowcast.prefetcher.readers.id_check import Location, decoding, line_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, HashedFile, open_hashed, pieces, text_of
 from rowcast.runtime.checkpoint_manifest import write_durably
@@ -40,6 +41,7 @@ from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 
 VERSION = 1
 EVERY_S = 5.0  # between lines of the log
+LEAST_LIMIT, MOST_GROWTH = 2**30, 100  # data.copies_limit = "auto"
 
 
 class Made(Sealed, frozen=True, kw_only=True):
@@ -64,13 +66,19 @@ def copies_folder(job: Job) -> Path:
     return job.run_dir.parent / "columns" if job.data.copies is None else Path(job.data.copies)
 
 
+def copies_limit(job: Job, source: Path) -> int:
+    """Returns the most bytes of a file's columns. Raises ConfigError."""
+    given = job.data.copies_limit
+    return max(LEAST_LIMIT, MOST_GROWTH * file_state(source).nbytes) if given == "auto" else parse_bytes(given)
+
+
 class CopiedFiles:
     """Text files as typed columns; files without rows are left out."""
 
     def __init__(self, job: Job, paths: Sequence[Path], rules: TextRules) -> None:
         """Makes the copies that are missing. Raises what reading the text raises, DataError if no file has rows, and
         ConfigError if a copy cannot be written."""
-        every = [Copy(path, copies_folder(job), rules) for path in paths]
+        every = [Copy(path, copies_folder(job), rules, copies_limit(job, path)) for path in paths]
         missing = [copy for copy in every if not copy.find()]
         progress = Progress(sum(file_state(copy.source).nbytes for copy in missing))
         for copy in missing:
@@ -132,7 +140,8 @@ class Progress:
             self._said_s = now_s
             share = f"{100 * read // self._total_bytes} % of {human_bytes(self._total_bytes)}"
             rate = f"{human_bytes(read / (now_s - self._began_s))}/s"
-            get_logger().info("reading text into columns, once", file=str(source), share=share, rate=rate)
+            told = {"file": str(source), "share": share, "rate": rate, "columns": human_bytes(written)}
+            get_logger().info("reading text into columns, once", **told)
 
     def end_file(self, read: int, written: int) -> None:
         self._read_bytes, self._written_bytes = self._read_bytes + read, self._written_bytes + written
@@ -152,8 +161,9 @@ def free_bytes(folder: Path) -> int:
 class Copy:
     """The typed columns of one text file."""
 
-    def __init__(self, source: Path, folder: Path, rules: TextRules) -> None:
-        self.source, self._rules = source, rules
+    def __init__(self, source: Path, folder: Path, rules: TextRules, limit: int) -> None:
+        """`limit`: bytes."""
+        self.source, self._rules, self._limit = source, rules, limit
         self._key = digest([path_text(source), rules.known])
         name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)[:80]}-{xxhash.xxh3_64_hexdigest(self._key.encode())}"
         self._path, self._record, self._lock = (folder / f"{name}.{end}" for end in ("arrow", "json", "lock"))
@@ -222,9 +232,16 @@ class Copy:
             try:
                 for columns in self._columns(file):
                     target.add(columns)
+                    if target.bounds[-1] > self._limit:
+                        raise ConfigError(
+                            f"data.copies_limit: {human_bytes(file.nbytes)} of {self.source} became "
+                            f"{human_bytes(target.bounds[-1])} of columns, more than {human_bytes(self._limit)}; set a "
+                            "higher limit if the file is no mistake"
+                        )
                     progress.tick(self.source, unfinished.parent, file.nbytes, target.bounds[-1])
                 target.finish()
-                if file.nbytes != before.nbytes or file_state(self.source) != before:
+                # without its last time, which another program changes by a link to the file
+                if file.nbytes != before.nbytes or file_state(self.source)[:3] != before[:3]:
                     raise changed(self.source)
             except BaseException:
                 with suppress(OSError):
@@ -247,7 +264,10 @@ class Copy:
     def _columns(self, file: HashedFile) -> Iterator[Any]:
         with text_of(file, self.source) as stream:
             for first, num_lines, text in pieces(stream, self.source, self._rules.header_lines):
-                yield self._rules.columns(text, num_lines, line_location(self.source, first))
+                location = line_location(self.source, first)
+                with decoding(location, num_lines):
+                    columns = self._rules.columns(text, num_lines, location)
+                yield columns
 
     def _digest(self) -> str:
         """Of the source's bytes."""

@@ -96,6 +96,13 @@ def numbered(path: Path) -> tuple[list[list[tuple[str, int]]], Path]:
     return [[(other or "0", int(digits or "0")) for digits, other in part] for part in parts], path
 
 
+def with_recorded_rule(job: Job, checkpoint: Manifest) -> Job:
+    """Returns the job with the `data.columns.value_rule` of the checkpoint's run."""
+    columns, was = job.data.columns, checkpoint.job["data"]["columns"]
+    rule = was.get("value_rule", columns.value_rule)
+    return replace(job, data=replace(job.data, columns=replace(columns, value_rule=rule)))
+
+
 def in_recorded_order(job: Job, checkpoint: Manifest) -> Job:
     """Returns the job with the `data.by_name` of the checkpoint's run: older versions read files in the order of their
     names. Only two files of which numbers and names give different orders can tell it; without such files the job stays
@@ -146,6 +153,7 @@ class FileState(NamedTuple):
     nbytes: int
     mtime_ns: int
     inode: int
+    ctime_ns: int = 0  # which no program can set back; records of earlier versions have none
 
 
 def file_state(path: Path) -> FileState:
@@ -154,7 +162,7 @@ def file_state(path: Path) -> FileState:
         now = path.stat()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    return FileState(now.st_size, now.st_mtime_ns, now.st_ino)
+    return FileState(now.st_size, now.st_mtime_ns, now.st_ino, now.st_ctime_ns)
 
 
 def path_text(path: Path) -> str:

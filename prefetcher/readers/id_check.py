@@ -4,11 +4,12 @@ Numbers become fp32. A whole number that fp32 changes, and one beyond its range,
 every trainer rounds them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,10 @@ import numpy.typing as npt
 from rowcast.job.formats import Columns, formats_with
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.runtime.errors import ConfigError, DataError, nearest
+from rowcast.runtime.checkpoint_manifest import IdType, Manifest
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError, nearest
 
+ByValue = bool | Literal["earlier"]
 Array = npt.NDArray[Any]
 Location = Callable[[int], str]  # position in the checked array -> "file, row 17"
 MISSING = np.iinfo(np.int64).min  # a missing id; numpy also converts NaN to it
@@ -32,8 +35,26 @@ class Feature:
     num_embeddings: int
     weights_column: str | None  # data.columns.weights
     hashed: bool  # data.columns.hash
-    by_value: bool  # data.columns.hash_by_value
+    by_value: ByValue  # data.columns.hash_by_value, "earlier" by rule 1 of value_rule
     separator: str  # data.columns.lists: between ids in a cell of text; "" for one id
+
+    @property
+    def rule(self) -> bool | int:
+        """As copies of text name it, those of before too."""
+        return {False: False, "earlier": True, True: 2}[self.by_value]
+
+
+@contextmanager
+def decoding(location: Location, number: int) -> Iterator[None]:
+    """Lets a library decode what a file holds in a number of places: whatever it raises is a DataError."""
+    try:
+        yield
+    except RowcastError:
+        raise
+    except Exception as error:
+        among = f", or another of {number} decoded with it" if number > 1 else ""
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise DataError(f"{location(0)}{among}: it cannot be decoded ({reason}); write the file again") from error
 
 
 def row_location(path: Path, rows: Ids | range) -> Location:
@@ -54,7 +75,7 @@ def job_features(job: Job) -> list[Feature]:
             num_embeddings=table.num_embeddings,
             weights_column=columns.weights.get(name),
             hashed=columns.is_hashed(name),
-            by_value=columns.hash_by_value,
+            by_value="earlier" if columns.hash_by_value and columns.value_rule == 1 else columns.hash_by_value,
             separator=columns.lists.get(name, ""),
         )
         for table in job.tables
@@ -105,6 +126,13 @@ class IdCheck:
         self._policy, self._features = policy, features
         self._limits = np.array([feature.num_embeddings for feature in self._features], np.uint64)
         self.num_invalid = 0
+        self.types: dict[str, tuple[IdType, str]] = {}  # of hashed features: the first file that has some, and which
+
+    def note_type(self, feature: str, kind: IdType, path: str) -> None:
+        """Raises DataError if another file has ids of another type: their rows would be others."""
+        first, where = self.types.setdefault(feature, (kind, path))
+        if kind != first:
+            raise other_type(feature, (kind, path), (first, where))
 
     def check(self, ids: Ids, bounds: Ids, location: Callable[[int], Location]) -> Ids:
         """Returns the ids of all features, those of feature f at bounds[f] to bounds[f + 1], inside their tables.
@@ -130,6 +158,22 @@ class IdCheck:
         if self._policy == "zero":
             return 0
         return np.where(ids == MISSING, 0, ids % np.int64(feature.num_embeddings))
+
+
+def check_id_types(newest: Manifest, types: Mapping[str, IdType], paths: Sequence[Path]) -> None:
+    """Raises DataError for ids of another type than the checkpoint's run has hashed. `paths`: of their files."""
+    files = () if newest.trained_on is None else newest.trained_on.files
+    before = files[0].path if files else f"the training data of run {newest.run_id}"
+    for feature, kind in types.items():
+        if (was := newest.id_types.get(feature, kind)) != kind:
+            raise other_type(feature, (kind, str(paths[0])), (was, before))
+
+
+def other_type(feature: str, now: tuple[IdType, str], before: tuple[IdType, str]) -> DataError:
+    return DataError(
+        f"{now[1]}, column {feature}: the ids are {now[0]}, and in {before[1]} they are {before[0]}, so that one id "
+        "would have two rows; write both as one type, or set data.columns.hash_by_value = true before the first step"
+    )
 
 
 def refusal(row: int, feature: Feature, location: str) -> DataError:

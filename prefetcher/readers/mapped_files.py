@@ -36,12 +36,14 @@ class MappedFile:
         num_batches, num_columns = self._reader.num_record_batches, len(self._widths)
         self._batches: list[Any] = [None] * num_batches
         self._is_open = np.zeros(num_batches, np.bool_)
+        self._compared: set[tuple[int, int]] = set()
         # where the values of each column and record batch begin in the file, in values; where their null bits do
         self._values = np.zeros((num_columns, num_batches), np.int64)
         self._nulls = np.full((num_columns, num_batches), NO_NULLS, np.int64)
 
     def open(self) -> list[int]:
-        """Opens all record batches, and returns their numbers of rows. Raises ValueError for one that is compressed."""
+        """Opens all record batches, and returns their numbers of rows. Raises ValueError for one that is compressed or
+        has fewer values than rows, and what pyarrow raises for one that it cannot read."""
         for index in range(len(self._batches)):
             self._open(index)
         return [batch.num_rows for batch in self._batches]
@@ -62,8 +64,9 @@ class MappedFile:
         return self._reader.get_batch(index)
 
     def _open(self, index: int) -> None:
-        """Raises ValueError for a record batch that is compressed."""
+        """Raises as `open`."""
         batch = self.batch(index)
+        batch.validate()  # the lengths of columns against those of their buffers
         for column, width in enumerate(self._widths):
             nulls, values = batch.column(column).buffers()[:2] if width else (None, None)
             if values is not None and len(batch):
@@ -88,12 +91,21 @@ class MappedFile:
             bits = pa.py_buffer(np.packbits(is_set | (starts == NO_NULLS), bitorder="little"))
         return pa.Array.from_buffers(self._kinds[column], len(values), [bits, pa.py_buffer(values)])
 
+    def _whole(self, column: int, index: int) -> Any:
+        """Returns a column of a record batch whose every offset and index has been compared with what it leads to."""
+        values = self._batches[index].column(column)
+        if (column, index) not in self._compared:
+            kind = values.type
+            as_bytes = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind)  # of any encoding
+            (values if as_bytes is None else values.view(as_bytes)).validate(full=True)
+            self._compared.add((column, index))
+        return values
+
     def _taken(self, column: int, batches: I64, where: I64) -> Any:
         order = np.argsort(batches, kind="stable")
         firsts = np.flatnonzero(np.diff(batches[order], prepend=-1)).tolist()
         parts = [
-            self._batches[batches[own[0]]].column(column).take(pa.array(where[own]))
-            for own in np.split(order, firsts[1:])
+            self._whole(column, int(batches[own[0]])).take(pa.array(where[own])) for own in np.split(order, firsts[1:])
         ]
         places = np.empty(len(order), np.int64)
         places[order] = np.arange(len(order))

@@ -21,10 +21,11 @@ from rowcast.job.formats import BATCH, Negatives
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Column, bag_offsets, join_columns
 from rowcast.prefetcher.readers.draws import Drawn, Draws, cumulative, draws
-from rowcast.prefetcher.readers.reader import Columns, Part, Pending, Reader, decoded, open_format
+from rowcast.prefetcher.readers.reader import Columns, Part, Pending, Reader, decoded, id_types, open_format
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.runtime.arrays import I64
+from rowcast.runtime.checkpoint_manifest import IdType
 from rowcast.runtime.errors import ConfigError
 
 NOTHING = np.zeros(0, np.int64)
@@ -63,6 +64,10 @@ class DrawingReader:
     @property
     def invalid_ids(self) -> int:
         return self._files.invalid_ids
+
+    @property
+    def id_types(self) -> dict[str, IdType]:
+        return id_types(self._files)
 
     def num_samples(self, split: Kind) -> int | None:
         return self._files.num_samples(split)

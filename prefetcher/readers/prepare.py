@@ -6,6 +6,7 @@
 A missing value is NaN until `fill`. Without rules, numbers keep their values and dtypes.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from rowcast.runtime.arrays import F64
 from rowcast.runtime.errors import DataError
 
 AS_IT_IS = Prepare()
+NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 Rules = Mapping[str, Prepare]  # of columns
 
 
@@ -82,10 +84,7 @@ def of_value(text: str, numbers: Mapping[str, float], by_number: Mapping[float, 
 
 
 def as_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    return float(text) if NUMBER.fullmatch(text) else None
 
 
 def shown(value: Any) -> str:

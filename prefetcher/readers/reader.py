@@ -9,6 +9,7 @@ from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
 from rowcast.protocol.parts import UNDIVIDED, Rank
+from rowcast.runtime.checkpoint_manifest import IdType
 
 Columns = Literal["all", "ids", "dense"]  # what a reader decodes: whole batches, or one half of each
 Part = Lookups | Samples
@@ -62,6 +63,12 @@ class CutElsewhere(Protocol):
 
     def num_batches(self, split: Kind) -> int | None:
         """Returns the batches of an epoch; None if unknown."""
+
+
+def id_types(reader: Reader) -> dict[str, IdType]:
+    """Returns what the ids of the features are that a reader of typed columns hashes by their bytes."""
+    found: dict[str, IdType] = getattr(reader, "id_types", {})
+    return found
 
 
 def num_batches(job: Job, reader: Reader, split: Kind) -> int | None:

@@ -19,6 +19,7 @@ from rowcast.prefetcher.readers.reader import Part, Pending, decoded
 from rowcast.prefetcher.readers.schedule import RowOrder
 from rowcast.protocol.batch import Batch, Cut, Kind, Lookups
 from rowcast.protocol.parts import Rank, samples_of
+from rowcast.runtime.checkpoint_manifest import IdType
 from rowcast.runtime.errors import DataError, instead
 
 
@@ -71,6 +72,10 @@ class RowReader:
     @property
     def invalid_ids(self) -> int:
         return self._ids.num_invalid
+
+    @property
+    def id_types(self) -> dict[str, IdType]:
+        return {name: kind for name, (kind, _) in self._ids.types.items()}
 
     def num_samples(self, split: Kind) -> int | None:
         return len(self._spans[split])

@@ -14,12 +14,12 @@ batches; their dense features are kept here until requested.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import CutElsewhere, Part, Reader, num_batches
+from rowcast.prefetcher.readers.reader import CutElsewhere, Part, Reader, id_types, num_batches
 from rowcast.prefetcher.readers.schedule import expected_train_steps
 from rowcast.protocol.batch import (
     Batch,
@@ -33,7 +33,7 @@ from rowcast.protocol.batch import (
     needed_offsets,
 )
 from rowcast.protocol.parts import Belonging, Rank, arrays_of_samples, ids_of_samples, samples_of
-from rowcast.runtime.checkpoint_manifest import Position
+from rowcast.runtime.checkpoint_manifest import IdType, Position
 from rowcast.runtime.errors import DataError
 
 
@@ -49,6 +49,7 @@ class SourceInfo:
     # train and evaluation batches of an epoch, if known
     epoch_batches: tuple[int | None, int | None] = (None, None)
     pairing: str = ""  # each feature with its column, if ids come by position
+    id_types: dict[str, IdType] = field(default_factory=dict)  # as `reader.id_types`
 
 
 @dataclass(kw_only=True, slots=True)
@@ -274,4 +275,5 @@ def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position
         paths=reader.paths,
         epoch_batches=(num_batches(job, reader, "train"), num_batches(job, reader, "eval")),
         pairing=reader.pairing if isinstance(reader, CutElsewhere) else "",
+        id_types=id_types(reader),
     )

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,9 +54,10 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.timeline import Timeline
 
 NUM_AHEAD = 8  # batches of a stream that all decoders together decode ahead; of small ones, four times as many
-REMOVED = FileState(0, 0, 0)
+REMOVED = FileState(0, 0, 0, 0)
 LEAST_AHEAD = 2  # per decoder, so that it decodes one batch while another waits
 ENOUGH_BYTES = 2**20  # of batches in a message
+DYING_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +124,11 @@ def decode(share: DecoderShare, pipe: connection.Connection) -> None:
             send_share(share, sender)
         except RowcastError as error:
             sender.send(error)
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it ends the run, with a sentence
+            traceback.print_exception(error)
+            sender.send(RowcastError(f"decoding failed, see above ({type(error).__name__}: {error})"))
     except BrokenPipeError:  # the parent has closed its end
         return
 
@@ -290,7 +297,10 @@ class Decoder:
 
     def _death(self) -> RowcastError:
         assert self._process is not None, "the receiver must run after start"
-        self._process.join(timeout=1.0)
+        self._process.join(timeout=DYING_S)  # the pipe is closed: it ends, perhaps with a large core file
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
         code, what = (
             self._process.exitcode,
             f"the decoding process (pid {self.pid}, after {self._num_received} batches)",

@@ -33,7 +33,8 @@ from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.placement import counted
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
-from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order
+from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order, with_recorded_rule
+from rowcast.prefetcher.readers.id_check import check_id_types
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Connection, Rings
@@ -83,7 +84,8 @@ class PrefetcherAttempt:
         self.finished = False  # the run is complete, everything is durable and the trainer has said goodbye
         self.ended_early = ""  # why it is complete before the data has ended
         self._run = run
-        self._job = run.job
+        self._job = run.job if newest is None else with_recorded_rule(run.job, newest)
+        self._recorded = self._job  # in checkpoints
         self._crew = crew
         self._log = get_logger()
         self._start = Position() if newest is None else newest.position
@@ -196,12 +198,15 @@ class PrefetcherAttempt:
 
     def _check_belongs(self, measured: list[ScheduledBatch]) -> None:
         """Raises if the checkpoint belongs to another job or to other data, or if there is nothing to evaluate."""
+        info = self._source.info()
+        if self.newest is not None:
+            check_id_types(self.newest, info.id_types, info.paths)
         if self.newest is not None and self._run.options.mode == "eval":
-            check_can_evaluate(self.newest, self._job, self._source.info().dense_names)
+            check_can_evaluate(self.newest, self._job, info.dense_names)
         elif self.newest is not None:
             check_continues(self.newest, self._job, self._training_data, measured, self._run.rank)
         needs_some = self._run.options.mode == "eval" or self._job.eval.patience or self._job.eval.keep == "best"
-        if needs_some and self._source.info().num_eval == 0:
+        if needs_some and info.num_eval == 0:
             raise ConfigError("there are no evaluation batches; set data.eval_fraction or data.eval_path")
 
     @cached_property
@@ -267,7 +272,7 @@ class PrefetcherAttempt:
         if run.options.mode == "eval":
             return NoCheckpoints()
         self._writer = CheckpointWriter(
-            run.job,
+            self._recorded,
             run.groups,
             self._run_id,
             self._training_data,
@@ -279,6 +284,8 @@ class PrefetcherAttempt:
         )
         self._writer.on_offer = partial(self._crew.wake, "checkpoint")
         self._writer.machine = self._machine
+        known = {} if self.newest is None else self.newest.id_types
+        self._writer.id_types = {**known, **self._source.info().id_types}
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
         return BarrierCheckpointer(run.groups, run.tables.stores, self._writer, aside_bytes)
 

@@ -1,5 +1,6 @@
 """Text is read once; the columns that are kept of it are used only for the same bytes and rules, and only whole."""
 
+import gzip
 import os
 import shutil
 from collections.abc import Callable
@@ -103,15 +104,13 @@ def test_a_file_of_another_time_or_inode_with_the_same_bytes_keeps_its_copy(
     assert len(read) == 3
 
 
-def test_other_bytes_are_noticed_unless_size_time_and_inode_are_kept(tmp_path: Path, read: list[str]) -> None:
-    """The last is a choice: nobody waits for a terabyte to be hashed at each start."""
+def test_other_bytes_are_noticed_whose_size_time_and_inode_are_kept(tmp_path: Path, read: list[str]) -> None:
+    """No program can keep the time of the last change of the inode."""
     first, path = rows(job_in(tmp_path)), tmp_path / "data" / "a.csv"
     before, content = path.stat(), path.read_bytes()
     path.write_bytes(content[:-1] + (b"1" if content[-1:] == b"0" else b"0"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert rows(job_in(tmp_path)) == first
-    shutil.copy2(path, tmp_path / "other")
-    (tmp_path / "other").rename(path)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert rows(job_in(tmp_path)) != first
     assert read[3:] == ["a.csv"]
 
@@ -254,3 +253,24 @@ def test_a_run_keeps_columns_beside_its_directory_and_its_workers_use_them(
     job = replace(job, job=replace(job.job, run_dir=str(tmp_path / "run")))
     assert len(all_samples(placed.batch for placed in rest_of(opened(with_workers(job, 2))))) == 3 * 103
     assert len(kept(tmp_path, "arrow")) == 3
+
+
+def test_columns_beyond_the_limit_are_refused_and_nothing_of_them_is_left(tmp_path: Path) -> None:
+    job = job_in(tmp_path, copies_limit="3KB")
+    with pytest.raises(ConfigError, match=facts("data.copies_limit", "a.csv", "2.93 KiB")):
+        rows(job)
+    assert kept(tmp_path, "*") == kept(tmp_path, "lock")
+    with pytest.raises(ConfigError, match=facts("copies_limit", "3 stones")):
+        job_in(tmp_path, copies_limit="3 stones")
+    assert len(rows(job_in(tmp_path, copies_limit="1MiB"))) == 3 * 103
+
+
+def test_auto_leaves_room_for_what_gzip_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, line = tmp_path / "data" / "a.csv.gz", b"0," * 39 + b"0\n"
+    monkeypatch.setattr(copies, "LEAST_LIMIT", 10**6)
+    path.parent.mkdir()
+    header = ("label," + ",".join([f"int_{i}" for i in range(13)] + [f"cat_{i}" for i in range(26)]) + "\n").encode()
+    path.write_bytes(gzip.compress(header + line * 30_000))
+    job = make_job("csv", path=str(path), copies=str(tmp_path / "columns"), eval_fraction=0.0)
+    with pytest.raises(ConfigError, match=facts("data.copies_limit", "a.csv.gz", "higher")):
+        open_reader(job)

@@ -212,11 +212,11 @@ DATA: dict[str, tuple[Make, str]] = {
     ),
     "parquet, truncated": (
         cut(parquet(), "1.parquet", lambda own: own[:600]),
-        r"1\.parquet: not a whole Parquet file \(",
+        r"1\.parquet: it cannot be decoded \(Arrow",
     ),
     "parquet, a damaged page": (
         cut(large, "0.parquet", lambda own: own[:30] + bytes(170) + own[200:]),
-        r"0\.parquet: the Parquet file is damaged \(",
+        r"0\.parquet, row group 0: it cannot be decoded \(OSError: ZSTD",
     ),
 }
 JOB: dict[str, tuple[Make, str]] = {  # what its file, or a name in it, cannot mean

@@ -27,7 +27,7 @@ BATCH, NUM_ROWS = 50, 300
 SAID = tuple[int, int, str]  # version, train step, checksum of the scores
 WAYS: dict[str, dict[str, Any]] = {
     "memory": {},
-    "tiered": {"store": {"kind": "tiered", "memory": "400 rows"}},
+    "tiered": {"store": {"kind": "tiered", "memory": "400 rows"}, "ranks": {"gradients": "bf16"}},
     "redis": {"store": {"kind": "redis", "memory": "400 rows"}},
     "two ranks": {"ranks": {"count": 2, "parts": 2}},
 }

@@ -86,7 +86,7 @@ def hashed(text: bytes) -> int:
     ],
 )
 def test_raw_ids_become_rows_by_the_rule_of_training(job: Job, ids: Any, rows: list[int]) -> None:
-    [rule] = id_rules(job)
+    [rule] = id_rules(job, {})
     assert rows_of(rule, 10, ids, job.data.columns.prepare).tolist() == rows
 
 
@@ -105,7 +105,7 @@ def test_raw_ids_become_rows_by_the_rule_of_training(job: Job, ids: Any, rows: l
     ],
 )
 def test_ids_that_training_would_have_refused_are_refused(job: Job, ids: Any, named: Any) -> None:
-    [rule] = id_rules(job)
+    [rule] = id_rules(job, {})
     with pytest.raises(ValueError, match=facts("cat_0", named)):
         rows_of(rule, 10, ids, job.data.columns.prepare)
 

@@ -146,3 +146,24 @@ def causal(job: Job, num_dense: int) -> nn.Module:
 
 def timed(job: Job, num_dense: int) -> nn.Module:
     return Timed(DIM)
+
+
+class Tagged(nn.Module):
+    """A logit of a sample's tags, each times its share, of rows drawn for the batch, and of one array of the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, dense: Tensor, embeddings: list[Embedded], inputs: Mapping[str, Any]) -> Tensor:
+        tags, drawn = embeddings
+        assert isinstance(tags, Sequences)
+        assert isinstance(drawn, Tensor)
+        shares = inputs["shares"].padded(3)[0][:, :, None].float()
+        pooled: Tensor = self.out((tags.padded(3)[0] * shares).sum(1) + drawn.mean(0))[:, 0]
+        logits: Tensor = pooled + inputs["code"] / 1e9 + dense[:, 0]
+        return logits
+
+
+def tagged(job: Job, num_dense: int) -> nn.Module:
+    return Tagged()

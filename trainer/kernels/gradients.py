@@ -3,7 +3,13 @@
 from torch import Tensor
 
 from rowcast.job.embedding_tables import RowType
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule
+from rowcast.trainer.kernels import DTYPES, GroupLookup, Kernels, RecordViews, Rule
+
+
+def taken(looked_up: Tensor, dtype: RowType) -> Tensor:
+    """Returns what a model takes of a table, f32 [n, width], of pooled rows or of rows without pooling. `dtype`:
+    `ranks.gradients`. The gradient is rounded on its way back too. `Snapshot.taken` is the same without torch."""
+    return looked_up.to(DTYPES[dtype]).float()
 
 
 def with_gradients(kernels: Kernels, dtype: RowType) -> Kernels:
@@ -18,7 +24,7 @@ class RoundedGradients:
         self._kernels = kernels
 
     def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-        return self._kernels.lookup(rows, group, divisors).bfloat16().float()
+        return taken(self._kernels.lookup(rows, group, divisors), "bf16")
 
     def reduce(self, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
         """Returns bf16 [U, D]. -0.0, to which the smallest are rounded, becomes 0.0 as in a sum: a part without the row

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.embedding_tables import Table
+from rowcast.job.embedding_tables import RowType, Table
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import Batch
 from rowcast.trainer.kernels import torch_ops
+from rowcast.trainer.kernels.gradients import taken
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.job_model import ForwardPass
 from rowcast.trainer.models.sequences import Embedded, Sequences
@@ -30,7 +31,7 @@ class TrainedModel(nn.Module):
         self.model = build_model(job, num_dense)
         for table, own in zip(job.tables, weights, strict=False):
             self.register_parameter(f"table_{table.name}", nn.Parameter(own))
-        self._pass, self._tables = ForwardPass(job, self.model), job.tables
+        self._pass, self._tables, self._gradients = ForwardPass(job, self.model), job.tables, job.ranks.gradients
 
     @property
     def score_name(self) -> str:
@@ -47,28 +48,31 @@ class TrainedModel(nn.Module):
     ) -> Any:
         """The same with other `weights` of the tables."""
         rows = [
-            look_up(table, weight, ids[feature])
+            look_up(table, weight, ids[feature], self._gradients)
             for table, weight in zip(self._tables, weights, strict=True)
             for feature in table.features
         ]
         return self._pass.logits(self._pass(self.model, dense, rows, inputs))
 
 
-def look_up(table: Table, weight: Tensor, bags: Bags) -> Embedded:
-    """Returns what a feature of the table gives to the model, with the bits of `torch_ops.lookup`."""
+def look_up(table: Table, weight: Tensor, bags: Bags, gradients: RowType) -> Embedded:
+    """Returns what a feature of the table gives to the model, with the bits of `torch_ops.lookup`. `gradients`: as for
+    `taken`."""
     ids, offsets, weights = bags
     rows = weight.index_select(0, ids).float()
     if weights is not None:
         rows = rows * weights[:, None]
     if table.pooling == "none":
         return Sequences(
-            values=rows + 0.0,
+            values=taken(rows + 0.0, gradients),
             offsets=(torch.arange(len(rows) + 1, device=ids.device) if offsets is None else offsets).int(),
         )
     if offsets is None:
-        return rows + 0.0  # a sum begins with 0: -0.0 becomes 0.0
+        return taken(rows + 0.0, gradients)  # a sum begins with 0: -0.0 becomes 0.0
     pooled = torch_ops.segment_sum(rows, torch.arange(len(rows), dtype=torch.int32, device=ids.device), offsets.int())
-    return pooled / offsets.diff().clamp(min=1)[:, None] if table.pooling == "mean" else pooled
+    if table.pooling == "mean":
+        pooled = pooled / offsets.diff().clamp(min=1)[:, None]
+    return taken(pooled, gradients)
 
 
 def arguments(

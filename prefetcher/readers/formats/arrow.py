@@ -14,6 +14,7 @@ from rowcast.prefetcher.readers.copies import CopyCursor
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
 from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.formats.parquet import roles_in
+from rowcast.prefetcher.readers.hashed_ids import first_kinds
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location, job_features, row_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.reader import Columns
@@ -28,7 +29,7 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
     files = ArrowFiles(paths, job_features(job))
-    roles = roles_in(job, files.paths, [file.schema for file in files.files])
+    roles = roles_in(job, files.paths, [file.schema for file in files.files], ids)
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
@@ -42,6 +43,7 @@ class ArrowFiles:
         if not filled:
             raise no_rows(paths)
         self.paths, self.files, self._batch_bounds = map(list, zip(*filled, strict=True))
+        self.kinds = first_kinds([file.schema for file in self.files])
         self.bounds = np.array(cumulative([int(own[-1]) for own in self._batch_bounds]), np.int64)
 
     def cursor(self, names: Sequence[str]) -> CopyCursor:
@@ -49,7 +51,7 @@ class ArrowFiles:
 
     def take(self, rows: FileRows, names: Sequence[str]) -> Any:
         table = self.files[rows.file].take(rows.rows, self._batch_bounds[rows.file], names)
-        return typed_columns(table, self._features, self.location(rows))
+        return typed_columns(table, self._features, self.kinds, self.location(rows))
 
     def location(self, rows: FileRows) -> Location:
         return row_location(self.paths[rows.file], rows.rows)
@@ -60,9 +62,9 @@ def mapped(path: Path) -> tuple[MappedFile, Any]:
     try:
         file = MappedFile(path)
         return file, np.array(cumulative(file.open()), np.int64)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
             f"{path}: no uncompressed Arrow file ({reason}); write it with "
             'pyarrow.feather.write_feather(table, path, compression="uncompressed"), or as Parquet'
-        ) from None
+        ) from error

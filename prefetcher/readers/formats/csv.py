@@ -10,7 +10,7 @@ Cells may be quoted, but a line is a row: line breaks within quotes are refused.
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, typed
+from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list, typed
 from rowcast.prefetcher.readers.column_roles import Roles, roles_of
 from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
@@ -42,7 +42,7 @@ from rowcast.prefetcher.readers.formats.csv_line import (
     items_of,
     line_error,
 )
-from rowcast.prefetcher.readers.hashed_ids import is_text
+from rowcast.prefetcher.readers.hashed_ids import is_all_missing, is_text
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location
 from rowcast.prefetcher.readers.prepare import AS_IT_IS
 from rowcast.prefetcher.readers.reader import Columns
@@ -77,10 +77,10 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
     )
 
     def columns_of(lines: bytes, num_lines: int, location: Location) -> Any:
-        return typed(decode(lines, num_lines, layout, location), roles.features)
+        return typed(decode(lines, num_lines, layout, location), roles.features, location)
 
     known = msgspec.to_builtins(
-        [layout, [[feature.name, feature.by_value] for feature in roles.features if feature.hashed]]
+        [layout, [[feature.name, feature.rule] for feature in roles.features if feature.hashed]]
     )
     files = CopiedFiles(job, filled, TextRules(known=known, header_lines=layout.header_lines, columns=columns_of))
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
@@ -158,9 +158,14 @@ def without_empty(texts: Any) -> Any:
     return pc.if_else(pc.equal(pc.binary_length(own), 0), None, own)
 
 
-def typed_columns(table: Any, features: Sequence[Feature], location: Location) -> Any:
+def typed_columns(table: Any, features: Sequence[Feature], kinds: Mapping[str, Any], location: Location) -> Any:
     """Returns the typed columns of a table of a format with types: splits the text of features with data.columns.lists.
-    Raises DataError."""
+    A column without any value has the type in `kinds`, of another file. Raises DataError."""
+    kinds = {own.name: pa.string() for own in features if own.separator} | dict(kinds)
+    for at, field in enumerate(table.schema):
+        if is_all_missing(field.type):
+            any_kind = pa.list_(pa.int64()) if is_list(field.type) else pa.int64()
+            table = table.set_column(at, field.name, table.column(at).cast(kinds.get(field.name, any_kind)))
     for feature in features:
         if feature.separator and feature.name in table.schema.names:
             at = table.schema.get_field_index(feature.name)
@@ -171,7 +176,7 @@ def typed_columns(table: Any, features: Sequence[Feature], location: Location) -
                 table = table.set_column(
                     at, feature.name, lists_of(without_empty(values), cell, feature.name, location)
                 )
-    return typed(table, features)
+    return typed(table, features, location)
 
 
 def lists_of(texts: Any, cell: Cell, name: str, location: Location) -> Any:

@@ -5,12 +5,15 @@ The first lines decide the types: numbers, true and false, text, lists of these.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 from pyarrow import json as arrow_json
 
@@ -26,12 +29,15 @@ from rowcast.prefetcher.readers.id_check import IdCheck, Location, line_location
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.text_files import Piece, open_text, pieces, refuse_line
+from rowcast.runtime.errors import DataError
 
 Types = Mapping[str, Any]  # of columns, in Arrow
-NUMBER, WHOLE, WORD, TEXT = pa.float64(), pa.int64(), pa.bool_(), pa.string()
+NUMBER, WHOLE, UNSIGNED, WORD, TEXT = pa.float64(), pa.int64(), pa.uint64(), pa.bool_(), pa.string()
+MOST_DEPTH = 64
 WHAT = {
     NUMBER: "a number",
     WHOLE: "an integer of 64 bits, as in the first lines",
+    UNSIGNED: "an integer from 0 to 2**64 - 1, as in the first lines",
     WORD: "true or false, as in the first lines",
     TEXT: "text, as in the first lines",
 }
@@ -44,15 +50,15 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
     path, first = first_piece(paths)
-    inferred = decode({}, first.text, first.num_lines, line_location(path, first.first_line)).schema
-    found = pa.schema([(own.name, plain(own.type)) for own in inferred])
-    roles = roles_in(job, [path], [found])
+    values = values_of(first.text, line_location(path, first.first_line))
+    found = pa.schema([(name, kind_of(own)) for name, own in values.items()])
+    roles = roles_in(job, [path], [found], ids)
     types = types_of(roles, found)
 
     def columns_of(lines: bytes, num_lines: int, location: Location) -> Any:
-        return typed_columns(decode(types, lines, num_lines, location), roles.features, location)
+        return typed_columns(decode(types, lines, num_lines, location), roles.features, {}, location)
 
-    hashed = [[own.name, own.by_value, own.separator] for own in roles.features if own.hashed or own.separator]
+    hashed = [[own.name, own.rule, own.separator] for own in roles.features if own.hashed or own.separator]
     known = ["jsonl", {name: str(kind) for name, kind in types.items()}, hashed]
     files = CopiedFiles(job, paths, TextRules(known=known, header_lines=0, columns=columns_of))
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
@@ -67,37 +73,88 @@ def first_piece(paths: list[Path]) -> tuple[Path, Piece]:
     raise no_rows(paths)
 
 
+def values_of(lines: bytes, location: Location) -> dict[str, list[Any]]:
+    """Returns the values of each key that are not missing. Raises DataError."""
+    values: dict[str, list[Any]] = {}
+    check_depth(lines, location)
+    for i, line in enumerate(lines.removesuffix(b"\n").split(b"\n")):
+        row = content_of(line)
+        if not isinstance(row, dict):
+            raise DataError(f"{location(i)}{line_error({}, line)}")
+        for name, value in row.items():
+            values.setdefault(name, []).extend([] if value is None else [value])
+    return values
+
+
+def content_of(line: bytes) -> Any:
+    """Returns None for a line that is no JSON."""
+    for parse in (msgspec.json.decode, json.loads):  # the second, slower, takes numbers beyond fp64
+        with suppress(ValueError):
+            return parse(line)
+    return None
+
+
+def kind_of(values: Sequence[Any]) -> Any:
+    """Returns the type of the first value, and of the others of its kind; the parser refuses those of other kinds.
+    Without values, any type will do."""
+    first = values[0] if values else 0
+    if isinstance(first, list):
+        items = [item for own in values if isinstance(own, list) for item in own if item is not None]
+        return pa.list_(kind_of(items))
+    if not isinstance(first, int | float) or isinstance(first, bool):
+        return WORD if isinstance(first, bool) else TEXT if isinstance(first, str) else pa.struct([])
+    numbers = [own for own in values if isinstance(own, int | float)] or [0]
+    if any(isinstance(own, float) for own in numbers):
+        return NUMBER
+    low, high = min(numbers), max(numbers)
+    return WHOLE if low >= -(2**63) and high < 2**63 else UNSIGNED if low >= 0 and high < 2**64 else NUMBER
+
+
+def is_one_kind(values: Sequence[Any]) -> bool:
+    return len({float if type(own) is int else type(own) for own in values}) < 2
+
+
 def types_of(roles: Roles, found: Any) -> Types:
     """Returns the types of the columns that are read, by those `found` in the first lines."""
-    numbers = {*roles.labels, *roles.dense, *roles.weights} - {feature.name for feature in roles.features}
+    features = {feature.name: feature for feature in roles.features}
+    numbers = {*roles.labels, *roles.dense, *roles.weights} - features.keys()
     kinds = {name: found.field(name).type for name in roles.names()}
-    return {name: as_number(kind) if name in numbers else kind for name, kind in kinds.items()}
+    # the earlier rule took numbers beyond int64 for fractions, as those of arrays still are
+    inexact = {name for name in kinds if name not in features or features[name].by_value == "earlier"}
+    kinds = {name: as_number(kind, UNSIGNED) if name in inexact else kind for name, kind in kinds.items()}
+    return {name: as_number(kind, WHOLE) if name in numbers else kind for name, kind in kinds.items()}
 
 
-def as_number(kind: Any) -> Any:
+def as_number(kind: Any, whole: Any) -> Any:
+    """Returns the type with fractions in place of `whole`, in lists too."""
     if is_list(kind):
-        return pa.list_(as_number(kind.value_type))
-    return NUMBER if pa.types.is_integer(kind) else kind
+        return pa.list_(as_number(kind.value_type, whole))
+    return NUMBER if kind == whole else kind
 
 
-def plain(kind: Any) -> Any:
-    """pyarrow takes dates in text for times. Where all values are missing, any type will do."""
-    if is_list(kind):
-        return pa.list_(plain(kind.value_type))
-    return WHOLE if pa.types.is_null(kind) else TEXT if pa.types.is_temporal(kind) else kind
+def check_depth(lines: bytes, location: Location) -> None:
+    """Raises DataError for a line with brackets within MOST_DEPTH others: parsers of JSON call themselves for each."""
+    content = np.frombuffer(lines, np.uint8)
+    ends, opened = np.flatnonzero(content == ord("\n")), np.flatnonzero((content & 0xDF) == ord("["))  # and {
+    counts = np.bincount(np.searchsorted(ends, opened))
+    for i in np.flatnonzero(counts > MOST_DEPTH).tolist():
+        line = lines[ends[i - 1] + 1 if i else 0 : ends[i] if i < len(ends) else None]
+        brackets = np.frombuffer(re.sub(rb'"(?:[^"\\]|\\.)*"?', b"", line), np.uint8) & 0xDF
+        depth = np.cumsum((brackets == ord("[")).astype(np.int64) - (brackets == ord("]"))).max(initial=0)
+        if depth > MOST_DEPTH:
+            raise DataError(
+                f"{location(i)}: objects and lists lie {depth} deep in one another; give at most {MOST_DEPTH}"
+            )
 
 
 def decode(types: Types, lines: bytes, num_lines: int, location: Location) -> Any:
-    """Returns a pyarrow.RecordBatch of whole lines: of `types`, or, if there are none, of all keys. Raises
-    DataError."""
+    """Returns a pyarrow.RecordBatch of `types`, of whole lines. Raises DataError."""
+    check_depth(lines, location)
     try:
         table = arrow_json.read_json(
             pa.py_buffer(lines),
             arrow_json.ReadOptions(use_threads=False, block_size=len(lines) + 1),
-            arrow_json.ParseOptions(
-                explicit_schema=pa.schema(types.items()) if types else None,
-                unexpected_field_behavior="ignore" if types else "infer",
-            ),
+            arrow_json.ParseOptions(explicit_schema=pa.schema(types.items()), unexpected_field_behavior="ignore"),
         )
         begun = lines.startswith(b"{") + lines.count(b"\n{")
         if table.num_rows != num_lines or (begun != num_lines and re.search(rb"(?m)^\s*$", lines[:-1])):
@@ -133,8 +190,9 @@ def line_error(types: Types, line: bytes) -> str | None:
 def holds(value: object, kind: Any) -> bool:
     if kind == NUMBER:
         return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if kind == WHOLE:
-        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    if kind in (WHOLE, UNSIGNED):
+        low, high = (-(2**63), 2**63) if kind == WHOLE else (0, 2**64)
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
     return isinstance(value, bool if kind == WORD else str)
 
 

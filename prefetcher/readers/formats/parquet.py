@@ -15,7 +15,7 @@ from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
 from rowcast.prefetcher.readers.column_roles import Roles, require_columns, roles_of
 from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
 from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
-from rowcast.prefetcher.readers.hashed_ids import can_hash, is_text
+from rowcast.prefetcher.readers.hashed_ids import can_hash, is_all_missing, is_text, type_of
 from rowcast.prefetcher.readers.id_check import IdCheck, job_features
 from rowcast.prefetcher.readers.prepare import AS_IT_IS, Rules
 from rowcast.prefetcher.readers.reader import Columns
@@ -34,18 +34,21 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
     files = ParquetFiles(paths, job_features(job))
-    roles = roles_in(job, files.paths, files.schemas)
+    roles = roles_in(job, files.paths, files.schemas, ids)
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
-def roles_in(job: Job, paths: list[Path], schemas: list[Any]) -> Roles:
+def roles_in(job: Job, paths: list[Path], schemas: list[Any], ids: IdCheck) -> Roles:
     """Returns the roles of the first file's columns. Raises DataError or ConfigError for a file that does not have
-    them."""
+    them, or whose ids have another type than those of a file before."""
     first = schemas[0]
     roles = roles_of(job, paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)])
     for path, schema in zip(paths, schemas, strict=True):
         require_columns(job, roles, path, schema.names)
         check_types(roles, job.data.columns.prepare, path, schema)
+        for feature in roles.features:
+            if feature.hashed and not feature.by_value and not is_all_missing(kind := schema.field(feature.name).type):
+                ids.note_type(feature.name, type_of(kind), str(path))
     return roles
 
 
@@ -55,6 +58,8 @@ def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:
         kind = schema.field(feature.name).type
         single = kind.value_type if is_list(kind) else kind
         may_be_hashed = can_hash(single, by_value=feature.by_value)
+        if is_all_missing(kind):
+            continue
         if feature.name in rules:
             require_numbers(rules, path, feature.name, single)
         elif feature.separator and is_text(single):
@@ -77,7 +82,8 @@ def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:
 
 
 def require_numbers(rules: Rules, path: Path, name: str, kind: Any) -> None:
-    if not is_number(kind) and not (rules.get(name, AS_IT_IS).map and can_hash(kind, by_value=True)):
+    is_mapped = rules.get(name, AS_IT_IS).map and can_hash(kind, by_value=True)
+    if not (is_number(kind) or is_all_missing(kind) or is_mapped):
         raise DataError(f"{path}, column {name}: the type is {kind}; it must be numbers")
 
 

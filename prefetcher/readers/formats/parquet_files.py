@@ -20,7 +20,8 @@ from pyarrow import parquet as pq
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
 from rowcast.prefetcher.readers.formats.csv import typed_columns
-from rowcast.prefetcher.readers.id_check import Feature, Location, row_location
+from rowcast.prefetcher.readers.hashed_ids import first_kinds
+from rowcast.prefetcher.readers.id_check import Feature, Location, decoding, row_location
 from rowcast.runtime.errors import DataError
 
 RECORD_BATCH_ROWS = 32768  # read at once, at most
@@ -42,6 +43,7 @@ class ParquetFiles:
         if not filled:
             raise no_rows(paths)
         self.paths, self.schemas, rows_of_groups = map(list, zip(*filled, strict=True))
+        self.kinds = first_kinds(self.schemas)
         self.groups = [
             RowGroup(file, number) for file, counts in enumerate(rows_of_groups) for number in range(len(counts))
         ]
@@ -118,7 +120,7 @@ class ArrowCursor:
         index = bisect_right(self._files.group_bounds, row) - 1
         group = self._files.groups[index]
         path = self._files.paths[group.file]
-        try:
+        with decoding(lambda i: f"{path}, row group {group.number}", 1):
             if group != self._group or row < self._next_row:
                 self._open(group)
                 self._next_row = self._files.group_bounds[index]
@@ -126,10 +128,9 @@ class ArrowCursor:
                 start, self._next_row = self._next_row, self._next_row + content.num_rows
                 if row < self._next_row:
                     rows = np.arange(start, self._next_row) - self._files.bounds[group.file]
-                    columns = typed_columns(content, self._files.features, row_location(path, rows))
+                    files, where = self._files, row_location(path, rows)
+                    columns = typed_columns(content, files.features, files.kinds, where)
                     return RecordBatch(group.file, start, columns)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{path}: the Parquet file is damaged ({first_line(error)}); write it again") from None
         raise DataError(f"{path}: row group {group.number} ends before its last row; write the file again")
 
     def _open(self, group: RowGroup) -> None:
@@ -144,13 +145,6 @@ class ArrowCursor:
 
 
 def file_facts(path: Path) -> tuple[Any, list[int]]:
-    try:
-        with pq.ParquetFile(path) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a whole Parquet file ({first_line(error)})") from None
+    with decoding(lambda i: str(path), 1), pq.ParquetFile(path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
     return schema, [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-
-
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
