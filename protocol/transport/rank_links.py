@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -246,7 +247,7 @@ class RankLinks:
         poller = zmq.Poller()
         for source in (self._inward, self._monitor, self._wake, *self._auth.sockets):
             poller.register(source, zmq.POLLIN)
-        looked_s = 0.0
+        looked_s, ready = 0.0, list[Any]()
         while not self._closing:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
@@ -256,10 +257,12 @@ class RankLinks:
                 self._look(now_s)
                 looked_s = now_s
             self._auth.answer()
-            self._connections.limit()
-            self._receive()
+            if self._monitor in ready:
+                self._connections.limit()
+            if self._inward in ready:
+                self._receive()
             self._send_queued()
-            poller.poll(IDLE_MS if is_whole else LOOK_MS)
+            ready = [source for source, _ in poller.poll(IDLE_MS if is_whole else LOOK_MS)]
 
     def _look(self, now_s: float) -> None:
         for other in self._others.values():
