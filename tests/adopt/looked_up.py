@@ -61,13 +61,14 @@ class Bench:
             self.table.num_embeddings, 4, generator=torch.Generator().manual_seed(5)
         ).requires_grad_()
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        self.verdicts.append(self.reading.note(self.table, ids))
+    def look_up(self, ids: Tensor, table: NamedTable | None = None) -> Tensor:
+        table = table or self.table
+        self.verdicts.append(self.reading.note(table, ids))
         if self.verdicts[-1] == "foreseen":
             told = [
-                self.engine.rows(number, self.table)
+                self.engine.rows(number, table)
                 for number in self.engine.begun
-                if self.table in self.engine.announced[number].rows
+                if table in self.engine.announced[number].rows
             ]
             assert any(np.isin(ids.detach().numpy(), rows).all() for rows in told)
         return torch.nn.functional.embedding(ids, self.weights)

@@ -1,9 +1,12 @@
 """Batches are read ahead, and a script gets them as un-adopted: the same, in their order, with its random state."""
 
 import gc
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -293,6 +296,120 @@ def test_a_script_that_asks_for_the_next_batch_before_its_step() -> None:
     assert same_as_unadopted(script).verdicts == ["unknown"] * 2 + ["foreseen"] * 5
 
 
+def held_back(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """The same batches; the loader is `most` ahead of the step."""
+    held = []
+    for batch in batches:
+        held.append(batch)
+        if len(held) > most:
+            yield held.pop(0)
+    yield from held
+
+
+def in_lists(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """Takes `most` batches before it steps with each."""
+    batches = iter(batches)
+    while held := [*islice(batches, most)]:
+        yield from held
+
+
+def in_a_thread(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    held: queue.Queue[Any] = queue.Queue(most)
+
+    def read() -> None:
+        for batch in batches:
+            held.put(batch)
+        held.put(None)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    if most > 12:
+        thread.join()  # it has read all batches of an epoch before the first step
+    yield from iter(held.get, None)
+    thread.join()
+
+
+Step = Callable[[Bench, Tensor], Any]
+POSITIONS, NEGATIVES = NamedTable("positions", 10), NamedTable("negatives", 1000)
+
+
+def with_positions(bench: Bench, x: Tensor) -> None:
+    bench.look_up(x)
+    bench.look_up(torch.arange(3), POSITIONS)
+
+
+def positions_first(bench: Bench, x: Tensor) -> None:
+    bench.look_up(torch.arange(3), POSITIONS)
+    bench.look_up(x * 7 % 1000)
+
+
+def with_negatives(bench: Bench, x: Tensor) -> None:
+    bench.look_up(x[:, 0])
+    bench.look_up(torch.randint(0, 1000, (4,)), NEGATIVES)
+    bench.look_up(x[:, 1:] * 3 % 1000)
+
+
+def negatives_first(bench: Bench, x: Tensor) -> None:
+    bench.look_up(torch.randint(0, 1000, (4,)), NEGATIVES)
+    bench.look_up(x)
+
+
+STEPS: dict[str, tuple[Step, int]] = {  # and how many of its look-ups can be foreseen
+    "plain": (lambda bench, x: bench.look_up(x), 1),
+    "computed": (lambda bench, x: [bench.look_up(x % 900), bench.look_up((x + 5) % 1000)], 2),
+    "with positions": (with_positions, 2),
+    "positions first": (positions_first, 2),
+    "with negatives": (with_negatives, 2),
+    "negatives first": (negatives_first, 1),
+}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_loader_may_be_ahead_of_the_step(bench: Bench, step: str, most: int) -> None:
+    """Of each epoch all batches are foreseen but those that the first step has waited for."""
+    work, known = STEPS[step]
+    for epoch in range(2):
+        for x, _ in held_back(DataLoader(Clicks(num=240), 8), most):
+            work(bench, x)
+        assert bench.num_foreseen == ((epoch + 1) * 30 - most - 1) * known
+    assert bench.engine.abandoned == []
+
+
+@pytest.mark.parametrize("most", [2, 4])
+@pytest.mark.parametrize("step", ["plain", "computed", "with negatives", "negatives first"])
+def test_batches_that_are_taken_in_lists(bench: Bench, step: str, most: int) -> None:
+    work, known = STEPS[step]
+    for x, _ in in_lists(DataLoader(Clicks(num=240), 8), most):
+        work(bench, x)
+    assert bench.num_foreseen == (30 - most) * known
+    assert bench.verdicts.count("mistaken") == 0
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_loop_that_passes_batches_over(bench: Bench, most: int) -> None:
+    for at, (x, _) in enumerate(held_back(DataLoader(Clicks(num=400), 8), most)):
+        if at % 5:
+            bench.look_up(x)
+    assert bench.num_foreseen >= 40 - most - 1
+    assert len(bench.engine.abandoned) == 10
+
+
+@pytest.mark.parametrize(("draws", "most"), [("torch", 13), ("", 13), ("", 4)])
+def test_a_thread_that_reads_for_the_step_reads_as_unadopted(draws: str, most: int) -> None:
+    """The step draws when it likes: nothing of what it draws is put back."""
+
+    def script(look_up: Callable[[Tensor], Any]) -> Iterator[Any]:
+        for _ in range(4):
+            for x, numbers in in_a_thread(DataLoader(Clicks(draws, num=96), 8), most):
+                yield x.tolist(), numbers.tolist(), float(torch.rand(()))
+                look_up(x % 900)
+
+    bench = same_as_unadopted(script)
+    assert bench.num_foreseen >= (36 if most > 12 else 0)
+    assert bench.verdicts.count("mistaken") == 0
+
+
 def test_calls_are_read_ahead_and_may_end_or_fail() -> None:
     def script(look_up: Callable[[Tensor], Any], ahead: Callable[[Any], Any]) -> Iterator[Any]:
         made = iter(range(9))
@@ -446,7 +563,7 @@ def test_a_look_at_one_batch_or_epochs_without_look_ups_stop_no_reading_ahead(be
         pass
     for x, _ in loader:
         bench.look_up(x)
-    assert bench.verdicts == ["unknown", "unknown", *["foreseen"] * 5]
+    assert bench.verdicts == ["unknown", *["foreseen"] * 6]
 
 
 def test_an_evaluation_before_the_look_ups_of_its_step(bench: Bench) -> None:

@@ -156,6 +156,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if leaf.dim() and leaf.shape[0] > 1:
                 self._sizes.setdefault(leaf.shape[0], self.graph.call_method("size", (node, 0)))
 
+    def has_made(self, ids: Tensor) -> bool:
+        """Whether the batch is known to have a part in the ids. Call outside of the recording mode."""
+        found = self._find(ids.detach(), "the look-up")
+        return isinstance(found, Node) and memory_of(found).is_of_batch
+
     def note(self, table: Table, ids: Tensor) -> None:
         """Call where the step looks up `ids`, outside of the recording mode."""
         found = self._find(ids.detach(), "the look-up")

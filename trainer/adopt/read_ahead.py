@@ -9,10 +9,15 @@ for batch in loader:  <------- batch k      reads k + 1 ... k + depth    announc
 The script sees the random state that it has un-adopted: what reading ahead draws from a generator of this process is
 put back until the batch is handed over. If the step draws from the same generator, batches read ahead are wrong, and
 the run is refused before one of them is used.
+
+A script may hold batches back: its loop is then some batches ahead of its steps. A look-up belongs to the batch with
+its ids as a hint, or from which it was computed. Others belong to the batch of the look-up before, or else to the
+oldest one without look-ups. A batch's first look-up ends those that the same loop has had before.
 """
 
 import os
 import random
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -36,12 +41,14 @@ MOST_FORMS = 64  # of batches; a script with more makes each batch of another fo
 MARKED = 16  # rows of a table for each id, up to which marking its rows is faster than sorting the ids
 MISTAKES = 3  # batches in succession of which a look-up was not foreseen: the program is recorded anew
 RECORDINGS = 2  # of a form, until it stays on demand
-MOST_TURNS = 2  # a batch is looked up before the script has asked for this many more, or never
+MOST_TURNS = 16  # a batch is looked up before the script has asked for this many more, or never
 
 Verdict = Literal["foreseen", "mistaken", "unknown"]
 States = dict[str, Any]  # of generators of random numbers, by name
 StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
 LAZY = (zip, map, filter, enumerate, reversed, GeneratorType)  # batches that can be read once
+
+NO_LEAVES = Leaves((), ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +92,15 @@ class Read:
     batch: Any
     is_iterator: bool = False  # the script gets an iterator over `batch`
     error: Exception | None = None
+    source: int = 0
     drew: States = field(default_factory=dict)  # generators that reading changed, after it
-    leaves: Leaves = field(default_factory=lambda: Leaves((), ()))
+    leaves: Leaves = NO_LEAVES
     form: Form = field(default_factory=Form)
     number: int | None = None  # set while it is announced
     program: Program | None = None  # that gave the hints
     hints: dict[Table, list[Tensor | Unknown]] = field(default_factory=dict)  # those that no look-up has met
     recorder: Recorder | None = None
+    is_left: bool = False  # the script has dropped its source
     turns: int = 0  # batches that the script has asked for since
     look_ups: int = 0
     is_wrong: bool = False
@@ -121,7 +130,12 @@ class ReadAhead:
     def __init__(self, depth: int, sink: Sink) -> None:
         """depth: batches that are read ahead of the script's."""
         self.depth, self.sink, self.counts = depth, sink, Counts()
-        self.is_reading = self.is_closed = False
+        self.is_closed = False
+        self.is_apart = False  # the script reads in another thread than the steps', which may draw at any time
+        self.readers: set[int] = set()  # threads that take a batch
+        self.arrived: deque[tuple[Source, Read, int]] = deque()  # of another thread, and which
+        self.thread = threading.get_ident()  # of the steps
+        self.current: Read | None = None  # of the last look-up, until the next batch is handed over
         self.departed: list[tuple[Iterable[Read], Iterable[Read]]] = []  # of sources that the script dropped
         self._open: list[Read] = []  # batches that the script has, the newest last
         self._forms: dict[object, Form] = {}
@@ -151,6 +165,8 @@ class ReadAhead:
             for source in self._sources:
                 source.leave()
             self.settle_departed()
+            for read in [*self._open]:
+                self.settle(read)
 
     def shut(self) -> None:
         """For an engine that is gone: from any thread, at any time."""
@@ -169,7 +185,8 @@ class ReadAhead:
 
     def source(self, batches: Any, generators: Sequence[torch.Generator] = ()) -> Any:
         """`batches`: an iterator, or a function that makes a batch; `generators`: that it owns and draws from."""
-        if isinstance(batches, Source) or self.is_reading or self.is_closed or os.getpid() != self._process:
+        is_within = threading.get_ident() in self.readers
+        if isinstance(batches, Source) or is_within or self.is_closed or os.getpid() != self._process:
             return batches  # a worker's loader, or one within a loader
         self._num_sources += 1
         kind = SizedSource if hasattr(type(batches), "__len__") else Source
@@ -180,42 +197,53 @@ class ReadAhead:
     def note(self, table: Table, ids: Tensor) -> Verdict:
         """Call at each look-up of an adopted table, with its ids as the step has them, before its rows are needed."""
         verdict: Verdict = "unknown"
+        if not self._recorders:
+            self.thread = threading.get_ident()
         with self.paused():
             self.settle_departed()
             if self._open:
                 read, verdict = self._compare(table, ids)
-                for own in dict.fromkeys([read, *self._recorded()]):
-                    self._meet(own, table, ids)
+                self._meet(read, table, ids)
         self.counts.look_ups[verdict] += 1
         return verdict
 
     def _meet(self, read: Read, table: Table, ids: Tensor) -> None:
+        if not read.look_ups:
+            earlier = self._open[: self._open.index(read)]
+            for own in [own for own in earlier if own.source == read.source]:
+                self.settle(own)
+            if read.number is not None:
+                self.sink.begin(read.number)
+        self.current = read
         if read.recorder is not None:
             read.recorder.note(table, ids)
-        if not read.look_ups and read.number is not None:
-            self.sink.begin(read.number)
         read.look_ups += 1
 
     def _compare(self, table: Table, ids: Tensor) -> tuple[Read, Verdict]:
-        """Returns the batch that the look-up belongs to: with these ids, else recorded, else the oldest without one."""
-        host = ids.detach().cpu()
-        for read in reversed(self._open):
-            for at, hint in enumerate(read.hints.get(table, ())):
+        """Returns the batch that the look-up belongs to."""
+        newest, host = self._open[-1].source, ids.detach().cpu()
+        likely = sorted(self._open, key=lambda own: (own is not self.current, own.look_ups > 0, own.source != newest))
+        made = [own for own in likely if own.recorder is not None and own.recorder.has_made(ids)]
+        may_be = [own for own in likely if own.program is None or own.hints.get(table)]
+        read = [*made, *may_be, *likely][0]
+        for own in likely:
+            if own.source == read.source and read.program is None:
+                continue  # ids that many batches share would make it the turn of one that has hints
+            for at, hint in enumerate(own.hints.get(table, ())):
                 if isinstance(hint, Tensor) and hint.dtype == host.dtype and torch.equal(hint, host):
-                    del read.hints[table][at]
-                    return read, "foreseen"
-        read = [*self._recorded(), *(own for own in self._open if not own.look_ups), self._open[-1]][0]
+                    del own.hints[table][at]
+                    return own, "foreseen"
         left = read.hints.get(table)
         expected = left.pop(0) if left else None
         read.is_wrong |= not isinstance(expected, Unknown)
         return read, "mistaken" if isinstance(expected, Tensor) else "unknown"
 
-    def _recorded(self) -> list[Read]:
-        return [own for own in self._open if own.recorder is not None]
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations within are not the step's, and are not recorded."""
+        """Operations within are not the step's, and are not recorded. Nor are those of another thread."""
+        if threading.get_ident() != self.thread:
+            yield
+            return
         self._num_pauses += 1
         while self._recorders:
             self._recorders.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -231,7 +259,7 @@ class ReadAhead:
     def read(self, take: Callable[[], Any]) -> Read:
         """Reads a batch. An exception of the loader waits for the batch at which the script would get it."""
         begin_s = time.perf_counter()
-        self.is_reading = True
+        self.readers.add(threading.get_ident())
         try:
             batch = take()
             is_iterator = isinstance(batch, LAZY)
@@ -241,7 +269,7 @@ class ReadAhead:
         except Exception as error:  # noqa: BLE001 - it is the script's
             return Read(None, error=error)
         finally:
-            self.is_reading = False
+            self.readers.discard(threading.get_ident())
             read_s = time.perf_counter()
             self.counts.read_s += read_s - begin_s
         read.leaves = leaves_of(read.batch)
@@ -257,7 +285,7 @@ class ReadAhead:
         )
         return Form(recordings=RECORDINGS)
 
-    def announce(self, read: Read, source: int) -> None:
+    def announce(self, read: Read) -> None:
         begin_s = time.perf_counter()
         program = read.program = read.form.program
         ids_of: dict[Table, list[Tensor]] = {}
@@ -274,22 +302,28 @@ class ReadAhead:
         self.counts.distinct_s += time.perf_counter() - known_s
         read.number, self._num_announced = self._num_announced, self._num_announced + 1
         trains = program is None or program.trains
-        self.sink.announce(Announced(number=read.number, source=source, rows=rows, trains=trains))
+        self.sink.announce(Announced(number=read.number, source=read.source, rows=rows, trains=trains))
 
-    def hand_over(self, read: Read) -> None:
+    def hand_over(self, read: Read, *, records: bool) -> None:
         """The script gets the batch."""
-        if read.form.waits and all(own.form is not read.form for own in self._recorded()):
+        for left in [own for own in self._open if own.is_left]:
+            self.settle(left)
+        if read.form.waits and records:
             read.recorder = Recorder(read.leaves)
+        read.leaves = NO_LEAVES
         self._open.append(read)
 
     def settle(self, read: Read) -> None:
-        """The step of a batch is over."""
+        """The step of a batch is over, or a later batch has its step."""
+        if read not in self._open:
+            return
         self._open.remove(read)
         form, program = read.form, read.form.program
-        if read.recorder is not None:
+        if read.recorder is not None and form.waits:
             if read.look_ups or read.turns == MOST_TURNS:  # otherwise the script had a look at one batch, and left
                 form.recordings += min(read.look_ups, 1)
-                form.program = Program(read.recorder, is_alone=not self._open)
+                is_alone = not any(own.look_ups or own.source != read.source for own in self._open)
+                form.program = Program(read.recorder, is_alone=is_alone)
                 self._say_program(form.program)
         elif program is not None and read.look_ups and not program.look_ups:
             form.program = None
@@ -314,10 +348,16 @@ class ReadAhead:
 
     def settle_departed(self) -> None:
         """Ends the batches of sources that the script dropped. Not while they are collected: that is at any time."""
+        while self.arrived:
+            source, read, thread = self.arrived.popleft()
+            self.is_apart |= thread != threading.get_ident()
+            source.accept(read)
         while self.departed:
             queue, given = self.departed.pop(0)
             for read in given:
-                self.settle(read)
+                read.is_left = True  # the script may hold it back
+                if read.look_ups:
+                    self.settle(read)
             for read in queue:
                 self.drop(read)
 
@@ -368,11 +408,18 @@ class Source(Iterator[Any]):
 
     def __next__(self) -> Any:
         reading = self._reading
-        if reading.is_reading and not self._queue:
+        here = threading.get_ident()
+        if here in reading.readers and not self._queue:
             return self._take()  # within a source that is read ahead itself
+        if (here != reading.thread or reading.is_apart) and not self._queue:
+            read = reading.read(self._take)
+            if read.error is not None:
+                raise read.error
+            reading.arrived.append((self, read, here))
+            return iter(read.batch) if read.is_iterator else read.batch
         with reading.paused():
             reading.settle_departed()
-            self._end_turn()
+            self._end_turn(is_over=True)
             states = self._states()
             self._refuse_shared(states)
             self._read(states)
@@ -386,9 +433,11 @@ class Source(Iterator[Any]):
                 finally:
                     del error
             if not reading.is_closed:
-                reading.hand_over(read)
+                reading.hand_over(read, records=True)
+                reading.current = None
                 self._given.append(read)
-            return iter(read.batch) if read.is_iterator else read.batch
+            batch, read.batch = read.batch, None  # it may be open for long
+            return iter(batch) if read.is_iterator else batch
 
     def close(self) -> None:
         """Ends the batches, as of a generator."""
@@ -403,10 +452,19 @@ class Source(Iterator[Any]):
         self._reading.departed.append(([*self._queue], [*self._given]))
         self._given.clear()
 
-    def _end_turn(self) -> None:
+    def accept(self, read: Read) -> None:
+        """A batch that another thread has read. It is recorded if another one has its step first."""
+        self._end_turn(is_over=False)
+        if not self._reading.is_closed:
+            read.source = self._number
+            self._reading.announce(read)
+            self._reading.hand_over(read, records=any(not own.look_ups for own in self._given))
+            self._given.append(read)
+
+    def _end_turn(self, *, is_over: bool) -> None:
         for read in [*self._given]:
             read.turns += 1
-            if read.look_ups or read.turns == MOST_TURNS:
+            if (read.look_ups and is_over) or read.turns == MOST_TURNS:
                 self._given.remove(read)
                 self._reading.settle(read)
 
@@ -432,6 +490,7 @@ class Source(Iterator[Any]):
         try:
             while len(self._queue) < self._wanted():
                 read = self._reading.read(self._take)
+                read.source = self._number
                 before = states | ahead
                 read.drew = {name: own for name, own in self._states().items() if not is_same(own, before[name])}
                 ahead |= read.drew
@@ -459,7 +518,7 @@ class Source(Iterator[Any]):
             if read.error is not None or (read.form.waits and read is not self._queue[0]):
                 return
             if read.number is None and (read.form.program is None or read.form.program.look_ups):
-                self._reading.announce(read, self._number)
+                self._reading.announce(read)
 
 
 class SizedSource(Source):
