@@ -104,12 +104,11 @@ def follow(publisher: Publisher, interval_s: float, signals: Signals, *, fresh: 
         began_s = time.monotonic()
         try:
             version = publisher.publish(fresh=fresh)
+            if version is not None:
+                tell(version)
+                fresh = False
         except Overtaken as error:
-            version = None
             get_logger().warning("nothing is published; it tries again at the next interval", because=str(error))
-        if version is not None:
-            tell(version)
-            fresh = False
         signals.bell.wait(max(0.0, interval_s - (time.monotonic() - began_s)))
         signals.bell.hush()
 

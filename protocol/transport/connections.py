@@ -60,23 +60,20 @@ class Connections:
     """Used by the thread that has the socket."""
 
     EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+    monitor: "zmq.Socket[bytes]"  # of the socket, for EVENTS; set before the first call
 
     def __init__(self, most: int, refusals: Refusals, on_end: Callable[[Connection], None]) -> None:
         """`most`: that may be open. Calls `on_end` once for each that was cut off or has ended."""
         self._most, self._refusals, self._on_end = most, refusals, on_end
         self._open: dict[int, Connection] = {}  # by current descriptor, oldest first
 
-    def watch(self, monitor: "zmq.Socket[bytes]") -> None:
-        """`monitor`: of the socket, for `EVENTS`."""
-        self._monitor = monitor
-
     def of(self, frame: zmq.Frame) -> Connection | None:
         """Returns the connection that a frame came from; None if it has ended."""
         return self._open.get(int(frame.get(zmq.SRCFD)))
 
     def read_events(self) -> None:
-        while has_news(self._monitor):
-            event = recv_monitor_message(self._monitor)
+        while has_news(self.monitor):
+            event = recv_monitor_message(self.monitor)
             ended = self._open.pop(event["value"], None)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._open[event["value"]] = Connection()  # the dict keeps the order of arrival

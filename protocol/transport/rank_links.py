@@ -45,8 +45,7 @@ from rowcast.runtime.ranges import Number, Text
 from rowcast.runtime.run_directory import pair_folder
 
 LISTENS = "listens.json"
-# rank, its attempt, the attempt that it writes to, a count, how many messages of that attempt it has taken
-FROM = struct.Struct("<IQQQQ")  # the count: before a message its number, from 1; in a greeting, of connections
+FROM = struct.Struct("<IQQQQ")  # rank, its attempt, the attempt that it writes to, n (from 1) or k, c
 MAX_MESSAGE_BYTES = 2**26
 LOOK_MS = 100  # between looks at the files of ranks that have not joined
 HANDSHAKE_MS = 2000  # until a way is tried again: the other end may not have read our file
@@ -175,8 +174,7 @@ class RankLinks:
         inward.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         inward.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         inward.curve_server = True
-        self._monitor = inward.get_monitor_socket(Connections.EVENTS)
-        self._connections.watch(self._monitor)
+        self._connections.monitor = inward.get_monitor_socket(Connections.EVENTS)
         port = inward.bind_to_random_port(f"tcp://{'127.0.0.1' if self._is_only_host else '0.0.0.0'}")
         listens = Listens(
             attempt=self._attempt,
@@ -245,7 +243,7 @@ class RankLinks:
 
     def _move_until_closed(self) -> None:
         poller = zmq.Poller()
-        for source in (self._inward, self._monitor, self._wake, *self._auth.sockets):
+        for source in (self._inward, self._connections.monitor, self._wake, *self._auth.sockets):
             poller.register(source, zmq.POLLIN)
         looked_s, ready = 0.0, list[Any]()
         while not self._closing:
@@ -257,7 +255,7 @@ class RankLinks:
                 self._look(now_s)
                 looked_s = now_s
             self._auth.answer()
-            if self._monitor in ready:
+            if self._connections.monitor in ready:
                 self._connections.limit()
             if self._inward in ready:
                 self._receive()
@@ -354,8 +352,8 @@ class RankLinks:
         for other in self._others.values():
             with suppress(zmq.Again):
                 while other.is_joined and other.num_written < len(other.unconfirmed):
-                    number = other.num_confirmed + other.num_written + 1
-                    self._write(other, number, other.unconfirmed[other.num_written])
+                    at = other.num_written
+                    self._write(other, other.num_confirmed + at + 1, other.unconfirmed[at])
                     other.num_written += 1
 
 

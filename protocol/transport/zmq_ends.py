@@ -156,7 +156,7 @@ class Router(ZmqEnd):
         return self._peer is not None
 
     def _attach(self) -> None:
-        self._connections.watch(self.monitor)
+        self._connections.monitor = self.monitor
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._address.bind(self._context, self.socket)
 
