@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.row_gradient import RowGradient, Rows, as_plain, refused
-from rowcast.trainer.adopt.rows import NO_ROWS, Home, normal_mode, positions
+from rowcast.trainer.adopt.rows import NO_ROWS, Home, alone, positions
 from rowcast.trainer.adopt.whole_table import WEIGHTS, TableView
 
 
@@ -89,7 +89,7 @@ class AdoptedTable:
             self.ids, order = torch.sort(torch.cat([self.ids, missing]))
             self.step_rows = self.step_rows.joined(found, order)
 
-    @normal_mode
+    @alone
     def place(self, ids: Tensor) -> Tensor:
         """Returns the positions of `ids` (integers, any shape) among the step's rows, i64 of the same shape.
 

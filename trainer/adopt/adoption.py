@@ -33,7 +33,7 @@ from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.trainer.adopt.connect.run_folder import default_run_dir
 from rowcast.trainer.adopt.connect.settings import JOB_FILE
 from rowcast.trainer.adopt.read_ahead import Announced
-from rowcast.trainer.adopt.rows import Home, Records, normal_mode
+from rowcast.trainer.adopt.rows import Home, Records, alone
 from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
 from rowcast.trainer.adopt.script_process import ScriptProcess
 
@@ -114,7 +114,7 @@ class Adoption:
 
     # the engine
 
-    @normal_mode
+    @alone
     def look_up(self, device: torch.device) -> None:
         """Call it before each look-up. `device`: the table's."""
         if device != self._device:

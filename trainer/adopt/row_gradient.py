@@ -328,8 +328,12 @@ def put(rows: Rows, index: Any, value: Any) -> None:
     first, others = split(index)
     value = copied(value)
     if isinstance(first, slice) and first == slice(None):
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == rows.num_rows:
-            raise refused(rows, "all rows of another tensor were written to it")
+        part = rows.values[(slice(None), *others)]
+        if isinstance(value, Tensor) and value.dim() == part.dim() and value.shape[0] == rows.num_rows:
+            if bool(value.index_copy(0, rows.ids, torch.zeros_like(part)).any()):
+                raise refused(rows, "all rows of another tensor were written to it")
+            part.copy_(value[rows.ids])
+            return
         rows.rest = rows.rest.clone()
         for part in (rows.values, rows.rest):
             part[(slice(None), *others)] = value

@@ -6,10 +6,12 @@ before it is known what the optimizer keeps of a row, they are here.
 
 import math
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from rowcast.trainer.adopt.whole_table import WEIGHTS, WholeField, say_of_arrays
 
 BLOCK_ROWS = 2**16
 NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -109,8 +113,19 @@ class ChangedRows:
         self.rows = self.rows.take(~is_replaced).joined(new, order)
 
 
-# rows that are kept must not be tensors of inference mode, in which a script may look up
-normal_mode = torch.inference_mode(mode=False)
+_lock = threading.RLock()
+
+
+def alone(method: Callable[P, T]) -> Callable[P, T]:
+    """Runs one such method at a time, on whatever thread the script looks up. Rows that are kept must not be tensors of
+    inference mode, in which a script may look up too."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _lock, torch.inference_mode(mode=False):
+            return method(*args, **kwargs)
+
+    return run
 
 
 class MissedSteps(Protocol):
@@ -136,7 +151,7 @@ class NoSteps:
 class Home:
     """Implements `whole_table.Keeper`. All rows of a table. The script's thread calls it."""
 
-    @normal_mode
+    @alone
     def __init__(self, name: str, weights: Tensor, folder: Path, leave_engine: Callable[[], None]) -> None:
         """`weights`: f32 [V, D] on the host, the script's first values. `folder`: for files of whole tables.
         `leave_engine`: makes all tables leave the engine."""
@@ -160,14 +175,14 @@ class Home:
         self.here = ChangedRows(Records(weights, {}, alike(0, (len(weights),), torch.int64)))
         self.rows: Engine = self.here
 
-    @normal_mode
+    @alone
     def planned(self) -> tuple[Tensor, Records]:
         """The rows that were announced for the step that has begun, and copies of them. Once; later there are none."""
         self.take_back()
         ids, rows = self.rows.planned(self.device)
         return ids, self._caught_up(rows)
 
-    @normal_mode
+    @alone
     def read(self, ids: Tensor) -> Records:
         """Returns copies, with all steps. `ids`: i64 [n], distinct, ascending."""
         self.take_back()
@@ -177,7 +192,7 @@ class Home:
         self.steps_replayed += self.missed_steps(rows)
         return rows
 
-    @normal_mode
+    @alone
     def write(self, ids: Tensor, rows: Records) -> None:
         self.take_back()
         self.rows.write(ids, rows)
@@ -189,7 +204,7 @@ class Home:
                 say_of_arrays(self.name)
                 self.refresh(field)
 
-    @normal_mode
+    @alone
     def change_rows(self, field: WholeField, ids: Tensor, change: Callable[[Tensor], Any]) -> None:
         rows = self.read(ids)
         change(rows.field(field.name))
@@ -204,7 +219,7 @@ class Home:
             self._fields[name] = WholeField(self, name, len(self.here.first.weights))
         return self._fields[name]
 
-    @normal_mode
+    @alone
     def refresh(self, field: WholeField) -> None:
         """Brings the field's array up to date: rows that may have another value are read, those that have are written.
         Raises RowcastError if the array was changed unseen."""
@@ -242,7 +257,7 @@ class Home:
         pairs = [(now.weights, first.weights), *((now.states[name], first.states[name]) for name in now.states)]
         return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
 
-    @normal_mode
+    @alone
     def repoint(self, tensor: Tensor) -> WholeField:
         """The table has the rows of a tensor of the script, f32 [V, D], and its memory is that of the whole table from
         now on. Returns the field."""
@@ -274,7 +289,7 @@ class Home:
         field.checksum = field.sum()
         return field
 
-    @normal_mode
+    @alone
     def begin_states(self, first: Mapping[str, float | Tensor], missed_steps: MissedSteps) -> None:
         """Gives each row new states, and no step. `first`: a value for all rows, or one for each, f32 [V, D].
         `missed_steps`: of the optimizer that begins."""
@@ -310,7 +325,7 @@ class Home:
         self.here = self.rows = ChangedRows(first)
         self.places = places
 
-    @normal_mode
+    @alone
     def leave(self) -> None:
         """Leaves the engine, with the rows as they are."""
         if self.rows is not self.here:
@@ -321,7 +336,7 @@ class Home:
         self.take_back()
         self.is_sealed = True
 
-    @normal_mode
+    @alone
     def take_back(self) -> None:
         """Takes over what the script has changed in arrays of whole tables."""
         changed = [

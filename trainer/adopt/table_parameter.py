@@ -55,11 +55,12 @@ OF_PARAMETER = frozenset(
         *("_has_compatible_shallow_copy_type", "has_names", "__hash__", "element_size", "is_inference", "get_device"),
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "dim", "numel", "size"),
         *("nelement", "ndimension", "__len__", "is_signed", "is_conj", "is_neg", "retain_grad", "new_zeros"),
-        *("new_empty", "new_ones", "new_full", "new_tensor", "is_same_size", "type", "dim_order"),
+        *("detach_", "new_empty", "new_ones", "new_full", "new_tensor", "is_same_size", "type", "dim_order"),
     )
 )
 OF_MEMORY = frozenset(("stride", "is_contiguous", "storage_offset"))
 MOVES = frozenset(("to", "cuda", "cpu", "half", "float", "double", "bfloat16"))
+RESHAPES = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_", "as_strided_"))
 # of the whole table, and no part of a loss
 READS = frozenset(
     ("detach", "copy_", "__repr__", "tolist", "__format__", "untyped_storage", "data_ptr", "storage", "equal")
@@ -179,6 +180,11 @@ def through_doors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """The operation on whole tables."""
     if torch._C._get_tracing_state() is not None:
         refuse_whole(operation(func), args, kwargs)
+    if operation(func) in RESHAPES:
+        raise ConfigError(
+            f"{operation(func)} would give an adopted table another shape, and its look-ups are by rows; use "
+            f"{operation(func)[:-1]}, which gives a view"
+        )
     args_opened, kwargs_opened = tree_map(opened, (args, kwargs))
     result = func(*args_opened, **kwargs_opened)
     return args[0] if args and result is args_opened[0] else result
