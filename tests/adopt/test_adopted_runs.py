@@ -22,9 +22,12 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, Dataset
 
 import rowcast
+from rowcast.job.schema import Transport
+from rowcast.job.units import parse_seconds
 from rowcast.runtime.children import Child
 from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.adopt import script_process
+from rowcast.trainer.adopt.adoption import job_of
 from rowcast.trainer.run.connection import Connection
 from tests.adopt import saved_script
 from tests.support.facts import facts
@@ -316,6 +319,13 @@ def test_a_prefetcher_that_is_stopped_for_a_while_goes_on_with_the_same_bits(eng
     train(model, optimizer, clicks(), stop)
     assert differing(values(plain), values(model)) == []
     assert len(engines.children) == 1
+
+
+def test_no_time_out_that_only_a_job_file_can_raise_ends_a_script(tmp_path: Path) -> None:
+    """A script has no job file: it waits for a prefetcher that lives, on however busy a host."""
+    job = job_of([], 1, torch.device("cpu"), tmp_path)
+    names = {name for name in Transport.__struct_fields__ if name.endswith("_timeout")} - {"rejoin_timeout"}
+    assert {name: parse_seconds(job["transport"][name]) > 24 * 3600 for name in names} == dict.fromkeys(names, True)
 
 
 def saved_bits(file: Path) -> list[bytes]:

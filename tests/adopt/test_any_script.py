@@ -10,35 +10,58 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from examples.adopt.any.__main__ import SCRIPTS
+from rowcast.runtime.errors import ConfigError
+from tests.support.facts import facts
+
+ANY_WARNING = pytest.mark.filterwarnings("ignore")  # of these packages
 
 CAPACITY = {  # less than the tables take
     "bare_parameters": "300 rows",
     "drawn_candidates": "700 rows",
     "fit_in_library": "40KB",
+    "hugging_face": "700 rows",
+    "lightning": "700 rows",
     "skip_gram": "800 rows",
     "sparse_bags": "500 rows",
     "weight_decay": "60KB",
 }
 PATCHES = Path(__file__).parents[2] / "examples" / "adopt" / "patches"
 MOST_LINES = 5
+PACKAGES = {
+    "hugging_face": ("transformers", "accelerate"),
+    "lightning": ("lightning",),
+}  # that `make test-all` installs
 
 
 def trained(script: str, capacity: str) -> dict[str, Any]:
     """What the script ends with, by name; bytes of tensors."""
+    for package in PACKAGES.get(script, ()):
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
     ended = import_module(f"examples.adopt.any.{script}").main(capacity)
     leaves = {"".join(map(str, path)): leaf for path, leaf in tree_flatten_with_path(ended)[0]}
     return {name: own.numpy().tobytes() if isinstance(own, Tensor) else own for name, own in leaves.items()}
 
 
 @pytest.mark.usefixtures("let_go")
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(own, marks=[ANY_WARNING] if own in PACKAGES else []) for own in SCRIPTS]
+)
 def test_a_script_trains_the_same_bits_when_it_is_adopted(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = trained(script, "")
-    assert "adopted" not in capsys.readouterr().err
+    assert "rows stay on the device" not in capsys.readouterr().err
     adopted = trained(script, CAPACITY[script])
     assert "rows stay on the device" in capsys.readouterr().err
     assert plain.keys() == adopted.keys()
     assert [name for name, own in plain.items() if adopted[name] != own] == []
+
+
+@ANY_WARNING
+@pytest.mark.usefixtures("let_go")
+def test_hugging_faces_fused_default_is_refused_with_the_setting_that_trains() -> None:
+    for package in PACKAGES["hugging_face"]:
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    with pytest.raises(ConfigError, match=facts("AdamW(fused=True)", 'optim="adamw_torch"')):
+        import_module("examples.adopt.any.hugging_face").main(CAPACITY["hugging_face"], "adamw_torch_fused")
 
 
 @pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.patch")), ids=lambda path: path.stem)

@@ -439,7 +439,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "fused Adam": (
         lambda parameters: optim.Adam(parameters, lr=0.02, fused=True),
         "Adam(fused=True) rounds the last values of an array differently, so rows apart would not have the bits of the "
-        "table item.weight; leave fused out, or leave the table on the device by keep=['item.weight']",
+        'table item.weight; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch")), or leave the table '
+        "on the device by keep=['item.weight']",
     ),
     "Lamb": (
         lambda parameters: Lamb(parameters, lr=0.02),

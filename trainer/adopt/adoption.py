@@ -39,7 +39,7 @@ from rowcast.trainer.adopt.script_process import ScriptProcess
 
 DEPTH, HORIZON = 4, 8  # steps; together below those that are read ahead
 MEASURED_STEPS = 32
-MOST_STOPPED = "720h"  # of a script that Ctrl-Z has stopped: an end of either process on this host is seen at once
+MOST_STOPPED = "720h"  # of a script that Ctrl-Z has stopped, or a busy host: the end of either process is seen at once
 LOCK = "adopted.lock"
 
 
@@ -233,7 +233,7 @@ def job_of(homes: list[Home], capacity: int, device: torch.device, folder: Path)
         "cache": {"capacity": capacity},
         "lookahead": {"depth": DEPTH, "horizon": HORIZON},
         "trainer": {"device": str(device)},
-        "transport": {"silence_timeout": MOST_STOPPED, "stall_timeout": MOST_STOPPED},
+        "transport": dict.fromkeys(("connect_timeout", "silence_timeout", "stall_timeout"), MOST_STOPPED),
     }
 
 

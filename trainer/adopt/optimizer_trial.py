@@ -22,8 +22,8 @@ def first_states(table: str, rule: type[Optimizer], group: Mapping[str, Any], *,
     if group.get("fused"):
         raise ConfigError(
             f"{rule.__name__}(fused=True) rounds the last values of an array differently, so rows apart would not have "
-            f"the bits of the table {table}; leave fused out, or leave the table on the device by "
-            f"keep=[{table!r}]"
+            f'the bits of the table {table}; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch")), '
+            f"or leave the table on the device by keep=[{table!r}]"
         )
     weights = torch.linspace(-1, 1, TRIED_ROWS * TRIED_DIM, device="cpu").reshape(TRIED_ROWS, TRIED_DIM)
     try:

@@ -3,7 +3,10 @@
 import argparse
 from importlib import import_module
 
-SCRIPTS = ["bare_parameters", "drawn_candidates", "fit_in_library", "skip_gram", "sparse_bags", "weight_decay"]
+SCRIPTS = [
+    *("bare_parameters", "drawn_candidates", "fit_in_library", "skip_gram", "sparse_bags", "weight_decay"),
+    *("lightning", "hugging_face"),  # with packages that rowcast does not need
+]
 
 
 if __name__ == "__main__":
