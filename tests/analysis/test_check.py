@@ -698,7 +698,8 @@ def test_a_checkpoint_of_another_job_is_refused_as_a_run_would(check: Checked, m
 
     manifest = SimpleNamespace(position=Position(step=3, train_step=3, train_batch=3), train_steps=3)
     monkeypatch.setattr(Checkpoints, "newest_valid", lambda *_: manifest)
-    monkeypatch.setattr(check_data, "in_recorded_order", lambda job, newest: job)
+    for name in ("in_recorded_order", "with_recorded_rule"):
+        monkeypatch.setattr(check_data, name, lambda job, newest: job)
     monkeypatch.setattr(check_data, "check_continues", refuse)
     assert only_fault(check(), "error", "start") == "the checkpoint is of another job"
 
