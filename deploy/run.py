@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +20,7 @@ from rowcast.deploy.frames import FRAME, open_frame
 from rowcast.deploy.local import run_both
 from rowcast.deploy.score import scoring_content
 from rowcast.job.file import parse_job, parse_manifest_job, read_content, set_key
+from rowcast.job.named_code import code_of, trusted
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, groups_at, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.export import CheckpointRows
@@ -47,9 +48,15 @@ from rowcast.trainer.models.trained import Bags, TrainedModel, arguments
 from rowcast.trainer.report.score_file import probabilities
 from rowcast.trainer.run.machine import refuse_fewer_threads, set_threads
 
+TRUSTED = set[str]()  # code that the caller has named in this process, in jobs of `train` or by `load`
 
-def load(folder: str | Path) -> "Run":
-    """Opens the run in a run directory, with its newest or best whole checkpoint. Raises as `Run`."""
+
+def load(folder: str | Path, trust: Collection[str] = ()) -> "Run":
+    """Opens the run in a run directory, with its newest or best whole checkpoint. Raises as `Run`.
+
+    trust: code that its job names, `package.module:factory`, and that may be imported and run. That of jobs which
+    `train` was given in this process may be, too."""
+    TRUSTED.update(trust)
     return Run(folder)
 
 
@@ -59,15 +66,22 @@ def train(job: str | Path | Job, **settings: Any) -> "Run":
     job: a job file, or a Job. settings: keys of it, `**{"optimizer.sparse.lr": 0.05}`. The children write to the
     terminal, or to the notebook, and to `<run_dir>/prefetcher.log`. An interrupt stops them in order, and the same call
     continues the run. Raises the error of `rowcast train`, a `RowcastError`."""
+    if isinstance(job, Job):
+        job = trusted(job, TRUSTED, partial(line_to_trust, job.run_dir))
     content, source = (job.content(), "job") if isinstance(job, Job) else (read_content(Path(job)), str(job))
     for name, value in settings.items():
         set_key(content, name, value)
     checked = parse_job(content, source)
+    TRUSTED.update(code_of(checked).values())
     with TemporaryDirectory(prefix="rowcast-") as folder:
         config = Path(folder) / "job.json"
         config.write_bytes(msgspec.json.encode(checked.content()))
         run_both(checked, given := ["--config", str(config)], "run", given, Signals())
     return Run(checked.run_dir)
+
+
+def line_to_trust(folder: Path, names: list[str]) -> str:
+    return f"rowcast.load({str(folder)!r}, trust={names})"
 
 
 class Run:
@@ -81,7 +95,8 @@ class Run:
         self._root, self._manifest = checkpoints.root, checkpoints.choose(None)
         self._newest = checkpoints.load(checkpoints.candidates()[0])
         self.train_steps = self._manifest.train_steps  # before the checkpoint
-        self.job = parse_manifest_job(self._manifest.job, str(self.folder))
+        job = parse_manifest_job(self._manifest.job, str(self.folder))
+        self.job = replace(job, job=replace(job.job, run_dir=str(self.folder)))
         self._groups, self._written = whole_groups(self.job), groups_at(self.job, self._manifest.points)
 
     def __repr__(self) -> str:
@@ -131,8 +146,11 @@ class Run:
         return arguments(batch, self.job.features, torch.device("cpu"))
 
     def model(self) -> TrainedModel:
-        """Returns the trained model with all rows of its tables, on the CPU, to be saved, exported or trained on."""
-        rows = CheckpointRows(self._root, self._manifest.layers, self._written, self.job.job.seed)
+        """Returns the trained model with all rows of its tables, on the CPU, to be saved, exported or trained on.
+
+        Raises ConfigError if the run names code that is not trusted, as all that build the model do."""
+        seed = self._buildable.job.seed
+        rows = CheckpointRows(self._root, self._manifest.layers, self._written, seed)
         tables = {
             table.name: torch.cat([weights_of(group, records) for _, records in blocks])
             for group in self._groups
@@ -141,9 +159,14 @@ class Run:
         return self._model([tables[table.name] for table in self.job.tables])
 
     def _model(self, tables: Sequence[Tensor]) -> TrainedModel:
-        model = TrainedModel(self.job, len(self._dense_columns), tables)
+        model = TrainedModel(self._buildable, len(self._dense_columns), tables)
         restore_model(model.model, self._state)
         return model
+
+    @property
+    def _buildable(self) -> Job:
+        """The job with a model that may be imported. Raises ConfigError."""
+        return trusted(self.job, TRUSTED, partial(line_to_trust, self.folder), "model.kind")
 
     @cached_property
     def _state(self) -> dict[str, Tensor]:
@@ -169,7 +192,7 @@ class Run:
     def _scoring_job(self) -> Job:
         content = scoring_content(self._manifest, self.folder, str(FRAME))
         content["data"]["columns"]["dense"] = self._dense_columns
-        return parse_job(content, f"the job of {self.folder}")
+        return parse_manifest_job(content, f"the job of {self.folder}")
 
     @cached_property
     def _saved(self) -> list[SavedRows]:

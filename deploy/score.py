@@ -1,6 +1,8 @@
 """Implements `rowcast score`: runs both processes as for an evaluation, on new samples, and keeps the predictions."""
 
 import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,13 +14,14 @@ from msgspec.structs import replace
 from typer import Option
 
 from rowcast.deploy.local import run_both
-from rowcast.job.file import apply_override, parse_job
+from rowcast.job.file import apply_override, parse_manifest_job, read_content
 from rowcast.job.formats import FORMATS, format_of
+from rowcast.job.named_code import code_in, trusted
 from rowcast.job.removed import without_removed
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.command_options import CheckpointName, Overrides, Probability, RunFolder
+from rowcast.runtime.command_options import CheckpointName, GivenConfig, Overrides, Probability, RunFolder, Trust
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import Signals
@@ -35,16 +38,19 @@ def score(
     checkpoint: CheckpointName = None,
     probability: Probability = False,
     overrides: Overrides = None,
+    config: GivenConfig = None,
+    trust: Trust = None,
 ) -> Callable[[Signals], None]:
     def main(signals: Signals) -> None:
         check_place(out, "--out")
         chosen = Checkpoints(run, Disk()).choose(checkpoint)
         job = scoring_job(chosen, run, data, overrides or ())
+        job = trusted(job, [*(trust or ()), *named_by(config, overrides or ())], line_to_trust)
         with beside(out) as folder:
-            config, scores = Path(folder) / "job.json", Path(folder) / out.name
+            job_file, scores = Path(folder) / "job.json", Path(folder) / out.name
             once = replace(job, data=replace(job.data, copies=folder))  # columns of text go with the folder
-            config.write_bytes(msgspec.json.encode(once.content()))
-            given = ["--config", str(config)]
+            job_file.write_bytes(msgspec.json.encode(once.content()))
+            given = ["--config", str(job_file)]
             kind = ["--probability"] if probability else []
             named = f"--checkpoint={chosen.name}@{chosen.checksum}"
             run_both(job, [*given, "--eval", named], "eval", [*given, f"--scores={scores}", *kind], signals)
@@ -57,6 +63,19 @@ def score(
         typer.echo(f"scored {scored} of {data} to {out}, by the model after {steps}")
 
     return main
+
+
+def named_by(config: Path | None, overrides: Sequence[str]) -> list[str]:
+    """Returns the code that the caller has named, in a job file and by --set. Raises ConfigError."""
+    content = {} if config is None else read_content(config)
+    named = [*code_in(content).values()]
+    for override in overrides:
+        apply_override(content, override)
+    return [*named, *code_in(content).values()]
+
+
+def line_to_trust(names: Sequence[str]) -> str:
+    return shlex.join(["rowcast", *sys.argv[1:], *(f"--trust={name}" for name in names)])
 
 
 def require_data(data: Path) -> None:
@@ -85,7 +104,7 @@ def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence
         require_data(data)
     for override in overrides:
         apply_override(content, override)
-    return parse_job(content, f"the job of {run}")
+    return parse_manifest_job(content, f"the job of {run}")
 
 
 def scoring_content(checkpoint: Manifest, run: Path, data: str) -> dict[str, Any]:

@@ -1,25 +1,31 @@
 """Answers requests with the newest published version: raw ids -> rows -> the job's own model -> logits.
 
 python -m examples.serving served < requests.jsonl         a line: {"dense": [[0.5]], "ids": {"user": [["u17"]]}}
+
+A model of your own, which the version names, is imported only if you name it too: served my.module:build
 """
 
 import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from rowcast.job.named_code import trusted
 from rowcast.serving import Model
 from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 
 class Scorer:
-    def __init__(self, now: Any) -> None:
-        self._now, self._side = now, JobModel(now.job, now.version.num_dense, trains=False, needs_labels=False)
+    def __init__(self, now: Any, trust: Sequence[str] = ()) -> None:
+        """`trust`: code that the version may name for its model. Raises ConfigError for other code."""
+        job = trusted(now.job, trust, " ".join, "model.kind")
+        self._now, self._side = now, JobModel(job, now.version.num_dense, trains=False, needs_labels=False)
         self._side.model.load_state_dict({name: torch.tensor(value) for name, value in now.dense().items()})
 
     @torch.no_grad()
@@ -38,16 +44,16 @@ class Scorer:
         return torch.tensor(self._now.bags(name, ids, offsets))
 
 
-def follow(model: Model, held: list[Scorer]) -> None:
+def follow(model: Model, held: list[Scorer], trust: Sequence[str]) -> None:
     while True:
         time.sleep(5)
         if model.refresh():
-            held[0] = Scorer(model.now())
+            held[0] = Scorer(model.now(), trust)
 
 
 if __name__ == "__main__":
     newest = Model(sys.argv[1], warm="64MiB")
-    scorers = [Scorer(newest.now())]
-    threading.Thread(target=follow, args=(newest, scorers), daemon=True).start()
+    scorers = [Scorer(newest.now(), sys.argv[2:])]
+    threading.Thread(target=follow, args=(newest, scorers, sys.argv[2:]), daemon=True).start()
     for line in sys.stdin:
         print(json.dumps(scorers[0].score(**json.loads(line)).tolist()), flush=True)  # one reference, so one step

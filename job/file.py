@@ -10,6 +10,7 @@ import msgspec
 
 from rowcast.job.checks import check_whole
 from rowcast.job.embedding_tables import Table
+from rowcast.job.named_code import from_file
 from rowcast.job.removed import without_removed
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.section import decode
@@ -86,8 +87,9 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
 
 
 def parse_manifest_job(content: Mapping[str, Any], source: str) -> Job:
-    """Like `parse_job`, for the job that a manifest of this version or an earlier one names."""
-    return parse_job(without_removed(content), source)
+    """Like `parse_job`, for the job that a manifest of this version or an earlier one holds: code that it names is not
+    imported."""
+    return from_file(parse_job(without_removed(content), source))
 
 
 def resolve_tables(job: Job) -> list[Table]:

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import xxhash
 
-from rowcast.runtime.disk import Disk, Sealed, open_regular, read_sealed
-from rowcast.runtime.errors import DataError
+from rowcast.runtime.disk import NOT_THE_FILE, Disk, Sealed, listed_in, open_regular, read_sealed, unreadable
+from rowcast.runtime.errors import DataError, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Number
 
@@ -311,12 +311,12 @@ def write_durably(path: Path, content: bytes, disk: Disk | None = None) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError if the manifest is missing, changed since, or unreadable for this version."""
+    """Raises DataError if the manifest is missing, changed since, or of another version, and Unreadable."""
     path = folder / MANIFEST_NAME
     try:
         manifest = read_sealed(path, KINDS, "manifest")
     except OSError as error:
-        raise DataError(f"{path}: no checkpoint here ({error.strerror})") from None
+        raise missing(path, "no checkpoint here", error) from None
     try:
         msgspec.convert(manifest.job, SAVED_JOB)
     except msgspec.ValidationError as error:
@@ -329,8 +329,13 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def missing(path: Path, what: str, error: OSError) -> RowcastError:
+    """Returns DataError if the file is not there, Unreadable if it may be."""
+    return DataError(f"{path}: {what} ({error.strerror})") if error.errno in NOT_THE_FILE else unreadable(path, error)
+
+
 def readable(folder: Path) -> Manifest | None:
-    """Returns the manifest of a checkpoint; None if it is gone or damaged."""
+    """Returns the manifest of a checkpoint; None if it is gone or damaged. Raises Unreadable."""
     try:
         return read_manifest(folder)
     except DataError:
@@ -339,13 +344,14 @@ def readable(folder: Path) -> Manifest | None:
 
 def run_of(folder: Path) -> str | None:
     """Returns the run that wrote the checkpoint in a folder, even if its manifest is damaged or of a different version.
-    None if there is no manifest, or it names no run; "" if it cannot be read."""
+    None if there is no manifest, or it names no run. Raises Unreadable."""
+    path = folder / MANIFEST_NAME
     try:
-        found = RUN_ID.search((folder / MANIFEST_NAME).read_bytes())
+        found = RUN_ID.search(path.read_bytes())
     except FileNotFoundError:
         return None
-    except OSError:
-        return ""
+    except OSError as error:
+        raise unreadable(path, error) from None
     return None if found is None else found[1].decode(errors="replace")
 
 
@@ -356,21 +362,22 @@ def differs(path: Path, found: tuple[int, str], nbytes: int, checksum: str) -> D
 
 
 def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
-    """Returns the path of a file that a manifest names. Raises DataError if its size or checksum differs."""
+    """Returns the path of a file that a manifest names. Raises DataError if its size or checksum differs, and
+    Unreadable."""
     path = root / file.file
     try:
         found = file_checksum(path)
     except OSError as error:
-        raise DataError(f"{path}: a file of the checkpoint cannot be read ({error.strerror})") from None
+        raise missing(path, "a file of the checkpoint cannot be read", error) from None
     if found != (file.nbytes, file.checksum):
         raise differs(path, found, file.nbytes, file.checksum)
     return path
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """Lists the checkpoints in `root`, newest step first. Only checks that each has a manifest."""
-    folders = [path.parent for path in root.glob(f"step-*/{MANIFEST_NAME}") if FOLDER_NAME.fullmatch(path.parent.name)]
-    return sorted(folders, key=lambda folder: folder.name, reverse=True)
+    """Lists the checkpoints in `root`, newest step first. Only checks that each has a manifest. Raises Unreadable."""
+    names = sorted(filter(FOLDER_NAME.fullmatch, listed_in(root)), reverse=True)
+    return [root / name for name in names if MANIFEST_NAME in listed_in(root / name)]
 
 
 def beside(root: Path) -> tuple[Path, Path]:
@@ -425,10 +432,10 @@ def writer_of(name: str, count: int) -> int:
 
 def read_shard_file(path: Path) -> ShardFile | None:
     """Reads a shard file; None if it does not exist yet. Raises DataError if it is unreadable or changed since it was
-    written."""
+    written, and Unreadable."""
     try:
         return read_sealed(path, {SHARD_VERSION: ShardFile}, "shard file")
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"{path}: the shard file cannot be read ({error.strerror})") from None
+        raise missing(path, "the shard file cannot be read", error) from None

@@ -99,8 +99,15 @@ def start_child(name: str, module: str, arguments: Sequence[str], log: Path | No
         output = subprocess.STDOUT if file is not None else None
         stack.enter_context(held())
         tie = partial(stop_with_parent, os.getpid())
-        process = subprocess.Popen(command, stdout=file, stderr=output, preexec_fn=tie)
+        process = subprocess.Popen(command, stdout=file, stderr=output, env=environment(), preexec_fn=tie)
     return Child(name, process, log, log_start)
+
+
+def environment() -> dict[str, str]:
+    """Returns this process's environment, with its module search path: `python -m` would search the working folder
+    first, which may be somebody's run."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def stop_with_parent(parent: int) -> None:

@@ -13,6 +13,13 @@ Config = Annotated[Path, Option("--config", help="The job file.", metavar="job.t
 Overrides = Annotated[list[str] | None, Option("--set", help="Override a key: section.key=value. Repeatable.")]
 MaxSteps = Annotated[int | None, Option("--max-steps", min=0, help="End the run after this number of train steps.")]
 RunFolder = Annotated[Path, Option("--run", help="The run directory.", metavar="DIR")]
+GivenConfig = Annotated[
+    Path | None, Option("--config", help="The run's job file: the code that it names is trusted.", metavar="job.toml")
+]
+Trust = Annotated[
+    list[str] | None,
+    Option(help="Import this code, which the run names, and run it. Repeatable.", metavar="PACKAGE.MODULE:FACTORY"),
+]
 CheckpointName = Annotated[str | None, Option(help="Which, such as step-000000000100.", show_default=False)]
 Probability = Annotated[
     bool,

@@ -21,8 +21,10 @@ from typing import BinaryIO, TypeVar
 import msgspec
 import xxhash
 
-from rowcast.runtime.errors import DataError
+from rowcast.runtime.errors import ConfigError, DataError, Unreadable, advice
 
+# of an open or a read: something else than the file is there; all other errors are of the host
+NOT_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, errno.EINVAL}
 Content = bytes | memoryview
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW  # a link's target is not ours
 
@@ -103,13 +105,46 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{token_hex(4)}.partial")
 
 
-def try_lock(descriptor: int) -> bool:
-    """Returns whether this process now holds the file's lock, which no other process holds. Raises OSError."""
+def listed_in(folder: Path) -> list[str]:
+    """Returns the names in a folder; none if it does not exist. Raises Unreadable."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> Unreadable:
+    change = advice(error.errno, "let this user read it")
+    return Unreadable(f"{path}: cannot be read ({error.strerror}); {change}")
+
+
+def try_lock(descriptor: int, path: Path) -> bool:
+    """Returns whether this process now holds the lock of an open file, which no other process holds. `path`: in the
+    error. Raises ConfigError where nothing can be locked."""
+    return flocked(descriptor, path, fcntl.LOCK_EX)
+
+
+def is_locked(descriptor: int, path: Path) -> bool:
+    """Returns whether another process holds the lock of an open file; then close it. Raises as `try_lock`."""
+    return not flocked(descriptor, path, fcntl.LOCK_SH)
+
+
+def flocked(descriptor: int, path: Path, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        change = advice(error.errno, "mount it with locks (of NFS, those of its server), or choose another folder")
+        raise ConfigError(f"{path.parent}: no file there can be locked ({error.strerror}); {change}") from None
     return True
+
+
+def not_a_link(name: str, flags: int) -> int:
+    """The `opener` of a file that is written at a place where others may have put a link or a pipe."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def open_regular(path: Path) -> BinaryIO:

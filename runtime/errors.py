@@ -11,6 +11,8 @@ OS_ADVICE = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there, or raise this user's quota",
     errno.EROFS: "it is read-only; choose another",
+    errno.EIO: "its disk or the way to it fails: look at the kernel's log (`dmesg`) before another try",
+    errno.ESTALE: "its file server has given it up: mount it again",
 }
 
 
@@ -63,6 +65,10 @@ class DataError(RowcastError):
     """A data file or a checkpoint holds something that cannot be trained on."""
 
     exit_code = 4
+
+
+class Unreadable(RowcastError):
+    """This host cannot read a file that is there, so it may be whole: no reason to go on without it."""
 
 
 class Mismatch(RowcastError):

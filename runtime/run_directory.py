@@ -13,13 +13,14 @@ import fcntl
 import os
 import re
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal, Self
 
 import msgspec
 
 from rowcast.runtime.checkpoint_manifest import write_durably
+from rowcast.runtime.disk import is_locked, not_a_link, try_lock, unreadable
 from rowcast.runtime.errors import ConfigError, PeerKilled, PeerLost, RowcastError, advice, cleaned, peer_failure, told
 from rowcast.runtime.machine import OtherProcess, boot_id, seen
 
@@ -77,15 +78,15 @@ class RunDirectory:
             raise ConfigError(
                 f"job.run_dir = {str(self.path)!r} cannot be written ({error.strerror}); {change}"
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode() or "unknown"
-            os.close(self._lock)
-            raise ConfigError(
-                f"run directory {self.path} is held by a {self._role} with process id {holder}; "
-                "end it or set another job.run_dir"
-            ) from None
+        with ExitStack() as stack:
+            stack.callback(os.close, self._lock)
+            if not try_lock(self._lock, self.path / f"{self._role}.lock"):
+                holder = os.pread(self._lock, 32, 0).decode() or "unknown"
+                raise ConfigError(
+                    f"run directory {self.path} is held by a {self._role} with process id {holder}; "
+                    "end it or set another job.run_dir"
+                )
+            stack.pop_all()
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         return self
@@ -152,16 +153,16 @@ class RunDirectory:
 
 
 def holder(run_dir: Path, role: Role) -> str | None:
-    """Returns the process id of the process of that role that is running there, if it has noted one; None: none is."""
+    """Returns the process id of the process of that role that is running there, if it has noted one; None: none is.
+    Raises ConfigError, Unreadable."""
+    path = run_dir / f"{role}.lock"
     try:
-        with (run_dir / f"{role}.lock").open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read(32) or "unknown"
-    except OSError:
+        with path.open() as lock:
+            return (lock.read(32) or "unknown") if is_locked(lock.fileno(), path) else None
+    except FileNotFoundError:
         return None
-    return None
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def failure_path(run_dir: Path, role: Role) -> Path:
@@ -223,7 +224,8 @@ def note_start(folder: Path, role: Role, pid: int) -> None:
     with suppress(OSError):
         if process is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            note_path(folder, role).write_text(f"{pid} {process.start}")
+            with open(note_path(folder, role), "w", opener=not_a_link) as note:
+                note.write(f"{pid} {process.start}")
 
 
 def has_started(folder: Path, role: Role) -> None:

@@ -4,7 +4,6 @@
    files, each fsynced      one rename         one rename
 """
 
-import fcntl
 import os
 import re
 import time
@@ -28,7 +27,7 @@ from rowcast.runtime.checkpoint_manifest import (
     write_durably,
 )
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.disk import Disk, own_files_in, render, seal
+from rowcast.runtime.disk import Disk, own_files_in, render, seal, try_lock
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError, advice
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.serving.raw_ids import id_rules
@@ -110,10 +109,8 @@ class Publisher:
         except OSError as error:
             raise ConfigError(f"--to {self._to} cannot be written ({error.strerror}); name another folder") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"--to {self._to}: another publisher writes there; stop it first") from None
-        else:
+            if not try_lock(descriptor, self._to / LOCK):
+                raise ConfigError(f"--to {self._to}: another publisher writes there; stop it first")
             yield
         finally:
             os.close(descriptor)

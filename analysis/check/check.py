@@ -5,7 +5,7 @@ run from starting or end it; a warning might.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from rowcast.analysis.check.data import (
     check_samples,
     check_start,
 )
-from rowcast.analysis.check.findings import Finding, Level, findings_of, ok
+from rowcast.analysis.check.findings import Finding, Level, error, findings_of, ok, warning
 from rowcast.analysis.check.machine import (
     Device,
     ask_trainer,
@@ -39,12 +39,13 @@ from rowcast.analysis.check.machine import (
     check_versions,
 )
 from rowcast.analysis.check.memory import check_disk, check_memory, check_row_numbers, check_tier
-from rowcast.job.file import load_job
+from rowcast.job.file import load_job, parse_manifest_job
+from rowcast.job.named_code import JobFromFile, code_of, is_below, places, search_here
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.run.sizing import Sizes, staging_bytes
-from rowcast.runtime.command_options import AsJson, Config, Overrides
+from rowcast.runtime.command_options import AsJson, Overrides
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
@@ -67,7 +68,34 @@ def check_file(config: Path, overrides: tuple[str, ...], *, whole: bool, ask: As
 
     yield from findings_of("job file", load)
     for job in jobs:
+        yield from findings_of("imports", partial(list_imports, job))
         yield from check_job(job, whole=whole, ask=ask)
+
+
+def check_run(run: Path) -> Iterator[Finding]:
+    """Yields the code that scoring with a run would import; imports nothing."""
+
+    def load() -> Iterator[Finding]:
+        content = {**Checkpoints(run, Disk()).choose(None).job}
+        content["job"] = content["job"] | {"run_dir": str(run)}
+        yield from list_imports(parse_manifest_job(content, str(run)))
+
+    yield from findings_of("imports", load)
+
+
+def list_imports(job: Job) -> Iterator[Finding]:
+    search_here(job)
+    for key, name in code_of(job).items():
+        top = name.partition(":")[0].partition(".")[0]
+        at = [*places(top)]
+        where = f"{top} is {', '.join(map(str, at)) or 'not to be found'}"
+        if any(is_below(place, job.run_dir) for place in at):
+            yield error(f"{key} = {name!r} is never imported: {where}, below the run directory")
+        elif isinstance(job, JobFromFile):
+            yield warning(f"{key} = {name!r} is imported and run only with --trust={name}; {where}")
+        else:
+            yield ok(f"{key} = {name!r} is imported and run; {where}")
+    yield ok("nothing else but rowcast's modules")
 
 
 def check_job(job: Job, *, whole: bool, ask: Ask) -> Iterator[Finding]:
@@ -113,13 +141,21 @@ def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
 
 
 def check(
-    config: Config,
+    config: Annotated[Path | None, Option("--config", help="The job file.", metavar="job.toml")] = None,
+    run: Annotated[
+        Path | None, Option(help="Instead: list the code that a run would import.", metavar="DIR", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     whole: Annotated[bool, Option("--all", help="Read every sample, not a twentieth of them.")] = False,
     json: AsJson = False,
 ) -> int:
     """Returns the exit code: 0 without errors, otherwise that of a refused job."""
-    findings = check_file(config, tuple(overrides or ()), whole=whole)
+    if config is not None and run is None:
+        findings = check_file(config, tuple(overrides or ()), whole=whole)
+    elif run is not None and config is None:
+        findings = check_run(run)
+    else:
+        raise ConfigError("give --config for a job, or --run for what a run would import")
     if json:
         found = list(findings)
         counts = {f"{level}s": count(found, level) for level in ("error", "warning")}

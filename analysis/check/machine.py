@@ -27,6 +27,7 @@ from rowcast.prefetcher.run.sizing import check_shared_memory
 from rowcast.protocol.transport.callers import allowed_clients, load_server
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, readable
+from rowcast.runtime.children import environment
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import threads_of_run, usable_cores
 from rowcast.runtime.run_directory import RunDirectory, holder, pair_folder
@@ -182,7 +183,9 @@ def ask_trainer(job: Job, num_dense: int | None, command: tuple[str, ...] = (sys
     """Lets the trainer choose its device here and build the model, if `num_dense` is known. `command` is for tests."""
     question, device = msgspec.json.encode([job, num_dense]), f"trainer.device = {job.trainer.device!r}"
     try:
-        asked = subprocess.run(command, input=question, capture_output=True, timeout=TIMEOUT_S, check=True)
+        asked = subprocess.run(
+            command, input=question, env=environment(), capture_output=True, timeout=TIMEOUT_S, check=True
+        )
         return Device(**json.loads(asked.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return Device(refusal=f"torch did not say within {TIMEOUT_S:g} s which device {device} is; look at the driver")

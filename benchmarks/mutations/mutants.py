@@ -102,7 +102,7 @@ tests/system/test_peers.py::test_a_peer_that_ticks_slowly_is_still_found_silent
         failure_path(self.path, self._role).unlink(missing_ok=True) => pass
 ::test_a_second_process_of_a_role_is_refused_and_the_first_goes_on
     two processes of a role hold a run directory
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB) => pass
+        if not try_lock(self._lock, self.path / f"{self._role}.lock"): => if False:
 tests/protocol/test_zmq_link.py::test_a_queue_beyond_all_credits_is_refused
     frames that wait to be sent have no bound
         len(self._outbox) >= QUEUE_FRAMES => False
@@ -822,7 +822,7 @@ tests/checkpoints/test_foreign.py
         if found not in (None, run_id): => if False:
 ::test_a_checkpoint_never_takes_the_place_of_another_runs
     a checkpoint takes the place of another run's
-        if run_of(folder) not in (None, self._run_id): => if False:
+        if (run_id := run_of(folder)) not in (None, self._run_id): => if False:
 ::test_files_go_only_after_the_removal_of_their_manifest_is_on_the_disk
     files go although the removal of their manifest may be lost
         self._unsynced.add(folder) => pass
@@ -837,11 +837,10 @@ tests/trainer/test_earlier_results.py::test_a_folder_that_is_not_ours_is_never_u
         for note in (self._owner, self._moving) if => for note in (self._owner,) if
 tests/protocol/test_endpoint.py::test_a_start_removes_the_sockets_of_killed_runs_and_of_no_others
     the socket of a process that lives is removed
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) found = os.fstat(descriptor)
-        => found = os.fstat(descriptor)
+        if not try_lock(descriptor, lock): => if False:
 ::test_a_run_whose_dead_lock_is_being_removed_starts_all_the_same
     a start gives up at a lock that is being removed
-        if time.monotonic() < refused_s: => if False:
+        if time.monotonic() > refused_s: => if True:
 tests/stores/test_left_tables.py::test_keys_of_a_prefetcher_that_is_still_at_work_stay
     the rows of a rank that is still at work are deleted
         if folder != job.run_dir: => if False:

@@ -45,7 +45,7 @@ from rowcast.runtime.checkpoint_manifest import (
 )
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Disk, is_own_file, own_files_in
-from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError, Unreadable
 from rowcast.runtime.run_directory import COMPLETE
 from rowcast.runtime.telemetry.logs import get_logger
 
@@ -74,11 +74,10 @@ def softly(steps: Steps) -> Generator[bool, None, bool]:
     """Carries out steps that only remove something. Returns whether all succeeded; warns of a failure."""
     try:
         yield from steps
-    except OSError as error:
+    except (OSError, Unreadable) as error:
         get_logger().warning(
             "old checkpoints could not be removed; the next checkpoint, or the next start, tries again",
-            path=error.filename,
-            error=error.strerror,
+            error=str(error),
         )
         return False
     return True
@@ -409,8 +408,11 @@ def why_foreign(folder: Path, run_id: str | None) -> str | None:
     checkpoint."""
     if folder.is_symlink():
         return "it is a link"
-    found = run_of(folder)
+    try:
+        found = run_of(folder)
+    except Unreadable as error:
+        return str(error)
     if found not in (None, run_id):
-        return f"it holds a checkpoint of run {found or '(unreadable)'}"
+        return f"it holds a checkpoint of run {found}"
     name = next((entry.name for entry in sorted(folder.iterdir()) if not is_own_file(entry, OWN_NAME)), None)
     return None if name is None else f"rowcast did not write {name} in it"

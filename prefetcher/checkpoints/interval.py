@@ -19,8 +19,8 @@ from rowcast.job.schema import CheckpointInterval, Job
 from rowcast.prefetcher.pipeline.planning import Pace, plans_ahead
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.checkpoint_manifest import write_durably
-from rowcast.runtime.disk import Disk
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.disk import Disk, unreadable
+from rowcast.runtime.errors import RowcastError, advice
 from rowcast.runtime.telemetry.logs import get_logger
 
 FILE = "interval.json"  # in the checkpoints' folder
@@ -37,11 +37,13 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_interval(root: Path, every: str) -> int | None:
-    """Returns the train steps between checkpoints that this run has fixed for `every`, if any."""
+    """Returns the train steps between checkpoints that this run has fixed for `every`, if any. Raises Unreadable."""
     try:
         found = msgspec.json.decode((root / FILE).read_bytes(), type=Interval)
-    except (OSError, msgspec.DecodeError):
+    except (FileNotFoundError, msgspec.DecodeError):
         return None
+    except OSError as error:
+        raise unreadable(root / FILE, error) from None
     return found.steps if found.every == every and found.steps >= 1 else None
 
 
@@ -52,9 +54,8 @@ def keep_interval(disk: Disk, root: Path, every: str, steps: int) -> None:
             disk.mkdir(root)
         write_durably(root / FILE, msgspec.json.encode(Interval(every=every, steps=steps)), disk)
     except OSError as error:
-        raise RowcastError(
-            f"{root}: nothing can be written there ({error.strerror}); free space and run again"
-        ) from None
+        change = advice(error.errno, "let this user write there")
+        raise RowcastError(f"{root}: nothing can be written there ({error.strerror}); {change}") from None
 
 
 class PaceMeter:

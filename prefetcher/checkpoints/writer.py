@@ -50,7 +50,7 @@ from rowcast.runtime.checkpoint_manifest import (
 )
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import seal
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import RowcastError, advice
 from rowcast.runtime.machine import UNRECORDED, Machine
 
 QUEUE_BYTES = 256 * 2**20
@@ -201,8 +201,9 @@ class CheckpointWriter:
             if start.reason != IMPORT and self._shard.number == 0:
                 yield from self._checkpoints.take_over()
         except OSError as error:
+            change = advice(error.errno, "let this user write there")
             raise RowcastError(
-                f"{folder}: the checkpoint could not be written ({error.strerror}); free space and run again"
+                f"{folder}: the checkpoint could not be written ({error.strerror}); {change}, and run again"
             ) from None
         self.newest, self.seconds = manifest, time.perf_counter() - start.began_s
         self._on_durable(self.seconds, self.bytes_written)
@@ -212,9 +213,9 @@ class CheckpointWriter:
 
     def _write(self, start: CheckpointStart, folder: Path) -> Generator[bool, None, Manifest]:
         replaced = self._checkpoints.readable(folder.name)
-        if run_of(folder) not in (None, self._run_id):
+        if (run_id := run_of(folder)) not in (None, self._run_id):
             raise RowcastError(
-                f"{folder} holds a checkpoint of run {run_of(folder)}, which that of run {self._run_id} would replace; "
+                f"{folder} holds a checkpoint of run {run_id}, which that of run {self._run_id} would replace; "
                 "move that folder elsewhere and start again"
             )
         yield from self._make_folder(folder)

@@ -22,6 +22,7 @@ from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.prefetcher.stores.redis_store import remove_left_tables
 from rowcast.protocol.messages import Mode
 from rowcast.runtime.checkpoint_manifest import Manifest, write_durably
+from rowcast.runtime.disk import unreadable
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
@@ -121,10 +122,13 @@ def look(
 
 
 def read_note(run_dir: Path) -> RunNote | None:
+    """Returns the note of the run that began there, if any. Raises Unreadable."""
     try:
         return msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunNote)
-    except (OSError, msgspec.DecodeError):
+    except (FileNotFoundError, msgspec.DecodeError):
         return None
+    except OSError as error:
+        raise unreadable(run_dir / RUN_FILE, error) from None
 
 
 def new_run_id() -> str:

@@ -6,13 +6,12 @@
 A killed process leaves both files. The next process that serves any run there can take their lock, and removes them.
 """
 
-import fcntl
 import os
 import re
 import stat
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
 
@@ -21,6 +20,7 @@ import zmq
 
 from rowcast.job.schema import Transport
 from rowcast.protocol.transport.callers import DOMAIN, ClientAuth, Refusals, load_client, load_server
+from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError, advice
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -87,22 +87,20 @@ class EndpointLock:
         refused_s = time.monotonic() + REMOVED_WITHIN_S
         while True:
             descriptor = os.open(self._path, LOCK_FLAGS | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() < refused_s:
-                    os.close(descriptor)
-                    time.sleep(POLL_S)
-                    continue
+            with ExitStack() as stack:
+                stack.callback(os.close, descriptor)
+                if try_lock(descriptor, self._path):
+                    if os.fstat(descriptor).st_nlink:
+                        stack.pop_all()
+                        break
+                    continue  # its holder removed the file between the two calls
                 holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-                os.close(descriptor)
+            if time.monotonic() > refused_s:
                 raise ConfigError(
                     f"another prefetcher serves run directory {self._run_dir} (pid {holder}); "
                     "stop it or use another run directory"
-                ) from error
-            if os.fstat(descriptor).st_nlink:
-                break
-            os.close(descriptor)  # its holder removed the file between the two calls
+                )
+            time.sleep(POLL_S)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         self._descriptor = descriptor
@@ -118,15 +116,16 @@ def remove_dead(directory: Path) -> None:
     """Removes the sockets and locks of processes that were killed."""
     for lock in directory.iterdir():
         if LOCK_NAME.fullmatch(lock.name):
-            with suppress(OSError):  # its process lives, or the file is not ours
+            with suppress(OSError, ConfigError):  # the file is not ours, or cannot be locked
                 remove_if_dead(lock, lock.with_suffix(".sock"))
 
 
 def remove_if_dead(lock: Path, socket: Path) -> None:
-    """Raises OSError if a process holds the lock."""
+    """Raises OSError, ConfigError."""
     descriptor = os.open(lock, LOCK_FLAGS)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(descriptor, lock):
+            return
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
             if socket.is_socket() and not socket.is_symlink():

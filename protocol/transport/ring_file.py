@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -175,9 +176,13 @@ def _create_locked(directory: Path, name_hint: str) -> tuple[Path, int]:
             descriptor = os.open(path, OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise _cannot_create(directory, error) from error
-        if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
-            return path, descriptor
-        os.close(descriptor)  # a different process took it for a leftover between the two calls
+        with ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            stack.callback(path.unlink, missing_ok=True)
+            if try_lock(descriptor, path) and os.fstat(descriptor).st_nlink:
+                stack.pop_all()
+                return path, descriptor
+            # otherwise a different process took it for a leftover between the two calls
 
 
 def _remove_if_left(path: Path) -> bool:
@@ -189,7 +194,7 @@ def _remove_if_left(path: Path) -> bool:
         return False  # a link or a device, so not ours
     try:
         found = os.fstat(descriptor)
-        left = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and try_lock(descriptor)
+        left = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and try_lock(descriptor, path)
         if left:
             path.unlink(missing_ok=True)
         return left

@@ -17,6 +17,7 @@ from typing import BinaryIO, Literal, TextIO, cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+from rowcast.runtime.disk import not_a_link
 from rowcast.runtime.errors import ConfigError, printable
 from rowcast.runtime.telemetry.format_numbers import LastingStream
 
@@ -42,7 +43,7 @@ def make_lasting(name: Literal["stdout", "stderr"]) -> None:
 def open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
     """Opens /dev/null instead, and says so on stderr, if `path` cannot be opened."""
     try:
-        return path.open(mode)
+        return cast(BinaryIO, open(path, mode, opener=not_a_link))
     except OSError as error:
         print_line(f"the log {path} cannot be written ({error.strerror}); its lines are lost")
         return Path(os.devnull).open(mode)

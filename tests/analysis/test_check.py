@@ -97,8 +97,8 @@ def test_a_good_job_is_ok_in_every_respect(check: Checked) -> None:
     findings = check()
     assert {finding.level for finding in findings} == {"ok"}
     subjects = [finding.subject for finding in findings]
-    assert subjects[:6] == ["job file", "versions", "run directory", "ports", "ports", "threads"]
-    assert subjects[6:] == [
+    assert subjects[:7] == ["job file", "imports", "versions", "run directory", "ports", "ports", "threads"]
+    assert subjects[7:] == [
         "data",
         "ids",
         "labels",
@@ -666,7 +666,7 @@ def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_
     ("kind", "found"),
     [
         ("dlrm", 4 * ((13 + 1) * 4 + (4 + 3 + 1) * 1)),
-        ("nowhere.net:build", "cannot import nowhere"),
+        ("nowhere.net:build", "No module named 'nowhere"),
         ("tests.analysis.test_check:no_model", "the factory must return a torch.nn.Module"),
         ("tests.analysis.test_check:broken_model", "cannot be built: ZeroDivisionError"),
     ],

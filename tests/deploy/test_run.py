@@ -147,7 +147,8 @@ class Trained:
 
     def scored(self, data: Path, *options: str) -> F32:
         out = self.folder / f"scores{len(list(self.folder.glob('scores*')))}.parquet"
-        command = ["score", f"--run={self.folder / 'run'}", f"--data={data}", f"--out={out}", *options]
+        command = ["score", f"--run={self.folder / 'run'}", f"--config={self.config}"]
+        command += [f"--data={data}", f"--out={out}", *options]
         subprocess.run([sys.executable, "-m", "rowcast", *command], check=True, cwd=ROOT, capture_output=True)
         columns = [column.to_numpy() for column in pq.read_table(out).columns]
         return np.stack(columns, axis=1) if len(columns) > 1 else columns[0]

@@ -140,11 +140,11 @@ def test_a_ring_taken_for_a_leftover_before_it_is_locked_is_made_again(
     taken: list[Path] = []
     lock = try_lock
 
-    def lock_late(descriptor: int) -> bool:
+    def lock_late(descriptor: int, path: Path) -> bool:
         if not taken:
             taken.extend(tmp_path.iterdir())
             taken[0].unlink()
-        return lock(descriptor)
+        return lock(descriptor, path)
 
     monkeypatch.setattr(ring_file, "try_lock", lock_late)
     with RingFile.create(NBYTES, "test", tmp_path) as ring:

@@ -61,7 +61,9 @@ def write_job(session: Session, form: str, labels: list[str], **sections: Any) -
 
 
 def start_scoring(session: Session, run_dir: Path, data: Path, out: Path, *options: str) -> Process:
-    return session.start_module("rowcast", "score", f"--run={run_dir}", f"--data={data}", f"--out={out}", *options)
+    return session.start_module(
+        "rowcast", "score", f"--run={run_dir}", f"--data={data}", f"--out={out}", f"--config={session.config}", *options
+    )
 
 
 def scored(session: Session, data: Path, out: Path, *options: str) -> Ended:

@@ -133,9 +133,9 @@ def not_a_model(job: Job, num_dense: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("no_such_package:factory", "cannot import no_such_package"),
-        ("tests.trainer.test_models:missing", "has no function 'missing'"),
-        ("tests.trainer.test_models:not_a_model", "returned str; the factory must return a torch.nn.Module"),
+        ("no_such_package:factory", facts("model.kind", "No module named", "no_such_package")),
+        ("tests.trainer.test_models:missing", facts("model.kind", "missing", "PYTHONPATH")),
+        ("tests.trainer.test_models:not_a_model", facts("returned str", "torch.nn.Module")),
     ],
 )
 def test_a_factory_that_gives_no_model_is_refused(kind: str, sentence: str) -> None:

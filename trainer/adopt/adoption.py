@@ -7,13 +7,12 @@ a new era      of an optimizer or its state, and whole tables that the script ha
 """
 
 import atexit
-import fcntl
 import operator
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +27,7 @@ from rowcast.job.tables import aligned, group_specs
 from rowcast.job.units import parse_bytes, parse_rows
 from rowcast.protocol.script_setup import SETUP, ScriptSetup, ScriptTable
 from rowcast.runtime.arrays import I64
+from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.trainer.adopt.connect.run_folder import default_run_dir
@@ -243,8 +243,8 @@ def own_folder() -> tuple[Path, IO[str]]:
     run_dir = default_run_dir().resolve()  # the script may change its directory
     for left in run_dir.parent.glob(f"{run_dir.name}.*/{LOCK}"):
         with suppress(OSError), left.open() as other:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent, ignore_errors=True)
+            if try_lock(other.fileno(), left):
+                shutil.rmtree(left.parent, ignore_errors=True)
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}.", dir=run_dir.parent))
@@ -253,6 +253,9 @@ def own_folder() -> tuple[Path, IO[str]]:
             f"{run_dir.parent} cannot be written ({error.strerror}), and the rows of adopted tables are kept there; "
             "start the script in another directory"
         ) from None
-    lock = (folder / LOCK).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        lock = stack.enter_context((folder / LOCK).open("w"))
+        try_lock(lock.fileno(), folder / LOCK)  # nobody else knows it yet
+        stack.pop_all()
     return folder, lock

@@ -7,16 +7,15 @@ a list of f32 [B, 1], one per feature of such a table. If the data has arrays, t
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rowcast.job.models import BUILT_IN_MODELS, BuiltInModel
+from rowcast.job.named_code import import_code
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.dense_optimizers import without_dynamo
@@ -111,7 +110,7 @@ def build_custom(job: Job, num_dense: int) -> nn.Module:
     """Calls `factory(job, num_dense, **job.model.options)` with torch's random state seeded by job.seed.
 
     Raises ConfigError."""
-    factory = load_factory(job.model.kind)
+    factory = import_code(job, "model.kind")
     try:
         inspect.signature(factory).bind(job, num_dense, **job.model.options)
     except TypeError as error:
@@ -128,23 +127,3 @@ def build_custom(job: Job, num_dense: int) -> nn.Module:
             "torch.nn.Module"
         )
     return model
-
-
-def load_factory(kind: str) -> Any:
-    """Imports the callable that "package.module:factory" names. Raises ConfigError."""
-    module_name, _, factory_name = kind.partition(":")
-    if str(Path.cwd()) not in sys.path:  # as for readers, modules in the working folder are found
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"model.kind = {kind!r}: cannot import {module_name} ({error}); put its folder on PYTHONPATH"
-        ) from None
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise ConfigError(
-            f"model.kind = {kind!r}: module {module_name} has no function {factory_name!r}; name one that returns a "
-            "model"
-        )
-    return factory

@@ -14,7 +14,8 @@ import torch
 from rowcast.protocol.messages import Welcome
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.errors import ConfigError, RemoteProtocolError, RowcastError
+from rowcast.runtime.disk import not_a_link
+from rowcast.runtime.errors import ConfigError, RemoteProtocolError, RowcastError, advice
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.report_json import RECENT
 
@@ -149,7 +150,7 @@ class ResultFiles:
 
     def __enter__(self) -> Self:
         with self._sentence():
-            self._file = self.path.open("wb")
+            self._file = open(self.path, "wb", opener=not_a_link)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -231,9 +232,8 @@ class ResultFiles:
         try:
             yield
         except OSError as error:
-            raise RowcastError(
-                f"{self.path}: losses cannot be written ({error.strerror}); free space there and run again"
-            ) from None
+            change = advice(error.errno, "let this user write there")
+            raise RowcastError(f"{self.path}: losses cannot be written ({error.strerror}); {change}") from None
 
 
 class ResultsInMemory(ResultFiles):

@@ -14,16 +14,15 @@ batches: it could not skip any.
 """
 
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
+from rowcast.job.named_code import import_code
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
 from rowcast.prefetcher.readers.id_check import dense_names
@@ -38,7 +37,7 @@ Batches = Callable[[Kind, int, int], Iterable[Any]]
 
 def open_reader(job: Job) -> "CustomReader":
     """Imports and calls the factory. Raises ConfigError if that fails."""
-    factory = import_factory(job.data.format)
+    factory = import_code(job, "data.format")
     signature = inspect.signature(factory)
     given = [job] if takes_job(signature, job.data.options) else []
     try:
@@ -57,22 +56,6 @@ def takes_job(signature: inspect.Signature, options: Collection[str]) -> bool:
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
         return False
     return first.name == "job" or (first.default is first.empty and first.name not in options)
-
-
-def import_factory(name: str) -> Callable[..., Any]:
-    """Imports `package.module:factory`; modules beside the job are found from the working folder."""
-    module_name, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        factory = getattr(import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"data.format = {name!r}: cannot import it ({error}); correct the name or PYTHONPATH"
-        ) from error
-    if not callable(factory):
-        raise ConfigError(f"data.format = {name!r} is not callable; name a function that returns batches")
-    return factory  # type: ignore[no-any-return]
 
 
 class CustomReader:

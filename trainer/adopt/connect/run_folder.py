@@ -19,6 +19,7 @@ from rowcast.runtime.checkpoint_manifest import (
     readable,
     write_durably,
 )
+from rowcast.runtime.disk import not_a_link
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.trainer.models.model_state import Tensors, pack, unpack
@@ -79,7 +80,8 @@ def claim(run_dir: Path) -> None:
     """Records this script as the owner. Raises ConfigError if there is a different one, OSError if it cannot be
     written."""
     check_owner(run_dir)
-    (run_dir / SCRIPT_FILE).write_text(f"{described_from(run_dir)}\n")
+    with open(run_dir / SCRIPT_FILE, "w", opener=not_a_link) as record:
+        record.write(f"{described_from(run_dir)}\n")
 
 
 def described() -> str:

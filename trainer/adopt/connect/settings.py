@@ -23,6 +23,7 @@ from rowcast.job.models import NO_MODEL
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint
+from rowcast.runtime.disk import not_a_link
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import pair_folder
 from rowcast.trainer.adopt.connect import run_folder, table_files
@@ -323,7 +324,8 @@ class ScriptTables:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self._has_default_dir:
                 run_folder.claim(self.job.run_dir)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self.content), indent=2))
+            with open(path, "wb", opener=not_a_link) as file:
+                file.write(msgspec.json.format(msgspec.json.encode(self.content), indent=2))
         except OSError as error:
             raise ConfigError(f"{path}: the job cannot be written ({error.strerror}); set another run_dir") from None
         return path

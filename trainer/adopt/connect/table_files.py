@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.schema import Job
-from rowcast.runtime.children import Child, killed_by, stop_with_parent
+from rowcast.runtime.children import Child, environment, killed_by, stop_with_parent
+from rowcast.runtime.disk import not_a_link
 from rowcast.runtime.errors import ConfigError, peer_failure
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.stops import held
@@ -38,13 +39,9 @@ def weight_name(table: Table) -> str:
     return f"embedding_bags.{table.name}.weight"
 
 
-def environment() -> dict[str, str]:
-    """Returns this process's environment, with its module search path and the id of this script's process."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        SCRIPT: str(os.getpid()),
-    }
+def of_script() -> dict[str, str]:
+    """Returns the environment of a prefetcher, with the id of this script's process."""
+    return environment() | {SCRIPT: str(os.getpid())}
 
 
 def refuse_within_prefetcher() -> None:
@@ -82,7 +79,7 @@ def start_prefetcher(job_file: Path, log: Path, options: Sequence[str], *, is_ti
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=of_script(),
             start_new_session=True,
             preexec_fn=partial(stop_with_parent, os.getpid()) if is_tied else None,
         )
@@ -93,7 +90,7 @@ def run_prefetcher_command(*arguments: str) -> None:
     """Raises the command's error, with its sentence."""
     command = [sys.executable, "-m", "rowcast.prefetcher", *arguments]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), check=False
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=of_script(), check=False
     )
     if done.returncode:
         silent = f"it ended with code {done.returncode}" if done.returncode > 0 else f"it {killed_by(-done.returncode)}"
@@ -137,7 +134,7 @@ def write_tables(path: Path, tables: Sequence[Table], weights: Sequence[Tensor])
     head += b" " * (-len(head) % 8)
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=not_a_link) as file:
             file.write(len(head).to_bytes(8, "little") + head)
             for table, weight, dtype in zip(tables, weights, dtypes, strict=True):
                 for at, rows in enumerate(torch.split(weight.detach(), BLOCK_ROWS)):
