@@ -344,14 +344,16 @@ def readable(folder: Path) -> Manifest | None:
 
 def run_of(folder: Path) -> str | None:
     """Returns the run that wrote the checkpoint in a folder, even if its manifest is damaged or of a different version.
-    None if there is no manifest, or it names no run. Raises Unreadable."""
+    None if there is no manifest, or it names no run; "" if something else has its name. Raises Unreadable."""
     path = folder / MANIFEST_NAME
     try:
         found = RUN_ID.search(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise unreadable(path, error) from None
+        if error.errno not in NOT_THE_FILE:
+            raise unreadable(path, error) from None
+        return ""
     return None if found is None else found[1].decode(errors="replace")
 
 

@@ -70,15 +70,18 @@ def carry_out(steps: Iterable[bool]) -> None:
         ) from None
 
 
+NOT_REMOVED = "old checkpoints could not be removed; the next checkpoint, or the next start, tries again"
+
+
 def softly(steps: Steps) -> Generator[bool, None, bool]:
     """Carries out steps that only remove something. Returns whether all succeeded; warns of a failure."""
     try:
         yield from steps
-    except (OSError, Unreadable) as error:
-        get_logger().warning(
-            "old checkpoints could not be removed; the next checkpoint, or the next start, tries again",
-            error=str(error),
-        )
+    except OSError as error:
+        get_logger().warning(NOT_REMOVED, path=error.filename, error=error.strerror)
+        return False
+    except Unreadable as error:
+        get_logger().warning(NOT_REMOVED, error=str(error))
         return False
     return True
 
@@ -413,6 +416,6 @@ def why_foreign(folder: Path, run_id: str | None) -> str | None:
     except Unreadable as error:
         return str(error)
     if found not in (None, run_id):
-        return f"it holds a checkpoint of run {found}"
+        return f"it holds a checkpoint of run {found or '(unreadable)'}"
     name = next((entry.name for entry in sorted(folder.iterdir()) if not is_own_file(entry, OWN_NAME)), None)
     return None if name is None else f"rowcast did not write {name} in it"

@@ -215,8 +215,8 @@ class CheckpointWriter:
         replaced = self._checkpoints.readable(folder.name)
         if (run_id := run_of(folder)) not in (None, self._run_id):
             raise RowcastError(
-                f"{folder} holds a checkpoint of run {run_id}, which that of run {self._run_id} would replace; "
-                "move that folder elsewhere and start again"
+                f"{folder} holds a checkpoint of run {run_id or '(unreadable)'}, which that of run {self._run_id} "
+                "would replace; move that folder elsewhere and start again"
             )
         yield from self._make_folder(folder)
         dense, complete = yield from self._receive(folder)

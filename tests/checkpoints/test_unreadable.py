@@ -138,6 +138,8 @@ MEANT = {  # function: why no harm is done
     "protocol/transport/endpoint.py: is_ipv6": "a name without an address yet",
     "protocol/transport/rank_links.py: read_listens": "looked for again, until a time-out that is told",
     "protocol/transport/ring_file.py: _remove_if_left": "a file stays",
+    "runtime/checkpoint_manifest.py: run_of": "only where no file is: a folder has the manifest's name",
+    "runtime/loop_cache.py: _load_index": "told once; the loop is compiled",
     "runtime/loop_cache.py: _locked": "without a lock two processes compile one loop",
     "runtime/loop_cache.py: prepared_for": "only says why a loop is compiled",
     "runtime/machine.py: at_other_end": "of the kernel: not visible",

@@ -14,6 +14,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, possible_groups
 from rowcast.protocol.arrange import arrange_each, first_not_ordered, first_not_rising
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.safe_files import use_safe_caches
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.trainer.device.row_moves import gather_each, scatter_each
 from rowcast.trainer.device.streams import on_device
@@ -98,6 +99,7 @@ def triton_kernels(device: torch.device, job: Job | None) -> Kernels:
     The launcher needs a C compiler and Python's headers. The check launches each kernel in every variant that a step of
     the job may launch, so no step has to compile one.
     """
+    use_safe_caches()
     try:
         from rowcast.trainer.kernels import triton_ops
 

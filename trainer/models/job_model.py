@@ -21,6 +21,7 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import DenseOptimizer, Job
 from rowcast.protocol.parts import PREFIX, belonging
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.safe_files import use_safe_caches
 from rowcast.trainer.models import as_fp32, build_dense_optimizer, build_model, own_loss
 from rowcast.trainer.models.embedding import align_inputs
 from rowcast.trainer.models.evaluate import EvalMetrics, own_ranks
@@ -209,6 +210,7 @@ def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Tenso
     timed, so that its bits are a function of the job.
 
     Raises ConfigError if this machine lacks what torch.compile needs."""
+    use_safe_caches()
     torch.compiler.reset()  # graphs of an earlier attempt would count as variants of this model
     # beyond the limit a model would run uncompiled, with different bits than a restarted run
     torch._dynamo.config.fail_on_recompile_limit_hit = True
