@@ -24,6 +24,7 @@ SUITES = (  # the longest first
     "tests/system/test_group_stops.py",
     "tests/adopt/test_script_engine.py",
     "tests/adopt/test_adopted_runs.py",
+    "tests/adopt/test_optimizers.py",
     "tests/checkpoints",
     "tests/serving",
     "tests/protocol/test_tcp.py",

@@ -425,27 +425,25 @@ class Lamb(Optimizer):
                     own.add_(own.grad * (own.norm() / (own.grad.norm() + 1e-6)), alpha=-group["lr"])
 
 
+ANOTHER = "give item.weight another optimizer, or leave it on the device by keep=['item.weight']"
 REFUSED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "Adafactor": (
         lambda parameters: optim.Adafactor(parameters, lr=0.02),
-        "Adafactor keeps row_var of [3, 1] for a table of [3, 4], and rowcast moves state that has a row for each row; "
-        "give item.weight an optimizer that does, or leave it on the device by keep=['item.weight']",
+        "Adafactor keeps row_var of torch.float32 [3, 1] for a table of [3, 4], and rowcast moves states that have a "
+        f"row of torch.float32 for each row; {ANOTHER}",
     ),
     "LBFGS": (
         optim.LBFGS,
-        "LBFGS cannot train the rows of a table (LBFGS.step() missing 1 required positional argument: 'closure'); give "
-        "item.weight an optimizer that does, or leave it on the device by keep=['item.weight']",
+        f"LBFGS may take several gradients in a step, and rows of a table are prepared for one; {ANOTHER}",
     ),
     "fused Adam": (
         lambda parameters: optim.Adam(parameters, lr=0.02, fused=True),
-        "Adam(fused=True) rounds the last values of an array differently, so rows apart would not have the bits of the "
-        'table item.weight; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch")), or leave the table '
-        "on the device by keep=['item.weight']",
+        "Adam (fused=True) rounds the last values of an array differently, so rows apart would have other bits than "
+        f'the table; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch")); {ANOTHER}',
     ),
     "Lamb": (
         lambda parameters: Lamb(parameters, lr=0.02),
-        "Lamb does not train each row for itself: a step of one row depends on others; give item.weight an optimizer "
-        "that does, or leave it on the device by keep=['item.weight']",
+        f"Lamb does not train each row for itself: a step of one row depends on others; {ANOTHER}",
     ),
 }
 

@@ -10,6 +10,7 @@ that depends on the rows' numbers: any numbering that keeps the order of ids giv
     optimizer.step()   trains the rows of `grad` (`script_optimizer.py`); they are written, and the next step begins
 """
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ class AdoptedTable:
     def __init__(self, name: str, parameter: Parameter, home: Home) -> None:
         self.name, self.parameter, self.home = name, parameter, home
         self.num_rows, self.dim = parameter.shape
+        self.pid = os.getpid()
         home.device = parameter.device
         self.grad: Tensor | None = None  # [V, D]: a RowGradient, or sparse
         self.is_stepped = False  # an optimizer has used it

@@ -77,14 +77,21 @@ def by_the_rule(block: Records, lasts: I64, first: int, end: int, log: StepLog) 
     for step, rows in enumerate(np.searchsorted(lasts, np.arange(first, end), side="right").tolist(), first):
         given, own = log.at(step), nn.Parameter(block.weights[:rows])
         own.grad = grads[:rows].zero_()
-        twin.param_groups = [{**given.hyper, "params": [own]}]
-        twin.state.clear()
-        if given.state or given.row_states:
-            twin.state[own] = {**{name: block.states[name][:rows] for name in given.row_states}, **given.state}
-        step_without_hooks(twin)
+        step_twin(
+            twin, own, given.hyper, {**{name: block.states[name][:rows] for name in given.row_states}, **given.state}
+        )
         for name, state in twin.state[own].items():
             if has_rows(state) and state.data_ptr() != block.states[name].data_ptr():
                 block.states[name][:rows] = state
+
+
+def step_twin(twin: Optimizer, own: nn.Parameter, hyper: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Steps rows with these hyper-parameters. `state`: of the rows, before the step; {} before the first."""
+    twin.param_groups = [{**hyper, "params": [own]}]
+    twin.state.clear()
+    if state:
+        twin.state[own] = state
+    step_without_hooks(twin)
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:

@@ -1,73 +1,271 @@
-"""Tries an optimizer before it trains a row of a table: what it keeps of a row, and whether rows train apart."""
+"""Shows whether an optimizer trains the rows of a table apart from each other. One that does not is refused by name.
 
-from collections.abc import Mapping
-from typing import Any
+before the first step   a small table is trained twice: whole, and as adopted tables are, some rows a step
+at steps 2, 4, 8, ...   some rows of the step are trained alone as well, from copies
+"""
 
+import copy
+import inspect
+import pickle
+import random
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes as unrecorded
+from torch.utils._pytree import tree_leaves
 
-from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.catch_up import made_anew, step_without_hooks
-from rowcast.trainer.adopt.step_log import has_rows
+from rowcast.runtime.errors import ConfigError, listed
+from rowcast.trainer.adopt.catch_up import catch_up, made_anew, step_twin, step_without_hooks
+from rowcast.trainer.adopt.rows import Records
+from rowcast.trainer.adopt.step_log import StepLog, has_rows, is_number
 
-TRIED_ROWS, TRIED_DIM, TRIED_STEPS = 3, 4, 2  # of a table that shows what an optimizer keeps of a row
+ROWS, STEPS = 150, 32  # rules factor what has 128 rows and columns, and count to 5, 6 and 10 steps
+MOST_COLUMNS = 256
+SMALL = (3, 4)  # of a table that shows the shapes of states
+SPOT_ROWS = 4
+SIMPLE = (bool, int, float, str, tuple, torch.dtype, type(None))
+DRAWS = "draws random numbers, which are others for some rows than for the table"
+MIXES = "does not train each row for itself: a step of one row depends on others"
 
 
-def first_states(table: str, rule: type[Optimizer], group: Mapping[str, Any], *, is_sparse: bool) -> dict[str, float]:
-    """The value of each state of a row before the optimizer's first step. Steps a small table, and each row alone.
+class Kept(NamedTuple):
+    """What an optimizer does to rows."""
 
-    Raises ConfigError if a state has not a row for each row, or if a row's step depends on other rows."""
-    keep = f"give {table} an optimizer that does, or leave it on the device by keep=[{table!r}]"
-    if group.get("fused"):
-        raise ConfigError(
-            f"{rule.__name__}(fused=True) rounds the last values of an array differently, so rows apart would not have "
-            f'the bits of the table {table}; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch")), '
-            f"or leave the table on the device by keep=[{table!r}]"
-        )
-    weights = torch.linspace(-1, 1, TRIED_ROWS * TRIED_DIM, device="cpu").reshape(TRIED_ROWS, TRIED_DIM)
+    first: dict[str, float]  # the states of a row, with their values before the first step
+    moves: bool  # also rows without a gradient
+    is_shown: bool  # the trial has the same bits on the table's device
+
+
+class Rule(NamedTuple):
+    """What makes another optimizer like the script's."""
+
+    kind: type[Optimizer]
+    settings: dict[str, Any]  # of the group, and arguments that the optimizer keeps itself
+    is_sparse: bool  # gradients are
+
+    def anew(self, weights: Tensor) -> tuple[Optimizer, nn.Parameter]:
+        parameter = nn.Parameter(weights.clone())
+        return made_anew(self.kind, self.settings, parameter), parameter
+
+    def refuse(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.kind.__name__} {why}")
+
+
+@cache
+def arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    names = arguments(type(optimizer).__init__)
+    kept = {name: value for name, value in vars(optimizer).items() if name in names and isinstance(value, SIMPLE)}
+    return {**kept, **{name: value for name, value in group.items() if name != "params"}}
+
+
+_kept: dict[tuple[Any, ...], Kept] = {}
+
+
+def try_rule(rule: Rule, table: str, dim: int, device: torch.device) -> Kept:
+    """Tries an optimizer over a small table of `dim` columns, on the host and on `device`. Raises ConfigError."""
+    key = rule.kind, repr(rule.settings), rule.is_sparse, dim, device
     try:
-        first, whole, states = tried(rule, group, weights, is_sparse=is_sparse)
-        alone = torch.cat([tried(rule, group, row[None], is_sparse=is_sparse)[1] for row in weights])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{rule.__name__} cannot train the rows of a table ({error}); {keep}") from None
-    for name, own in states.items():
-        if own.is_sparse or own.shape != weights.shape:
-            kept = "a sparse tensor" if own.is_sparse else f"{list(own.shape)}"
-            raise ConfigError(
-                f"{rule.__name__} keeps {name} of {kept} for a table of {list(weights.shape)}, and rowcast moves state "
-                f"that has a row for each row; {keep}"
-            )
-    if not torch.equal(whole, alone):
-        raise ConfigError(
-            f"{rule.__name__} does not train each row for itself: a step of one row depends on others; {keep}"
+        if key not in _kept:
+            with unrecorded():
+                first = first_states(rule)
+                moves = train_apart(rule, first, dim, torch.device("cpu"))
+                _kept[key] = Kept(first, moves, device.type == "cpu" or has_bits(rule, first, dim, device))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {remedy(table)}") from None
+    except Exception as error:  # noqa: BLE001 - whatever the rule raises
+        raise ConfigError(f"{rule.kind.__name__} cannot train rows of a table ({error}); {remedy(table)}") from None
+    return _kept[key]
+
+
+def remedy(table: str) -> str:
+    return f"give {table} another optimizer, or leave it on the device by keep=[{table!r}]"
+
+
+def refuse_kind(kind: type[Optimizer], group: Mapping[str, Any], table: str) -> None:
+    """Raises ConfigError for what needs no trial."""
+    closure = arguments(kind.step).get("closure")
+    if group.get("fused"):
+        why = (
+            "(fused=True) rounds the last values of an array differently, so rows apart would have other bits than the "
+            'table; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch"))'
         )
-    return {name: first.get(name, 0.0) for name in states}
+    elif hasattr(kind, "eval"):
+        why = "has a train and an eval mode, and changes all rows of a table from one to the other"
+    elif hasattr(kind, "second_step") or (closure is not None and closure.default is closure.empty):
+        why = "may take several gradients in a step, and rows of a table are prepared for one"
+    else:
+        return
+    raise ConfigError(f"{kind.__name__} {why}; {remedy(table)}")
 
 
-def moves_without_gradient(rule: type[Optimizer], group: Mapping[str, Any]) -> bool:
-    """Whether a step with a gradient of zero changes a row that has had another one."""
-    parameter = nn.Parameter(torch.ones(1, TRIED_DIM, device="cpu"))
-    optimizer = made_anew(rule, group, parameter)
-    rows: list[list[Tensor]] = []
-    for gradient in (1.0, 0.0):
-        parameter.grad = torch.full((1, TRIED_DIM), gradient, device="cpu")
+def first_states(rule: Rule) -> dict[str, float]:
+    """The states that a rule keeps of a row, with their values before the first step."""
+    weights = torch.linspace(-1, 1, SMALL[0] * SMALL[1], device="cpu").reshape(SMALL)
+    optimizer, parameter = rule.anew(weights)
+    first = {name: float(own.flatten()[0]) for name, own in rows_of(optimizer, parameter).items()}
+    for _ in range(2):
+        parameter.grad = (weights * 0.5).to_sparse(1) if rule.is_sparse else weights * 0.5
         step_without_hooks(optimizer)
-        states = (own.clone() for own in optimizer.state[parameter].values() if has_rows(own))
-        rows.append([parameter.detach().clone(), *states])
-    return any(not torch.equal(before, after) for before, after in zip(*rows, strict=True))
+    for name, value in [*without_params(optimizer).items(), *optimizer.state[parameter].items()]:
+        for own in tree_leaves(value):
+            is_row = isinstance(own, Tensor) and own is rows_of(optimizer, parameter).get(name)
+            if isinstance(own, Tensor) and not (form_of(own) == form_of(weights) if is_row else is_number(own)):
+                place = "" if own is value else f" in a {type(value).__name__}"
+                raise rule.refuse(
+                    f"keeps {name} of {form_of(own)}{place} for a table of {list(SMALL)}, and rowcast moves states "
+                    "that have a row of torch.float32 for each row"
+                )
+    return {name: first.get(name, 0.0) for name in rows_of(optimizer, parameter)}
 
 
-def tried(
-    rule: type[Optimizer], group: Mapping[str, Any], weights: Tensor, *, is_sparse: bool
-) -> tuple[dict[str, float], Tensor, dict[str, Tensor]]:
-    """Steps a parameter with these weights. Returns the first value of states that are there from the beginning, the
-    weights after the steps, and states."""
-    parameter = nn.Parameter(weights.clone())
-    optimizer = made_anew(rule, group, parameter)
-    first = {name: float(own.flatten()[0]) for name, own in optimizer.state[parameter].items() if has_rows(own)}
-    for _ in range(TRIED_STEPS):
-        parameter.grad = (weights * 0.5).to_sparse(1) if is_sparse else weights * 0.5
-        step_without_hooks(optimizer)
-    states = {name: own for name, own in optimizer.state[parameter].items() if has_rows(own)}
-    return first, parameter.detach(), states
+def rows_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    return {name: own for name, own in optimizer.state.get(parameter, {}).items() if has_rows(own)}
+
+
+def without_params(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: own for name, own in optimizer.param_groups[0].items() if name != "params"}
+
+
+def form_of(own: Tensor) -> str:
+    return "a sparse tensor" if own.is_sparse else f"{own.dtype} {list(own.shape)}"
+
+
+def has_bits(rule: Rule, first: dict[str, float], dim: int, device: torch.device) -> bool:
+    try:
+        train_apart(rule, first, dim, device)
+    except Exception:  # noqa: BLE001 - whatever the rule raises
+        return False
+    return True
+
+
+def train_apart(rule: Rule, first: dict[str, float], dim: int, device: torch.device) -> bool:
+    """Trains a table whole, and as an adopted one. Returns whether a step moves rows without a gradient. Raises
+    ConfigError if the bits differ."""
+    if isinstance(rule.settings.get("lr"), float):  # a small one hides much, and a warm-up begins with 0
+        rule = rule._replace(settings={**rule.settings, "lr": 1.0})
+    generator, drawn = np.random.default_rng(7), random_states()
+
+    def values(num: int, least: int) -> Tensor:
+        """Rows of sizes from 10**least to 10."""
+        normal = generator.standard_normal((num, min(dim, MOST_COLUMNS)))
+        return torch.from_numpy((normal * 10 ** generator.uniform(least, 1, (num, 1))).astype(np.float32)).to(device)
+
+    weights, ways = values(ROWS, -4), values(ROWS, -3)
+    whole, table = rule.anew(weights)
+    part, parameter = rule.anew(weights[:1])
+    states = {name: torch.full_like(weights, value) for name, value in first.items()}
+    rows, log = Records(weights, states, torch.zeros(ROWS, dtype=torch.int64, device=device)), StepLog(rule.kind)
+    spot = SpotCheck(rule.kind, Kept(first, moves=True, is_shown=True), device)
+    for _ in range(STEPS):
+        ids = torch.from_numpy(np.flatnonzero(generator.random(ROWS) < 0.4)).to(device)
+        grads = (ways[ids] + values(len(ids), -3)) * values(len(ids), -3)[:, :1].relu()  # some are 0
+        grad = torch.sparse_coo_tensor(ids[None], grads, weights.shape, device=device, check_invariants=False)
+        table.grad = grad if rule.is_sparse else grad.to_dense()
+        taken = rows.take(ids)
+        catch_up(taken, log)
+        parameter.grad, parameter.data = None, taken.weights
+        parameter.grad = table.grad.index_select(0, ids)
+        kept = part.state.get(parameter, {})
+        kept.update({name: taken.states[name] for name in rows_of(part, parameter)})
+        settings = settings_of(part, part.param_groups[0])
+        if not rule.is_sparse:
+            log.append(settings, kept)
+        spot.before_step(parameter, part.param_groups[0], settings, kept)
+        step_without_hooks(part)
+        step_without_hooks(whole)
+        if fault := spot.fault(parameter, part.state.get(parameter, {})):
+            raise rule.refuse(fault)
+        rows.put(ids, Records(parameter.data, rows_of(part, parameter), torch.full_like(ids, log.steps)))
+    before = rows.take(torch.arange(ROWS, device=device))
+    catch_up(rows, log)
+    if random_states() != drawn:
+        raise rule.refuse(DRAWS)
+    if not have_same_bits(rows, Records(table.data, rows_of(whole, table), rows.lasts)):
+        raise rule.refuse(MIXES)
+    return not have_same_bits(rows, before)
+
+
+def numbers_of(group: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str]) -> str:
+    """What an optimizer keeps that no row has. `names`: of the group's."""
+    kept = [group.get(name) for name in names if name != "params"], [own for own in state.values() if not has_rows(own)]
+    simple = (own for own in tree_leaves(kept) if isinstance(own, (Tensor, *SIMPLE)))
+    return repr([float(own) if isinstance(own, Tensor) else own for own in simple])
+
+
+def have_same_bits(one: Records, other: Records) -> bool:
+    pairs = [(one.weights, other.weights), *((own, other.states[name]) for name, own in one.states.items())]
+    return all(torch.equal(bits_of(own), bits_of(expected)) for own, expected in pairs)
+
+
+def bits_of(own: Tensor) -> Tensor:
+    return torch.where(own.isnan(), torch.nan, own).view(torch.int32)
+
+
+def random_states() -> bytes:
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
+
+
+class SpotCheck:
+    """Trains some rows of a table's step alone at steps 2, 4, 8, ...: a trial is not a proof."""
+
+    def __init__(self, rule: type[Optimizer], kept: Kept, device: torch.device) -> None:
+        self.rule, self.kept, self.device = rule, kept, device
+        self.steps, self._group = 0, dict[str, Any]()
+        self._alone: tuple[Tensor, Records, str, bool] | None = None  # places of the step that runs, their rows alone,
+        # what is kept beside these, and whether they drew random numbers
+
+    def before_step(
+        self,
+        parameter: nn.Parameter,
+        group: dict[str, Any],
+        settings: Mapping[str, Any],
+        state: Mapping[str, Any],
+    ) -> None:
+        """`parameter`, `state`: of the step's rows; they stay as they are."""
+        self.steps, self._group = self.steps + 1, group
+        is_due = self.steps > 1 and self.steps & (self.steps - 1) == 0 and self.kept.is_shown
+        if is_due and len(parameter) > 1 and parameter.device == self.device:
+            with unrecorded():
+                self._train_alone(parameter, settings, state)
+
+    def _train_alone(self, parameter: nn.Parameter, settings: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        assert parameter.grad is not None, "a step is of rows with a gradient"
+        drawn, places = random_states(), torch.arange(len(parameter), device=self.device)
+        if parameter.grad.is_sparse:  # torch adds entries of one row in an order that depends on all
+            places = (torch.bincount(parameter.grad._indices()[0], minlength=len(places)) == 1).nonzero().flatten()
+        at = places[:: -(-len(places) // SPOT_ROWS) or 1][: len(parameter) - 1]
+        if not len(at):
+            return
+        own = nn.Parameter(parameter.data[at])
+        own.grad = parameter.grad.index_select(0, at)
+        alone = made_anew(self.rule, settings, nn.Parameter(torch.zeros(1, 1, device="cpu")))
+        rows = {name: value[at] if has_rows(value) else copy.deepcopy(value) for name, value in state.items()}
+        step_twin(alone, own, copy.deepcopy(dict(settings)), rows)
+        numbers = numbers_of(alone.param_groups[0], alone.state.get(own, {}), self._group)
+        self._alone = at, Records(own.data, rows_of(alone, own), at), numbers, random_states() != drawn
+
+    def fault(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
+        """After the step: what it has shown that a table's rule must not do, or ""."""
+        rows = {name: own for name, own in state.items() if has_rows(own)}
+        if rows.keys() != self.kept.first.keys():
+            return (
+                f"keeps {listed([*rows]) or 'nothing'} of a row, and before {listed([*self.kept.first]) or 'nothing'}"
+            )
+        if self._alone is None:
+            return ""
+        (at, alone, numbers, draws), self._alone = self._alone, None
+        if draws:
+            return DRAWS
+        trained = Records(parameter.data[at], {name: own[at] for name, own in rows.items()}, at)
+        return (
+            "" if have_same_bits(alone, trained) and numbers == numbers_of(self._group, state, self._group) else MIXES
+        )

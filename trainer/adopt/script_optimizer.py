@@ -6,6 +6,7 @@ id, and the optimizer's state has theirs: it trains a small table, and knows of 
 A dense rule also moves rows without a gradient. They catch up when they are next read (`catch_up.py`).
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.catch_up import catch_up
-from rowcast.trainer.adopt.optimizer_trial import first_states, moves_without_gradient
+from rowcast.trainer.adopt.optimizer_trial import Rule, SpotCheck, refuse_kind, remedy, settings_of, try_rule
 from rowcast.trainer.adopt.rows import Records
 from rowcast.trainer.adopt.step_log import StepLog, has_rows
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, placeholder, state_door
@@ -52,11 +53,13 @@ class TrainedTable:
         assert grad is not None, "a table is tried at its first step"
         self.table, self.optimizer = table, optimizer
         self.log = StepLog(type(optimizer))
-        first = first_states(table.name, type(optimizer), group, is_sparse=grad.is_sparse)
-        if not grad.is_sparse and moves_without_gradient(type(optimizer), group):
+        rule, device = Rule(type(optimizer), settings_of(optimizer, group), grad.is_sparse), table.parameter.device
+        kept = try_rule(rule, table.name, table.dim, device)
+        self._spot = SpotCheck(rule.kind, kept, device)
+        if kept.moves:
             say_once(type(optimizer).__name__, decays=bool(group.get("weight_decay")))
         loaded = {name: state for name, state in self._rows_of_state() if state.shape == table.shape}
-        table.home.begin_states({**first, **loaded}, Replay(self.log))
+        table.home.begin_states({**kept.first, **loaded}, Replay(self.log))
         table.read_again()
         self._doors: dict[str, TableState] = {}
         self._left = dict(self._rows_of_state())  # as the last step left them
@@ -74,7 +77,7 @@ class TrainedTable:
         """False: the script has made another one, or has loaded or reset its state."""
         return optimizer is self.optimizer and all(self._state.get(name) is own for name, own in self._left.items())
 
-    def before_step(self, group: Mapping[str, Any]) -> None:
+    def before_step(self, group: dict[str, Any]) -> None:
         table, parameter = self.table, self.table.parameter
         table.see_changes()
         self.ids, gradient = table.step_gradient()
@@ -84,17 +87,25 @@ class TrainedTable:
         parameter.grad = gradient
         for name, _ in [*self._rows_of_state()]:
             self._state[name] = table.of_step(table.step_rows.states[name], self.ids)
+        settings = settings_of(self.optimizer, group)
         if not gradient.is_sparse:
-            self.log.append(group, self._state)
+            self.log.append(settings, self._state)
+        self._spot.before_step(parameter, group, settings, self._state)
 
     def after_step(self) -> None:
         table, parameter = self.table, self.table.parameter
         states = dict(self._rows_of_state())
         lasts = torch.full((len(self.ids),), self.log.steps, device=parameter.device)
         rows = Records(parameter.data, states, lasts)
+        fault = self._spot.fault(parameter, self._state)
         parameter.grad = None
         parameter.data = placeholder(table.shape, parameter.dtype, parameter.device)
         parameter.__class__ = TableParameter
+        if fault:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} {fault}: at step {self._spot.steps} of {table.name}, so steps before "
+                f"may already have other bits than without adopt; {remedy(table.name)}"
+            )
         table.home.write(self.ids, rows)
         for name in states:
             if name not in self._doors:
@@ -108,7 +119,7 @@ _followed: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDi
 _awaited: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether the closure of this step is to be called
 
 
-def tables_of(optimizer: Optimizer) -> Iterator[tuple[AdoptedTable, Mapping[str, Any]]]:
+def tables_of(optimizer: Optimizer) -> Iterator[tuple[AdoptedTable, dict[str, Any]]]:
     """The adopted tables among an optimizer's parameters, each with its group."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -119,8 +130,13 @@ def tables_of(optimizer: Optimizer) -> Iterator[tuple[AdoptedTable, Mapping[str,
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Puts the update behind the script's own hooks before it, and before those behind it: they see whole tables."""
-    if not any(tables_of(optimizer)):
+    is_wrapper = "_optimizer_state_dict_post_hooks" not in vars(optimizer)  # its optimizer steps the tables
+    if is_wrapper or not any(tables_of(optimizer)):
         return
+    if optimizer not in _followed:
+        for table, group in tables_of(optimizer):
+            if table.parameter.requires_grad:
+                refuse_kind(type(optimizer), group, table.name)
     for handle in _followed.get(optimizer, ()):
         handle.remove()
     before, after = optimizer.register_step_pre_hook(before_update), optimizer.register_step_post_hook(after_update)
@@ -164,6 +180,11 @@ def make_ready(optimizer: Optimizer) -> None:
     for table, group in tables_of(optimizer):
         if table.grad is None or is_ready(table, optimizer):
             continue
+        if os.getpid() != table.pid:
+            raise ConfigError(
+                f"process {os.getpid()} was forked from {table.pid}, which adopted {table.name}, and its steps would not "
+                f"reach the rows there; train in one process, or share the table's memory by keep=[{table.name!r}]"
+            )
         if table.trained is None or not table.trained.is_of(optimizer):
             table.trained = None  # with the doors to its states, unless the script has them
             table.trained = TrainedTable(table, optimizer, group)
