@@ -182,8 +182,8 @@ def make_ready(optimizer: Optimizer) -> None:
             continue
         if os.getpid() != table.pid:
             raise ConfigError(
-                f"process {os.getpid()} was forked from {table.pid}, which adopted {table.name}, and its steps would not "
-                f"reach the rows there; train in one process, or share the table's memory by keep=[{table.name!r}]"
+                f"process {os.getpid()} was forked from {table.pid}, which adopted {table.name}, and its steps would "
+                f"not reach the rows there; train in one process, or share the table's memory by keep=[{table.name!r}]"
             )
         if table.trained is None or not table.trained.is_of(optimizer):
             table.trained = None  # with the doors to its states, unless the script has them
