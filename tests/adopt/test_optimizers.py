@@ -187,8 +187,8 @@ class TwoGradients(Rule):
 
 
 REFUSED: dict[type[Rule], tuple[str, ...]] = {
-    NoisySGD: ("random",),
-    DropoutSGD: ("random",),
+    NoisySGD: (),
+    DropoutSGD: (),
     RowWiseAdagrad: ("sum", "[3]"),
     RowWiseAdagrad1: ("sum", "[3, 1]"),
     Momenta: ("momenta", "list"),
