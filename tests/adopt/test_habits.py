@@ -438,7 +438,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     ),
     "fused Adam": (
         lambda parameters: optim.Adam(parameters, lr=0.02, fused=True),
-        "Adam (fused=True) rounds the last values of an array differently, so rows apart would have other bits than "
+        "Adam(fused=True) rounds the last values of an array differently, so rows apart would have other bits than "
         f'the table; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch")); {ANOTHER}',
     ),
     "Lamb": (

@@ -100,12 +100,12 @@ def refuse_kind(kind: type[Optimizer], group: Mapping[str, Any], table: str) -> 
             'table; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch"))'
         )
     elif hasattr(kind, "eval"):
-        why = "has a train and an eval mode, and changes all rows of a table from one to the other"
+        why = " has a train and an eval mode, and changes all rows of a table from one to the other"
     elif hasattr(kind, "second_step") or (closure is not None and closure.default is closure.empty):
-        why = "may take several gradients in a step, and rows of a table are prepared for one"
+        why = " may take several gradients in a step, and rows of a table are prepared for one"
     else:
         return
-    raise ConfigError(f"{kind.__name__} {why}; {remedy(table)}")
+    raise ConfigError(f"{kind.__name__}{why}; {remedy(table)}")
 
 
 def first_states(rule: Rule) -> dict[str, float]:
