@@ -6,7 +6,6 @@ at steps 2, 4, 8, ...   some rows of the step are trained alone as well, from co
 
 import copy
 import inspect
-import pickle
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -211,11 +210,11 @@ def bits_of(own: Tensor) -> Tensor:
     return torch.where(own.isnan(), torch.nan, own).view(torch.int32)
 
 
-def random_states() -> bytes:
-    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
+def random_states() -> str:
+    return repr((random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state().numpy().tobytes()))
 
 
-def has_drawn(before: bytes) -> bool:
+def has_drawn(before: str) -> bool:
     """Whether this thread has: where there are others, theirs are not told apart, and other bits refuse a rule."""
     return threading.active_count() == 1 and random_states() != before
 
