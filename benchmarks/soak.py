@@ -25,6 +25,7 @@ SUITES = (  # the longest first
     "tests/adopt/test_script_engine.py",
     "tests/adopt/test_adopted_runs.py",
     "tests/adopt/test_optimizers.py",
+    "tests/adopt/test_whole_parameter.py",
     "tests/checkpoints",
     "tests/serving",
     "tests/protocol/test_tcp.py",

@@ -4,6 +4,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from rowcast.trainer.adopt.table_parameter import TableParameter
 ROWS, DIM, STEPS, CAPACITY = 300, 4, 12, "90 rows"
 
 pytestmark = [
-    pytest.mark.usefixtures("no_engine", "let_go"),
+    pytest.mark.usefixtures("let_go"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
 ]
 
@@ -432,9 +433,53 @@ habit("initialised after adopt", begin=inits)
 habit("look-ups by other indices", scores=looks_up)
 
 
-@pytest.mark.parametrize("script", HABITS.values(), ids=HABITS.keys())
-def test_a_habit_has_the_bits_that_it_has_un_adopted(script: type[Script]) -> None:
+def assert_same_as_un_adopted(script: type[Script]) -> None:
     expected, seen = script(adopts=False).run(), script(adopts=True).run()
     assert len(seen) == len(expected)
     for at, (one, other) in enumerate(zip(seen, expected, strict=True)):
         assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True), at
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("script", HABITS.values(), ids=HABITS.keys())
+def test_a_habit_has_the_bits_that_it_has_un_adopted(script: type[Script]) -> None:
+    assert_same_as_un_adopted(script)
+
+
+class Together(Script):
+    """Habits that meet the engine."""
+
+    def begin(self) -> None:
+        masked(self)
+        holds_data(self)
+
+    def between(self, at: int) -> None:
+        by_rows(self, at)
+        clips(self, at)
+
+    def step(self) -> None:
+        if len(self.seen) % 2:
+            twice(self)
+            self.top.step()
+        else:
+            by_hand(self)
+            self.optimizer.step()
+
+    def after(self, at: int, ids: Tensor) -> None:
+        reads_held(self, at, ids)
+        if at == 5:
+            self.state["exp_avg"][:10] = 0
+        if at == 7:
+            swaps_average(self, at, ids)
+        if at == 8:
+            writes_held(self, 2, ids)
+
+
+def test_habits_have_the_same_bits_with_rows_in_the_engine() -> None:
+    assert_same_as_un_adopted(Together)
+
+
+def test_the_page_lists_the_habits() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "adopt.md").read_text()
+    block = text.split("<!-- habits -->")[1].split("<!-- /habits -->")[0]
+    assert block.split("\n- ")[1:] == [*list(HABITS)[:-1], f"{list(HABITS)[-1]}\n"]

@@ -329,7 +329,7 @@ def set_data(parameter: TableParameter, data: Tensor) -> None:
 
 def refuse_whole(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
     table = next(leaf.table for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TableParameter))
-    folders = [frame.filename for frame in traceback.extract_stack()]
+    folders = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
     if any("_dynamo" in folder for folder in folders):
         refuse_compilation(table.name)
     keep = f"leave the table on the device by keep=[{table.name!r}]"

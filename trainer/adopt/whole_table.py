@@ -109,6 +109,8 @@ class TableView(Tensor):
         if isinstance(first, TableView):
             if name in ("numpy", "__array__"):
                 return in_numpy(first, *args[1:], **kwargs)
+            if name == "detach_":
+                return first
             if name == "__dlpack__":
                 lend(first)
             if name == "__get__" and func == Tensor.data.__get__:  # type: ignore[attr-defined]
